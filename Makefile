@@ -1,0 +1,39 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both set up everything first, once.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check setup clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   train the digits example on 2 workers, test it, verify it against one worker"
+	@echo "make test   the tests"
+	@echo "make check  ruff, mypy --strict and the tests"
+	@echo "make clean  remove the virtual environment and caches"
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+setup: $(READY)
+
+demo: setup
+	$(BIN)/shoal train digits -n 2 -s ddp --out runs/digits
+	$(BIN)/shoal eval runs/digits
+	$(BIN)/shoal verify digits -n 2 -s ddp --steps 20
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

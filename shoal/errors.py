@@ -1,0 +1,51 @@
+"""What Shoal raises. Every message is one sentence for the person who runs the job.
+
+`BadInput` is a mistake that can be told before or without training: the command line prints
+its sentence and exits with 2. Everything else that fails exits with 1.
+"""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """The base of all errors that Shoal raises on purpose."""
+
+
+class BadInput(ShoalError):
+    """What was asked for cannot be done; nothing has been changed."""
+
+
+class StrategyError(BadInput):
+    """A strategy that does not parse, or a combination that makes no sense."""
+
+
+class NotBuilt(BadInput):
+    """A strategy or option that is named in the notation but has no runtime yet."""
+
+
+class CheckpointError(BadInput):
+    """A checkpoint that is missing, damaged or of another model."""
+
+
+class CheckFailed(ShoalError):
+    """A check ran and its answer is no: a verification, a proof."""
+
+
+class PeerLost(ShoalError):
+    """Another rank went away or fell silent in the middle of an operation."""
+
+    def __init__(self, rank: int, peer: int | None, doing: str, after_s: float | None = None):
+        self.rank, self.peer, self.doing, self.after_s = rank, peer, doing, after_s
+        who = "a peer" if peer is None else f"rank {peer}"
+        when = "" if after_s is None else f" after {after_s:g} s"
+        super().__init__(
+            f"rank {rank} lost {who}{when} in {doing}: see that rank's output for the cause"
+        )
+
+
+class WorkersFailed(ShoalError):
+    """At least one worker process ended badly; `rank` is the first one that did."""
+
+    def __init__(self, rank: int, exit_status: int, report: str):
+        self.rank, self.exit_status, self.report = rank, exit_status, report
+        super().__init__(f"worker {rank} failed with exit status {exit_status}\n{report}")

@@ -1,0 +1,61 @@
+"""What a group of ranks can do together. Every operation returns Work; `wait` finishes it."""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.wire.transport import Work
+
+
+class Op(enum.Enum):
+    """How contributions are combined."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
+    MIN = "min"
+    PROD = "prod"
+
+    def combine(self, into: Tensor, other: Tensor) -> None:
+        """`into` = `into` (op) `other`; a mean is added up here and divided at the end."""
+        if self is Op.MAX:
+            torch.maximum(into, other, out=into)
+        elif self is Op.MIN:
+            torch.minimum(into, other, out=into)
+        elif self is Op.PROD:
+            into.mul_(other)
+        else:
+            into.add_(other)
+
+
+class Group(Protocol):
+    """Ranks 0..size-1 of one axis. All ranks call the same collectives in the same order.
+
+    Tensors are changed in place unless an `out` is named. In the flat collectives `out` (or
+    `data`) holds the pieces of rank 0, 1, … one after the other.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def send(self, data: Tensor, dst: int, tag: int = 0) -> Work: ...
+    def recv(self, into: Tensor, src: int, tag: int = 0) -> Work: ...
+    def broadcast(self, data: Tensor, root: int = 0) -> Work: ...
+    def reduce(self, data: Tensor, root: int = 0, op: Op = Op.SUM) -> Work: ...
+    def all_reduce(self, data: Tensor, op: Op = Op.SUM) -> Work: ...
+    def gather(self, out: Tensor | None, data: Tensor, root: int = 0) -> Work: ...
+    def scatter(self, out: Tensor, data: Tensor | None, root: int = 0) -> Work: ...
+    def all_gather(self, out: Tensor, data: Tensor) -> Work: ...
+    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op = Op.SUM) -> Work: ...
+    def all_to_all(self, out: Tensor, data: Tensor) -> Work: ...
+    def scan(self, data: Tensor, op: Op = Op.SUM) -> Work: ...
+    def barrier(self) -> Work: ...
+    def duplicate(self) -> Group:
+        """The same ranks with an order of operations of their own; all ranks call it."""
+        ...

@@ -1,0 +1,1 @@
+"""Schedules as data: collectives as rounds of transfers, pipelines as lists of actions."""

@@ -1,0 +1,29 @@
+"""A transport moves the bytes of a tensor from one rank to another; everything else is above it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Work(Protocol):
+    """Something under way. `wait` returns when it is done, or raises what went wrong."""
+
+    def wait(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Ranks 0..size-1. Messages with the same (source, destination, tag) arrive in order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def send(self, data: Tensor, dst: int, tag: int) -> Work:
+        """Send `data` (contiguous); it may be changed again once the work is done."""
+        ...
+
+    def recv(self, into: Tensor, src: int, tag: int) -> Work:
+        """Receive into `into` (contiguous, of the same size and dtype as what was sent)."""
+        ...
