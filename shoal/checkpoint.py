@@ -1,0 +1,260 @@
+"""Checkpoints: the whole, unsharded model in safetensors files, and a JSON manifest.
+
+    model/manifest.json
+    model/model-120-3fa9c1.safetensors
+    model/optimizer-120-3fa9c1.safetensors
+
+New files are written beside the old ones, then the manifest is replaced in one move, then the
+old files go: a crash at any moment leaves one whole checkpoint. Nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from shoal.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = "shoal checkpoint 1"
+_LARGEST_MANIFEST_BYTES = 64 << 20
+
+
+@dataclass
+class Checkpoint:
+    """What is saved. Names of tensors are those of the model's `state_dict`."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    document: dict[str, Any] = field(default_factory=dict)  # everything that is no tensor
+
+
+def write(path: Path, checkpoint: Checkpoint) -> None:
+    """Save under `path`, a folder; what was there before stays valid until this one is whole."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        mark = f"{checkpoint.document.get('steps', 0)}-{secrets.token_hex(3)}"
+        files = {
+            "model": _write_tensors(path / f"model-{mark}.safetensors", checkpoint.model),
+            "optimizer": _write_tensors(
+                path / f"optimizer-{mark}.safetensors", checkpoint.optimizer
+            ),
+        }
+        manifest = {"format": FORMAT, "files": files, **checkpoint.document}
+        _replace(path / MANIFEST, json.dumps(manifest, indent=1).encode())
+    except OSError as error:
+        raise CheckpointError(f"cannot save a checkpoint at {path}: {error}") from error
+    _remove_old(path, {entry["name"] for entry in files.values()})
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint at `path`, checked for its form."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(f"there is no checkpoint at {path} (no {MANIFEST} in it)")
+    if file.stat().st_size > _LARGEST_MANIFEST_BYTES:
+        raise CheckpointError(f"the checkpoint at {path} is damaged: its manifest is too large")
+    try:
+        manifest = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"the checkpoint at {path} is damaged: its manifest is no JSON"
+        ) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is no manifest of a {FORMAT!r}")
+    return manifest
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint at `path`; every file is checked against its digest first."""
+    manifest = read_manifest(path)
+    files = manifest.get("files")
+    if not isinstance(files, dict) or set(files) != {"model", "optimizer"}:
+        raise CheckpointError(f"the checkpoint at {path} is damaged: its manifest names no files")
+    model, optimizer = (_read_tensors(path, files[part]) for part in ("model", "optimizer"))
+    document = {k: v for k, v in manifest.items() if k not in ("format", "files")}
+    for key in ("steps", "batches"):
+        if not isinstance(document.get(key), int) or document[key] < 0:
+            raise CheckpointError(f"the checkpoint at {path} is damaged: {key!r} is no count")
+    return Checkpoint(model, optimizer, document)
+
+
+def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Copies of all tensors of a model on the CPU, and the names that are tied to another."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    seen: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            continue
+        key = (value.data_ptr(), value.shape, value.stride())
+        if value.numel() and key in seen:
+            tied[name] = seen[key]
+            continue
+        seen[key] = name
+        tensors[name] = _on_cpu(value)
+    return tensors, tied
+
+
+def load_model(model: nn.Module, tensors: dict[str, Tensor], tied: Any, where: Path) -> None:
+    """Copy `tensors` into the model; another model's are refused by name before any copy."""
+    if not isinstance(tied, dict):
+        raise CheckpointError(f"the checkpoint at {where} is damaged: 'tied' is no table")
+    complete = {**tensors, **{name: tensors[t] for name, t in tied.items() if t in tensors}}
+    own = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    for name, tensor in own.items():
+        if name not in complete:
+            raise CheckpointError(
+                f"the checkpoint at {where} is of another model: it has no tensor {name!r}"
+            )
+        if complete[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"the checkpoint at {where} is of another model: {name} is "
+                f"{tuple(complete[name].shape)} there and {tuple(tensor.shape)} here"
+            )
+    extra = sorted(set(complete) - set(own))
+    if extra:
+        raise CheckpointError(
+            f"the checkpoint at {where} is of another model: this one has no tensor {extra[0]!r}"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(complete[name])
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's state by parameter name: tensors, and a JSON-able rest."""
+    names = {id(p): name for name, p in named}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for p, state in optimizer.state.items():
+        name = names[id(p)]
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = _on_cpu(value)
+            else:
+                values.setdefault(name, {})[key] = value
+    groups = [
+        {
+            "params": [names[id(p)] for p in group["params"]],
+            **{k: v for k, v in group.items() if k not in ("params", "param_names") and _plain(v)},
+        }
+        for group in optimizer.param_groups
+    ]
+    return tensors, {"class": type(optimizer).__name__, "groups": groups, "values": values}
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    named: list[tuple[str, nn.Parameter]],
+    tensors: dict[str, Tensor],
+    rest: Any,
+    where: Path,
+) -> None:
+    """Put saved state into a fresh optimizer of the same class over the same parameters."""
+    if not isinstance(rest, dict) or rest.get("class") != type(optimizer).__name__:
+        saved = rest.get("class") if isinstance(rest, dict) else "nothing"
+        raise CheckpointError(
+            f"the checkpoint at {where} has the state of {saved}, and the script now trains with "
+            f"{type(optimizer).__name__}"
+        )
+    state = _state_by_name(tensors, rest, where)
+    names = {id(p): name for name, p in named}
+    document = optimizer.state_dict()
+    by_index: dict[int, dict[str, Any]] = {}
+    saved_groups = rest.get("groups") if isinstance(rest.get("groups"), list) else []
+    for i, (packed, group) in enumerate(
+        zip(document["param_groups"], optimizer.param_groups, strict=True)
+    ):
+        group_names = [names[id(p)] for p in group["params"]]
+        for index, name in zip(packed["params"], group_names, strict=True):
+            if name in state:
+                by_index[index] = state[name]
+        if i < len(saved_groups) and saved_groups[i].get("params") == group_names:
+            packed.update({k: _like(v, packed.get(k)) for k, v in saved_groups[i].items()
+                           if k in packed and k != "params"})
+    document["state"] = by_index
+    optimizer.load_state_dict(document)
+
+
+def _state_by_name(
+    tensors: dict[str, Tensor], rest: dict[str, Any], where: Path
+) -> dict[str, dict[str, Any]]:
+    values = rest.get("values")
+    if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
+        raise CheckpointError(f"the checkpoint at {where} is damaged: optimizer values")
+    state: dict[str, dict[str, Any]] = {name: dict(value) for name, value in values.items()}
+    for full, tensor in tensors.items():
+        name, _, key = full.rpartition("/")
+        state.setdefault(name, {})[key] = tensor
+    return state
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _like(value: Any, current: Any) -> Any:
+    return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    save_file(tensors, file)
+    with open(file, "rb") as handle:
+        os.fsync(handle.fileno())
+    return {"name": file.name, "bytes": file.stat().st_size, "sha256": _digest(file)}
+
+
+def _read_tensors(path: Path, entry: Any) -> dict[str, Tensor]:
+    name = entry.get("name") if isinstance(entry, dict) else None
+    if not isinstance(name, str) or name != os.path.basename(name) or name.startswith("."):
+        raise CheckpointError(f"the checkpoint at {path} is damaged: it names a strange file")
+    file = path / name
+    try:
+        if file.stat().st_size != entry.get("bytes") or _digest(file) != entry.get("sha256"):
+            raise CheckpointError(f"the checkpoint at {path} is damaged: {name} has changed")
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the checkpoint at {path} is damaged: {name}: {error}") from error
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as handle:
+        while chunk := handle.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _replace(file: Path, data: bytes) -> None:
+    fresh = file.with_name(f"{file.name}.{secrets.token_hex(3)}")
+    with open(fresh, "wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(fresh, file)
+
+
+def _remove_old(path: Path, keep: set[str]) -> None:
+    for pattern in ("model-*.safetensors", "optimizer-*.safetensors"):
+        for file in path.glob(pattern):
+            if file.name not in keep:
+                file.unlink(missing_ok=True)

@@ -1,0 +1,212 @@
+"""A group over any torch.distributed process group: Gloo, NCCL, MPI."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.errors import PeerLost
+from shoal.group.group import Group, Op
+from shoal.observe.trace import OFF, Tracer
+from shoal.wire.transport import Work
+
+_OPS = {
+    Op.SUM: dist.ReduceOp.SUM,
+    Op.MEAN: dist.ReduceOp.SUM,  # Gloo has no average: divided when the work is done
+    Op.MAX: dist.ReduceOp.MAX,
+    Op.MIN: dist.ReduceOp.MIN,
+    Op.PROD: dist.ReduceOp.PRODUCT,
+}
+
+
+class TorchWork:
+    """Waits for a torch work; a lost connection becomes a `PeerLost` that says what broke."""
+
+    def __init__(self, work: Any, rank: int, doing: str, finish: Callable[[], None] | None = None):
+        self._work, self._rank, self._doing, self._finish = work, rank, doing, finish
+
+    def wait(self) -> None:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise PeerLost(self._rank, None, f"{self._doing} ({_first_line(error)})") from error
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class TorchGroup:
+    """The collectives of a process group. `rank` and `size` count inside the group."""
+
+    def __init__(self, group: dist.ProcessGroup, tracer: Tracer = OFF):
+        self._group, self.tracer = group, tracer
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._calls = 0
+
+    def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:
+        return self._start(
+            "send", data, lambda: dist.isend(data, group=self._group, group_dst=dst, tag=tag)
+        )
+
+    def recv(self, into: Tensor, src: int, tag: int = 0) -> Work:
+        return self._start(
+            "receive", into, lambda: dist.irecv(into, group=self._group, group_src=src, tag=tag)
+        )
+
+    def broadcast(self, data: Tensor, root: int = 0) -> Work:
+        return self._start(
+            "broadcast",
+            data,
+            lambda: dist.broadcast(data, group=self._group, group_src=root, async_op=True),
+        )
+
+    def reduce(self, data: Tensor, root: int = 0, op: Op = Op.SUM) -> Work:
+        return self._start(
+            "reduce",
+            data,
+            lambda: dist.reduce(
+                data, op=_OPS[op], group=self._group, group_dst=root, async_op=True
+            ),
+            self._mean(data, op),
+        )
+
+    def all_reduce(self, data: Tensor, op: Op = Op.SUM) -> Work:
+        return self._start(
+            "all_reduce",
+            data,
+            lambda: dist.all_reduce(data, op=_OPS[op], group=self._group, async_op=True),
+            self._mean(data, op),
+        )
+
+    def gather(self, out: Tensor | None, data: Tensor, root: int = 0) -> Work:
+        pieces = None if self.rank != root or out is None else self._pieces(out)
+        return self._start(
+            "gather",
+            data,
+            lambda: dist.gather(
+                data.flatten(), pieces, group=self._group, group_dst=root, async_op=True
+            ),
+        )
+
+    def scatter(self, out: Tensor, data: Tensor | None, root: int = 0) -> Work:
+        pieces = None if self.rank != root or data is None else self._pieces(data)
+        return self._start(
+            "scatter",
+            out,
+            lambda: dist.scatter(
+                out.view(-1), pieces, group=self._group, group_src=root, async_op=True
+            ),
+        )
+
+    def all_gather(self, out: Tensor, data: Tensor) -> Work:
+        return self._start(
+            "all_gather",
+            out,
+            lambda: dist.all_gather(
+                self._pieces(out), data.flatten(), group=self._group, async_op=True
+            ),
+        )
+
+    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op = Op.SUM) -> Work:
+        return self._start(
+            "reduce_scatter",
+            data,
+            lambda: dist.reduce_scatter_tensor(
+                out.view(-1), data.flatten(), op=_OPS[op], group=self._group, async_op=True
+            ),
+            self._mean(out, op),
+        )
+
+    def all_to_all(self, out: Tensor, data: Tensor) -> Work:
+        return self._start(
+            "all_to_all",
+            out,
+            lambda: dist.all_to_all_single(
+                out.view(-1), data.flatten(), group=self._group, async_op=True
+            ),
+        )
+
+    def scan(self, data: Tensor, op: Op = Op.SUM) -> Work:
+        everything = data.new_empty(self.size, data.numel())
+
+        def finish() -> None:
+            total = everything[0]
+            for rank in range(1, self.rank + 1):
+                op.combine(total, everything[rank])
+            data.copy_((total / (self.rank + 1) if op is Op.MEAN else total).view(data.shape))
+
+        gathered = self.all_gather(everything.view(-1), data)
+        return TorchWork(gathered, self.rank, "scan", finish)
+
+    def barrier(self) -> Work:
+        return self._start("barrier", None, lambda: dist.barrier(self._group, async_op=True))
+
+    def duplicate(self) -> Group:
+        ranks = dist.get_process_group_ranks(self._group)
+        backend = dist.get_backend(self._group)
+        return TorchGroup(dist.new_group(ranks, backend=backend), self.tracer)
+
+    def _pieces(self, data: Tensor) -> list[Tensor]:
+        return list(data.view(self.size, -1))
+
+    def _mean(self, data: Tensor, op: Op) -> Callable[[], None] | None:
+        return (lambda: data.div_(self.size) and None) if op is Op.MEAN else None
+
+    def _start(
+        self,
+        name: str,
+        data: Tensor | None,
+        call: Callable[[], Any],
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        self._calls += 1
+        doing = f"{name} #{self._calls}"
+        start_ns = time.monotonic_ns() if self.tracer.enabled else 0
+        try:
+            work = call()
+        except RuntimeError as error:
+            raise PeerLost(self.rank, None, f"{doing} ({_first_line(error)})") from error
+        if self.tracer.enabled and work is not None:
+            self._trace(work, name, start_ns, data)
+        return TorchWork(work, self.rank, doing, finish)
+
+    def _trace(self, work: Any, name: str, start_ns: int, data: Tensor | None) -> None:
+        kind = name if name in ("send", "receive") else "reduce"
+        size = 0 if data is None else data.numel() * data.element_size()
+
+        def done(_: Any) -> None:
+            self.tracer.add(kind, start_ns, time.monotonic_ns(), "comm", f"{name} {size} bytes")
+
+        # some works (point to point over Gloo) carry no future; they are then timed by `wait` spans
+        try:
+            work.get_future().add_done_callback(done)
+        except RuntimeError:
+            return
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def open_store(rendezvous: str, rank: int, size: int) -> dist.Store:
+    """The key-value store at `rendezvous` (file://, tcp:// or env://) where ranks meet."""
+    store, _, _ = next(dist.rendezvous(rendezvous, rank, size))
+    return store
+
+
+def join_world(rendezvous: str, rank: int, size: int, backend: str) -> dist.ProcessGroup:
+    """Make (or take, if the script made one) the default process group of this process."""
+    if not dist.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+        dist.init_process_group(
+            backend, init_method=rendezvous, rank=rank, world_size=size, device_id=device
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    return world

@@ -1,0 +1,148 @@
+"""How far a run is: a bar on a terminal, plain lines elsewhere, JSON lines to a launcher.
+
+Plain lines come at fixed steps, so that two runs of the same job print the same steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import IO, Any, Protocol
+
+LINES_PER_RUN = 20
+LONGEST_SILENCE_S = 30.0
+TERMINAL_PERIOD_S = 0.1
+
+
+class Progress(Protocol):
+    """Where progress goes. `due` is asked every step and has to be quick."""
+
+    def due(self, step: int, total: int | None) -> bool: ...
+    def show(self, record: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Silent:
+    """For every rank but 0."""
+
+    def due(self, step: int, total: int | None) -> bool:
+        return False
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class Lines:
+    """About twenty lines a run: the first step, the last, and equal distances between."""
+
+    def __init__(self, out: IO[str] | None = None):
+        self._out, self._last_s = out, time.monotonic()
+
+    def due(self, step: int, total: int | None) -> bool:
+        every = max(1, (total or 50 * LINES_PER_RUN) // LINES_PER_RUN)
+        if step == 1 or step == total or step % every == 0:
+            return True
+        return time.monotonic() - self._last_s > LONGEST_SILENCE_S
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        self._last_s = time.monotonic()
+        print(line(record), file=self._out or sys.stdout, flush=True)
+
+    def close(self) -> None:
+        return None
+
+
+class Pipe:
+    """JSON lines to the launcher, which draws them."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor, self._last_s = descriptor, 0.0
+
+    def due(self, step: int, total: int | None) -> bool:
+        return step == total or time.monotonic() - self._last_s > TERMINAL_PERIOD_S
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        self._last_s = time.monotonic()
+        try:
+            os.write(self._descriptor, json.dumps(record).encode() + b"\n")
+        except BrokenPipeError:  # the launcher has stopped listening; the run goes on
+            self._last_s = float("inf")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Bar:
+    """A live bar on a terminal: step, loss, samples a second, time left."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        self._rich = RichProgress(
+            TextColumn("step {task.completed:.0f}/{task.fields[of]}"),
+            BarColumn(),
+            TextColumn("{task.fields[text]}"),
+            transient=False,
+        )
+        self._task = self._rich.add_task("", total=None, of="?", text="")
+        self._last_s = 0.0
+        self._rich.start()
+
+    def due(self, step: int, total: int | None) -> bool:
+        return step == total or time.monotonic() - self._last_s > TERMINAL_PERIOD_S
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        self._last_s = time.monotonic()
+        total = record.get("total")
+        self._rich.update(
+            self._task, completed=record.get("step", 0), total=total, of=total or "?",
+            text=details(record),
+        )
+
+    def print(self, text: str, is_stderr: bool = False) -> None:
+        """A line above the bar."""
+        self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._rich.stop()
+
+
+def for_worker(rank: int, environ: Mapping[str, str]) -> Progress:
+    """What rank `rank` should use: only rank 0 shows anything."""
+    if rank != 0:
+        return Silent()
+    if environ.get("SHOAL_PROGRESS_FD"):
+        return Pipe(int(environ["SHOAL_PROGRESS_FD"]))
+    return Bar() if sys.stdout.isatty() else Lines()
+
+
+def line(record: Mapping[str, Any]) -> str:
+    total = record.get("total")
+    return f"step {record['step']}{f'/{total}' if total else ''}  {details(record)}"
+
+
+def details(record: Mapping[str, Any]) -> str:
+    """Metrics, speed and time left, as text; the same for lines and for the bar."""
+    words = [f"{name} {_number(value)}" for name, value in dict(record.get("metrics", {})).items()]
+    if record.get("samples_per_s"):
+        words.append(f"{record['samples_per_s']:,.0f} samples/s")
+    if record.get("left_s") is not None:
+        words.append(f"{clock(record['left_s'])} left")
+    return "  ".join(words)
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, (int, float)) else str(value)

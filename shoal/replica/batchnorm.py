@@ -1,0 +1,149 @@
+"""BatchNorm with the statistics of the global batch.
+
+Each rank sends its mean, variance and count per channel (2C + 1 numbers, one all-gather in
+forward), and the ranks combine them in the same order; backward adds up two sums per channel
+(2C numbers, one all-reduce). A rank whose part of the batch is empty takes part with count 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.group.group import Group
+
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class Presence:
+    """Whether the rows that now run through the model are real, or stand in for an empty part."""
+
+    real = True
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+        inv_std: Tensor, count: Tensor, group: Group, real: bool,
+    ) -> Tensor:
+        shape = _channels(x)
+        normal = (x - mean.view(shape)) * inv_std.view(shape)
+        ctx.save_for_backward(normal, weight, inv_std, count)
+        ctx.group, ctx.real = group, real
+        out = normal
+        if weight is not None and bias is not None:
+            out = torch.addcmul(bias.view(shape), normal, weight.view(shape))
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        normal, weight, inv_std, count = ctx.saved_tensors
+        grad = grads[0].to(normal.dtype)
+        others, shape = _others(grad), _channels(grad)
+        sums = torch.stack([grad.sum(others), (grad * normal).sum(others)])
+        grad_bias, grad_weight = sums[0].clone(), sums[1].clone()
+        ctx.group.all_reduce(sums).wait()
+        sums /= count
+        scale = inv_std if weight is None else inv_std * weight
+        grad_x = (grad - sums[0].view(shape) - normal * sums[1].view(shape)) * scale.view(shape)
+        if not ctx.real:  # rows that stand in are no part of the statistics
+            grad_x = torch.zeros_like(grad_x)
+        affine = (None, None) if weight is None else (grad_weight, grad_bias)
+        return grad_x.to(grads[0].dtype), *affine, None, None, None, None, None
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """A drop-in for BatchNorm1d/2d/3d that shares statistics over a group while training."""
+
+    def __init__(self, local: _BatchNorm, group: Group, presence: Presence):
+        super().__init__(
+            local.num_features, local.eps, local.momentum, local.affine, local.track_running_stats
+        )
+        self._parameters, self._buffers = local._parameters, local._buffers
+        self.training = local.training
+        self._dims = _dims_of(local)
+        self._group, self._presence = group, presence
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() not in self._dims:
+            raise ValueError(f"expected an input of {self._dims} dimensions, got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        mean, var, count = self._statistics(input)
+        if count.device.type == "cpu" and count <= 1:
+            raise ValueError(
+                "BatchNorm needs more than 1 value per channel in a global batch while training"
+            )
+        inv_std = torch.rsqrt(var + self.eps)
+        if self.training and self.running_mean is not None:
+            self._remember(mean, var, count)
+        out: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, mean, inv_std, count, self._group, self._presence.real
+        )
+        return out
+
+    @torch.no_grad()
+    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean and variance over all ranks, merged pairwise so that nothing cancels."""
+        wide = x.detach().float() if x.dtype in (torch.float16, torch.bfloat16) else x.detach()
+        var, mean = torch.var_mean(wide, dim=_others(x), correction=0)
+        count = wide.new_tensor([x.numel() / x.shape[1] if self._presence.real else 0.0])
+        mine = torch.cat([mean, var, count])
+        everyone = mine.new_empty(self._group.size * mine.numel())
+        self._group.all_gather(everyone, mine).wait()
+        means, variances, counts = everyone.view(self._group.size, -1).split(
+            [mean.numel(), mean.numel(), 1], dim=1
+        )
+        total = counts.sum()
+        share = counts / total
+        mean = (means * share).sum(0)
+        var = (share * (variances + (means - mean) ** 2)).sum(0)
+        return mean, var, total
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    return any(isinstance(module, _PLAIN) for module in model.modules())
+
+
+def globalize(model: nn.Module, group: Group) -> Presence:
+    """Replace every BatchNorm inside `model`; names and parameters stay as they are."""
+    presence = Presence()
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) in _PLAIN:
+                assert isinstance(child, _BatchNorm)
+                parent._modules[name] = GlobalBatchNorm(child, group, presence)
+    return presence
+
+
+def _dims_of(local: nn.Module) -> tuple[int, ...]:
+    if isinstance(local, nn.BatchNorm1d):
+        return (2, 3)
+    return (4,) if isinstance(local, nn.BatchNorm2d) else (5,)
+
+
+def _others(x: Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+def _channels(x: Tensor) -> list[int]:
+    return [1, -1, *[1] * (x.dim() - 2)]

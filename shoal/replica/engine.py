@@ -1,0 +1,156 @@
+"""Runs one replica's schedule: forward and backward of every micro-batch, and nothing else.
+
+The engine knows no other replica. It says when a bucket of gradients is final (`on_bucket`),
+and what its part of the loss is; agreeing with others is the business of the sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import BadInput
+from shoal.observe.trace import OFF, Tracer
+from shoal.replica.batchnorm import Presence
+from shoal.replica.flat import FlatParams, OnBucket
+from shoal.schedules.pipeline import Action, Kind
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Loss = Callable[[Any, Any], Tensor]
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward and backward.
+
+    `weight` is their share of the global batch's loss; it is asked for when forward is done, so
+    that ranks can count together in the meantime.
+    """
+
+    inputs: Any
+    targets: Any
+    weight: Callable[[], float | Tensor]
+    real: bool = True
+    seed: int = 0
+
+
+class Engine:
+    """Interprets the actions of one stage on one model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        flat: FlatParams,
+        actions: Sequence[Action],
+        *,
+        precision: Precision = "fp32",
+        every_microbatch: bool = False,
+        loss_scale: Callable[[Tensor], Tensor] | None = None,
+        presence: Presence | None = None,
+        tracer: Tracer = OFF,
+    ):
+        self.model, self.loss, self.flat, self.actions = model, loss, flat, actions
+        self.every_microbatch, self.loss_scale = every_microbatch, loss_scale
+        self.presence, self.tracer = presence or Presence(), tracer
+        self._autocast = _autocast(flat.device, precision)
+        self._last = max(action.microbatch for action in actions)
+        self._do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
+        self.used_random = False
+
+    def run(self, microbatches: Sequence[MicroBatch], on_bucket: OnBucket) -> None:
+        """One step's computing. Afterwards the loss of these rows stands in `flat.head[0]`."""
+        self._microbatches, self._on_bucket = microbatches, on_bucket
+        self._losses: dict[int, Tensor] = {}
+        self._total: Tensor | None = None
+        with own_random_stream(self.flat.device):
+            for action in self.actions:
+                self._do[action.kind](action.microbatch)
+
+    def _forward(self, m: int) -> None:
+        micro = self._microbatches[m]
+        self.presence.real = micro.real
+        seed_device(self.flat.device, micro.seed)
+        with self.tracer.span("forward", f"micro-batch {m}"), self._autocast():
+            loss = self.loss(call(self.model, micro.inputs), micro.targets)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            raise BadInput(
+                "the loss function has to return one number, the mean over the samples, and it "
+                f"returned {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}"
+            )
+        self._losses[m] = loss
+
+    def _backward(self, m: int) -> None:
+        micro, loss = self._microbatches[m], self._losses.pop(m)
+        weight = torch.as_tensor(micro.weight(), dtype=loss.dtype, device=loss.device)
+        self._note_loss(loss.detach() * weight)
+        final = self.every_microbatch or m == self._last
+        if final:
+            self.flat.arm(self._on_bucket)
+        with self.tracer.span("backward", f"micro-batch {m}"):
+            loss.backward(weight if self.loss_scale is None else self.loss_scale(weight))  # type: ignore[no-untyped-call]
+            if final:
+                self.flat.flush()
+
+    def _note_loss(self, part: Tensor) -> None:
+        """The head leaves with the last bucket, so it has to be right before backward starts."""
+        if self._total is None or self.every_microbatch:
+            self._total = part
+        else:
+            self._total = self._total + part
+        self.flat.head[0] = self._total
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """A tuple is spread over the positional arguments, a dict over the named ones."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+@contextmanager
+def own_random_stream(device: torch.device) -> Iterator[None]:
+    """Give the global random generators back as they were found.
+
+    The step draws from streams of its own (dropout), seeded per micro-batch; what the script
+    draws between steps is then the same on every rank and at any number of them.
+    """
+    generators = _generators(device)
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def seed_device(device: torch.device, seed: int) -> None:
+    for generator in _generators(device):
+        generator.manual_seed(seed)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return [torch.default_generator, torch.cuda.default_generators[index]]
+    return [torch.default_generator]
+
+
+def _autocast(
+    device: torch.device, precision: Precision
+) -> Callable[[], AbstractContextManager[Any]]:
+    if precision == "fp32":
+        return nullcontext
+    if precision not in _DTYPES:
+        raise BadInput(f"precision is one of fp32, bf16, fp16, not {precision!r}")
+    if precision == "fp16" and device.type != "cuda":
+        raise BadInput('precision="fp16" needs a CUDA GPU; on a CPU take "bf16"')
+    return lambda: torch.autocast(device.type, dtype=_DTYPES[precision])

@@ -1,0 +1,227 @@
+"""A model's parameters and gradients as views of one buffer.
+
+    data   [ p0 .. | p1 ...... | p2 . | p3 ........ ]
+    grad   [ head | p0 .. | p1 ...... | p2 . | p3 ........ ]
+              ^ loss, and a flag a parameter: did it get a gradient here?
+
+Backward finishes the last parameters first, so buckets run from the end of the buffer to its
+start, and the head travels with the bucket that goes out last. Everything that is exchanged
+between workers is a slice of this buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import BadInput, ShoalError
+
+ALIGN_BYTES = 64  # a parameter starts on a cache line, in every process alike
+OnBucket = Callable[[slice], None]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where one parameter lies in the buffer, in elements."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class FlatParams:
+    """The trainable parameters of a model, moved into one buffer in place.
+
+    `data` holds the parameters from the moment of construction. `grad` exists once `watch` has
+    been called: gradients are then copied into it, bucket by bucket, while backward still runs.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]):
+        self.named = [(name, p) for name, p in named if p.requires_grad]
+        if not self.named:
+            raise BadInput("the model has no parameter that requires a gradient")
+        self.params = [p for _, p in self.named]
+        self.dtype, self.device = _common(self.named)
+        self._align = max(1, ALIGN_BYTES // self.params[0].element_size())
+        self.head_size = 1 + len(self.params)
+        self.offset = self._round(self.head_size) if self._head_fits else 0
+        self.pieces = self._lay_out()
+        self.size = self._round(self.pieces[-1].stop)
+        self.data = self._move()
+        self.grad = torch.zeros(0, dtype=self.dtype, device=self.device)
+        self.head = torch.zeros(
+            self.head_size, dtype=self._head_dtype, device=self.device
+        )
+        self.buckets_of_grad: list[slice] = []
+        self._on_bucket: OnBucket | None = None
+
+    @property
+    def _head_fits(self) -> bool:
+        """Whether the loss keeps its precision in the dtype of the gradients."""
+        return self.dtype in (torch.float32, torch.float64)
+
+    @property
+    def _head_dtype(self) -> torch.dtype:
+        return self.dtype if self._head_fits else torch.float32
+
+    @property
+    def head_travels_alone(self) -> bool:
+        """True if the head is no part of `grad` and has to be exchanged by itself."""
+        return not self._head_fits
+
+    def buckets(self, num_bytes: int, first_bytes: int | None = None) -> list[slice]:
+        """Cut `grad` into slices of about `num_bytes`, at parameter boundaries, last one first.
+
+        The first bucket is smaller (`first_bytes`), so that communication starts early.
+        """
+        width = self.data.element_size()
+        wanted = max(1, (first_bytes or num_bytes) // width)
+        cuts, stop = [], self.size
+        for piece in reversed(self.pieces[1:]):
+            if stop - piece.start >= wanted:
+                cuts.append(slice(piece.start, stop))
+                stop, wanted = piece.start, max(1, num_bytes // width)
+        return [*cuts, slice(0, stop)]
+
+    def shards(self, n: int) -> list[slice]:
+        """`n` consecutive slices, cut at parameter boundaries, as equal in size as those allow.
+
+        A shard may be empty when there are fewer parameters than shards.
+        """
+        boundaries = [self.offset, *(piece.start for piece in self.pieces[1:]), self.size]
+        span = self.size - self.offset
+        cuts = [self.offset]
+        for k in range(1, n):
+            target = self.offset + span * k / n
+            nearest = min(boundaries, key=lambda b: abs(b - target))
+            cuts.append(max(nearest, cuts[-1]))
+        cuts.append(self.size)
+        return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def watch(self, buckets: Sequence[slice]) -> None:
+        """From now on gradients are collected in `grad`, and `arm` reports full buckets."""
+        self.grad = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        if self._head_fits:
+            self.head = self.grad[: self.head_size]
+        self.buckets_of_grad = list(buckets)
+        self._views = [
+            self.grad[piece.start : piece.stop].view(p.shape)
+            for piece, p in zip(self.pieces, self.params, strict=True)
+        ]
+        self._members = [
+            [i for i, piece in enumerate(self.pieces) if b.start <= piece.start < b.stop]
+            for b in self.buckets_of_grad
+        ]
+        self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
+        for i, p in enumerate(self.params):
+            p.register_post_accumulate_grad_hook(self._hook(i))
+
+    def arm(self, on_bucket: OnBucket) -> None:
+        """The next backward is the last of this step: call `on_bucket(slice)` as buckets fill up.
+
+        Buckets are reported in index order, the same on every rank, whatever order the
+        gradients come in.
+        """
+        if not self.buckets_of_grad:
+            return
+        self._on_bucket = on_bucket
+        self._missing = [len(members) for members in self._members]
+        self._arrived = [False] * len(self.params)
+        self._next = 0
+        self.head[1:] = 1.0
+
+    def flush(self) -> None:
+        """Backward is over: report what is left. A parameter without a gradient counts as zero."""
+        if self._on_bucket is None:
+            return
+        while self._next < len(self.buckets_of_grad):
+            self._release(self._next)
+        self._on_bucket = None
+
+    def publish(self) -> None:
+        """Hand the agreed gradients to the parameters, for the optimizer.
+
+        A parameter that got no gradient on any rank keeps None, as on a single device: its
+        momentum and weight decay stay untouched.
+        """
+        for p, view, arrived, i in zip(
+            self.params, self._views, self._arrived, range(len(self.params)), strict=True
+        ):
+            p.grad = view if arrived or self.head[1 + i] > 0 else None
+
+    def drop_gradients(self) -> None:
+        """Forget `p.grad`, so that the next backward may put its own tensors there."""
+        for p in self.params:
+            p.grad = None
+
+    def _hook(self, i: int) -> Callable[[Tensor], None]:
+        def collect(p: Tensor) -> None:
+            if self._on_bucket is None:
+                return
+            bucket = self._bucket_of[i]
+            if bucket < self._next:
+                raise ShoalError(
+                    f"parameter {self.pieces[i].name} got a second gradient after it was sent; "
+                    "use checkpoint(..., use_reentrant=False) in the model"
+                )
+            if not self._arrived[i]:
+                self._arrived[i] = True
+                self._missing[bucket] -= 1
+            while self._next < len(self._missing) and self._missing[self._next] == 0:
+                self._release(self._next)
+
+        return collect
+
+    def _release(self, bucket: int) -> None:
+        """Copy the gradients of a bucket into `grad` and report it."""
+        views, grads = [], []
+        for i in self._members[bucket]:
+            grad = self.params[i].grad
+            if grad is None:
+                self._views[i].zero_()
+                self.head[1 + i] = 0.0
+                self._arrived[i] = False
+            else:
+                self._arrived[i] = True
+                views.append(self._views[i])
+                grads.append(grad.to_dense() if grad.is_sparse else grad)
+        if views:
+            torch._foreach_copy_(views, grads)
+        for i in self._members[bucket]:
+            self.params[i].grad = None
+        self._next = bucket + 1
+        assert self._on_bucket is not None
+        self._on_bucket(self.buckets_of_grad[bucket])
+
+    def _round(self, elements: int) -> int:
+        return -(-elements // self._align) * self._align
+
+    def _lay_out(self) -> list[Piece]:
+        pieces, start = [], self.offset
+        for name, p in self.named:
+            pieces.append(Piece(name, start, start + p.numel()))
+            start = self._round(start + p.numel())
+        return pieces
+
+    def _move(self) -> Tensor:
+        data = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        for piece, p in zip(self.pieces, self.params, strict=True):
+            view = data[piece.start : piece.stop].view(p.shape)
+            view.copy_(p.data)
+            p.data = view
+        return data
+
+
+def _common(named: list[tuple[str, nn.Parameter]]) -> tuple[torch.dtype, torch.device]:
+    first_name, first = named[0]
+    for name, p in named:
+        if p.dtype != first.dtype or p.device != first.device:
+            raise BadInput(
+                f"trainable parameters must share one dtype and device: {first_name} is "
+                f"{first.dtype} on {first.device}, {name} is {p.dtype} on {p.device}; for mixed "
+                'precision keep the model in float32 and pass precision="bf16" to job.step'
+            )
+    return first.dtype, first.device

@@ -1,0 +1,244 @@
+"""One training step as a callable: forward, backward, agreement and update."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data import Batch, Cut, Tree, map_tensors, mix, num_rows, take
+from shoal.errors import BadInput
+from shoal.group.group import Group, Op
+from shoal.observe.trace import Tracer
+from shoal.replica.batchnorm import Presence, globalize, has_batchnorm
+from shoal.replica.engine import Engine, Loss, MicroBatch, Precision
+from shoal.replica.flat import FlatParams
+from shoal.schedules.pipeline import accumulate as accumulate_schedule
+from shoal.strategy import Ddp, Strategy
+from shoal.sync.allreduce import AllReduce
+from shoal.sync.exact import ExactReduce
+from shoal.sync.local import LocalUpdate
+from shoal.sync.sync import Sync
+from shoal.sync.update import LearningRate, OptimizerFactory, Update
+
+Count = Callable[[Any], int | float | Tensor]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What `job.step` was asked for; checked once, here."""
+
+    clip_norm: float | None = None
+    accumulate: int = 1
+    precision: Precision = "fp32"
+    exact: bool = False
+    microbatches: int = 8
+    batchnorm: Literal["global", "local"] = "global"
+
+    def check(self, replicas: int) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise BadInput(f"clip_norm has to be above 0, not {self.clip_norm}")
+        if self.accumulate < 1 or self.microbatches < 1:
+            raise BadInput("accumulate and microbatches count micro-batches: at least 1")
+        if self.batchnorm not in ("global", "local"):
+            raise BadInput(f'batchnorm is "global" or "local", not {self.batchnorm!r}')
+        if self.exact and self.accumulate > 1:
+            raise BadInput("exact=True accumulates by itself: set microbatches, not accumulate")
+        if self.exact and self.microbatches % replicas:
+            raise BadInput(
+                f"exact=True deals out {self.microbatches} micro-batches, which {replicas} "
+                "replicas do not divide: choose another microbatches or number of workers"
+            )
+
+    def local_microbatches(self, replicas: int) -> int:
+        return self.microbatches // replicas if self.exact else self.accumulate
+
+    def cut(self, replica: int, replicas: int) -> Cut:
+        """How a global batch is dealt out under these options."""
+        microbatches = self.microbatches if self.exact else self.accumulate
+        return Cut(replica, replicas, microbatches, self.exact)
+
+
+class Step:
+    """`step(batch)` trains on a global batch and returns its loss, the same on every rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: OptimizerFactory,
+        options: StepOptions,
+        *,
+        strategy: Strategy,
+        group: Group,
+        device: torch.device,
+        seed: int,
+        lr: LearningRate | None,
+        count: Count | None,
+        tracer: Tracer,
+        say: Callable[[str], None],
+    ):
+        options.check(group.size)
+        self.options, self.group, self.seed, self.count = options, group, seed, count
+        if options.exact:
+            _make_deterministic(device)
+        self.model = model.to(device)
+        presence = self._share_batchnorm(say)
+        self.flat = FlatParams(self.model.named_parameters())
+        self._agree_on_start()
+        scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
+        self.update = Update(
+            self.flat.named, optimizer, clip_norm=options.clip_norm, lr=lr, scaler=scaler,
+            tracer=tracer,
+        )
+        self.sync = self._build_sync(strategy, tracer)
+        self.local_microbatches = options.local_microbatches(group.size)
+        self.engine = Engine(
+            self.model,
+            loss,
+            self.flat,
+            accumulate_schedule(1, 0, self.local_microbatches),
+            precision=options.precision,
+            every_microbatch=self.sync.every_microbatch,
+            loss_scale=self.update.scale if scaler is not None else None,
+            presence=presence,
+            tracer=tracer,
+        )
+        self.steps = 0
+        self.reorder = False  # see `shoal verify`: the same samples, added up in another order
+        self.latest: Batch | None = None  # what job.batches has yielded last
+        self.after: list[Callable[[Step, Tensor], None]] = []
+
+    def __call__(self, batch: Any) -> Tensor:
+        microbatches = self._cut(batch)
+        self.sync.begin()
+        self.engine.run(microbatches, self.sync.reduce)
+        self.sync.finish()
+        self.steps += 1
+        loss = self.flat.head[0].clone()
+        for callback in self.after:
+            callback(self, loss)
+        return loss
+
+    def _build_sync(self, strategy: Strategy, tracer: Tracer) -> Sync:
+        part = strategy.sync_for(self.group.size)
+        bucket_bytes = int((part.bucket_mb if isinstance(part, Ddp) else 25) * (1 << 20))
+        if self.options.exact:
+            return ExactReduce(
+                self.flat, self.update, self.group, self.options.microbatches, bucket_bytes, tracer
+            )
+        if isinstance(part, Ddp):
+            return AllReduce(self.flat, self.update, self.group, bucket_bytes, tracer)
+        return LocalUpdate(self.flat, self.update)
+
+    def _share_batchnorm(self, say: Callable[[str], None]) -> Presence:
+        if not has_batchnorm(self.model) or self.options.batchnorm == "local":
+            return Presence()
+        if self.options.exact or self.options.accumulate > 1:
+            say(
+                "BatchNorm statistics are those of each micro-batch, not of the whole batch, "
+                "because the batch is computed in several micro-batches"
+            )
+        if self.options.exact or self.group.size == 1:
+            return Presence()
+        return globalize(self.model, self.group.duplicate())
+
+    def _agree_on_start(self) -> None:
+        """Every rank starts from rank 0's parameters and buffers."""
+        if self.group.size == 1:
+            return
+        self.group.broadcast(self.flat.data).wait()
+        trained = {id(p) for p in self.flat.params}
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            if id(tensor) not in trained and tensor.numel():
+                whole = tensor.detach().contiguous()
+                self.group.broadcast(whole).wait()
+                tensor.detach().copy_(whole)
+
+    def _cut(self, batch: Any) -> list[MicroBatch]:
+        """The micro-batches of this replica, on the device, each with its share of the loss."""
+        ranges, parts, total = self._measure(batch)
+        device = self.flat.device
+        tree = map_tensors(lambda t: t.to(device, non_blocking=True), tuple(batch))
+        pieces = [tree] if len(ranges) == 1 else [_rows(tree, r) for r in ranges]
+        if self.reorder:
+            pieces = [map_tensors(lambda t: t.flip(0) if t.dim() else t, p) for p in pieces]
+        weights = self._weights(pieces, parts, total)
+        return [
+            MicroBatch(inputs, targets, weight, real=samples > 0, seed=self._stream(m))
+            for m, ((inputs, targets), samples, weight) in enumerate(
+                zip(pieces, parts, weights, strict=True)
+            )
+        ]
+
+    def _measure(self, batch: Any) -> tuple[list[range], Sequence[int], int | None]:
+        """Rows and samples of each micro-batch, and the samples of the global batch if known.
+
+        A script may pass on what it made of a batch (an augmentation, say): as long as it has
+        the same number of rows it is cut as the batch that it came from.
+        """
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise BadInput("step takes a batch that is a pair (inputs, targets)")
+        rows = num_rows(tuple(batch))
+        known = batch if isinstance(batch, Batch) else self.latest
+        total = batch.total if isinstance(batch, Batch) else None
+        if known is not None and len(known.parts) == self.local_microbatches:
+            ends = list(itertools.accumulate(max(1, samples) for samples in known.parts))
+            if ends[-1] == rows:
+                starts = [0, *ends[:-1]]
+                return list(map(range, starts, ends)), known.parts, total
+        ranges = Cut(microbatches=self.local_microbatches).rows(rows)
+        return ranges, [len(r) for r in ranges], total
+
+    def _weights(
+        self, pieces: list[Tree], parts: Sequence[int], total: int | None
+    ) -> list[Callable[[], float | Tensor]]:
+        """Each micro-batch's share: its count over the count of the global batch.
+
+        Where the global count is not known, the ranks add it up while forward runs.
+        """
+        if self.count is None and total is not None:
+            return [partial(_known, samples / total) for samples in parts]
+        counts = [
+            torch.as_tensor(
+                samples if self.count is None else (self.count(piece) if samples else 0),
+                dtype=torch.float64, device=self.flat.device,
+            ).reshape(())
+            for piece, samples in zip(pieces, parts, strict=True)
+        ]
+        sum_of_all = torch.stack(counts).sum()
+        work = self.group.all_reduce(sum_of_all, Op.SUM)
+
+        def share(count: Tensor) -> Tensor:
+            work.wait()
+            return count / sum_of_all.clamp(min=1e-300)
+
+        return [partial(share, count) for count in counts]
+
+    def _stream(self, m: int) -> int:
+        """The seed of a micro-batch's own randomness; of its place in the batch when exact."""
+        if self.options.exact:
+            place = self.group.rank * self.local_microbatches + m
+            return mix(self.seed, 2, self.steps, place)
+        return mix(self.seed, 3, self.steps, self.group.rank, m)
+
+
+def _known(share: float) -> float:
+    return share
+
+
+def _rows(tree: Tree, rows: range) -> Tree:
+    return map_tensors(lambda t: take(t, [rows]) if t.dim() else t, tree)
+
+
+def _make_deterministic(device: torch.device) -> None:
+    """Fix what else decides the order of additions: threads, and CUDA's choice of kernels."""
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,49 @@
+"""Data parallelism: every replica ends backward with the sum of everybody's gradients."""
+
+from __future__ import annotations
+
+from shoal.group.group import Group
+from shoal.observe.trace import OFF, Tracer
+from shoal.replica.flat import FlatParams
+from shoal.sync.update import Update
+from shoal.wire.transport import Work
+
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+class AllReduce:
+    """Buckets are all-reduced while backward runs, in fixed order; then every replica updates.
+
+    Gradients come weighted by their share of the global batch, so the sum is the mean. A step
+    exchanges the gradients once, plus one number a parameter and the loss.
+    """
+
+    every_microbatch = False
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        update: Update,
+        group: Group,
+        bucket_bytes: int,
+        tracer: Tracer = OFF,
+    ):
+        self.flat, self.update, self.group, self.tracer = flat, update, group, tracer
+        self._under_way: list[Work] = []
+        flat.watch(flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)))
+
+    def begin(self) -> None:
+        self._under_way.clear()
+
+    def reduce(self, bucket: slice) -> None:
+        self._under_way.append(self.group.all_reduce(self.flat.grad[bucket]))
+        if self.flat.head_travels_alone and bucket.start == 0:
+            self._under_way.append(self.group.all_reduce(self.flat.head))
+
+    def finish(self) -> None:
+        with self.tracer.span("wait"):
+            for work in self._under_way:
+                work.wait()
+        self.flat.publish()
+        self.update.apply()
+        self.flat.drop_gradients()

@@ -1,0 +1,25 @@
+"""One replica alone: nothing to agree about."""
+
+from __future__ import annotations
+
+from shoal.replica.flat import FlatParams
+from shoal.sync.update import Update
+
+
+class LocalUpdate:
+    """Gradients stay where backward put them; no buckets, no copies."""
+
+    every_microbatch = False
+
+    def __init__(self, flat: FlatParams, update: Update):
+        self.flat, self.update = flat, update
+
+    def begin(self) -> None:
+        return None
+
+    def reduce(self, bucket: slice) -> None:
+        return None
+
+    def finish(self) -> None:
+        self.update.apply()
+        self.flat.drop_gradients()

@@ -1,0 +1,81 @@
+"""One optimizer step on gradients that are agreed: unscale, clip, learning rate, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import BadInput
+from shoal.observe.trace import OFF, Tracer
+
+OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+LearningRate = Callable[[int], float]
+
+
+class Update:
+    """Owns the optimizer. `lr(step)` is absolute; parameter groups keep their ratios to it."""
+
+    def __init__(
+        self,
+        named: list[tuple[str, nn.Parameter]],
+        factory: OptimizerFactory,
+        *,
+        clip_norm: float | None = None,
+        lr: LearningRate | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        tracer: Tracer = OFF,
+    ):
+        self.named, self.params = named, [p for _, p in named]
+        self.optimizer = make_optimizer(factory, named)
+        self.clip_norm, self.lr, self.scaler, self.tracer = clip_norm, lr, scaler, tracer
+        self.steps = 0
+        self._ratios = _ratios(self.optimizer)
+
+    def apply(self) -> None:
+        with self.tracer.span("update"):
+            if self.lr is not None:
+                self._set_lr(self.lr(self.steps))
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            if self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.params, self.clip_norm)
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+            self.steps += 1
+
+    def scale(self, weight: Tensor) -> Tensor:
+        """The factor to start backward with, so that fp16 gradients do not vanish."""
+        if self.scaler is None:
+            return weight
+        # the scale stays float32: an fp16 loss could not hold it
+        scaled: Tensor = self.scaler.scale(weight.float())
+        return scaled
+
+    def _set_lr(self, value: float) -> None:
+        for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
+            group["lr"] = value * ratio
+
+
+def make_optimizer(
+    factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]]
+) -> torch.optim.Optimizer:
+    optimizer: Any = factory(iter(named))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadInput(
+            "optimizer has to be a function from (name, parameter) pairs to a torch optimizer, "
+            "such as functools.partial(torch.optim.SGD, lr=0.1)"
+        )
+    return optimizer
+
+
+def _ratios(optimizer: torch.optim.Optimizer) -> list[float]:
+    base = optimizer.defaults.get("lr")
+    if not base:
+        return [1.0] * len(optimizer.param_groups)
+    return [float(group["lr"]) / float(base) for group in optimizer.param_groups]

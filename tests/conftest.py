@@ -1,0 +1,76 @@
+"""Worlds of threads, and a guard against what tests leave behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import PeerLost
+from shoal.group.exchange import ExchangeGroup
+from shoal.group.group import Group
+from shoal.wire.threads import Mailboxes, ThreadTransport
+
+World = Callable[[int, Callable[[Group], Any]], list[Any]]
+
+
+def run_world(size: int, body: Callable[[Group], Any]) -> list[Any]:
+    """Run `body(group)` on `size` ranks as threads; results by rank, or the first real error."""
+    boxes = Mailboxes(size)
+
+    def rank_body(rank: int) -> Any:
+        try:
+            return body(ExchangeGroup(ThreadTransport(boxes, rank)))
+        except BaseException:
+            boxes.break_all(rank)
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(rank_body, rank) for rank in range(size)]
+        errors = [e for e in (future.exception() for future in futures) if e is not None]
+    errors.sort(key=lambda error: isinstance(error, PeerLost))
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]
+
+
+@pytest.fixture
+def world() -> World:
+    return run_world
+
+
+def _children() -> set[int]:
+    own = os.getpid()
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == own:
+            found.add(int(stat.parent.name))
+    return found
+
+
+def _shared_memory() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.glob("*shoal*")} if folder.is_dir() else set()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test that leaves a thread, a child process or shared memory behind fails."""
+    threads, children, memory = set(threading.enumerate()), _children(), _shared_memory()
+    yield
+    left_threads = [
+        t.name for t in threading.enumerate() if t not in threads and t.is_alive()
+        and not t.name.startswith(("pytest", "Dummy"))
+    ]
+    assert not left_threads, f"threads left behind: {left_threads}"
+    assert not _children() - children, "child processes left behind"
+    assert not _shared_memory() - memory, "shared memory left behind"

@@ -1,0 +1,199 @@
+"""One suite for every strategy: the result is the single-device result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.strategy import parse
+from tests.conftest import World
+from tests.models import convnet, mlp, samples
+
+SYNCHRONOUS = ["ddp", "ddp(bucket_mb=0.0001)"]
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+
+
+def train(
+    group: Group, strategy: str, model: nn.Module, dataset: Any, batch_size: int, epochs: int = 1,
+    **options: Any,
+) -> tuple[list[float], dict[str, Tensor]]:
+    job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
+    step = job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
+    losses = [float(step(b)) for b in job.batches(dataset, batch_size, epochs=epochs)]
+    return losses, {name: t.detach().clone() for name, t in step.model.state_dict().items()}
+
+
+def assert_equal_to_single(
+    world: World, size: int, strategy: str, make: Callable[[], nn.Module], dataset: Any,
+    batch_size: int, **options: Any,
+) -> None:
+    models = [make() for _ in range(size)]
+    alone = train(SoloGroup(), "single", make(), dataset, batch_size, **options)
+    together = world(
+        size, lambda g: train(g, strategy, models[g.rank], dataset, batch_size, **options)
+    )
+    for losses, state in together:
+        assert losses == pytest.approx(alone[0], abs=2e-5)
+        for name, tensor in alone[1].items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_equals_single_with_a_short_last_batch(world: World, size: int, strategy: str) -> None:
+    assert_equal_to_single(world, size, strategy, mlp, samples(103), 20)
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_1003_samples_on_3_workers(world: World, strategy: str) -> None:
+    assert_equal_to_single(world, 3, strategy, mlp, samples(1003), 64)
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_a_last_batch_with_fewer_samples_than_replicas(world: World, strategy: str) -> None:
+    assert_equal_to_single(world, 4, strategy, mlp, samples(22), 10)
+    assert_equal_to_single(world, 4, strategy, convnet, samples(22, (1, 4, 4)), 10)
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize("options", [
+    {"clip_norm": 0.1}, {"accumulate": 2}, {"accumulate": 3, "clip_norm": 0.1},
+    {"optimizer": ADAMW}, {"lr": lambda step: 0.1 / (1 + step)},
+], ids=lambda o: ",".join(o))
+def test_equals_single_with_options(world: World, strategy: str, options: dict[str, Any]) -> None:
+    assert_equal_to_single(world, 2, strategy, mlp, samples(50), 12, **options)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_batchnorm_sees_the_global_batch(world: World, size: int, accumulate: int) -> None:
+    data = samples(66, (1, 4, 4))
+    assert_equal_to_single(world, size, "ddp", convnet, data, 20, accumulate=accumulate)
+
+
+def test_local_batchnorm_differs_from_single(world: World) -> None:
+    data = samples(40, (1, 4, 4))
+    alone = train(SoloGroup(), "single", convnet(), data, 20)
+    models = [convnet(), convnet()]
+    together = world(
+        2, lambda g: train(g, "ddp", models[g.rank], data, 20, batchnorm="local")
+    )
+    assert together[0][0] != pytest.approx(alone[0], abs=1e-4)
+
+
+class Halting(nn.Module):
+    """Uses its second layer only for a batch whose first feature is positive on average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.never = nn.Linear(6, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        return out + self.second(out) if x[:, 0].mean() > 5 else out
+
+
+def test_a_parameter_without_gradient_is_left_alone_as_on_one_device(world: World) -> None:
+    assert_equal_to_single(world, 2, "ddp(bucket_mb=0.0001)", Halting, samples(40), 10)
+    assert_equal_to_single(world, 2, "ddp", Halting, samples(40), 10)
+
+
+def test_a_parameter_with_a_gradient_on_one_rank_only(world: World) -> None:
+    """Only rank 0's half of each batch switches the second layer on."""
+    x = torch.zeros(4, 6)
+    x[:2, 0] = 10.0
+    y = torch.tensor([0, 1, 2, 0])
+
+    def body(group: Group) -> dict[str, Tensor]:
+        job = Job(parse("ddp"), group, device=torch.device("cpu"))
+        step = job.step(Halting(), F.cross_entropy, optimizer=SGD)
+        for batch in job.batches([(x, y)] * 3):
+            step(batch)
+        return {name: t.clone() for name, t in step.model.state_dict().items()}
+
+    first, second = world(2, body)
+    start = Halting().state_dict()
+    for name in first:
+        assert torch.equal(first[name], second[name])
+    assert not torch.equal(first["second.weight"], start["second.weight"])
+    assert torch.equal(first["never.weight"], start["never.weight"])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_count_weighs_uneven_batches(world: World, size: int) -> None:
+    """A loss that is a mean over tokens which are not padding."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 7, (24, 5), generator=generator)
+    tokens[torch.rand(24, 5, generator=generator) < 0.4] = 0
+    data = torch.utils.data.TensorDataset(tokens, tokens)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out.transpose(1, 2), y, ignore_index=0)
+
+    def go(group: Group, model: nn.Module) -> list[float]:
+        job = Job(parse("ddp"), group, device=torch.device("cpu"))
+        step = job.step(model, loss, optimizer=SGD, count=lambda batch: (batch[1] != 0).sum())
+        return [float(step(b)) for b in job.batches(data, 7, epochs=2)]
+
+    models = [make() for _ in range(size)]
+    alone = go(SoloGroup(), make())
+    for losses in world(size, lambda g: go(g, models[g.rank])):
+        assert losses == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_exact_gives_the_same_bits(world: World, size: int) -> None:
+    options = {"exact": True, "microbatches": 6}
+    data = samples(62, (1, 4, 4))
+    alone = train(SoloGroup(), "single", convnet(), data, 24, **options)
+    models = [convnet() for _ in range(size)]
+    together = world(size, lambda g: train(g, "ddp", models[g.rank], data, 24, **options))
+    for losses, state in together:
+        assert losses == alone[0]
+        # running statistics are each replica's own under exact: parameters are what must agree
+        for name, _ in convnet().named_parameters():
+            assert torch.equal(state[name], alone[1][name])
+
+
+def test_a_script_may_pass_on_what_it_made_of_a_batch(world: World) -> None:
+    def go(group: Group, model: nn.Module) -> list[float]:
+        job = Job(parse("ddp"), group, device=torch.device("cpu"))
+        step = job.step(model, F.cross_entropy, optimizer=SGD)
+        return [float(step((x * 2, y))) for x, y in job.batches(samples(22), 10)]
+
+    models = [mlp() for _ in range(4)]
+    alone = go(SoloGroup(), mlp())
+    for losses in world(4, lambda g: go(g, models[g.rank])):
+        assert losses == pytest.approx(alone, abs=1e-5)
+
+
+def test_inputs_may_be_tuples_and_dicts() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.linear(a + b)
+
+    x, y = samples(8).tensors
+    for inputs in ((x, x), {"a": x, "b": x}):
+        job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+        torch.manual_seed(0)
+        step = job.step(Two(), F.cross_entropy, optimizer=SGD, accumulate=2)
+        assert float(step((inputs, y))) > 0
