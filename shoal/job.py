@@ -47,7 +47,9 @@ class Job:
         self.replica, self.replicas = group.rank, layout.replicas
         self.generator = torch.Generator().manual_seed(mix(seed, 4, self.replica))
         self.steps = 0
+        self.on_build: list[Callable[[Step], None]] = []
         self.on_step: list[Callable[[Step, Tensor], None]] = []
+        self.dry = False  # a trial run: nothing is saved
         self._steps: list[Step] = []
         self._progress, self._tracer = progress or Silent(), tracer
         self._said: set[str] = set()
@@ -87,6 +89,8 @@ class Job:
         )
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)
+        for built in self.on_build:
+            built(step)
         return step
 
     def batches(
@@ -181,7 +185,7 @@ class Job:
 
         All ranks call it. `about` is kept in the manifest; it has to be JSON.
         """
-        if self.rank == 0:
+        if self.rank == 0 and not self.dry:
             checkpoint.write(Path(path), self._checkpoint(about or {}))
         self.group.barrier().wait()
 

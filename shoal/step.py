@@ -96,7 +96,7 @@ class Step:
             self.flat.named, optimizer, clip_norm=options.clip_norm, lr=lr, scaler=scaler,
             tracer=tracer,
         )
-        self.sync = self._build_sync(strategy, tracer)
+        self.sync = self._build_sync(strategy)
         self.local_microbatches = options.local_microbatches(group.size)
         self.engine = Engine(
             self.model,
@@ -125,15 +125,15 @@ class Step:
             callback(self, loss)
         return loss
 
-    def _build_sync(self, strategy: Strategy, tracer: Tracer) -> Sync:
+    def _build_sync(self, strategy: Strategy) -> Sync:
         part = strategy.sync_for(self.group.size)
         bucket_bytes = int((part.bucket_mb if isinstance(part, Ddp) else 25) * (1 << 20))
         if self.options.exact:
             return ExactReduce(
-                self.flat, self.update, self.group, self.options.microbatches, bucket_bytes, tracer
+                self.flat, self.update, self.group, self.options.microbatches, bucket_bytes
             )
         if isinstance(part, Ddp):
-            return AllReduce(self.flat, self.update, self.group, bucket_bytes, tracer)
+            return AllReduce(self.flat, self.update, self.group, bucket_bytes)
         return LocalUpdate(self.flat, self.update)
 
     def _share_batchnorm(self, say: Callable[[str], None]) -> Presence:

@@ -27,13 +27,18 @@ _OPS = {
 class TorchWork:
     """Waits for a torch work; a lost connection becomes a `PeerLost` that says what broke."""
 
-    def __init__(self, work: Any, rank: int, doing: str, finish: Callable[[], None] | None = None):
+    def __init__(
+        self, work: Any, rank: int, doing: str, finish: Callable[[], None] | None = None,
+        tracer: Tracer = OFF,
+    ):
         self._work, self._rank, self._doing, self._finish = work, rank, doing, finish
+        self._tracer = tracer
 
     def wait(self) -> None:
         if self._work is not None:
             try:
-                self._work.wait()
+                with self._tracer.span("wait", self._doing):
+                    self._work.wait()
             except RuntimeError as error:
                 raise PeerLost(self._rank, None, f"{self._doing} ({_first_line(error)})") from error
         finish, self._finish = self._finish, None
@@ -174,7 +179,7 @@ class TorchGroup:
             raise PeerLost(self.rank, None, f"{doing} ({_first_line(error)})") from error
         if self.tracer.enabled and work is not None:
             self._trace(work, name, start_ns, data)
-        return TorchWork(work, self.rank, doing, finish)
+        return TorchWork(work, self.rank, doing, finish, self.tracer)
 
     def _trace(self, work: Any, name: str, start_ns: int, data: Tensor | None) -> None:
         kind = name if name in ("send", "receive") else "reduce"
@@ -192,12 +197,6 @@ class TorchGroup:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-
-
-def open_store(rendezvous: str, rank: int, size: int) -> dist.Store:
-    """The key-value store at `rendezvous` (file://, tcp:// or env://) where ranks meet."""
-    store, _, _ = next(dist.rendezvous(rendezvous, rank, size))
-    return store
 
 
 def join_world(rendezvous: str, rank: int, size: int, backend: str) -> dist.ProcessGroup:

@@ -5,11 +5,9 @@ Plain lines come at fixed steps, so that two runs of the same job print the same
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any, Protocol
 
 LINES_PER_RUN = 20
@@ -58,24 +56,21 @@ class Lines:
         return None
 
 
-class Pipe:
-    """JSON lines to the launcher, which draws them."""
+class Remote:
+    """Records go to the launcher, which draws them."""
 
-    def __init__(self, descriptor: int):
-        self._descriptor, self._last_s = descriptor, 0.0
+    def __init__(self, send: Callable[[Mapping[str, Any]], None]):
+        self._send, self._last_s = send, 0.0
 
     def due(self, step: int, total: int | None) -> bool:
         return step == total or time.monotonic() - self._last_s > TERMINAL_PERIOD_S
 
     def show(self, record: Mapping[str, Any]) -> None:
         self._last_s = time.monotonic()
-        try:
-            os.write(self._descriptor, json.dumps(record).encode() + b"\n")
-        except BrokenPipeError:  # the launcher has stopped listening; the run goes on
-            self._last_s = float("inf")
+        self._send(record)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        return None
 
 
 class Bar:
@@ -114,12 +109,12 @@ class Bar:
         self._rich.stop()
 
 
-def for_worker(rank: int, environ: Mapping[str, str]) -> Progress:
-    """What rank `rank` should use: only rank 0 shows anything."""
+def for_worker(rank: int, send: Callable[[Mapping[str, Any]], None] | None) -> Progress:
+    """What rank `rank` should use: only rank 0 shows anything, through `send` if there is one."""
     if rank != 0:
         return Silent()
-    if environ.get("SHOAL_PROGRESS_FD"):
-        return Pipe(int(environ["SHOAL_PROGRESS_FD"]))
+    if send is not None:
+        return Remote(send)
     return Bar() if sys.stdout.isatty() else Lines()
 
 

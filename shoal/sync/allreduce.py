@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shoal.group.group import Group
-from shoal.observe.trace import OFF, Tracer
 from shoal.replica.flat import FlatParams
 from shoal.sync.update import Update
 from shoal.wire.transport import Work
@@ -20,15 +19,8 @@ class AllReduce:
 
     every_microbatch = False
 
-    def __init__(
-        self,
-        flat: FlatParams,
-        update: Update,
-        group: Group,
-        bucket_bytes: int,
-        tracer: Tracer = OFF,
-    ):
-        self.flat, self.update, self.group, self.tracer = flat, update, group, tracer
+    def __init__(self, flat: FlatParams, update: Update, group: Group, bucket_bytes: int):
+        self.flat, self.update, self.group = flat, update, group
         self._under_way: list[Work] = []
         flat.watch(flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)))
 
@@ -41,9 +33,8 @@ class AllReduce:
             self._under_way.append(self.group.all_reduce(self.flat.head))
 
     def finish(self) -> None:
-        with self.tracer.span("wait"):
-            for work in self._under_way:
-                work.wait()
+        for work in self._under_way:
+            work.wait()
         self.flat.publish()
         self.update.apply()
         self.flat.drop_gradients()

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from shoal.group.group import Group
-from shoal.observe.trace import OFF, Tracer
 from shoal.replica.flat import FlatParams
 from shoal.sync.update import Update
 
@@ -62,9 +61,8 @@ class ExactReduce:
         group: Group,
         microbatches: int,
         bucket_bytes: int,
-        tracer: Tracer = OFF,
     ):
-        self.flat, self.update, self.group, self.tracer = flat, update, group, tracer
+        self.flat, self.update, self.group = flat, update, group
         self.root = (0, microbatches)
         each = microbatches // group.size
         self.runs = [(r * each, (r + 1) * each) for r in range(group.size)]
@@ -106,8 +104,7 @@ class ExactReduce:
         own = [mine[node] for node in nodes[self.group.rank]]
         message = torch.stack(own + [own[0]] * (most - len(own)))
         everything = message.new_empty(self.group.size, *message.shape)
-        with self.tracer.span("wait"):
-            self.group.all_gather(everything, message).wait()
+        self.group.all_gather(everything, message).wait()
         known = {
             node: everything[rank, i] for rank, own in enumerate(nodes) for i, node in enumerate(own)
         }

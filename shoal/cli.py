@@ -1,0 +1,52 @@
+"""The command line. Exit status: 0 success, 1 a check or a run that failed, 2 bad input."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from shoal import __version__
+from shoal.commands.run import run
+from shoal.commands.train import evaluate, train
+from shoal.commands.verify import verify
+from shoal.errors import BadInput, ShoalError
+
+app = typer.Typer(
+    name="shoal",
+    help="Train one PyTorch model on many devices; the strategy is a value that you swap.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(run)
+app.command()(train)
+app.command("eval")(evaluate)
+app.command()(verify)
+
+
+@app.callback(invoke_without_command=True)
+def about(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    if version:
+        print(f"shoal {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a command; an error of ours is one sentence, and its kind is the exit status."""
+    try:
+        app()
+    except BadInput as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

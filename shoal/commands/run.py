@@ -1,0 +1,39 @@
+"""`shoal run`: a script on many workers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shoal.commands.target import (
+    Device,
+    Gpus,
+    ScriptArgs,
+    Seed,
+    StrategyText,
+    Trace,
+    Workers,
+    command_for,
+    environment,
+    run_shown,
+    strategy_for,
+    traced,
+)
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")],
+    args: ScriptArgs = None,
+    workers: Workers = 1,
+    strategy: StrategyText = None,
+    seed: Seed = None,
+    device: Device = None,
+    gpus: Gpus = None,
+    trace: Trace = None,
+) -> None:
+    """Run a training script on several workers of this host."""
+    command = command_for(script, args)
+    env = environment(strategy_for(strategy, workers), seed, device, gpus)
+    with traced(env, trace):
+        run_shown(command, workers, env)

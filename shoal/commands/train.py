@@ -1,0 +1,101 @@
+"""`shoal train` and `shoal eval`: the examples, from training to a tested model."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal.commands.target import (
+    EXAMPLES,
+    Device,
+    Gpus,
+    Json,
+    ScriptArgs,
+    Seed,
+    StrategyText,
+    Trace,
+    Workers,
+    command_for,
+    environment,
+    run_shown,
+    strategy_for,
+    traced,
+)
+from shoal.errors import BadInput, CheckpointError
+
+
+def train(
+    example: Annotated[str, typer.Argument(help="digits or gpt.")] = "digits",
+    args: ScriptArgs = None,
+    workers: Workers = 1,
+    strategy: StrategyText = None,
+    seed: Seed = None,
+    device: Device = None,
+    gpus: Gpus = None,
+    trace: Trace = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to save.", show_default="runs/EXAMPLE")
+    ] = None,
+) -> None:
+    """Train an example and save it."""
+    if example not in EXAMPLES:
+        raise BadInput(f"there is no example {example!r}: take {' or '.join(EXAMPLES)}")
+    out = out or Path("runs") / example
+    extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
+    command = command_for(example, extra)
+    env = environment(strategy_for(strategy, workers), seed, device, gpus)
+    start_s = time.monotonic()
+    with traced(env, trace):
+        run_shown(command, workers, env)
+    print(f"trained {example} in {time.monotonic() - start_s:.1f} s; saved in {out}")
+
+
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="The folder of a checkpoint.")],
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Test a trained example on data that it has not seen."""
+    from shoal.checkpoint import read_manifest
+
+    start_s = time.monotonic()
+    about = read_manifest(checkpoint).get("about")
+    name = about.get("example") if isinstance(about, dict) else None
+    if name not in EXAMPLES:
+        raise CheckpointError(
+            f"the checkpoint at {checkpoint} is of no example, so there is no test for it here: "
+            "call job.evaluate in its own script"
+        )
+    metrics = _test(name, checkpoint, about, device)
+    seconds = time.monotonic() - start_s
+    if as_json:
+        print(json.dumps({"checkpoint": str(checkpoint), "example": name, **metrics,
+                          "seconds": seconds}))
+    else:
+        words = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+        print(f"{name}: {words} (tested in {seconds:.1f} s)")
+
+
+def _test(name: str, checkpoint: Path, about: Any, device: str | None) -> dict[str, float]:
+    from shoal.group.solo import SoloGroup
+    from shoal.job import Job
+    from shoal.run import choose_device
+    from shoal.strategy import as_strategy
+
+    job = Job(as_strategy("single"), SoloGroup(), device=choose_device(device, None))
+    try:
+        found: dict[str, float] = import_module(f"shoal.examples.{name}").evaluate(
+            job, str(checkpoint), about
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint at {checkpoint} is damaged: what it says about {name} does not fit "
+            f"({error})"
+        ) from error
+    return found

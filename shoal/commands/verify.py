@@ -1,0 +1,122 @@
+"""`shoal verify`: the user's script, alone and under a strategy, compared to the last tensor."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.commands.target import (
+    Device,
+    Json,
+    ScriptArgs,
+    Seed,
+    StrategyText,
+    Workers,
+    command_for,
+    environment,
+    run_quietly,
+    strategy_for,
+)
+from shoal.errors import BadInput
+from shoal.strategy import as_strategy
+
+if TYPE_CHECKING:
+    from shoal.observe.verify import Captured, Verdict
+
+
+def verify(
+    script: Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")],
+    args: ScriptArgs = None,
+    workers: Workers = 2,
+    strategy: StrategyText = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 20,
+    seed: Seed = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Show that a strategy trains the model that one worker would train."""
+    from shoal.observe.verify import judge
+
+    command = command_for(script, args)
+    value = strategy_for(strategy, workers)
+    if not value.is_synchronous:
+        raise BadInput(
+            f"{value} does not promise the single-device result, so there is nothing to verify"
+        )
+    single = environment(as_strategy("single"), seed, device)
+    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
+        runs = _Runs(command, steps, Path(folder), quiet=as_json)
+        alone = runs.capture("alone", single, 1)
+        together = runs.capture(
+            f"{value} on {workers}", environment(value, seed, device), workers
+        )
+        verdict = judge(
+            alone,
+            together,
+            lambda: runs.capture(
+                "alone, added up in another order", {**single, "SHOAL_CAPTURE_REORDER": "1"}, 1
+            ),
+        )
+    if as_json:
+        document = {"script": script, "strategy": str(value), "workers": workers}
+        print(json.dumps({**document, **verdict.to_json()}))
+    else:
+        _print(verdict, f"{script} under {value} on {workers} workers")
+    if not verdict.ok:
+        raise typer.Exit(1)
+
+
+class _Runs:
+    """Runs the script for a capture, and says so, since each takes a while."""
+
+    def __init__(self, command: Sequence[str], steps: int, folder: Path, quiet: bool):
+        self.command, self.steps, self.folder, self.quiet = command, steps, folder, quiet
+        self.count = 0
+
+    def capture(self, name: str, env: Mapping[str, str], workers: int) -> Captured:
+        from shoal.observe.verify import Captured
+
+        if not self.quiet:
+            print(f"running {name}: {self.steps} steps", file=sys.stderr, flush=True)
+        self.count += 1
+        folder = self.folder / str(self.count)
+        folder.mkdir()
+        capture = {"SHOAL_CAPTURE_DIR": str(folder), "SHOAL_CAPTURE_STEPS": str(self.steps)}
+        run_quietly(self.command, workers, {**env, **capture})
+        if not (folder / "capture.json").is_file():
+            raise BadInput(
+                "the script has ended without a training step: it has to call shoal.run(train), "
+                "and train has to call the function that job.step returns"
+            )
+        return Captured.read(folder)
+
+
+def _print(verdict: Verdict, what: str) -> None:
+    for name in verdict.switched_off[:1]:
+        print(
+            f"dropout was switched off ({name}"
+            + (f" and {len(verdict.switched_off) - 1} more" if len(verdict.switched_off) > 1 else "")
+            + "): its masks depend on the number of workers, unless exact=True"
+        )
+    loss, tensor = verdict.worst(verdict.losses), verdict.worst(verdict.tensors)
+    source = "measured by adding up in another order" if verdict.measured_rounding else (
+        f"from {verdict.additions:,} additions per gradient element and {verdict.steps} steps"
+    )
+    print(f"largest difference of a loss    {loss.difference:.3g} at {loss.what} "
+          f"(tolerance {loss.tolerance:.3g})")
+    print(f"largest difference of a tensor  {tensor.difference:.3g} in {tensor.what} "
+          f"(tolerance {tensor.tolerance:.3g})")
+    print(f"tolerances: rounding, {source}")
+    if verdict.replicas_apart:
+        print(f"replicas hold different parameters: up to {verdict.replicas_apart:.3g} apart")
+    if verdict.first_loss:
+        print(f"first loss that differs: {verdict.first_loss.what}")
+    if verdict.first_tensor:
+        print(f"first tensor that differs: {verdict.first_tensor.what}")
+    print(f"{'equal' if verdict.ok else 'NOT EQUAL'}: {what}, {verdict.steps} steps")

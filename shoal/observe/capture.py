@@ -1,0 +1,110 @@
+"""What a verification run leaves behind: every step's loss and every final tensor.
+
+`shoal verify` runs a script several times and asks for a capture through the environment:
+
+    SHOAL_CAPTURE_DIR      where rank 0 writes
+    SHOAL_CAPTURE_STEPS    stop the script after so many steps
+    SHOAL_CAPTURE_REORDER  add up the samples of each micro-batch in another order
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shoal.checkpoint import model_tensors
+from shoal.data import tensors_of
+from shoal.group.group import Op
+from shoal.job import Job
+from shoal.step import Step
+
+
+class Enough(BaseException):
+    """The asked number of steps is done; no error, and no business of the script."""
+
+
+class Capture:
+    def __init__(self, job: Job, folder: Path, steps: int, reorder: bool):
+        self.job, self.folder, self.steps, self.reorder = job, folder, steps, reorder
+        self.losses: list[float] = []
+        self.additions = 0
+        self.switched_off: list[str] = []
+        self._seen: list[Step] = []
+        job.on_step.append(self._after_step)
+        job.on_build.append(self._prepare)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str], job: Job) -> Capture | None:
+        folder = environ.get("SHOAL_CAPTURE_DIR")
+        if not folder:
+            return None
+        steps = int(environ.get("SHOAL_CAPTURE_STEPS", "20"))
+        job.dry = True
+        return cls(job, Path(folder), steps, bool(environ.get("SHOAL_CAPTURE_REORDER")))
+
+    def _prepare(self, step: Step) -> None:
+        step.reorder = self.reorder
+        self._seen.append(step)
+        if not step.options.exact:
+            self.switched_off += switch_off_dropout(step.model)
+
+    def _after_step(self, step: Step, loss: Tensor) -> None:
+        self.losses.append(float(loss))
+        self.additions = max(self.additions, additions_in(step))
+        if step.steps >= self.steps:
+            raise Enough
+
+    def write(self) -> None:
+        """All ranks call it: it also asks whether the replicas hold the same parameters."""
+        apart = [self._distance_between_replicas(step) for step in self._seen]
+        if self.job.rank != 0:
+            return
+        tensors: dict[str, Tensor] = {}
+        for i, step in enumerate(self._seen):
+            prefix = f"{i}:" if len(self._seen) > 1 else ""
+            found, _ = model_tensors(step.model)
+            tensors |= {prefix + name: tensor for name, tensor in found.items()}
+        save_file(tensors, self.folder / "final.safetensors")
+        document = {
+            "losses": self.losses,
+            "additions": self.additions,
+            "replicas_apart": max(apart, default=0.0),
+            "switched_off": self.switched_off,
+            "precision": sorted({step.options.precision for step in self._seen}),
+            "exact": all(step.options.exact for step in self._seen),
+        }
+        (self.folder / "capture.json").write_text(json.dumps(document))
+
+    def _distance_between_replicas(self, step: Step) -> float:
+        low, high = step.flat.data.clone(), step.flat.data.clone()
+        self.job.group.all_reduce(low, Op.MIN).wait()
+        self.job.group.all_reduce(high, Op.MAX).wait()
+        return float((high - low).abs().max())
+
+
+def additions_in(step: Step) -> int:
+    """At most so many terms make up one element of a gradient: samples times positions."""
+    batch = step.latest
+    if batch is None:
+        return 1
+    tensors = [t for t in tensors_of(batch) if t.dim() > 0 and len(t)]
+    positions = max(t.numel() // len(t) for t in tensors)
+    return batch.total * positions
+
+
+def switch_off_dropout(model: nn.Module) -> list[str]:
+    """Masks differ with the number of workers unless exact; without them the rest can be seen."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            module.p = 0.0
+            found.append(name)
+        if isinstance(module, nn.MultiheadAttention) and module.dropout > 0:
+            module.dropout = 0.0
+            found.append(name)
+    return found

@@ -1,0 +1,170 @@
+"""Is the result the one that a single device gives? Answered on the user's own script.
+
+The script runs alone and under the strategy, with the same seed, and every step's loss and every
+final tensor are compared. Equal means equal up to rounding, and rounding is bounded like this:
+
+- A sum of n terms that is added up in another order moves by about λ·u·√n of its size, where u is
+  the unit roundoff of the dtype (Higham & Mary, 2019, with λ = 4). A gradient element sums
+  n = samples × positions terms, and k steps carry k such errors: tolerance λ·u·√(n·k).
+- Training can amplify that (Adam divides by a gradient that may be all rounding). Where the
+  plain bound does not hold, the script runs alone once more with the samples of each batch in
+  reverse order, which changes nothing but the order of additions; what that moves, times 10, is
+  then the tolerance of that tensor or loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+LAMBDA = 4.0
+MARGIN = 10.0
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one run left behind."""
+
+    losses: list[float]
+    tensors: dict[str, Tensor]
+    additions: int
+    replicas_apart: float
+    switched_off: list[str]
+    precision: list[str]
+    exact: bool
+
+    @classmethod
+    def read(cls, folder: Path) -> Captured:
+        document = json.loads((folder / "capture.json").read_text())
+        return cls(tensors=load_file(folder / "final.safetensors"), **document)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing compared: how far apart, how far apart it may be."""
+
+    what: str
+    difference: float
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.difference <= self.tolerance  # false for nan
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer, and what it rests on."""
+
+    steps: int
+    additions: int
+    losses: list[Difference]
+    tensors: list[Difference]
+    replicas_apart: float
+    measured_rounding: bool
+    switched_off: list[str]
+
+    @property
+    def ok(self) -> bool:
+        every = [*self.losses, *self.tensors]
+        return self.steps > 0 and self.replicas_apart == 0 and all(d.is_equal for d in every)
+
+    @property
+    def first_loss(self) -> Difference | None:
+        """The first step whose loss differs."""
+        return next((d for d in self.losses if not d.is_equal), None)
+
+    @property
+    def first_tensor(self) -> Difference | None:
+        """The first tensor that differs, in the order of the model."""
+        return next((d for d in self.tensors if not d.is_equal), None)
+
+    def worst(self, among: list[Difference]) -> Difference:
+        """The one that comes closest to its tolerance, or exceeds it the most."""
+        return max(among, key=lambda d: math.inf if math.isnan(d.difference) else
+                   d.difference / max(d.tolerance, 1e-300))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "steps": self.steps,
+            "additions": self.additions,
+            "largest_loss_difference": asdict(self.worst(self.losses)) if self.losses else None,
+            "largest_tensor_difference": asdict(self.worst(self.tensors)),
+            "first_loss_that_differs": self.first_loss and asdict(self.first_loss),
+            "first_tensor_that_differs": self.first_tensor and asdict(self.first_tensor),
+            "replicas_apart": self.replicas_apart,
+            "rounding_measured": self.measured_rounding,
+            "switched_off": self.switched_off,
+        }
+
+
+def judge(alone: Captured, together: Captured, again: Callable[[], Captured]) -> Verdict:
+    """Compare two runs; `again` runs alone with additions in another order, if it is needed."""
+    verdict = compare(alone, together, None)
+    return verdict if verdict.ok else compare(alone, together, again())
+
+
+def compare(alone: Captured, together: Captured, reordered: Captured | None) -> Verdict:
+    return Verdict(
+        steps=len(alone.losses),
+        additions=alone.additions,
+        losses=_losses(alone, together, reordered),
+        tensors=_tensors(alone, together, reordered),
+        replicas_apart=together.replicas_apart,
+        measured_rounding=reordered is not None,
+        switched_off=alone.switched_off,
+    )
+
+
+def bound(run: Captured, dtype: torch.dtype, steps: int) -> float:
+    """λ·u·√(n·k), relative to the size of what is summed."""
+    dtypes = [dtype, *(_AUTOCAST[p] for p in run.precision if p in _AUTOCAST)]
+    unit = max(torch.finfo(d).eps / 2 for d in dtypes)
+    return LAMBDA * unit * math.sqrt(max(1, run.additions) * max(1, steps))
+
+
+def _losses(alone: Captured, together: Captured, reordered: Captured | None) -> list[Difference]:
+    found, moved = [], 0.0
+    count = max(len(alone.losses), len(together.losses))
+    for i in range(count):
+        pair = [run.losses[i] if i < len(run.losses) else math.nan for run in (alone, together)]
+        tolerance = bound(alone, torch.float32, i + 1) * max(1.0, abs(pair[0]))
+        if reordered is not None and i < len(reordered.losses):
+            moved = max(moved, abs(reordered.losses[i] - pair[0]))
+        difference = 0.0 if pair[0] == pair[1] else abs(pair[0] - pair[1])
+        found.append(Difference(f"step {i + 1}", difference, max(tolerance, MARGIN * moved)))
+    return found
+
+
+def _tensors(alone: Captured, together: Captured, reordered: Captured | None) -> list[Difference]:
+    found = []
+    for name, tensor in alone.tensors.items():
+        other = together.tensors.get(name)
+        tolerance = 0.0
+        if tensor.is_floating_point() and tensor.numel():
+            size = float(tensor.abs().max())
+            tolerance = bound(alone, tensor.dtype, len(alone.losses)) * max(size, 1e-3)
+        if reordered is not None:
+            tolerance = max(tolerance, MARGIN * distance(tensor, reordered.tensors.get(name)))
+        found.append(Difference(name, distance(tensor, other), tolerance))
+    missing = sorted(set(together.tensors) - set(alone.tensors))
+    return found + [Difference(name, math.nan, 0.0) for name in missing]
+
+
+def distance(a: Tensor, b: Tensor | None) -> float:
+    """The largest difference of two elements; nan where there is nothing to compare."""
+    if b is None or a.shape != b.shape:
+        return math.nan
+    if not a.numel() or torch.equal(a, b):
+        return 0.0
+    return float((a.double() - b.double()).abs().max())

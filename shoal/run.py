@@ -1,0 +1,206 @@
+"""`shoal.run`: become a worker if a launcher has started this process, else run or launch.
+
+    python train.py                      one worker, here
+    shoal run train.py -n 4 -s ddp       this process is one of four: SHOAL_* says which
+    torchrun, mpirun, srun               the same, by their variables
+    shoal.run(train, workers=4)          start the script again as four workers, and wait
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import BadInput
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.group.torch_group import TorchGroup, join_world
+from shoal.job import Job
+from shoal.launch.environment import Placement, detect
+from shoal.launch.failures import report_failure
+from shoal.launch.local import launch
+from shoal.launch.rendezvous import open_rendezvous
+from shoal.launch.worker import die_with_launcher, open_progress
+from shoal.observe.capture import Capture, Enough
+from shoal.observe.progress import for_worker
+from shoal.observe.trace import OFF, Recorder, Tracer
+from shoal.strategy import Part, Strategy, as_strategy, require_built
+
+_calls = 0
+
+
+def run(
+    train: Callable[[Job], Any],
+    *,
+    strategy: str | Strategy | Part | None = None,
+    workers: int | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+) -> Any:
+    """Run `train(job)` under a strategy.
+
+    Alone it runs here and returns what `train` returns. With `workers` above 1 the script is
+    started again as that many processes, and None is returned when they are done. A launcher's
+    word (`shoal run -n 4 -s ddp --seed 1`, `SHOAL_STRATEGY`, …) wins over the arguments here.
+    """
+    global _calls
+    _calls += 1
+    environ = os.environ
+    wanted = environ.get("SHOAL_CALL")
+    if wanted is not None and int(wanted) != _calls:
+        return None  # this process was started for another call of shoal.run in the script
+    chosen = environ.get("SHOAL_STRATEGY") or strategy
+    placement = detect(environ)
+    if placement is None and (workers or 1) > 1:
+        return _launch_self(train, as_strategy(chosen or "ddp"), workers or 1, seed, device)
+    size = placement.size if placement else 1
+    value = as_strategy(chosen or ("ddp" if size > 1 else "single"))
+    work = _Worker(
+        value, placement, int(environ.get("SHOAL_SEED") or seed or 0),
+        environ.get("SHOAL_DEVICE") or device,
+    )
+    if placement is None or placement.launcher != "shoal":
+        return work.run(train)
+    result = _report_failures(lambda: work.run(train), placement)
+    if wanted is not None:
+        sys.exit(0)  # what follows in the script belongs to the process that launched this one
+    return result
+
+
+class _Worker:
+    """One process's part: device, group, job, and everything taken down again at the end."""
+
+    def __init__(
+        self, strategy: Strategy, placement: Placement | None, seed: int, device: str | None
+    ):
+        self.strategy, self.placement, self.seed = strategy, placement, seed
+        self.size = placement.size if placement else 1
+        self.rank = placement.rank if placement else 0
+        require_built(strategy)
+        strategy.layout(self.size)
+        self.device = choose_device(device, placement)
+
+    def run(self, train: Callable[[Job], Any]) -> Any:
+        die_with_launcher()
+        torch.manual_seed(self.seed)
+        with ExitStack() as stack:
+            group = stack.enter_context(self._group())
+            tracer = self._tracer(group)
+            progress = for_worker(self.rank, open_progress(os.environ))
+            stack.callback(progress.close)
+            if isinstance(group, TorchGroup):
+                group.tracer = tracer
+            job = Job(
+                self.strategy, group, device=self.device, seed=self.seed, progress=progress,
+                tracer=tracer,
+            )
+            capture = Capture.from_environment(os.environ, job)
+            try:
+                return train(job)
+            except Enough:
+                return None
+            finally:
+                if capture is not None and sys.exc_info()[0] in (None, Enough):
+                    capture.write()
+                if isinstance(tracer, Recorder):
+                    tracer.write(Path(os.environ["SHOAL_TRACE_DIR"]))
+
+    @contextmanager
+    def _group(self) -> Iterator[Group]:
+        if self.placement is None or self.size == 1:
+            yield SoloGroup()
+            return
+        ours = not dist.is_initialized()
+        with open_rendezvous(self.placement) as rendezvous:
+            backend = choose_backend(self.device, self.placement)
+            world = join_world(rendezvous, self.rank, self.size, backend)
+            try:
+                yield TorchGroup(world)
+            finally:
+                if ours:
+                    dist.destroy_process_group()
+
+    def _tracer(self, group: Group) -> Tracer:
+        if not os.environ.get("SHOAL_TRACE_DIR"):
+            return OFF
+        origin = torch.tensor([time.monotonic_ns()], device=self.device)
+        group.barrier().wait()
+        if self.placement and self.placement.local_size == self.size:
+            group.broadcast(origin).wait()
+        else:  # other hosts have other clocks: call the end of the barrier zero everywhere
+            origin.fill_(time.monotonic_ns())
+        return Recorder(self.rank, int(origin))
+
+
+def choose_device(device: str | None, placement: Placement | None) -> torch.device:
+    """The device of this rank: its own GPU, a shared one if there are too few, or the CPU."""
+    local_rank = placement.local_rank if placement else 0
+    count = torch.cuda.device_count()
+    name = device or ("cuda" if count else "cpu")
+    try:
+        chosen = torch.device(name)
+    except RuntimeError as error:
+        raise BadInput(f"there is no device {name!r}: take cpu, cuda or cuda:N") from error
+    if chosen.type == "cuda":
+        if not count:
+            raise BadInput(f"device {name!r} was asked for, and PyTorch sees no CUDA GPU here")
+        if chosen.index is None:
+            chosen = torch.device("cuda", local_rank % count)
+        if chosen.index is not None and chosen.index >= count:
+            raise BadInput(f"device {name!r} was asked for, and there are {count} GPUs")
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def choose_backend(device: torch.device, placement: Placement) -> str:
+    """NCCL wants a GPU for each rank; Gloo serves CPUs, and ranks that share a GPU."""
+    own_gpu = placement.local_size <= torch.cuda.device_count()
+    if device.type == "cuda" and own_gpu and dist.is_nccl_available():
+        return "nccl"
+    return "gloo"
+
+
+def _report_failures(work: Callable[[], Any], placement: Placement) -> Any:
+    """Leave a report for the launcher, which tells the first failure of all, and exit."""
+    try:
+        return work()
+    except Exception as error:
+        report_failure(os.environ["SHOAL_RUN_DIR"], placement.rank, error)
+        sys.exit(2 if isinstance(error, BadInput) else 1)
+
+
+def _launch_self(
+    train: Callable[[Job], Any], strategy: Strategy, workers: int, seed: int | None,
+    device: str | None,
+) -> None:
+    require_built(strategy)
+    strategy.layout(workers)
+    env = {**os.environ, "SHOAL_STRATEGY": str(strategy), "SHOAL_CALL": str(_calls)}
+    if seed is not None:
+        env["SHOAL_SEED"] = str(seed)
+    if device is not None:
+        env["SHOAL_DEVICE"] = device
+    launch(_own_command(), workers, env=env)
+
+
+def _own_command() -> list[str]:
+    """How to start this script again."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return [sys.executable, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    file = getattr(main, "__file__", None)
+    if file is None:
+        raise BadInput(
+            "shoal.run(workers=...) starts the script again, and an interactive session has none: "
+            "put the training function into a file"
+        )
+    return [sys.executable, str(file), *sys.argv[1:]]
