@@ -38,8 +38,20 @@ _HOME = {
     "run": "run",
     "Step": "step",
     **dict.fromkeys(
-        ("Strategy", "parse", "single", "ddp", "zero", "ps", "gossip", "hogwild", "mapreduce",
-         "localsgd", "tp", "pp"),
+        (
+            "Strategy",
+            "parse",
+            "single",
+            "ddp",
+            "zero",
+            "ps",
+            "gossip",
+            "hogwild",
+            "mapreduce",
+            "localsgd",
+            "tp",
+            "pp",
+        ),
         "strategy",
     ),
 }

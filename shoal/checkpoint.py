@@ -174,7 +174,8 @@ def load_optimizer(
     names = {id(p): name for name, p in named}
     document = optimizer.state_dict()
     by_index: dict[int, dict[str, Any]] = {}
-    saved_groups = rest.get("groups") if isinstance(rest.get("groups"), list) else []
+    groups = rest.get("groups")
+    saved_groups: list[Any] = groups if isinstance(groups, list) else []
     for i, (packed, group) in enumerate(
         zip(document["param_groups"], optimizer.param_groups, strict=True)
     ):
@@ -183,8 +184,13 @@ def load_optimizer(
             if name in state:
                 by_index[index] = state[name]
         if i < len(saved_groups) and saved_groups[i].get("params") == group_names:
-            packed.update({k: _like(v, packed.get(k)) for k, v in saved_groups[i].items()
-                           if k in packed and k != "params"})
+            packed.update(
+                {
+                    k: _like(v, packed.get(k))
+                    for k, v in saved_groups[i].items()
+                    if k in packed and k != "params"
+                }
+            )
     document["state"] = by_index
     optimizer.load_state_dict(document)
 

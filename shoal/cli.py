@@ -7,6 +7,7 @@ import sys
 import typer
 
 from shoal import __version__
+from shoal.commands import bench
 from shoal.commands.run import run
 from shoal.commands.train import evaluate, train
 from shoal.commands.verify import verify
@@ -24,6 +25,7 @@ app.command()(run)
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(verify)
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)

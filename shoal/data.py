@@ -107,8 +107,11 @@ class DatasetBatches:
         collate = self.collate or default_collate
         if self.loaders:
             loader: DataLoader[Any] = DataLoader(
-                self.dataset, batch_sampler=[i.tolist() for i in chosen], collate_fn=collate,
-                num_workers=self.loaders, generator=torch.Generator(),
+                self.dataset,
+                batch_sampler=[i.tolist() for i in chosen],
+                collate_fn=collate,
+                num_workers=self.loaders,
+                generator=torch.Generator(),
             )
             return (_pair(batch) for batch in loader)
         return (_pair(collate(self._fetch(i.tolist()))) for i in chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from shoal import checkpoint
-from shoal.data import Batch, Cut, DatasetBatches, map_tensors, mix, part_of, permutation
-from shoal.errors import BadInput, ShoalError
+from shoal.data import (
+    Batch,
+    Cut,
+    DatasetBatches,
+    map_tensors,
+    mix,
+    part_of,
+    permutation,
+    tensors_of,
+)
+from shoal.errors import BadInput, CheckpointError, ShoalError
 from shoal.group.group import Group, Op
 from shoal.observe.progress import Progress, Silent
 from shoal.observe.trace import OFF, Tracer
@@ -83,9 +92,18 @@ class Job:
         """
         options = StepOptions(clip_norm, accumulate, precision, exact, microbatches, batchnorm)
         step = Step(
-            model, loss, optimizer, options, strategy=self.strategy, group=self.group,
-            device=self.device, seed=mix(self.seed, 5, len(self._steps)), lr=lr, count=count,
-            tracer=self._tracer, say=self._say_once,
+            model,
+            loss,
+            optimizer,
+            options,
+            strategy=self.strategy,
+            group=self.group,
+            device=self.device,
+            seed=mix(self.seed, 5, len(self._steps)),
+            lr=lr,
+            count=count,
+            tracer=self._tracer,
+            say=self._say_once,
         )
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)
@@ -111,8 +129,10 @@ class Job:
         `batch_size`. `loaders` processes fetch samples in the background. After `job.load` the
         batches that the saved run has seen are passed over.
         """
-        cut = self._steps[-1].options.cut(self.replica, self.replicas) if self._steps else Cut(
-            self.replica, self.replicas
+        cut = (
+            self._steps[-1].options.cut(self.replica, self.replicas)
+            if self._steps
+            else Cut(self.replica, self.replicas)
         )
         if batch_size is None:
             return self._from_iterable(data, epochs, cut)
@@ -130,13 +150,10 @@ class Job:
                 if start == per_epoch:
                     continue
                 order = (
-                    permutation(len(data), self.seed, epoch)
-                    if shuffle else torch.arange(len(data))
+                    permutation(len(data), self.seed, epoch) if shuffle else torch.arange(len(data))
                 )
                 yield from self._deliver(
-                    DatasetBatches(
-                        data, batch_size, cut, order, start, drop_last, collate, loaders
-                    )
+                    DatasetBatches(data, batch_size, cut, order, start, drop_last, collate, loaders)
                 )
 
         return generate()
@@ -145,12 +162,14 @@ class Job:
         """Show progress: rank 0 shows the metrics now and then, others do nothing."""
         if self._progress.due(self.steps, self._total_steps):
             values = {name: float(value) for name, value in metrics.items()}
-            self._progress.show({
-                "step": self.steps,
-                "total": self._total_steps,
-                "metrics": values,
-                **self._clock.read(self.steps, self._total_steps),
-            })
+            self._progress.show(
+                {
+                    "step": self.steps,
+                    "total": self._total_steps,
+                    "metrics": values,
+                    **self._clock.read(self.steps, self._total_steps),
+                }
+            )
 
     def print(self, *words: Any) -> None:
         """Print once, from rank 0."""
@@ -200,7 +219,7 @@ class Job:
         if not self._steps:
             raise ShoalError("job.load comes after job.step: there is no model yet to load into")
         if not isinstance(models, list) or len(models) != len(self._steps):
-            raise checkpoint.CheckpointError(
+            raise CheckpointError(
                 f"the checkpoint at {path} is of another script: it holds "
                 f"{len(models) if isinstance(models, list) else 0} models, and this one "
                 f"trains {len(self._steps)}"
@@ -235,7 +254,7 @@ class Job:
                 "job.batches cannot repeat a generator for several epochs: pass a DataLoader or "
                 "a list, or epochs=1"
             )
-        length = len(data) if hasattr(data, "__len__") else None
+        length = len(data) if isinstance(data, Sized) else None
 
         def generate() -> Iterator[Batch]:
             if length is not None:
@@ -267,9 +286,8 @@ class Job:
             )
         if self.replicas == 1:
             return
-        sums: list[Tensor] = []
-        map_tensors(lambda t: (sums.append(t.double().sum()), t)[1], tuple(batch))
-        mine = torch.stack([*sums, torch.tensor(float(total)).double()]).to(self.device)
+        sums = [t.double().sum().to(self.device) for t in tensors_of(tuple(batch))]
+        mine = torch.stack([*sums, torch.tensor(total, device=self.device).double()])
         low, high = mine.clone(), mine.clone()
         self.group.all_reduce(low, Op.MIN).wait()
         self.group.all_reduce(high, Op.MAX).wait()
@@ -333,20 +351,33 @@ class Job:
         return means[0] if names == [""] else dict(zip(names, means, strict=True))
 
     def _checkpoint(self, about: dict[str, Any]) -> checkpoint.Checkpoint:
-        saved = checkpoint.Checkpoint({}, {}, {
-            "steps": self.steps, "batches": self._batches, "seed": self.seed,
-            "strategy": str(self.strategy), "workers": self.size, "about": about, "models": [],
-        })
+        saved = checkpoint.Checkpoint(
+            {},
+            {},
+            {
+                "steps": self.steps,
+                "batches": self._batches,
+                "seed": self.seed,
+                "strategy": str(self.strategy),
+                "workers": self.size,
+                "about": about,
+                "models": [],
+            },
+        )
         for i, step in enumerate(self._steps):
             tensors, tied = checkpoint.model_tensors(step.model)
             state, rest = checkpoint.optimizer_tensors(step.update.optimizer, step.flat.named)
             saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
             saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
             scaler = step.update.scaler
-            saved.document["models"].append({
-                "tied": tied, "optimizer": rest, "steps": step.steps,
-                "scaler": None if scaler is None else scaler.state_dict(),
-            })
+            saved.document["models"].append(
+                {
+                    "tied": tied,
+                    "optimizer": rest,
+                    "steps": step.steps,
+                    "scaler": None if scaler is None else scaler.state_dict(),
+                }
+            )
         return saved
 
 
@@ -354,7 +385,7 @@ def _load_step(
     step: Step, prefix: str, saved: checkpoint.Checkpoint, rest: Any, path: Path
 ) -> None:
     if not isinstance(rest, dict) or not isinstance(rest.get("steps"), int):
-        raise checkpoint.CheckpointError(f"the checkpoint at {path} is damaged: its models")
+        raise CheckpointError(f"the checkpoint at {path} is damaged: its models")
     model, optimizer = (
         {name.removeprefix(prefix): t for name, t in part.items() if name.startswith(prefix)}
         for part in (saved.model, saved.optimizer)

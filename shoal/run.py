@@ -1,9 +1,9 @@
 """`shoal.run`: become a worker if a launcher has started this process, else run or launch.
 
-    python train.py                      one worker, here
-    shoal run train.py -n 4 -s ddp       this process is one of four: SHOAL_* says which
-    torchrun, mpirun, srun               the same, by their variables
-    shoal.run(train, workers=4)          start the script again as four workers, and wait
+python train.py                      one worker, here
+shoal run train.py -n 4 -s ddp       this process is one of four: SHOAL_* says which
+torchrun, mpirun, srun               the same, by their variables
+shoal.run(train, workers=4)          start the script again as four workers, and wait
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def run(
     size = placement.size if placement else 1
     value = as_strategy(chosen or ("ddp" if size > 1 else "single"))
     work = _Worker(
-        value, placement, int(environ.get("SHOAL_SEED") or seed or 0),
+        value,
+        placement,
+        int(environ.get("SHOAL_SEED") or seed or 0),
         environ.get("SHOAL_DEVICE") or device,
     )
     if placement is None or placement.launcher != "shoal":
@@ -99,7 +101,11 @@ class _Worker:
             if isinstance(group, TorchGroup):
                 group.tracer = tracer
             job = Job(
-                self.strategy, group, device=self.device, seed=self.seed, progress=progress,
+                self.strategy,
+                group,
+                device=self.device,
+                seed=self.seed,
+                progress=progress,
                 tracer=tracer,
             )
             capture = Capture.from_environment(os.environ, job)
@@ -178,7 +184,10 @@ def _report_failures(work: Callable[[], Any], placement: Placement) -> Any:
 
 
 def _launch_self(
-    train: Callable[[Job], Any], strategy: Strategy, workers: int, seed: int | None,
+    train: Callable[[Job], Any],
+    strategy: Strategy,
+    workers: int,
+    seed: int | None,
     device: str | None,
 ) -> None:
     require_built(strategy)

@@ -15,7 +15,13 @@ from shoal.data import Batch, Cut, Tree, map_tensors, mix, num_rows, take
 from shoal.errors import BadInput
 from shoal.group.group import Group, Op
 from shoal.observe.trace import Tracer
-from shoal.replica.batchnorm import Presence, globalize, has_batchnorm
+from shoal.replica.batchnorm import (
+    Presence,
+    globalize,
+    has_batchnorm,
+    note_microbatches,
+    settle,
+)
 from shoal.replica.engine import Engine, Loss, MicroBatch, Precision
 from shoal.replica.flat import FlatParams
 from shoal.schedules.pipeline import accumulate as accumulate_schedule
@@ -93,7 +99,11 @@ class Step:
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
         self.update = Update(
-            self.flat.named, optimizer, clip_norm=options.clip_norm, lr=lr, scaler=scaler,
+            self.flat.named,
+            optimizer,
+            clip_norm=options.clip_norm,
+            lr=lr,
+            scaler=scaler,
             tracer=tracer,
         )
         self.sync = self._build_sync(strategy)
@@ -117,10 +127,12 @@ class Step:
     def __call__(self, batch: Any) -> Tensor:
         microbatches = self._cut(batch)
         self.sync.begin()
-        self.engine.run(microbatches, self.sync.reduce)
+        local = self.engine.run(microbatches, self.sync.reduce)
         self.sync.finish()
+        if self.options.exact:
+            settle(self.model, self.group)
         self.steps += 1
-        loss = self.flat.head[0].clone()
+        loss = self.flat.head[0].clone() if self.flat.buckets_of_grad else local
         for callback in self.after:
             callback(self, loss)
         return loss
@@ -144,9 +156,9 @@ class Step:
                 "BatchNorm statistics are those of each micro-batch, not of the whole batch, "
                 "because the batch is computed in several micro-batches"
             )
-        if self.options.exact or self.group.size == 1:
-            return Presence()
-        return globalize(self.model, self.group.duplicate())
+        if self.options.exact:
+            return note_microbatches(self.model)
+        return globalize(self.model, self.group.duplicate()) if self.group.size > 1 else Presence()
 
     def _agree_on_start(self) -> None:
         """Every rank starts from rank 0's parameters and buffers."""
@@ -182,6 +194,8 @@ class Step:
         A script may pass on what it made of a batch (an augmentation, say): as long as it has
         the same number of rows it is cut as the batch that it came from.
         """
+        if isinstance(batch, Batch) and len(batch.parts) == self.local_microbatches == 1:
+            return [range(0)], batch.parts, batch.total  # one piece: nothing to cut
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise BadInput("step takes a batch that is a pair (inputs, targets)")
         rows = num_rows(tuple(batch))
@@ -197,17 +211,18 @@ class Step:
 
     def _weights(
         self, pieces: list[Tree], parts: Sequence[int], total: int | None
-    ) -> list[Callable[[], float | Tensor]]:
+    ) -> Sequence[float | Callable[[], Tensor]]:
         """Each micro-batch's share: its count over the count of the global batch.
 
         Where the global count is not known, the ranks add it up while forward runs.
         """
         if self.count is None and total is not None:
-            return [partial(_known, samples / total) for samples in parts]
+            return [samples / total for samples in parts]
         counts = [
             torch.as_tensor(
                 samples if self.count is None else (self.count(piece) if samples else 0),
-                dtype=torch.float64, device=self.flat.device,
+                dtype=torch.float64,
+                device=self.flat.device,
             ).reshape(())
             for piece, samples in zip(pieces, parts, strict=True)
         ]
@@ -226,10 +241,6 @@ class Step:
             place = self.group.rank * self.local_microbatches + m
             return mix(self.seed, 2, self.steps, place)
         return mix(self.seed, 3, self.steps, self.group.rank, m)
-
-
-def _known(share: float) -> float:
-    return share
 
 
 def _rows(tree: Tree, rows: range) -> Tree:

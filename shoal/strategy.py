@@ -15,6 +15,7 @@ import ast
 import difflib
 import json
 import re
+import threading
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
@@ -437,6 +438,9 @@ def require_built(strategy: Strategy) -> None:
                 )
 
 
+_PARSING = threading.Lock()  # CPython 3.11 counts the depth of all threads' parsing together
+
+
 def parse(text: str) -> Strategy:
     """Read the notation. Every failure is a StrategyError of one sentence."""
     if not isinstance(text, str):
@@ -447,7 +451,8 @@ def parse(text: str) -> Strategy:
         raise StrategyError(f"the strategy is longer than {MAX_TEXT} characters")
     text = text.strip()
     try:
-        tree = ast.parse(text, mode="eval")
+        with _PARSING:
+            tree = ast.parse(text, mode="eval")
         return _join([_read_part(node) for node in _terms(tree.body)])
     except SyntaxError as error:
         why = re.split(r"[.:;] ", error.msg)[0]  # the rest is advice on Python

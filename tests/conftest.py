@@ -68,8 +68,9 @@ def nothing_left_behind() -> Iterator[None]:
     threads, children, memory = set(threading.enumerate()), _children(), _shared_memory()
     yield
     left_threads = [
-        t.name for t in threading.enumerate() if t not in threads and t.is_alive()
-        and not t.name.startswith(("pytest", "Dummy"))
+        t.name
+        for t in threading.enumerate()
+        if t not in threads and t.is_alive() and not t.name.startswith(("pytest", "Dummy"))
     ]
     assert not left_threads, f"threads left behind: {left_threads}"
     assert not _children() - children, "child processes left behind"

@@ -9,18 +9,28 @@ from torch.utils.data import TensorDataset
 
 def mlp(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3)
+    )
 
 
 def convnet(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 4, 8),
-        nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3),
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * 4, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
     )
 
 
-def samples(n: int, shape: tuple[int, ...] = (6,), classes: int = 3, seed: int = 1) -> TensorDataset:
+def samples(
+    n: int, shape: tuple[int, ...] = (6,), classes: int = 3, seed: int = 1
+) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(
         torch.randn(n, *shape, generator=generator),

@@ -24,7 +24,9 @@ Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of 
 StrategyText = Annotated[
     str | None,
     typer.Option(
-        "--strategy", "-s", help='How the work is divided, such as "ddp(bucket_mb=4)".',
+        "--strategy",
+        "-s",
+        help='How the work is divided, such as "ddp(bucket_mb=4)".',
         show_default="ddp, or single for one worker",
     ),
 ]

@@ -75,8 +75,11 @@ def evaluate(
     metrics = _test(name, checkpoint, about, device)
     seconds = time.monotonic() - start_s
     if as_json:
-        print(json.dumps({"checkpoint": str(checkpoint), "example": name, **metrics,
-                          "seconds": seconds}))
+        print(
+            json.dumps(
+                {"checkpoint": str(checkpoint), "example": name, **metrics, "seconds": seconds}
+            )
+        )
     else:
         words = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         print(f"{name}: {words} (tested in {seconds:.1f} s)")

@@ -53,9 +53,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         runs = _Runs(command, steps, Path(folder), quiet=as_json)
         alone = runs.capture("alone", single, 1)
-        together = runs.capture(
-            f"{value} on {workers}", environment(value, seed, device), workers
-        )
+        together = runs.capture(f"{value} on {workers}", environment(value, seed, device), workers)
         verdict = judge(
             alone,
             together,
@@ -101,17 +99,29 @@ def _print(verdict: Verdict, what: str) -> None:
     for name in verdict.switched_off[:1]:
         print(
             f"dropout was switched off ({name}"
-            + (f" and {len(verdict.switched_off) - 1} more" if len(verdict.switched_off) > 1 else "")
+            + (
+                f" and {len(verdict.switched_off) - 1} more"
+                if len(verdict.switched_off) > 1
+                else ""
+            )
             + "): its masks depend on the number of workers, unless exact=True"
         )
     loss, tensor = verdict.worst(verdict.losses), verdict.worst(verdict.tensors)
-    source = "measured by adding up in another order" if verdict.measured_rounding else (
-        f"from {verdict.additions:,} additions per gradient element and {verdict.steps} steps"
+    source = (
+        "measured by adding up in another order"
+        if verdict.measured_rounding
+        else (
+            f"from {verdict.additions:,} additions per gradient element and {verdict.steps} steps"
+        )
     )
-    print(f"largest difference of a loss    {loss.difference:.3g} at {loss.what} "
-          f"(tolerance {loss.tolerance:.3g})")
-    print(f"largest difference of a tensor  {tensor.difference:.3g} in {tensor.what} "
-          f"(tolerance {tensor.tolerance:.3g})")
+    print(
+        f"largest difference of a loss    {loss.difference:.3g} at {loss.what} "
+        f"(tolerance {loss.tolerance:.3g})"
+    )
+    print(
+        f"largest difference of a tensor  {tensor.difference:.3g} in {tensor.what} "
+        f"(tolerance {tensor.tolerance:.3g})"
+    )
     print(f"tolerances: rounding, {source}")
     if verdict.replicas_apart:
         print(f"replicas hold different parameters: up to {verdict.replicas_apart:.3g} apart")

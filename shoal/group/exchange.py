@@ -7,7 +7,7 @@ Right for threads and small worlds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,7 +67,9 @@ class ExchangeGroup:
         return self._exchange(outgoing, sources, collect)
 
     def scatter(self, out: Tensor, data: Tensor | None, root: int = 0) -> Work:
-        outgoing = [None] * self.size if data is None else self._pieces(data)
+        outgoing: list[Tensor | None] = [None] * self.size
+        if self.rank == root and data is not None:
+            outgoing = [*self._pieces(data)]
         return self._exchange(outgoing, {root: out}, lambda got: _fill(out, got[root]))
 
     def all_gather(self, out: Tensor, data: Tensor) -> Work:
@@ -112,7 +114,7 @@ class ExchangeGroup:
 
     def _exchange(
         self,
-        outgoing: list[Tensor] | list[Tensor | None],
+        outgoing: Sequence[Tensor | None],
         sources: dict[int, Tensor],
         finish: Callable[[dict[int, Tensor]], None],
     ) -> Work:

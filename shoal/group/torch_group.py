@@ -28,7 +28,11 @@ class TorchWork:
     """Waits for a torch work; a lost connection becomes a `PeerLost` that says what broke."""
 
     def __init__(
-        self, work: Any, rank: int, doing: str, finish: Callable[[], None] | None = None,
+        self,
+        work: Any,
+        rank: int,
+        doing: str,
+        finish: Callable[[], None] | None = None,
         tracer: Tracer = OFF,
     ):
         self._work, self._rank, self._doing, self._finish = work, rank, doing, finish
@@ -161,7 +165,10 @@ class TorchGroup:
         return list(data.view(self.size, -1))
 
     def _mean(self, data: Tensor, op: Op) -> Callable[[], None] | None:
-        return (lambda: data.div_(self.size) and None) if op is Op.MEAN else None
+        def divide() -> None:
+            data.div_(self.size)
+
+        return divide if op is Op.MEAN else None
 
     def _start(
         self,

@@ -13,7 +13,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

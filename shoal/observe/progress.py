@@ -97,7 +97,10 @@ class Bar:
         self._last_s = time.monotonic()
         total = record.get("total")
         self._rich.update(
-            self._task, completed=record.get("step", 0), total=total, of=total or "?",
+            self._task,
+            completed=record.get("step", 0),
+            total=total,
+            of=total or "?",
             text=details(record),
         )
 

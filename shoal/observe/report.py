@@ -39,7 +39,10 @@ def shares(spans: Iterable[Span]) -> Shares:
     computing, exposed = length(compute) - length(common(compute, wait)), length(wait)
     hidden = length(common(talk, compute)) - length(common(common(talk, compute), wait))
     return Shares(
-        computing / whole, exposed / whole, 1 - (computing + exposed) / whole, hidden / whole,
+        computing / whole,
+        exposed / whole,
+        1 - (computing + exposed) / whole,
+        hidden / whole,
         whole / 1e9,
     )
 

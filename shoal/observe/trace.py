@@ -104,11 +104,18 @@ def chrome_events(spans_by_rank: dict[int, list[Span]]) -> list[dict[str, Any]]:
         events.append(_named("process_name", rank, 0, f"rank {rank}"))
         events += [_named("thread_name", rank, i, lane) for i, lane in enumerate(lanes)]
         for span in spans:
-            events.append({
-                "name": span.kind, "cat": span.lane, "ph": "X", "pid": rank,
-                "tid": lanes.index(span.lane), "ts": span.start_ns / 1e3,
-                "dur": (span.end_ns - span.start_ns) / 1e3, "args": {"detail": span.detail},
-            })
+            events.append(
+                {
+                    "name": span.kind,
+                    "cat": span.lane,
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": lanes.index(span.lane),
+                    "ts": span.start_ns / 1e3,
+                    "dur": (span.end_ns - span.start_ns) / 1e3,
+                    "args": {"detail": span.detail},
+                }
+            )
     return events
 
 

@@ -90,8 +90,12 @@ class Verdict:
 
     def worst(self, among: list[Difference]) -> Difference:
         """The one that comes closest to its tolerance, or exceeds it the most."""
-        return max(among, key=lambda d: math.inf if math.isnan(d.difference) else
-                   d.difference / max(d.tolerance, 1e-300))
+        return max(
+            among,
+            key=lambda d: (
+                math.inf if math.isnan(d.difference) else d.difference / max(d.tolerance, 1e-300)
+            ),
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {

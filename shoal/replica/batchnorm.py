@@ -1,5 +1,6 @@
-"""BatchNorm with the statistics of the global batch.
+"""BatchNorm that does not depend on the number of replicas.
 
+`GlobalBatchNorm` has the statistics of the global batch (of each micro-batch of it).
 Each rank sends its mean, variance and count per channel (2C + 1 numbers, one all-gather in
 forward), and the ranks combine them in the same order; backward adds up two sums per channel
 (2C numbers, one all-reduce). A rank whose part of the batch is empty takes part with count 0.
@@ -7,6 +8,7 @@ forward), and the ranks combine them in the same order; backward adds up two sum
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +29,15 @@ class Presence:
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
-        inv_std: Tensor, count: Tensor, group: Group, real: bool,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        inv_std: Tensor,
+        count: Tensor,
+        group: Group,
+        real: bool,
     ) -> Tensor:
         shape = _channels(x)
         normal = (x - mean.view(shape)) * inv_std.view(shape)
@@ -98,9 +107,8 @@ class GlobalBatchNorm(_BatchNorm):
         mine = torch.cat([mean, var, count])
         everyone = mine.new_empty(self._group.size * mine.numel())
         self._group.all_gather(everyone, mine).wait()
-        means, variances, counts = everyone.view(self._group.size, -1).split(
-            [mean.numel(), mean.numel(), 1], dim=1
-        )
+        table = everyone.view(self._group.size, -1)
+        means, variances, counts = torch.split(table, [mean.numel(), mean.numel(), 1], dim=1)
         total = counts.sum()
         share = counts / total
         mean = (means * share).sum(0)
@@ -120,6 +128,57 @@ class GlobalBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
+class MicroBatchNorm(_BatchNorm):
+    """BatchNorm of one micro-batch, for exact mode: it notes what it saw, and `settle` later
+    brings the running statistics up to date, micro-batch by micro-batch in the batch's order."""
+
+    def __init__(self, local: _BatchNorm, presence: Presence):
+        super().__init__(
+            local.num_features, local.eps, local.momentum, local.affine, local.track_running_stats
+        )
+        self._parameters, self._buffers = local._parameters, local._buffers
+        self.training = local.training
+        self._presence = presence
+        self._seen: list[Tensor] = []
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        return None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.running_mean is None:
+            return super().forward(input)
+        self._note(input.detach())
+        return nn.functional.batch_norm(
+            input, None, None, self.weight, self.bias, training=True, eps=self.eps
+        )
+
+    def _note(self, x: Tensor) -> None:
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        var, mean = torch.var_mean(wide, dim=_others(x), correction=1)
+        self._seen.append(torch.cat([mean, var, mean.new_tensor([float(self._presence.real)])]))
+
+    @torch.no_grad()
+    def settle(self, group: Group) -> None:
+        """One all-gather of 2C + 1 numbers a micro-batch; then the same updates everywhere."""
+        if not self._seen or self.running_mean is None or self.running_var is None:
+            return
+        mine = torch.stack(self._seen)
+        self._seen.clear()
+        everyone = mine.new_empty(group.size * mine.shape[0], mine.shape[1])
+        group.all_gather(everyone, mine).wait()
+        assert self.num_batches_tracked is not None
+        for row in everyone:
+            if not row[-1]:
+                continue
+            self.num_batches_tracked.add_(1)
+            momentum = self.momentum
+            if momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+            mean, var = row[:-1].to(self.running_mean.dtype).chunk(2)
+            self.running_mean.lerp_(mean, momentum)
+            self.running_var.lerp_(var, momentum)
+
+
 def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, _PLAIN) for module in model.modules())
 
@@ -127,12 +186,29 @@ def has_batchnorm(model: nn.Module) -> bool:
 def globalize(model: nn.Module, group: Group) -> Presence:
     """Replace every BatchNorm inside `model`; names and parameters stay as they are."""
     presence = Presence()
+    _replace(model, lambda local: GlobalBatchNorm(local, group, presence))
+    return presence
+
+
+def note_microbatches(model: nn.Module) -> Presence:
+    """Replace every BatchNorm inside `model` by one that is settled after each step."""
+    presence = Presence()
+    _replace(model, lambda local: MicroBatchNorm(local, presence))
+    return presence
+
+
+def settle(model: nn.Module, group: Group) -> None:
+    for module in model.modules():
+        if isinstance(module, MicroBatchNorm):
+            module.settle(group)
+
+
+def _replace(model: nn.Module, make: Callable[[_BatchNorm], nn.Module]) -> None:
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) in _PLAIN:
                 assert isinstance(child, _BatchNorm)
-                parent._modules[name] = GlobalBatchNorm(child, group, presence)
-    return presence
+                parent._modules[name] = make(child)
 
 
 def _dims_of(local: nn.Module) -> tuple[int, ...]:

@@ -6,10 +6,9 @@ and what its part of the loss is; agreeing with others is the business of the sy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +24,16 @@ Loss = Callable[[Any, Any], Tensor]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """Rows of one forward and backward.
 
-    `weight` is their share of the global batch's loss; it is asked for when forward is done, so
-    that ranks can count together in the meantime.
+    `weight` is their share of the global batch's loss, or a function that is asked for it when
+    forward is done, so that ranks can count together in the meantime.
     """
 
     inputs: Any
     targets: Any
-    weight: Callable[[], float | Tensor]
+    weight: float | Callable[[], Tensor]
     real: bool = True
     seed: int = 0
 
@@ -62,22 +60,52 @@ class Engine:
         self._autocast = _autocast(flat.device, precision)
         self._last = max(action.microbatch for action in actions)
         self._do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
-        self.used_random = False
+        self._random: bool | None = None  # whether the model draws random numbers, once known
 
-    def run(self, microbatches: Sequence[MicroBatch], on_bucket: OnBucket) -> None:
-        """One step's computing. Afterwards the loss of these rows stands in `flat.head[0]`."""
+    def run(self, microbatches: Sequence[MicroBatch], on_bucket: OnBucket) -> Tensor:
+        """One step's computing; returns the weighted loss of these rows.
+
+        The same number stands in `flat.head[0]` where gradients are exchanged, so that it
+        travels with them.
+        """
         self._microbatches, self._on_bucket = microbatches, on_bucket
         self._losses: dict[int, Tensor] = {}
         self._total: Tensor | None = None
-        with own_random_stream(self.flat.device):
-            for action in self.actions:
-                self._do[action.kind](action.microbatch)
+        if self._random is False:
+            self._walk()
+        else:
+            self._walk_with_own_randomness()
+        assert self._total is not None
+        return self._total
+
+    def _walk(self) -> None:
+        for action in self.actions:
+            self._do[action.kind](action.microbatch)
+
+    def _walk_with_own_randomness(self) -> None:
+        """Dropout draws from a stream of its own, seeded per micro-batch.
+
+        What the script draws between steps is then the same on every rank and at any number of
+        them. A model that drew nothing in its first step is spared the effort from then on.
+        """
+        generators = _generators(self.flat.device)
+        states = [generator.get_state() for generator in generators]
+        try:
+            self._walk()
+        finally:
+            last_seed = self._microbatches[self._last].seed
+            if self._random is None:
+                self._random = any(_has_drawn(generator, last_seed) for generator in generators)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
     def _forward(self, m: int) -> None:
         micro = self._microbatches[m]
         self.presence.real = micro.real
-        seed_device(self.flat.device, micro.seed)
-        with self.tracer.span("forward", f"micro-batch {m}"), self._autocast():
+        if self._random is not False:
+            for generator in _generators(self.flat.device):
+                generator.manual_seed(micro.seed)
+        with self.tracer.span("forward", "micro-batch"), self._autocast():
             loss = self.loss(call(self.model, micro.inputs), micro.targets)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise BadInput(
@@ -88,15 +116,24 @@ class Engine:
 
     def _backward(self, m: int) -> None:
         micro, loss = self._microbatches[m], self._losses.pop(m)
-        weight = torch.as_tensor(micro.weight(), dtype=loss.dtype, device=loss.device)
-        self._note_loss(loss.detach() * weight)
+        start = self._start_of_backward(micro, loss)
         final = self.every_microbatch or m == self._last
         if final:
             self.flat.arm(self._on_bucket)
-        with self.tracer.span("backward", f"micro-batch {m}"):
-            loss.backward(weight if self.loss_scale is None else self.loss_scale(weight))  # type: ignore[no-untyped-call]
+        with self.tracer.span("backward", "micro-batch"):
+            loss.backward(start)  # type: ignore[no-untyped-call]
             if final:
                 self.flat.flush()
+
+    def _start_of_backward(self, micro: MicroBatch, loss: Tensor) -> Tensor | None:
+        """The gradient of the global loss by this one: its weight. None stands for 1."""
+        weight = micro.weight() if callable(micro.weight) else micro.weight
+        if isinstance(weight, float) and weight == 1.0 and self.loss_scale is None:
+            self._note_loss(loss.detach())
+            return None
+        share = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
+        self._note_loss(loss.detach() * share)
+        return share if self.loss_scale is None else self.loss_scale(share)
 
     def _note_loss(self, part: Tensor) -> None:
         """The head leaves with the last bucket, so it has to be right before backward starts."""
@@ -104,7 +141,8 @@ class Engine:
             self._total = part
         else:
             self._total = self._total + part
-        self.flat.head[0] = self._total
+        if self.flat.buckets_of_grad:
+            self.flat.head[0] = self._total
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -116,25 +154,10 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
-@contextmanager
-def own_random_stream(device: torch.device) -> Iterator[None]:
-    """Give the global random generators back as they were found.
-
-    The step draws from streams of its own (dropout), seeded per micro-batch; what the script
-    draws between steps is then the same on every rank and at any number of them.
-    """
-    generators = _generators(device)
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-def seed_device(device: torch.device, seed: int) -> None:
-    for generator in _generators(device):
-        generator.manual_seed(seed)
+def _has_drawn(generator: torch.Generator, seed: int) -> bool:
+    """Whether anybody drew from `generator` since it was seeded with `seed`."""
+    fresh = torch.Generator(generator.device).manual_seed(seed)
+    return not torch.equal(generator.get_state(), fresh.get_state())
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

@@ -52,9 +52,7 @@ class FlatParams:
         self.size = self._round(self.pieces[-1].stop)
         self.data = self._move()
         self.grad = torch.zeros(0, dtype=self.dtype, device=self.device)
-        self.head = torch.zeros(
-            self.head_size, dtype=self._head_dtype, device=self.device
-        )
+        self.head = torch.zeros(self.head_size, dtype=self._head_dtype, device=self.device)
         self.buckets_of_grad: list[slice] = []
         self._on_bucket: OnBucket | None = None
 
@@ -117,7 +115,7 @@ class FlatParams:
         ]
         self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
         for i, p in enumerate(self.params):
-            p.register_post_accumulate_grad_hook(self._hook(i))
+            p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
 
     def arm(self, on_bucket: OnBucket) -> None:
         """The next backward is the last of this step: call `on_bucket(slice)` as buckets fill up.

@@ -106,6 +106,8 @@ class ExactReduce:
         everything = message.new_empty(self.group.size, *message.shape)
         self.group.all_gather(everything, message).wait()
         known = {
-            node: everything[rank, i] for rank, own in enumerate(nodes) for i, node in enumerate(own)
+            node: everything[rank, i]
+            for rank, own in enumerate(nodes)
+            for i, node in enumerate(own)
         }
         return add_up(self.root, known)

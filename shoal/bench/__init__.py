@@ -1,0 +1,1 @@
+"""Measurements: ratios against a peer, taken alternately in one run."""

@@ -1,0 +1,116 @@
+"""A file imports only from layers below its own."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import shoal
+
+ROOT = Path(shoal.__file__).parent
+
+# From the ground up. A package stands for all its files that are not named by themselves.
+LAYERS = [
+    ["errors", "observe.trace"],
+    ["strategy", "schedules"],
+    ["cluster"],
+    ["plan"],
+    ["wire"],
+    ["group"],
+    ["replica"],
+    ["server"],
+    ["sync"],
+    ["launch"],
+    ["data", "checkpoint"],
+    ["observe.progress"],
+    ["step"],
+    ["job"],
+    ["observe.capture", "observe.report", "observe.verify"],
+    ["run"],
+    ["examples"],
+    ["bench"],
+    ["commands"],
+    ["cli"],
+]
+# the planner and the runtime both stand on the schedules and do not know each other
+APART = [({"plan"}, {"wire", "group", "replica", "server", "sync"})]
+
+
+def layer_of(module: str) -> int:
+    """The layer of `shoal.<module>`; the longest name that fits decides."""
+    fits = [
+        (len(name), level)
+        for level, names in enumerate(LAYERS)
+        for name in names
+        if module == name or module.startswith(name + ".")
+    ]
+    assert fits, f"shoal.{module} has no place in the house: add it to LAYERS"
+    return max(fits)[1]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of shoal that a file imports, anywhere in it, without the leading `shoal.`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    modules = {module_name(p) for p in ROOT.rglob("*.py")}
+    return {name.removeprefix("shoal.") for name in found} & modules
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def arrows() -> list[tuple[str, str]]:
+    files = [p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py"]
+    return [
+        (module_name(path), target)
+        for path in files
+        for target in imports_of(path)
+        if target not in (module_name(path), "__init__")
+    ]
+
+
+def is_init_of(package: str, module: str) -> bool:
+    return module.startswith(package + ".")
+
+
+def test_every_arrow_points_down() -> None:
+    upward = [
+        f"{source} -> {target}"
+        for source, target in arrows()
+        if layer_of(target) > layer_of(source)
+    ]
+    assert not upward
+
+
+def test_there_is_no_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for source, target in arrows():
+        if not is_init_of(target, source):
+            graph.setdefault(source, set()).add(target)
+    done: set[str] = set()
+
+    def visit(node: str, path: tuple[str, ...]) -> None:
+        assert node not in path, f"import cycle: {' -> '.join([*path, node])}"
+        if node not in done:
+            for target in graph.get(node, ()):
+                visit(target, (*path, node))
+            done.add(node)
+
+    for node in graph:
+        visit(node, ())
+
+
+def test_planner_and_runtime_do_not_know_each_other() -> None:
+    for left, right in APART:
+        crossing = [
+            f"{s} -> {t}"
+            for s, t in arrows()
+            if {s.split(".")[0], t.split(".")[0]} & left
+            and {s.split(".")[0], t.split(".")[0]} & right
+        ]
+        assert not crossing
