@@ -26,6 +26,7 @@ from shoal.group.torch_group import TorchGroup, join_world
 from shoal.job import Job
 from shoal.launch.environment import Placement, detect
 from shoal.launch.failures import report_failure
+from shoal.launch.fork import fork
 from shoal.launch.local import launch
 from shoal.launch.rendezvous import open_rendezvous
 from shoal.launch.worker import die_with_launcher, open_progress
@@ -192,24 +193,37 @@ def _launch_self(
 ) -> None:
     require_built(strategy)
     strategy.layout(workers)
-    env = {**os.environ, "SHOAL_STRATEGY": str(strategy), "SHOAL_CALL": str(_calls)}
+    env = {"SHOAL_STRATEGY": str(strategy), "SHOAL_CALL": str(_calls)}
     if seed is not None:
         env["SHOAL_SEED"] = str(seed)
     if device is not None:
         env["SHOAL_DEVICE"] = device
-    launch(_own_command(), workers, env=env)
+    command = _own_command()
+    if command is not None:
+        launch(command, workers, env={**os.environ, **env})
+        return
+    if torch.cuda.is_initialized():
+        raise BadInput(
+            "workers of an interactive session are forks of it, and it has used CUDA already: "
+            "restart it, or put the training function into a file"
+        )
+
+    def body() -> None:
+        torch.set_num_threads(1)
+        placement = detect(os.environ)
+        value = choose_device(device, placement)
+        _Worker(strategy, placement, seed or 0, str(value)).run(train)
+
+    fork(body, workers, env)
 
 
-def _own_command() -> list[str]:
-    """How to start this script again."""
+def _own_command() -> list[str] | None:
+    """How to start this script again; None in an interactive session."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:
         return [sys.executable, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
     file = getattr(main, "__file__", None)
-    if file is None:
-        raise BadInput(
-            "shoal.run(workers=...) starts the script again, and an interactive session has none: "
-            "put the training function into a file"
-        )
+    if file is None or not Path(file).is_file():
+        return None
     return [sys.executable, str(file), *sys.argv[1:]]

@@ -11,6 +11,7 @@ between workers is a slice of this buffer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ class FlatParams:
             nearest = min(boundaries, key=lambda b: abs(b - target))
             cuts.append(max(nearest, cuts[-1]))
         cuts.append(self.size)
-        return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [slice(a, b) for a, b in itertools.pairwise(cuts)]
 
     def watch(self, buckets: Sequence[slice]) -> None:
         """From now on gradients are collected in `grad`, and `arm` reports full buckets."""

@@ -89,7 +89,7 @@ class ExactReduce:
 
     def _note(self, sums: dict[Node, Tensor], leaf: Tensor) -> None:
         """Add a leaf, then fold while two children of one node stand side by side."""
-        start, stop = self.runs[self.group.rank]
+        start, _ = self.runs[self.group.rank]
         done = max((node[1] for node in sums), default=start)
         sums[done, done + 1] = leaf.clone()
         for node in whole_subtrees(self.root, (start, done + 1)):
