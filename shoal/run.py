@@ -33,7 +33,7 @@ from shoal.launch.worker import die_with_launcher, open_progress
 from shoal.observe.capture import Capture, Enough
 from shoal.observe.progress import for_worker
 from shoal.observe.trace import OFF, Recorder, Tracer
-from shoal.strategy import Part, Strategy, as_strategy, require_built
+from shoal.strategy import Part, Single, Strategy, as_strategy, require_built
 
 _calls = 0
 
@@ -97,7 +97,7 @@ class _Worker:
         with ExitStack() as stack:
             group = stack.enter_context(self._group())
             tracer = self._tracer(group)
-            progress = for_worker(self.rank, open_progress(os.environ))
+            progress = for_worker(self.rank, self.size, open_progress(os.environ))
             stack.callback(progress.close)
             if isinstance(group, TorchGroup):
                 group.tracer = tracer
@@ -109,26 +109,48 @@ class _Worker:
                 progress=progress,
                 tracer=tracer,
             )
-            capture = Capture.from_environment(os.environ, job)
             try:
-                return train(job)
-            except Enough:
-                return None
+                return self._train(train, job)
+            except Exception as error:
+                self._give_up(error)
+                raise
             finally:
-                if capture is not None and sys.exc_info()[0] in (None, Enough):
-                    capture.write()
                 if isinstance(tracer, Recorder):
                     tracer.write(Path(os.environ["SHOAL_TRACE_DIR"]))
 
+    def _train(self, train: Callable[[Job], Any], job: Job) -> Any:
+        capture = Capture.from_environment(os.environ, job)
+        result = None
+        try:
+            result = train(job)
+        except Enough:
+            pass
+        if capture is not None:
+            capture.write()
+        return result
+
+    def _give_up(self, error: Exception) -> None:
+        """Under our launcher: leave a report and go at once.
+
+        Taking down the group may wait for a peer that waits for this one; the launcher ends
+        the others and tells the first failure of all.
+        """
+        if self.placement is not None and self.placement.launcher == "shoal":
+            report_failure(os.environ["SHOAL_RUN_DIR"], self.rank, error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2 if isinstance(error, BadInput) else 1)
+
     @contextmanager
     def _group(self) -> Iterator[Group]:
-        if self.placement is None or self.size == 1:
+        alone = isinstance(self.strategy.sync_for(self.size), Single)
+        if self.placement is None or alone:
             yield SoloGroup()
             return
         ours = not dist.is_initialized()
         with open_rendezvous(self.placement) as rendezvous:
             backend = choose_backend(self.device, self.placement)
-            world = join_world(rendezvous, self.rank, self.size, backend)
+            world = join_world(rendezvous, self.rank, self.size, backend, f"run {_calls}")
             try:
                 yield TorchGroup(world)
             finally:
@@ -202,7 +224,7 @@ def _launch_self(
     if command is not None:
         launch(command, workers, env={**os.environ, **env})
         return
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise BadInput(
             "workers of an interactive session are forks of it, and it has used CUDA already: "
             "restart it, or put the training function into a file"

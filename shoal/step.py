@@ -120,7 +120,7 @@ class Step:
             tracer=tracer,
         )
         self.steps = 0
-        self.reorder = False  # see `shoal verify`: the same samples, added up in another order
+        self._reversed = False
         self.latest: Batch | None = None  # what job.batches has yielded last
         self.after: list[Callable[[Step, Tensor], None]] = []
 
@@ -136,6 +136,18 @@ class Step:
         for callback in self.after:
             callback(self, loss)
         return loss
+
+    def add_up_differently(self, parts: int) -> None:
+        """Compute the same step with additions in another order, to see what rounding does.
+
+        Each micro-batch is computed in `parts`, as that many workers would. Where the model looks
+        at whole micro-batches (BatchNorm), their samples are reversed instead.
+        """
+        if self.options.exact or has_batchnorm(self.model):
+            self._reversed = True
+        else:
+            self.local_microbatches *= parts
+            self.engine.follow(accumulate_schedule(1, 0, self.local_microbatches))
 
     def _build_sync(self, strategy: Strategy) -> Sync:
         part = strategy.sync_for(self.group.size)
@@ -178,7 +190,7 @@ class Step:
         device = self.flat.device
         tree = map_tensors(lambda t: t.to(device, non_blocking=True), tuple(batch))
         pieces = [tree] if len(ranges) == 1 else [_rows(tree, r) for r in ranges]
-        if self.reorder:
+        if self._reversed:
             pieces = [map_tensors(lambda t: t.flip(0) if t.dim() else t, p) for p in pieces]
         weights = self._weights(pieces, parts, total)
         return [

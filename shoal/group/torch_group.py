@@ -206,12 +206,23 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
-def join_world(rendezvous: str, rank: int, size: int, backend: str) -> dist.ProcessGroup:
-    """Make (or take, if the script made one) the default process group of this process."""
+def join_world(
+    rendezvous: str, rank: int, size: int, backend: str, name: str = "shoal"
+) -> dist.ProcessGroup:
+    """Make (or take, if the script made one) the default process group of this process.
+
+    A process may join several worlds one after the other at the same rendezvous: `name` keeps
+    what they leave in its store apart.
+    """
     if not dist.is_initialized():
+        store, rank, size = next(dist.rendezvous(rendezvous, rank, size))
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         dist.init_process_group(
-            backend, init_method=rendezvous, rank=rank, world_size=size, device_id=device
+            backend,
+            store=dist.PrefixStore(name, store),
+            rank=rank,
+            world_size=size,
+            device_id=device,
         )
     world = dist.group.WORLD
     assert world is not None

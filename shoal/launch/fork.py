@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 from shoal.launch.environment import Placement, shoal_environment
 from shoal.launch.failures import Death, as_error, first_failure, read_report, report_failure
@@ -58,11 +59,11 @@ def _wait_for_all(
     processes: list[multiprocessing.context.ForkProcess], run_dir: Path
 ) -> list[Death]:
     """Until all are done, or one has failed and the others have had their grace."""
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    running: dict[Any, int] = {p.sentinel: rank for rank, p in enumerate(processes)}
     deaths: list[Death] = []
     while running:
         for sentinel in wait(list(running), timeout=GRACE_S if deaths else None):
-            rank = running.pop(sentinel)  # type: ignore[call-overload]
+            rank = running.pop(sentinel)
             processes[rank].join()
             code = processes[rank].exitcode or 0
             if code:

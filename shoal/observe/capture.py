@@ -4,7 +4,7 @@
 
     SHOAL_CAPTURE_DIR      where rank 0 writes
     SHOAL_CAPTURE_STEPS    stop the script after so many steps
-    SHOAL_CAPTURE_REORDER  add up the samples of each micro-batch in another order
+    SHOAL_CAPTURE_PARTS    add up in another order: each micro-batch in so many parts
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Enough(BaseException):
 
 
 class Capture:
-    def __init__(self, job: Job, folder: Path, steps: int, reorder: bool):
-        self.job, self.folder, self.steps, self.reorder = job, folder, steps, reorder
+    def __init__(self, job: Job, folder: Path, steps: int, parts: int):
+        self.job, self.folder, self.steps, self.parts = job, folder, steps, parts
         self.losses: list[float] = []
         self.additions = 0
         self.switched_off: list[str] = []
@@ -44,10 +44,11 @@ class Capture:
             return None
         steps = int(environ.get("SHOAL_CAPTURE_STEPS", "20"))
         job.dry = True
-        return cls(job, Path(folder), steps, bool(environ.get("SHOAL_CAPTURE_REORDER")))
+        return cls(job, Path(folder), steps, int(environ.get("SHOAL_CAPTURE_PARTS", "1")))
 
     def _prepare(self, step: Step) -> None:
-        step.reorder = self.reorder
+        if self.parts > 1:
+            step.add_up_differently(self.parts)
         self._seen.append(step)
         if not step.options.exact:
             self.switched_off += switch_off_dropout(step.model)
@@ -74,7 +75,6 @@ class Capture:
             "additions": self.additions,
             "replicas_apart": max(apart, default=0.0),
             "switched_off": self.switched_off,
-            "precision": sorted({step.options.precision for step in self._seen}),
             "exact": all(step.options.exact for step in self._seen),
         }
         (self.folder / "capture.json").write_text(json.dumps(document))

@@ -88,12 +88,13 @@ class Bar:
         )
         self._task = self._rich.add_task("", total=None, of="?", text="")
         self._last_s = 0.0
-        self._rich.start()
 
     def due(self, step: int, total: int | None) -> bool:
         return step == total or time.monotonic() - self._last_s > TERMINAL_PERIOD_S
 
     def show(self, record: Mapping[str, Any]) -> None:
+        if not self._last_s:
+            self._rich.start()
         self._last_s = time.monotonic()
         total = record.get("total")
         self._rich.update(
@@ -112,13 +113,16 @@ class Bar:
         self._rich.stop()
 
 
-def for_worker(rank: int, send: Callable[[Mapping[str, Any]], None] | None) -> Progress:
-    """What rank `rank` should use: only rank 0 shows anything, through `send` if there is one."""
+def for_worker(rank: int, size: int, send: Callable[[Mapping[str, Any]], None] | None) -> Progress:
+    """What rank `rank` should use: only rank 0 shows anything, through `send` if there is one.
+
+    A bar is for a worker that has the terminal for itself; mpirun gives each of many one.
+    """
     if rank != 0:
         return Silent()
     if send is not None:
         return Remote(send)
-    return Bar() if sys.stdout.isatty() else Lines()
+    return Bar() if size == 1 and sys.stdout.isatty() else Lines()
 
 
 def line(record: Mapping[str, Any]) -> str:

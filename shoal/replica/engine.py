@@ -54,13 +54,18 @@ class Engine:
         presence: Presence | None = None,
         tracer: Tracer = OFF,
     ):
-        self.model, self.loss, self.flat, self.actions = model, loss, flat, actions
+        self.model, self.loss, self.flat = model, loss, flat
+        self.follow(actions)
         self.every_microbatch, self.loss_scale = every_microbatch, loss_scale
         self.presence, self.tracer = presence or Presence(), tracer
         self._autocast = _autocast(flat.device, precision)
-        self._last = max(action.microbatch for action in actions)
         self._do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
         self._random: bool | None = None  # whether the model draws random numbers, once known
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """Take these actions for the schedule from now on."""
+        self.actions = actions
+        self._last = max(action.microbatch for action in actions)
 
     def run(self, microbatches: Sequence[MicroBatch], on_bucket: OnBucket) -> Tensor:
         """One step's computing; returns the weighted loss of these rows.

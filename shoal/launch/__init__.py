@@ -1,0 +1,7 @@
+"""Processes and roles: who this process is, and how to run many of them on one host.
+
+`environment` reads what a launcher says of this process (ours, torchrun, mpirun, srun), and
+`rendezvous` keeps the file that ranks under mpirun meet at. `local` is our own launcher for
+one host; `crew`, `output`, `watch` and `failures` are its parts. `worker` is what a worker process
+does for its launcher. Nothing here imports torch: a launcher must start at once.
+"""

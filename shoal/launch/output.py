@@ -1,0 +1,193 @@
+"""What workers print: read by one thread, passed on in whole lines.
+
+A chunk of up to 64 KiB is read, split at its last newline, decoded, prefixed and written in
+one call, so the cost is per chunk and not per line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+Write = Callable[[str, bool], None]  # whole lines, each with its newline; is it stderr?
+OnProgress = Callable[[dict[str, Any]], None]
+
+_CHUNK_BYTES = 64 * 1024
+_LINE_BYTES = 1024 * 1024  # a longer line is passed on in pieces
+_RECORD_BYTES = 64 * 1024  # a longer record is dropped
+_TAIL_LINES = 100
+_LEFTOVER_CHUNKS = 16  # a pipe holds one chunk; a pipe somebody has enlarged, up to 16
+
+
+def print_lines(text: str, is_stderr: bool) -> None:
+    """The plain way to show what workers say."""
+    stream = sys.stderr if is_stderr else sys.stdout
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:  # a terminal that is not UTF-8
+        encoding = stream.encoding
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
+
+
+class Sink(Protocol):
+    """Takes the bytes of one pipe."""
+
+    def feed(self, data: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+class Lines:
+    """One output stream of one worker."""
+
+    def __init__(self, write: Write, prefix: str, is_stderr: bool):
+        self._write, self._prefix, self._is_stderr = write, prefix, is_stderr
+        self._partial = b""
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+
+    def feed(self, data: bytes) -> None:
+        whole, newline, self._partial = (self._partial + data).rpartition(b"\n")
+        if newline:
+            self._pass_on(whole)
+        if len(self._partial) > _LINE_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        """The last line may have no newline; it gets one."""
+        if self._partial:
+            self._pass_on(self._partial)
+            self._partial = b""
+
+    def tail(self) -> str:
+        """The last 100 lines."""
+        return _decode(b"\n".join(self._tail))
+
+    def _pass_on(self, lines: bytes) -> None:
+        self._tail.extend(lines.rsplit(b"\n", _TAIL_LINES)[-_TAIL_LINES:])
+        text = _decode(lines)
+        if self._prefix:
+            text = self._prefix + text.replace("\n", "\n" + self._prefix)
+        self._write(text + "\n", self._is_stderr)
+
+
+class Records:
+    """The progress of rank 0: one JSON object a line; what is not that is ignored."""
+
+    def __init__(self, on_progress: OnProgress):
+        self._on_progress = on_progress
+        self._partial = b""
+        self._skipping = False
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+        if len(self._partial) > _RECORD_BYTES:
+            self._partial, self._skipping = b"", True
+
+    def close(self) -> None:
+        self._partial = b""  # a record without its newline was cut short
+
+    def _take(self, line: bytes) -> None:
+        skipping, self._skipping = self._skipping, False
+        if skipping or len(line) > _RECORD_BYTES:
+            return
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(record, dict):
+            self._on_progress(record)
+
+
+class Pump:
+    """A thread that carries bytes from pipes to sinks until the block ends.
+
+    When a sink raises, `on_error` hears of it once and the rest is read and thrown away: a
+    worker must not hang because nobody takes its output.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], None]):
+        self._on_error = on_error
+        self._failed = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Pump:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Pass on what the pipes still hold, and end; whoever still writes is cut off."""
+        os.close(self._wake_write)
+        if self._thread is None:
+            self._finish()
+        else:
+            self._thread.join(timeout=5.0)  # it is late only when a sink blocks
+
+    def add(self, pipe: int, sink: Sink) -> None:
+        """Carry from this pipe, which is the pump's to close from now on; before `start`."""
+        os.set_blocking(pipe, False)
+        self._selector.register(pipe, selectors.EVENT_READ, sink)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="shoal-output", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        awake = True
+        while awake:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    awake = False
+                else:
+                    self._carry(key.fd, key.data)
+        self._finish()
+
+    def _finish(self) -> None:
+        self._selector.unregister(self._wake_read)
+        os.close(self._wake_read)
+        for key in list(self._selector.get_map().values()):
+            for _ in range(_LEFTOVER_CHUNKS):
+                if not self._carry(key.fd, key.data):
+                    break
+            if key.fd in self._selector.get_map():
+                self._end(key.fd, key.data)
+        self._selector.close()
+
+    def _carry(self, pipe: int, sink: Sink) -> bool:
+        """Move one chunk; False when there is none, now or ever."""
+        try:
+            data = os.read(pipe, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._guarded(lambda: sink.feed(data))
+        else:
+            self._end(pipe, sink)
+        return bool(data)
+
+    def _end(self, pipe: int, sink: Sink) -> None:
+        self._selector.unregister(pipe)
+        os.close(pipe)
+        self._guarded(sink.close)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            act()
+        except Exception as error:
+            self._failed = True
+            self._on_error(error)
+
+
+def _decode(data: bytes) -> str:
+    return data.decode("utf-8", "backslashreplace")

@@ -1,0 +1,98 @@
+"""The file at which ranks on one host meet, under mpirun or our own launcher.
+
+A script may call `shoal.run` twice, and `mpirun -n 2 sh -c 'python a.py; python b.py'` gives
+both programs the same variables: rank 0 may be at the second meeting while rank 1 is still at
+the first, and two meetings in one file hang. So each visit gets a file of its own: every rank
+counts its visits with marks in the job's directory, and the last one out removes it.
+
+    /tmp/shoal-1000/               0700, ours, no symlink; locked while marks are changed
+        mpi-5e1f.../               Placement.rendezvous of one mpirun
+            in-0-0  out-0-0        rank 0 came (the file holds its pid) and went: visit 0
+            in-1-0
+            store-0                torch's FileStore of visit 0
+
+Under our own launcher the two directories are the run directory and `store/` in it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shoal.errors import BadInput
+from shoal.launch.environment import Placement
+
+
+@contextmanager
+def open_rendezvous(placement: Placement) -> Iterator[str]:
+    """The init_method for torch.distributed, with what it needs on disk while the block runs."""
+    if not placement.rendezvous.startswith("file://"):
+        yield placement.rendezvous
+        return
+    job = Path(placement.rendezvous.removeprefix("file://"))
+    visit = _enter(job, placement.rank)
+    try:
+        yield f"{placement.rendezvous}/store-{visit}"
+    finally:
+        _leave(job, placement, visit)
+
+
+def _enter(job: Path, rank: int) -> int:
+    _make_private(job.parent)
+    with _locked(job.parent):
+        if _is_abandoned(job):
+            shutil.rmtree(job)
+        job.mkdir(mode=0o700, exist_ok=True)
+        visit = len(list(job.glob(f"in-{rank}-*")))
+        (job / f"in-{rank}-{visit}").write_text(str(os.getpid()))
+        return visit
+
+
+def _leave(job: Path, placement: Placement, visit: int) -> None:
+    with suppress(FileNotFoundError), _locked(job.parent):
+        (job / f"out-{placement.rank}-{visit}").touch()
+        came, went = len(list(job.glob("in-*"))), len(list(job.glob("out-*")))
+        if came == went == placement.size * (visit + 1):
+            shutil.rmtree(job)
+
+
+def _is_abandoned(job: Path) -> bool:
+    """A crashed job of the same name was here: some never left, and none of them lives."""
+    staying = [
+        mark for mark in job.glob("in-*") if not mark.with_name(f"out{mark.name[2:]}").exists()
+    ]
+    return bool(staying) and not any(_is_alive(int(mark.read_text())) for mark in staying)
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def _make_private(directory: Path) -> None:
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not ours or found.st_mode & 0o077:
+        raise BadInput(
+            f"{directory} is not a directory that only you can use: remove it, "
+            "or set TMPDIR to a directory of your own"
+        )
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # and with it the lock

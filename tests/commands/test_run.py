@@ -1,0 +1,164 @@
+"""`shoal run` on scripts as users write them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import scripts
+from tests.scripts import shoal
+
+
+def losses(text: str) -> list[tuple[str, float]]:
+    """(step, loss) of every progress line."""
+    found = []
+    for line in text.splitlines():
+        words = line.removeprefix("[0] ").split()
+        if words[:1] == ["step"] and "loss" in words:
+            found.append((words[1], float(words[words.index("loss") + 1])))
+    return found
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_python_shoal_torchrun_and_mpirun_print_the_same_losses(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(scripts.PLAIN)
+    alone = losses(run(sys.executable, "train.py", cwd=tmp_path))
+    assert len(alone) == 12
+    ways = [
+        ["-m", "shoal.cli", "run", "train.py", "-n", "2"],
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
+    ]
+    outputs = [run(sys.executable, *way, cwd=tmp_path) for way in ways]
+    if shutil.which("mpirun"):
+        mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+        outputs.append(run(*mpirun, sys.executable, "train.py", cwd=tmp_path))
+    for output in outputs:
+        found = losses(output)
+        assert [step for step, _ in found] == [step for step, _ in alone]
+        assert [x for _, x in found] == pytest.approx([x for _, x in alone], abs=1e-5)
+
+
+def test_the_first_failure_comes_last_and_in_full_with_its_rank(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.FAILS_ON_RANK_1)
+    done = shoal("run", "train.py", "-n", "3", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "worker 1 failed" in done.stderr
+    report = done.stderr[done.stderr.index("worker 1 failed") :]
+    assert "in helper_that_fails" in report
+    assert report.rstrip().endswith("ValueError: the seventh seal is broken")
+
+
+def test_workers_started_by_the_script_itself(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        scripts.PLAIN.replace("shoal.run(train)", 'shoal.run(train, workers=2); print("after")')
+    )
+    output = run(sys.executable, "train.py", cwd=tmp_path)
+    assert "[0] step 12/12" in output and output.rstrip().endswith("after")
+    assert "[1]" not in output  # progress comes from rank 0 alone, and the rest runs once
+
+
+def test_exact_gives_one_digest_at_1_2_4_and_8_workers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.EXACT)
+    digests = set()
+    for workers in (1, 2, 4, 8):
+        done = shoal("run", "train.py", "-n", str(workers), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        digests.add(done.stdout.removeprefix("[0] ").strip())
+    assert len(digests) == 1 and len(digests.pop()) == 64
+
+
+def test_killed_and_resumed_ends_as_if_uninterrupted_also_on_another_number_of_workers(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(scripts.SAVES)
+    whole = shoal("run", "train.py", "-n", "2", cwd=tmp_path).stdout
+    shutil.rmtree(tmp_path / "checkpoint")
+    killed = shoal("run", "train.py", "-n", "2", "--", "--die", cwd=tmp_path)
+    assert killed.returncode != 0 and "SIGKILL" in killed.stderr
+    for workers in ("2", "3"):
+        shutil.copytree(tmp_path / "checkpoint", tmp_path / "kept", dirs_exist_ok=True)
+        resumed = shoal("run", "train.py", "-n", workers, "--", "--resume", cwd=tmp_path).stdout
+        assert float(resumed.split()[3]) == pytest.approx(float(whole.split()[3]), abs=1e-6)
+        assert resumed.split()[-2:] == ["18", "steps"]
+        shutil.rmtree(tmp_path / "checkpoint")
+        shutil.copytree(tmp_path / "kept", tmp_path / "checkpoint")
+
+
+def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
+    endless = scripts.PLAIN.replace("epochs=2", "epochs=1000000")
+    (tmp_path / "train.py").write_text(endless)
+    read_end, write_end = os.pipe()  # every worker inherits it: end of file means all are gone
+    job = subprocess.Popen(
+        [sys.executable, "-m", "shoal.cli", "run", "train.py", "-n", "2"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[write_end],
+    )
+    os.close(write_end)
+    assert job.stdout is not None
+    job.stdout.readline()
+    job.send_signal(signal.SIGINT)
+    assert job.wait(10) != 0
+    job.stdout.close()
+    os.close(read_end)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["run", "train.py", "-n", "2", "-s", "dpp"], "did you mean 'ddp'"),
+        (["run", "train.py", "-n", "3", "-s", "tp(2) + pp(2)"], "needs at least 4 workers"),
+        (["run", "train.py", "-n", "2", "-s", "gossip"], "gossip is not built yet"),
+        (["run", "train.py", "-n", "2", "-s", "single"], "single runs on one worker"),
+        (["run", "missing.py"], "there is no script 'missing.py'"),
+        (["run", "train.py", "-n", "0"], "0 is not in the range"),
+        (["run", "train.py", "--gpus", "a,b"], "--gpus takes numbers"),
+        (["train", "digit"], "there is no example 'digit'"),
+        (["eval", "nowhere"], "there is no checkpoint at nowhere"),
+        (["verify", "train.py", "-n", "2", "-s", "hogwild"], "hogwild"),
+        (["bench", "step", "--workload", "x"], "there is no workload 'x'"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_status_2(
+    tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    done = shoal(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_batch_smaller_than_the_replicas_is_one_sentence_and_exit_status_2(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(scripts.TINY_BATCH)
+    done = shoal("run", "train.py", "-n", "2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "a batch of 1 samples cannot be shared by 2 replicas" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_trace_tells_where_the_time_went(tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    done = shoal("run", "train.py", "-n", "2", "--trace", "trace.json", cwd=tmp_path)
+    assert done.returncode == 0 and "computing" in done.stdout
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1}
+    assert {"forward", "backward", "reduce", "wait", "update"} <= {e["name"] for e in spans}

@@ -1,0 +1,59 @@
+"""`shoal verify` says yes where it should, and no where it should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import scripts
+from tests.scripts import json_of, shoal
+
+
+def verify(tmp_path: Path, script: str, *words: str) -> tuple[int, dict[str, Any]]:
+    (tmp_path / "train.py").write_text(script)
+    done = shoal("verify", "train.py", *words, "--json", cwd=tmp_path)
+    assert done.stdout, done.stderr
+    return done.returncode, json_of(done)
+
+
+def test_ddp_is_equal_on_a_users_script(tmp_path: Path) -> None:
+    status, found = verify(tmp_path, scripts.PLAIN, "-n", "3", "--steps", "8")
+    assert (status, found["ok"], found["steps"]) == (0, True, 8)
+    assert found["replicas_apart"] == 0
+    assert found["largest_tensor_difference"]["tolerance"] < 1e-4
+
+
+def test_a_broken_reduction_is_named_by_its_tensor_and_step(tmp_path: Path) -> None:
+    status, found = verify(tmp_path, scripts.BROKEN_REDUCTION, "-n", "2", "--steps", "5")
+    assert (status, found["ok"]) == (1, False)
+    # doubled after the first step: the loss differs from the second on
+    assert found["first_loss_that_differs"]["what"] == "step 2"
+    assert found["largest_tensor_difference"]["what"] == "2.bias"
+
+
+def test_replicas_that_go_their_own_way_are_found(tmp_path: Path) -> None:
+    status, found = verify(tmp_path, scripts.UNREDUCED, "-n", "2", "--steps", "5")
+    assert (status, found["ok"]) == (1, False)
+    assert found["replicas_apart"] > 0
+
+
+def test_a_verification_saves_nothing(tmp_path: Path) -> None:
+    status, _ = verify(tmp_path, scripts.SAVES, "-n", "2", "--steps", "6")
+    assert status == 0
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_script_that_does_not_train_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('hello')")
+    done = shoal("verify", "train.py", cwd=tmp_path)
+    assert done.returncode == 2 and "ended without a training step" in done.stderr
+
+
+@pytest.mark.parametrize("example", ["digits", "gpt"])
+def test_the_examples_are_equal(tmp_path: Path, example: str) -> None:
+    small = ["--size", "tiny"] if example == "gpt" else ["--accumulate", "2", "--clip-norm", "1"]
+    done = shoal("verify", example, "-n", "2", "--steps", "6", "--json", "--", *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json_of(done)["ok"] is True

@@ -1,0 +1,128 @@
+"""The digits example: its data, its model, and a whole run."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.checkpoint import read_manifest
+from shoal.examples import digits
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.strategy import parse
+from tests.conftest import World
+
+SHORT = digits.read_options(["--epochs", "1"])
+
+
+def make_job(group: Group | None = None, seed: int = 0) -> Job:
+    torch.manual_seed(seed)
+    group = group or SoloGroup()
+    strategy = parse("ddp" if group.size > 1 else "single")
+    return Job(strategy, group, device=torch.device("cpu"), seed=seed)
+
+
+def tensors() -> tuple[Tensor, ...]:
+    """Images and digits to train on, images and digits to test on."""
+    train, test = digits.load_digits()
+    return (*train.tensors, *test.tensors)
+
+
+def test_there_are_1797_images_of_8_by_8() -> None:
+    train_images, train_digits, test_images, test_digits = tensors()
+    assert train_images.shape == (1500, 1, 8, 8) and train_images.dtype == torch.float32
+    assert test_images.shape == (297, 1, 8, 8)
+    assert train_digits.shape == (1500,) and train_digits.dtype == torch.int64
+    assert test_digits.shape == (297,)
+
+
+def test_every_digit_is_there_as_often_as_the_source_says() -> None:
+    _, train_digits, _, test_digits = tensors()
+    everything = torch.cat([train_digits, test_digits])
+    expected = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert torch.bincount(everything).tolist() == expected
+    assert torch.bincount(test_digits).tolist() == [27, 25, 35, 28, 38, 25, 30, 31, 23, 35]
+
+
+def test_pixels_are_sixteenths_from_0_to_1() -> None:
+    train_images, _, test_images, _ = tensors()
+    pixels = torch.cat([train_images, test_images]) * 16
+    assert torch.equal(pixels, pixels.round())
+    assert pixels.min() == 0 and pixels.max() == 16
+
+
+def test_no_test_image_is_trained_on() -> None:
+    train_images, _, test_images, _ = tensors()
+    seen = {tuple(image) for image in train_images.flatten(1).tolist()}
+    assert len(seen) == 1500  # no image is in the data twice, so equal pixels are the same image
+    assert not any(tuple(image) in seen for image in test_images.flatten(1).tolist())
+
+
+def test_the_split_is_the_same_every_time() -> None:
+    for first, second in zip(tensors(), tensors(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_the_network_gives_ten_logits_and_has_22650_parameters() -> None:
+    net = digits.Net()
+    assert net(torch.rand(3, 1, 8, 8)).shape == (3, 10)
+    assert sum(p.numel() for p in net.parameters()) == 22_650
+
+
+def test_metrics_are_means_over_the_samples() -> None:
+    logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+    found = digits.metrics(logits, torch.tensor([0, 0, 1, 0]))
+    assert found["accuracy"] == 0.75
+    assert float(found["loss"]) == pytest.approx(0.6269, abs=1e-4)
+
+
+def test_three_epochs_are_enough_for_95_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    job = make_job()
+    digits.train(job, replace(SHORT, epochs=3))
+    assert job.steps == 3 * 24
+    accuracy = float(capsys.readouterr().out.split()[2].rstrip("%,"))
+    assert accuracy > 95
+
+
+def test_a_stopped_and_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
+    options = replace(SHORT, epochs=2)
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    digits.train(make_job(), replace(options, steps=30, out=whole))
+    digits.train(make_job(), replace(options, steps=10, out=parts))
+    digits.train(make_job(), replace(options, steps=30, out=parts, resume=True))
+    assert read_manifest(Path(parts))["steps"] == 30
+    expected = digits.evaluate(make_job(), whole, SHORT.about("digits"))
+    assert digits.evaluate(make_job(), parts, SHORT.about("digits")) == expected
+
+
+def test_save_every_saves_the_step_it_names(tmp_path: Path) -> None:
+    job = make_job()
+    saved: list[int] = []
+    job.save = lambda path, about=None: saved.append(job.steps)  # type: ignore[method-assign]
+    digits.train(job, replace(SHORT, steps=7, out=str(tmp_path), save_every=3))
+    assert saved == [3, 6, 7]
+
+
+def test_nothing_is_saved_without_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    digits.train(make_job(), replace(SHORT, steps=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_workers_go_on_as_one_would(world: World, tmp_path: Path) -> None:
+    start, alone, together = (tmp_path / name for name in ("start", "alone", "together"))
+    options = replace(SHORT, steps=6, resume=True)
+    digits.train(make_job(), replace(SHORT, steps=1, out=str(start)))
+    for folder in (alone, together):
+        shutil.copytree(start, folder)
+    digits.train(make_job(), replace(options, out=str(alone)))
+    world(2, lambda group: digits.train(make_job(group), replace(options, out=str(together))))
+    expected = digits.evaluate(make_job(), str(alone), SHORT.about("digits"))
+    found = digits.evaluate(make_job(), str(together), SHORT.about("digits"))
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)

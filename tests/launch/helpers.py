@@ -1,0 +1,111 @@
+"""Small scripts as workers, and a rope that shows when the last process has gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shoal.launch.local import launch
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(script: str) -> list[str]:
+    """A worker: `rank` and `run_dir` are there, and what most scripts import."""
+    head = "import os, signal, sys, time\nrank = int(os.environ['SHOAL_RANK'])\n"
+    head += "run_dir = os.environ['SHOAL_RUN_DIR']\n"
+    return [sys.executable, "-c", head + textwrap.dedent(script)]
+
+
+class Screen:
+    """Keeps what `launch` writes."""
+
+    def __init__(self) -> None:
+        self.out, self.err = "", ""
+
+    def __call__(self, text: str, is_stderr: bool) -> None:
+        assert text.endswith("\n")
+        if is_stderr:
+            self.err += text
+        else:
+            self.out += text
+
+
+def run(script: str, workers: int, env: dict[str, str] | None = None, **options: Any) -> Screen:
+    """Launch it with the repository on the path; what it printed."""
+    screen = Screen()
+    base = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    launch(python(script), workers, env=base, write=screen, **options)
+    return screen
+
+
+class Rope:
+    """A named pipe. Each process that holds on to it writes one byte; its end is their end.
+
+    A worker takes it with `rope = os.open(os.environ["ROPE"], os.O_WRONLY); os.write(rope, b"x")`.
+    """
+
+    def __init__(self, directory: Path):
+        self.path = directory / "rope"
+        os.mkfifo(self.path)
+        self._read = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        self._own = os.open(self.path, os.O_WRONLY)  # no end before somebody holds it
+
+    def wait_held(self, processes: int, seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while processes > 0:
+            processes -= len(self._next(deadline))
+        os.close(self._own)
+        self._own = -1
+
+    def wait_released(self, seconds: float = 6.0) -> None:
+        deadline = time.monotonic() + seconds
+        while self._next(deadline):
+            pass
+
+    def close(self) -> None:
+        for end in (self._read, self._own):
+            if end >= 0:
+                os.close(end)
+
+    def _next(self, deadline: float) -> bytes:
+        ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, "the processes did not do it in time"
+        return os.read(self._read, 100)
+
+
+HOLD = "rope = os.open(os.environ['ROPE'], os.O_WRONLY); os.write(rope, b'x')\n"
+
+
+@contextmanager
+def launcher(
+    script: str, workers: int, rope: Rope, before: str = ""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher in a process of its own, to be hit with signals."""
+    main = "import sys; from shoal.launch.local import launch\n"
+    main += before + "launch(sys.argv[2:], int(sys.argv[1]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", main, str(workers), *python(HOLD + textwrap.dedent(script))],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "ROPE": str(rope.path),
+            "TMPDIR": str(rope.path.parent),
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # it takes its workers along
+        process.communicate()

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import pytest
+
+from shoal.errors import BadInput
+from shoal.launch.environment import Placement, detect, shoal_environment
+from shoal.launch.slurm import first_host, tasks_on_node
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "1633353729", "PMIX_SERVER_URI41": "1633353728.0;tcp4://127.0.0.1:53675",
+    "OMPI_MCA_orte_precondition_transports": "7e334dbd2e17eea4-6118fef576d20e75",
+}  # fmt: skip
+TWO_HOSTS = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+SLURM = {
+    "SLURM_PROCID": "9", "SLURM_NTASKS": "11", "SLURM_STEP_NUM_TASKS": "11", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_JOB_ID": "901593",
+    "SLURM_STEP_NODELIST": "node[01-03,07],gpu5", "SLURM_STEP_ID": "0",
+}  # fmt: skip
+SHOAL = {
+    "SHOAL_RANK": "0", "SHOAL_SIZE": "2", "SHOAL_LOCAL_RANK": "0", "SHOAL_LOCAL_SIZE": "2",
+    "SHOAL_RENDEZVOUS": "file:///tmp/run/store",
+}  # fmt: skip
+
+
+def test_nobody_launched_this_process() -> None:
+    assert detect({}) is None
+    assert detect({"RANK": "0", "HOME": "/root"}) is None  # RANK alone says nothing
+
+
+def test_what_is_written_is_read_back() -> None:
+    placement = Placement("shoal", 1, 4, 1, 4, "file:///tmp/run/store")
+    assert detect(shoal_environment(placement)) == placement
+
+
+def test_torchrun() -> None:
+    assert detect(TORCHRUN) == Placement("torchrun", 3, 8, 1, 2, "env://")
+
+
+def test_openmpi_with_an_address() -> None:
+    master = {"MASTER_ADDR": "node1", "MASTER_PORT": "4000"}
+    assert detect({**TWO_HOSTS, **master}) == Placement("openmpi", 1, 4, 1, 2, "tcp://node1:4000")
+    ipv6 = detect({**TWO_HOSTS, **master, "MASTER_ADDR": "fd00::2"})
+    assert ipv6 is not None and ipv6.rendezvous == "tcp://[fd00::2]:4000"
+
+
+def test_openmpi_on_one_host_meets_at_a_file_that_is_the_jobs_own() -> None:
+    def file(**change: str) -> str:
+        placement = detect({**OPENMPI, **change})
+        assert placement is not None and placement.launcher == "openmpi"
+        return placement.rendezvous
+
+    assert file().startswith("file:///") and "/mpi-" in file()
+    assert file() == file(OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_LOCAL_RANK="2")
+    assert file() != file(PMIX_NAMESPACE="1633353730")
+    assert file() != file(PMIX_SERVER_URI41="1633353728.0;tcp4://127.0.0.1:53676")
+    assert file() != file(OMPI_MCA_orte_precondition_transports="0-0")
+
+
+def test_openmpi_5_namespace_is_enough() -> None:
+    five = {k: v for k, v in OPENMPI.items() if k.startswith("OMPI_COMM")}
+    assert detect({**five, "PMIX_NAMESPACE": "prterun-vm-3493@1"}) is not None
+    with pytest.raises(BadInput, match="PMIX_NAMESPACE"):
+        detect(five)
+
+
+def test_openmpi_on_several_hosts_needs_an_address() -> None:
+    with pytest.raises(BadInput, match=r"mpirun -x MASTER_ADDR=.* -x MASTER_PORT="):
+        detect(TWO_HOSTS)
+
+
+def test_slurm() -> None:
+    placement = detect(SLURM)
+    assert placement is not None
+    assert placement == Placement("slurm", 9, 11, 1, 3, placement.rendezvous)
+    host, port = placement.rendezvous.removeprefix("tcp://").split(":")
+    assert host == "node01" and 20000 <= int(port) <= 59999
+
+
+def test_slurm_ranks_agree_and_steps_do_not() -> None:
+    def where(**change: str) -> str:
+        placement = detect({**SLURM, **change})
+        assert placement is not None
+        return placement.rendezvous
+
+    assert where() == where(SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
+    assert where() != where(SLURM_STEP_ID="1") != where(SLURM_JOB_ID="901594")
+    assert where(MASTER_PORT="4000") == "tcp://node01:4000"
+    assert where(MASTER_ADDR="10.0.0.9", MASTER_PORT="4000") == "tcp://10.0.0.9:4000"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_ID": None},  # the script of sbatch: SLURM_PROCID=0 and no step
+        {"SLURM_STEP_ID": "4294967291", "SLURM_PROCID": "0"},  # the same, as a batch step
+        {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"},  # the shell of salloc
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash
+        {"SLURM_PROCID": None},  # ssh into a node of the job
+    ],
+)
+def test_slurm_without_srun_runs_alone(change: dict[str, str | None]) -> None:
+    merged = {**SLURM, **change}
+    assert detect({name: value for name, value in merged.items() if value is not None}) is None
+
+
+def test_who_was_started_last_wins() -> None:
+    everything = {**SLURM, **OPENMPI, **TORCHRUN, **SHOAL}
+    for drop, launcher in (("", "shoal"), ("SHOAL_", "torchrun"), ("RANK", "openmpi")):
+        everything = {k: v for k, v in everything.items() if not drop or not k.startswith(drop)}
+        placement = detect(everything)
+        assert placement is not None and placement.launcher == launcher
+    rest = {k: v for k, v in everything.items() if not k.startswith("OMPI_COMM")}
+    placement = detect(rest)
+    assert placement is not None and placement.launcher == "slurm"
+
+
+@pytest.mark.parametrize(
+    ("environ", "change", "named"),
+    [
+        (TORCHRUN, {"RANK": "abc"}, "RANK is 'abc'"),
+        (TORCHRUN, {"RANK": "-1"}, "RANK is '-1'"),
+        (TORCHRUN, {"RANK": "8"}, "RANK is 8, .* WORLD_SIZE=8"),
+        (TORCHRUN, {"RANK": ""}, "RANK is not set"),
+        (TORCHRUN, {"RANK": "²"}, "RANK is '²'"),
+        (TORCHRUN, {"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        (TORCHRUN, {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, .* LOCAL_WORLD_SIZE=2"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE is 9"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": None}, "LOCAL_WORLD_SIZE is not set"),
+        (TORCHRUN, {"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        (TORCHRUN, {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
+        (OPENMPI, {"OMPI_COMM_WORLD_SIZE": "four"}, "OMPI_COMM_WORLD_SIZE is 'four'"),
+        (OPENMPI, {"MASTER_ADDR": "node1"}, "MASTER_PORT is not set"),
+        (SHOAL, {"SHOAL_RANK": "2"}, "SHOAL_RANK is 2"),
+        (SHOAL, {"SHOAL_RENDEZVOUS": "/tmp/x"}, "SHOAL_RENDEZVOUS is '/tmp/x'"),
+        (SLURM, {"SLURM_STEP_TASKS_PER_NODE": "4x2"}, "SLURM_STEP_TASKS_PER_NODE is '4x2'"),
+        (SLURM, {"SLURM_NODEID": "3"}, "SLURM_NODEID=3"),
+        (SLURM, {"SLURM_STEP_NODELIST": "a b"}, "SLURM_STEP_NODELIST is 'a b'"),
+        (SLURM, {"SLURM_LOCALID": "3"}, "SLURM_LOCALID is 3"),
+    ],
+)
+def test_a_bad_variable_is_named(
+    environ: dict[str, str], change: dict[str, str | None], named: str
+) -> None:
+    merged = {**environ, **change}
+    with pytest.raises(BadInput, match=named):
+        detect({name: value for name, value in merged.items() if value is not None})
+
+
+def test_slurm_lists() -> None:
+    assert [tasks_on_node("", "4(x2),3", node) for node in range(3)] == [4, 4, 3]
+    hosts = ["node[01-03,07],gpu5", "gpu5,node[1-2]", "tux[3,5]-ib", "rack[2-3]n[07-09]", "a.b.c"]
+    first = ["node01", "gpu5", "tux3-ib", "rack2n07", "a.b.c"]
+    assert [first_host("", host) for host in hosts] == first

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import BadInput, PeerLost, StrategyError, WorkersFailed
+from shoal.launch.failures import (
+    Death,
+    Report,
+    as_error,
+    first_failure,
+    read_report,
+    report_failure,
+)
+
+MS = 1_000_000
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]"
+
+
+def reported(rank: int, at_ms: int, lost_peer: bool = False, exits_at_ms: int = 900) -> Death:
+    report = Report(at_ms * MS, 1, "", f"Traceback of {rank}\n", lost_peer)
+    return Death(rank, 1, exits_at_ms * MS, report)
+
+
+def ended(rank: int, at_ms: int, returncode: int, stderr: str = "") -> Death:
+    return Death(rank, returncode, at_ms * MS, None, stderr)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "first"),
+    [
+        # the time of the report counts, not that of the exit
+        ([reported(0, 20, exits_at_ms=30), reported(1, 10, exits_at_ms=800)], 1),
+        # SIGKILL, noticed after its peers have told of the loss
+        ([reported(0, 50, lost_peer=True), ended(1, 80, -9), reported(2, 51, lost_peer=True)], 1),
+        # the same with errors that we do not know as echoes
+        ([reported(0, 50), ended(1, 80, -9)], 1),
+        # an error long before the kill came first
+        ([reported(0, 50), ended(1, 600, -9)], 0),
+        # an exit without a report, noticed after echoes
+        ([reported(0, 50, lost_peer=True), ended(1, 80, 3)], 1),
+        # echoes in stderr only
+        ([ended(0, 50, 1, f"RuntimeError: {GLOO}"), ended(1, 80, 1, "ValueError: boom")], 1),
+        # a peer that aborts because of the loss
+        ([reported(0, 50), ended(1, 60, -6, f"terminate called\n what(): {GLOO}")], 0),
+        ([reported(0, 50, lost_peer=True), ended(1, 60, -11)], 1),
+        # nothing but echoes: the earliest
+        ([reported(0, 50, lost_peer=True), reported(1, 40, lost_peer=True)], 1),
+        ([ended(1, 50, 1), ended(0, 50, 1)], 0),
+    ],
+)
+def test_the_first_failure_is_the_earliest_that_is_no_echo(deaths: list[Death], first: int) -> None:
+    assert first_failure(deaths).rank == first
+    assert first_failure(list(reversed(deaths))).rank == first
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_a_report_is_written_as_a_whole_and_the_first_one_stays(tmp_path: Path) -> None:
+    report_failure(tmp_path, 2, raised(ValueError("boom")))
+    report_failure(tmp_path, 2, raised(KeyError("later")))
+    report = read_report(tmp_path, 2)
+    assert report is not None and report.exit_status == 1 and not report.sentence
+    assert report.traceback.startswith("Traceback") and "ValueError: boom" in report.traceback
+    assert [path.name for path in tmp_path.iterdir()] == ["failure-2.json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError(GLOO), True),
+        (RuntimeError("[pair.cc:537] Read error [::1]:3: Connection reset by peer."), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (BrokenPipeError(32, "Broken pipe"), True),
+        (PeerLost(0, 1, "all_reduce"), True),
+        (RuntimeError("shapes (3, 4) and (5, 6) do not fit"), False),
+        (ValueError("Broken pipe"), False),
+    ],
+)
+def test_echoes_are_known(tmp_path: Path, error: Exception, lost: bool) -> None:
+    report_failure(tmp_path, 0, raised(error))
+    report = read_report(tmp_path, 0)
+    assert report is not None and report.lost_peer is lost
+
+
+def test_an_error_raised_while_a_lost_peer_is_handled_is_an_echo(tmp_path: Path) -> None:
+    error = ValueError("no gradient")
+    error.__context__ = RuntimeError(GLOO)
+    report_failure(tmp_path, 0, error)
+    ring = ValueError("ring")
+    ring.__cause__ = ring
+    report_failure(tmp_path, 1, ring)
+    first, second = read_report(tmp_path, 0), read_report(tmp_path, 1)
+    assert first is not None and first.lost_peer and second is not None and not second.lost_peer
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"time_ns": 1}', '{"time_ns": "x"}'])
+def test_a_damaged_report_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "failure-0.json").write_text(text)
+    assert read_report(tmp_path, 0) is None and read_report(tmp_path, 1) is None
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
+    report_failure(tmp_path / "gone", 0, ValueError("boom"))
+
+
+def test_a_mistake_of_the_user_has_no_traceback(tmp_path: Path) -> None:
+    report_failure(tmp_path, 0, raised(StrategyError("tp(3) does not divide 4 workers")))
+    error = as_error(Death(0, 2, 0, read_report(tmp_path, 0)))
+    assert type(error) is BadInput and str(error) == "tp(3) does not divide 4 workers"
+
+
+def test_texts() -> None:
+    def text(death: Death) -> tuple[int, str]:
+        error = as_error(death)
+        assert isinstance(error, WorkersFailed)
+        return error.exit_status, error.report
+
+    assert text(reported(2, 0)) == (1, "worker 2 failed (exit status 1):\nTraceback of 2")
+    assert text(ended(2, 0, -9, "noise")) == (137, "worker 2 was killed by SIGKILL")
+    crash = ended(0, 0, -signal.SIGSEGV, "Fatal Python error")
+    assert text(crash) == (139, "worker 0 was killed by SIGSEGV:\nFatal Python error")
+    assert text(ended(1, 0, 3, "oh")) == (3, "worker 1 failed (exit status 3):\noh")
+    assert text(ended(1, 0, 3))[1].endswith("it wrote nothing to stderr")

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import BadInput, WorkersFailed
+from shoal.launch.local import launch
+from tests.launch.helpers import HOLD, Rope, run
+
+IMPORT = "from shoal.errors import BadInput; from shoal.launch.failures import report_failure\n"
+
+
+def failure(script: str, workers: int, **options: Any) -> WorkersFailed:
+    with pytest.raises(WorkersFailed) as caught:
+        run(script, workers, **options)
+    return caught.value
+
+
+def test_output_is_prefixed_by_rank() -> None:
+    script = """
+        print("out", rank)
+        print("err", rank, file=sys.stderr)
+        print("no newline", end="")
+    """
+    screen = run(script, 2)
+    lines = ["[0] no newline", "[0] out 0", "[1] no newline", "[1] out 1"]
+    assert sorted(screen.out.splitlines()) == lines
+    assert sorted(screen.err.splitlines()) == ["[0] err 0", "[1] err 1"]
+
+
+def test_one_worker_has_no_prefix_and_odd_bytes_do_no_harm() -> None:
+    screen = run(r"sys.stdout.buffer.write(b'ok\n\xff\xfe\n'); print('end')", 1)
+    assert screen.out == "ok\n\\xff\\xfe\nend\n"
+
+
+def test_the_default_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    launch([sys.executable, "-c", "import sys; print('a'); print('b', file=sys.stderr)"], 1)
+    assert capfd.readouterr() == ("a\n", "b\n")
+
+
+def test_many_lines_quickly() -> None:
+    parts: list[str] = []
+    script = "sys.stdout.write(''.join(f'{i}\\n' for i in range(100_000)))"
+    base = {**os.environ, "PYTHONPATH": ""}
+    began = time.monotonic()
+    launch(
+        [sys.executable, "-c", "import sys; " + script], 2, env=base,
+        write=lambda text, _: parts.append(text),
+    )  # fmt: skip
+    assert time.monotonic() - began < 5
+    lines = "".join(parts).splitlines()
+    for rank in (0, 1):
+        assert [x for x in lines if x.startswith(f"[{rank}] ")] == [
+            f"[{rank}] {i}" for i in range(100_000)
+        ]
+
+
+def test_what_a_worker_is_told() -> None:
+    script = """
+        names = ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LAUNCHER_PID"]
+        print(*(os.environ["SHOAL_" + name] for name in names), os.environ["OMP_NUM_THREADS"],
+              os.environ["SHOAL_RENDEZVOUS"] == f"file://{run_dir}/store",
+              oct(os.stat(run_dir).st_mode & 0o777), os.getsid(0) == os.getpid(),
+              "SHOAL_PROGRESS_FD" in os.environ, sys.stdin.read() == "")
+    """
+    env = {"OMP_NUM_THREADS": "7", "SHOAL_PROGRESS_FD": "0"}
+    pid = os.getpid()
+    assert sorted(run(script, 2, env=env).out.splitlines()) == [
+        f"[0] 0 2 0 2 {pid} 7 True 0o700 True False True",
+        f"[1] 1 2 1 2 {pid} 7 True 0o700 True False True",
+    ]
+    assert " 3 True" in run(script, 1, env=env, threads=3).out
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f" {share} True" in run(script, 2, env={"OMP_NUM_THREADS": ""}).out
+
+
+def test_workers_that_meet_twice_meet_at_two_files() -> None:
+    script = """
+        from shoal.launch.environment import detect
+        from shoal.launch.rendezvous import open_rendezvous
+        for visit in range(2):
+            with open_rendezvous(detect(os.environ)) as where:
+                directory, _, name = where.removeprefix("file://").rpartition("/")
+                print(name)
+                open(f"{directory}/here-{visit}-{rank}", "w").close()
+                while not os.path.exists(f"{directory}/here-{visit}-{1 - rank}"):
+                    time.sleep(0.005)  # both come before one goes, as in a real meeting
+                time.sleep(rank * 0.1)
+    """
+    lines = sorted(run(script, 2).out.splitlines())
+    assert lines == ["[0] store-0", "[0] store-1", "[1] store-0", "[1] store-1"]
+
+
+def test_progress_of_rank_0() -> None:
+    script = """
+        from shoal.launch.worker import open_progress
+        send = open_progress(os.environ)
+        assert (send is None) == (rank != 0)
+        if send:
+            os.write(int(os.environ["SHOAL_PROGRESS_FD"]), b"nonsense\\n")
+            for step in range(100):
+                send({"step": step, "total": 100, "metrics": {"loss": 0.5}})
+    """
+    records: list[dict[str, Any]] = []
+    run(script, 2, on_progress=records.append)
+    assert [record["step"] for record in records] == list(range(100))
+    assert records[0] == {"step": 0, "total": 100, "metrics": {"loss": 0.5}}
+
+
+def test_the_first_failure_is_told_with_its_traceback() -> None:
+    script = IMPORT + (
+        "try:\n"
+        "    if rank == 2: raise ValueError('boom')\n"
+        "    while not os.path.exists(run_dir + '/failure-2.json'): time.sleep(0.005)\n"
+        "    if rank == 1: raise RuntimeError('Connection closed by peer')\n"
+        "    time.sleep(60)\n"
+        "except Exception as error:\n"
+        "    report_failure(run_dir, rank, error)\n"
+        "    if rank == 2: time.sleep(0.2)\n"  # rank 1 is gone first
+        "    sys.exit(1)\n"
+    )
+    error = failure(script, 3)
+    assert (error.rank, error.exit_status) == (2, 1)
+    assert error.report.startswith("worker 2 failed (exit status 1):\nTraceback")
+    assert error.report.endswith("ValueError: boom")
+
+
+def test_without_a_report_stderr_is_told() -> None:
+    error = failure("if rank == 1: raise ValueError('boom')\ntime.sleep(60)", 2)
+    assert (error.rank, error.exit_status) == (1, 1)
+    assert error.report.endswith("ValueError: boom")
+
+
+def test_a_mistake_of_the_user_is_told_as_such() -> None:
+    script = IMPORT + (
+        "try: raise BadInput('4 workers cannot form tp(3)')\n"
+        "except BadInput as error: report_failure(run_dir, rank, error); sys.exit(2)\n"
+    )
+    with pytest.raises(BadInput, match=r"^4 workers cannot form tp\(3\)$"):
+        run(script, 2)
+
+
+def test_a_killed_worker_wins_over_peers_that_lost_it() -> None:
+    script = IMPORT + (
+        "if rank == 1: print(os.getpid(), file=open(run_dir + '/part', 'w'))\n"
+        "if rank == 1: os.rename(run_dir + '/part', run_dir + '/pid'); time.sleep(60)\n"
+        "while not os.path.exists(run_dir + '/pid'): time.sleep(0.005)\n"
+        "if rank == 2: time.sleep(60)\n"
+        "try: raise RuntimeError('the ring is broken')\n"  # not known as an echo
+        "except RuntimeError as error: report_failure(run_dir, rank, error)\n"
+        "os.kill(int(open(run_dir + '/pid').read()), signal.SIGKILL)\n"
+        "sys.exit(1)\n"
+    )
+    error = failure(script, 3)
+    assert (error.rank, error.exit_status) == (1, 137)
+    assert error.report == "worker 1 was killed by SIGKILL"
+
+
+def test_workers_that_ignore_sigterm_and_their_children_are_gone_in_time(
+    rope: Rope, tmp_path: Path
+) -> None:
+    script = f"""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        {HOLD.strip()}
+        if os.fork() == 0:
+            os.write(rope, b"x")
+            time.sleep(60)
+        while rank == 0 and not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.005)
+        sys.exit(5) if rank == 0 else time.sleep(60)
+    """
+    began: list[float] = []
+
+    def let_go() -> None:
+        rope.wait_held(6)
+        began.append(time.monotonic())
+        (tmp_path / "go").touch()
+
+    helper = threading.Thread(target=let_go)
+    helper.start()
+    error = failure(script, 3, env={"ROPE": str(rope.path)})
+    helper.join()
+    assert (error.rank, error.exit_status) == (0, 5)
+    rope.wait_released()
+    assert time.monotonic() - began[0] < 5
+
+
+def test_children_that_outlive_their_worker_are_killed(rope: Rope) -> None:
+    script = HOLD + "if os.fork() == 0: time.sleep(60)\nos._exit(0)"
+    run(script, 2, env={"ROPE": str(rope.path)})
+    rope.wait_held(2)
+    rope.wait_released()
+
+
+def test_an_error_in_write_ends_the_workers(rope: Rope) -> None:
+    def refuse(text: str, is_stderr: bool) -> None:
+        raise BrokenPipeError("head has seen enough")
+
+    command = [sys.executable, "-c", "import time; print('x', flush=True); time.sleep(60)"]
+    with pytest.raises(BrokenPipeError, match="enough"):
+        launch(command, 2, write=refuse)
+
+
+@pytest.mark.parametrize(
+    ("command", "workers", "says"),
+    [
+        (["no-such-program-here"], 2, "no program 'no-such-program-here'"),
+        ([sys.executable, "no_script.py"], 2, "no script 'no_script.py'"),
+        ([sys.executable, "-V"], 0, "0 workers"),
+        ([], 1, "no command"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(command: list[str], workers: int, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        launch(command, workers)
+
+
+def test_a_program_that_does_not_start_is_refused(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o755)
+    with pytest.raises(BadInput, match="cannot start"):
+        launch([str(program)], 2)
+
+
+def test_the_run_directory_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert run("print(run_dir)", 1).out.startswith(str(tmp_path))
+    failure("open(run_dir + '/store', 'w'); sys.exit(1)", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_works_in_a_thread_where_no_signal_can_be_caught() -> None:
+    screens: list[str] = []
+    thread = threading.Thread(target=lambda: screens.append(run("print('x')", 1).out))
+    thread.start()
+    thread.join()
+    assert screens == ["x\n"]

@@ -1,0 +1,81 @@
+"""A launcher in a process of its own is hit; whatever hits it, no process stays behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.launch.helpers import Rope, launcher
+
+SLEEP = """
+    if rank == 0 and os.fork() == 0: os.write(rope, b"x")
+    time.sleep(60)
+"""
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(rope, b'x'); time.sleep(60)"
+LOYAL = """
+    from shoal.launch.worker import die_with_launcher
+    die_with_launcher()
+    os.write(rope, b"x")
+    time.sleep(60)
+"""
+
+
+def left_in_tmp(rope: Rope) -> list[str]:
+    return [path.name for path in rope.path.parent.iterdir() if path != rope.path]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGINT, -signal.SIGINT),  # python ends itself so after KeyboardInterrupt
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+    ],
+)
+def test_a_signal_ends_everything(rope: Rope, number: signal.Signals, status: int) -> None:
+    with launcher(SLEEP, 3, rope) as process:
+        rope.wait_held(4)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=10)
+    rope.wait_released()
+    assert process.returncode == status
+    assert (b"KeyboardInterrupt" in stderr) == (number == signal.SIGINT)
+    assert left_in_tmp(rope) == []
+
+
+def test_a_second_ctrl_c_kills_at_once(rope: Rope) -> None:
+    with launcher(STUBBORN, 2, rope) as process:
+        rope.wait_held(4)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.3)
+        process.send_signal(signal.SIGINT)
+        rope.wait_released()
+        assert time.monotonic() - began < 1.8  # well before SIGKILL would come by itself
+    assert left_in_tmp(rope) == []
+
+
+def test_stubborn_workers_are_killed_after_one_ctrl_c(rope: Rope) -> None:
+    with launcher(STUBBORN, 2, rope) as process:
+        rope.wait_held(4)
+        process.send_signal(signal.SIGINT)
+        rope.wait_released(seconds=5)
+
+
+def test_workers_die_with_a_killed_launcher(rope: Rope) -> None:
+    with launcher(LOYAL, 3, rope) as process:
+        rope.wait_held(6)
+        process.kill()
+        rope.wait_released()
+
+
+def test_an_ignored_signal_stays_ignored(rope: Rope) -> None:
+    ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    with launcher("time.sleep(0.5)", 1, rope, before=ignore) as process:
+        rope.wait_held(1)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=10) == 0

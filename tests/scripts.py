@@ -1,0 +1,144 @@
+"""Scripts as users write them, for tests that start processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HEAD = """
+from functools import partial
+import os, sys
+import torch, shoal
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+g = torch.Generator().manual_seed(1)
+data = TensorDataset(torch.randn(103, 6, generator=g), torch.randint(0, 3, (103,), generator=g))
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+loss = nn.functional.cross_entropy
+"""
+
+PLAIN = (
+    HEAD
+    + """
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd)
+    for batch in job.batches(data, batch_size=20, epochs=2):
+        job.log(loss=step(batch))
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+)
+
+BROKEN_REDUCTION = PLAIN.replace(
+    "if __name__",
+    """
+from shoal.sync.allreduce import AllReduce
+finish = AllReduce.finish
+def too_much(self):  # doubles the gradient of the last layer's bias before it is used
+    piece = self.flat.pieces[-1]
+    for work in self._under_way: work.wait()
+    self._under_way.clear()
+    self.flat.grad[piece.start:piece.stop] *= 2
+    finish(self)
+AllReduce.finish = too_much
+
+if __name__""",
+)
+
+UNREDUCED = PLAIN.replace(
+    "if __name__",
+    """
+from shoal.sync.allreduce import AllReduce
+AllReduce.reduce = lambda self, bucket: None  # every replica goes its own way
+
+if __name__""",
+)
+
+FAILS_ON_RANK_1 = (
+    HEAD
+    + """
+def helper_that_fails():
+    raise ValueError("the seventh seal is broken")
+
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd)
+    for batch in job.batches(data, batch_size=20, epochs=50):
+        step(batch)
+        if job.steps == 3 and job.rank == 1:
+            helper_that_fails()
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+)
+
+SAVES = (
+    HEAD
+    + """
+def train(job):
+    step = job.step(model(), loss, optimizer=partial(torch.optim.AdamW, lr=0.01))
+    if "--resume" in sys.argv:
+        job.load("checkpoint")
+    for batch in job.batches(data, batch_size=20, epochs=3):
+        value = step(batch)
+        if job.steps % 4 == 0:
+            job.save("checkpoint")
+        if "--die" in sys.argv and job.steps == 7:
+            os.kill(os.getpid(), 9)
+    job.print(f"last loss {float(value):.9f} after {job.steps} steps")
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+)
+
+EXACT = (
+    HEAD
+    + """
+import hashlib
+
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd, exact=True)
+    for batch in job.batches(data, batch_size=20, epochs=4):
+        step(batch)
+        if job.steps == 20:
+            break
+    digest = hashlib.sha256()
+    for p in step.model.parameters():
+        digest.update(p.detach().numpy().tobytes())
+    job.print(digest.hexdigest())
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+)
+
+TINY_BATCH = PLAIN.replace("batch_size=20", "batch_size=1")
+
+
+def shoal(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "shoal.cli", *words],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def json_of(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    """The one JSON document on stdout."""
+    document = json.loads(done.stdout)
+    assert isinstance(document, dict)
+    return document
