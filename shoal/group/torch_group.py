@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous as meet
 
 from shoal.errors import PeerLost
 from shoal.group.group import Group, Op
@@ -215,11 +216,11 @@ def join_world(
     what they leave in its store apart.
     """
     if not dist.is_initialized():
-        store, rank, size = next(dist.rendezvous(rendezvous, rank, size))
+        store, rank, size = next(meet(rendezvous, rank, size))
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(name, store),
+            store=dist.PrefixStore(name, store),  # type: ignore[attr-defined]
             rank=rank,
             world_size=size,
             device_id=device,

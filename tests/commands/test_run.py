@@ -124,7 +124,7 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         (["run", "train.py", "-n", "2", "-s", "gossip"], "gossip is not built yet"),
         (["run", "train.py", "-n", "2", "-s", "single"], "single runs on one worker"),
         (["run", "missing.py"], "there is no script 'missing.py'"),
-        (["run", "train.py", "-n", "0"], "0 is not in the range"),
+        (["run", "train.py", "-n", "0"], "Invalid value for '--workers'"),
         (["run", "train.py", "--gpus", "a,b"], "--gpus takes numbers"),
         (["train", "digit"], "there is no example 'digit'"),
         (["eval", "nowhere"], "there is no checkpoint at nowhere"),

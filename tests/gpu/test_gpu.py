@@ -1,0 +1,89 @@
+"""On a machine with a CUDA GPU: mixed precision, NCCL, and workers that share one GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.scripts import HEAD, json_of, shoal
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+BACKEND = (
+    HEAD
+    + """
+import torch.distributed as dist
+
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd)
+    for batch in job.batches(data, batch_size=20):
+        value = step(batch)
+    job.print(dist.get_backend(), job.device, float(value))
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+)
+
+
+def run_gpt(tmp_path: Path, *words: str) -> list[float]:
+    options = ["--size", "tiny", "--steps", "40"]
+    done = shoal("run", "gpt", "--device", "cuda", *words, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if "loss" in line and "step" in line]
+    return [float(line[line.index("loss") + 1]) for line in lines]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_gpt_learns_alone_in_every_precision(tmp_path: Path, precision: str) -> None:
+    losses = run_gpt(tmp_path, "--", "--precision", precision)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_one_worker_under_ddp_goes_over_nccl(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BACKEND)
+    done = shoal("run", "train.py", "-n", "1", "-s", "ddp", cwd=tmp_path)
+    assert done.stdout.split()[:2] == ["nccl", "cuda:0"], done.stderr
+
+
+def test_workers_that_share_a_gpu_go_over_gloo(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BACKEND)
+    workers = str(torch.cuda.device_count() + 1)
+    done = shoal("run", "train.py", "-n", workers, "-s", "ddp", cwd=tmp_path)
+    assert done.stdout.removeprefix("[0] ").split()[:2] == ["gloo", "cuda:0"], done.stderr
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_verify_passes(tmp_path: Path, workers: str, precision: str) -> None:
+    done = shoal(
+        "verify",
+        "gpt",
+        "-n",
+        workers,
+        "-s",
+        "ddp",
+        "--device",
+        "cuda",
+        "--steps",
+        "10",
+        "--json",
+        "--",
+        "--size",
+        "tiny",
+        "--precision",
+        precision,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(json_of(done))
+
+
+def test_digits_with_batchnorm_verify_on_two_workers_that_share_a_gpu(tmp_path: Path) -> None:
+    done = shoal("verify", "digits", "-n", "2", "--device", "cuda", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
