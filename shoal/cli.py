@@ -11,7 +11,7 @@ from shoal.commands import bench
 from shoal.commands.run import run
 from shoal.commands.train import evaluate, train
 from shoal.commands.verify import verify
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import BadInput, ShoalError, WorkersFailed
 
 app = typer.Typer(
     name="shoal",
@@ -48,7 +48,8 @@ def main() -> None:
         sys.exit(2)
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
-        sys.exit(1)
+        # a script that refused its own arguments has ended with 2, as its parser does
+        sys.exit(2 if isinstance(error, WorkersFailed) and error.exit_status == 2 else 1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,6 +118,7 @@ class Job:
         batch_size: int | None = None,
         *,
         epochs: int = 1,
+        steps: int | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
@@ -126,8 +128,9 @@ class Job:
 
         `data` is a map-style dataset of (input, target) samples, with `batch_size` samples in a
         global batch; or any iterable of global batches, such as a DataLoader, without
-        `batch_size`. `loaders` processes fetch samples in the background. After `job.load` the
-        batches that the saved run has seen are passed over.
+        `batch_size`. It ends after `epochs`, or when the job has done `steps` steps. `loaders`
+        processes fetch samples in the background. After `job.load` the batches that the saved
+        run has seen are passed over.
         """
         cut = (
             self._steps[-1].options.cut(self.replica, self.replicas)
@@ -135,26 +138,24 @@ class Job:
             else Cut(self.replica, self.replicas)
         )
         if batch_size is None:
-            return self._from_iterable(data, epochs, cut)
-        self._check_dataset(data, batch_size, epochs)
-        self._batch_size = batch_size
-        per_epoch = len(data) // batch_size if drop_last else -(-len(data) // batch_size)
+            self._check_iterable(data, epochs)
+            per_epoch = len(data) if isinstance(data, Sized) else None
+            epoch_batches = partial(self._iterable_epoch, data, cut)
+        else:
+            self._check_dataset(data, batch_size, epochs)
+            self._batch_size = batch_size
+            per_epoch = len(data) // batch_size if drop_last else -(-len(data) // batch_size)
+            load = partial(
+                DatasetBatches, data, batch_size, cut,
+                drop_last=drop_last, collate=collate, loaders=loaders,
+            )  # fmt: skip
+            epoch_batches = partial(self._dataset_epoch, load, len(data), per_epoch, shuffle)
 
         def generate() -> Iterator[Batch]:
-            self._total_steps = self.steps + max(0, per_epoch * epochs - self._skip)
+            self._expect(per_epoch, epochs, steps)
             for _ in range(epochs):
-                epoch = self._epochs
-                self._epochs += 1
-                start = min(self._skip, per_epoch)
-                self._skip -= start
-                if start == per_epoch:
-                    continue
-                order = (
-                    permutation(len(data), self.seed, epoch) if shuffle else torch.arange(len(data))
-                )
-                yield from self._deliver(
-                    DatasetBatches(data, batch_size, cut, order, start, drop_last, collate, loaders)
-                )
+                epoch, self._epochs = self._epochs, self._epochs + 1
+                yield from self._deliver(epoch_batches(epoch), steps)
 
         return generate()
 
@@ -234,8 +235,20 @@ class Job:
 
     # ------------------------------------------------------------------ what is behind it
 
-    def _deliver(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches:
+    def _expect(self, per_epoch: int | None, epochs: int, steps: int | None) -> None:
+        """Tell progress how many steps there will be."""
+        self._total_steps = steps
+        if per_epoch is not None:
+            to_come = self.steps + max(0, per_epoch * epochs - self._skip)
+            self._total_steps = to_come if steps is None else min(steps, to_come)
+
+    def _deliver(self, batches: Iterable[Batch], steps: int | None) -> Iterator[Batch]:
+        """Hand out batches; none is fetched that would not be trained on."""
+        source = iter(batches)
+        while steps is None or self.steps < steps:
+            batch = next(source, None)
+            if batch is None:
+                return
             self._batches += 1
             self.generator.manual_seed(mix(self.seed, 4, self.replica, self._batches))
             for step in self._steps:
@@ -243,29 +256,22 @@ class Job:
             self._clock.samples += batch.total
             yield batch
 
-    def _from_iterable(self, data: Any, epochs: int, cut: Cut) -> Iterator[Batch]:
-        if not isinstance(data, Iterable):
-            raise BadInput(
-                f"job.batches takes a dataset with batch_size, or an iterable of batches; "
-                f"{type(data).__name__} is neither"
-            )
-        if epochs > 1 and iter(data) is data:
-            raise BadInput(
-                "job.batches cannot repeat a generator for several epochs: pass a DataLoader or "
-                "a list, or epochs=1"
-            )
-        length = len(data) if isinstance(data, Sized) else None
+    def _dataset_epoch(
+        self,
+        load: Callable[[Tensor, int], DatasetBatches],
+        num_samples: int,
+        num_batches: int,
+        shuffle: bool,
+        epoch: int,
+    ) -> Iterable[Batch]:
+        start = min(self._skip, num_batches)
+        self._skip -= start
+        if start == num_batches:
+            return []
+        order = permutation(num_samples, self.seed, epoch) if shuffle else torch.arange(num_samples)
+        return load(order, start)
 
-        def generate() -> Iterator[Batch]:
-            if length is not None:
-                self._total_steps = self.steps + max(0, length * epochs - self._skip)
-            for _ in range(epochs):
-                self._epochs += 1
-                yield from self._deliver(self._parts(data, cut))
-
-        return generate()
-
-    def _parts(self, data: Iterable[Any], cut: Cut) -> Iterator[Batch]:
+    def _iterable_epoch(self, data: Iterable[Any], cut: Cut, epoch: int) -> Iterator[Batch]:
         first = True
         for batch in data:
             if self._skip > 0:
@@ -276,6 +282,18 @@ class Job:
                 self._check_same_batch(batch, part.total)
             first = False
             yield part
+
+    def _check_iterable(self, data: Any, epochs: int) -> None:
+        if not isinstance(data, Iterable):
+            raise BadInput(
+                f"job.batches takes a dataset with batch_size, or an iterable of batches; "
+                f"{type(data).__name__} is neither"
+            )
+        if epochs > 1 and isinstance(data, Iterator):
+            raise BadInput(
+                "job.batches cannot repeat a generator for several epochs: pass a DataLoader or "
+                "a list, or epochs=1"
+            )
 
     def _check_same_batch(self, batch: Any, total: int) -> None:
         """Replicas that each make the global batch have to make the same one."""

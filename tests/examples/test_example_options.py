@@ -9,24 +9,15 @@ from typing import Any
 import pytest
 
 from shoal.examples.digits import read_options
-from shoal.examples.options import resume, up_to
+from shoal.examples.options import resume
 
 
-class CountingJob:
-    def __init__(self, steps: int = 0):
-        self.steps = steps
+class PrintingJob:
+    def __init__(self) -> None:
         self.printed: list[str] = []
 
     def print(self, text: str) -> None:
         self.printed.append(text)
-
-
-def consume(steps: int | None, job: Any, batches: Any) -> list[int]:
-    seen: list[Any] = []
-    for batch in up_to(steps, job, batches):
-        seen.append(batch)
-        job.steps += 1
-    return seen
 
 
 def test_defaults_train_alone_in_full_precision_and_save_nothing() -> None:
@@ -35,15 +26,18 @@ def test_defaults_train_alone_in_full_precision_and_save_nothing() -> None:
     assert options.out is None and options.steps is None and not options.exact
 
 
-@pytest.mark.parametrize("argv, complaint", [
-    (["--epochs", "0"], "0 is below 1"),
-    (["--epochs", "x"], "invalid count value: 'x'"),
-    (["--lr", "-1"], "-1 is not a number above 0"),
-    (["--clip-norm", "nan"], "nan is not a number above 0"),
-    (["--precision", "fp8"], "invalid choice: 'fp8'"),
-    (["--resume"], "--resume and --save-every need --out"),
-    (["--save-every", "5"], "--resume and --save-every need --out"),
-])
+@pytest.mark.parametrize(
+    "argv, complaint",
+    [
+        (["--epochs", "0"], "0 is below 1"),
+        (["--epochs", "x"], "invalid count value: 'x'"),
+        (["--lr", "-1"], "-1 is not a number above 0"),
+        (["--clip-norm", "nan"], "nan is not a number above 0"),
+        (["--precision", "fp8"], "invalid choice: 'fp8'"),
+        (["--resume"], "--resume and --save-every need --out"),
+        (["--save-every", "5"], "--resume and --save-every need --out"),
+    ],
+)
 def test_a_bad_option_is_told_and_ends_with_2(
     argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,23 +53,7 @@ def test_what_a_checkpoint_says_about_itself_is_json() -> None:
     assert about["example"] == "digits" and about["options"]["batch_size"] == 64
 
 
-def test_up_to_fetches_no_batch_that_is_not_trained_on() -> None:
-    batches = iter(range(10))
-    assert consume(3, CountingJob(), batches) == [0, 1, 2]
-    assert next(batches) == 3
-
-
-def test_up_to_counts_the_steps_before_a_resume() -> None:
-    assert consume(5, CountingJob(steps=3), range(10)) == [0, 1]
-    assert consume(5, CountingJob(steps=5), range(10)) == []
-
-
-def test_up_to_none_and_up_to_more_than_there_is_are_all() -> None:
-    assert consume(None, CountingJob(), range(4)) == [0, 1, 2, 3]
-    assert consume(9, CountingJob(), range(4)) == [0, 1, 2, 3]
-
-
 def test_resume_without_a_checkpoint_says_so_and_starts_afresh(tmp_path: Path) -> None:
-    job: Any = CountingJob()
+    job: Any = PrintingJob()
     resume(job, str(tmp_path / "nothing"))
     assert job.printed == [f"no checkpoint in {tmp_path / 'nothing'} yet: starting afresh"]

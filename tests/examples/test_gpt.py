@@ -76,7 +76,7 @@ def test_the_last_5_percent_are_held_out() -> None:
     assert len(train) == (950_000 - 1) // 64
     assert len(held_out) == (50_000 - 1) // 64
     tokens = gpt.encode(gpt.library_text())
-    assert torch.equal(held_out[0][0], tokens[950_000 : 950_064])
+    assert torch.equal(held_out[0][0], tokens[950_000:950_064])
 
 
 # ------------------------------------------------------------------------------ the model
@@ -84,7 +84,10 @@ def test_the_last_5_percent_are_held_out() -> None:
 
 def test_sizes_go_from_a_hundred_thousand_parameters_to_those_of_gpt2() -> None:
     assert {name: num_parameters(size) for name, size in SIZES.items()} == {
-        "tiny": 108_416, "small": 239_424, "medium": 25_401_344, "large": 128_444_928,
+        "tiny": 108_416,
+        "small": 239_424,
+        "medium": 25_401_344,
+        "large": 128_444_928,
     }
 
 
@@ -122,9 +125,15 @@ def test_a_fresh_model_knows_nothing() -> None:
 def test_names_of_a_block_are_those_that_splitting_relies_on() -> None:
     names = {name for name, _ in GPT(MINI).named_parameters() if ".weight" in name}
     assert {n for n in names if not n.startswith("blocks.1.")} == {
-        "tokens.weight", "positions.weight", "norm.weight", "blocks.0.norm1.weight",
-        "blocks.0.attention.qkv.weight", "blocks.0.attention.out.weight",
-        "blocks.0.norm2.weight", "blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight",
+        "tokens.weight",
+        "positions.weight",
+        "norm.weight",
+        "blocks.0.norm1.weight",
+        "blocks.0.attention.qkv.weight",
+        "blocks.0.attention.out.weight",
+        "blocks.0.norm2.weight",
+        "blocks.0.mlp.up.weight",
+        "blocks.0.mlp.down.weight",
     }
 
 

@@ -1,0 +1,1 @@
+"""Training scripts to run and to copy from: `shoal train digits`, `shoal train gpt`."""

@@ -1,0 +1,124 @@
+"""The command line that the examples share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import shoal
+from shoal.checkpoint import MANIFEST
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to train. The number of workers, the strategy and the seed are the launcher's."""
+
+    epochs: int
+    batch_size: int
+    lr: float
+    accumulate: int
+    clip_norm: float | None
+    exact: bool
+    microbatches: int
+    precision: Literal["fp32", "bf16", "fp16"]
+    steps: int | None
+    out: str | None
+    save_every: int | None
+    resume: bool
+
+    def about(self, example: str) -> dict[str, Any]:
+        """What a checkpoint says about itself, for `shoal eval`."""
+        return {"example": example, "options": asdict(self)}
+
+
+def make_parser(
+    name: str,
+    description: str,
+    *,
+    epochs: int,
+    batch_size: int,
+    lr: float | None = None,
+    clip_norm: float | None = None,
+) -> argparse.ArgumentParser:
+    """A parser of the common options, with an example's own defaults."""
+    parser = argparse.ArgumentParser(prog=name, description=description)
+    add = parser.add_argument
+    add("--epochs", type=count, default=epochs, help="passes over the data (%(default)s)")
+    add(
+        "--batch-size",
+        type=count,
+        default=batch_size,
+        help="samples in a step, over all workers (%(default)s)",
+    )
+    add("--lr", type=positive, default=lr, help=f"learning rate ({lr or 'by size'})")
+    add(
+        "--accumulate",
+        type=count,
+        default=1,
+        help="compute a batch in so many micro-batches (%(default)s)",
+    )
+    add(
+        "--clip-norm",
+        type=positive,
+        default=clip_norm,
+        help=f"bound the norm of the gradient ({clip_norm or 'unbounded'})",
+    )
+    add("--exact", action="store_true", help="the same bits at any number of workers")
+    add(
+        "--microbatches",
+        type=count,
+        default=8,
+        help="parts of a batch that --exact adds up (%(default)s)",
+    )
+    add(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of activations and matrix products (%(default)s)",
+    )
+    add("--steps", type=count, help="stop after so many steps")
+    add("--out", metavar="DIR", help="save a checkpoint here; without it nothing is saved")
+    add("--save-every", type=count, metavar="STEPS", help="save in between as well")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read `argv`, or the command line where it is None."""
+    given = parser.parse_args(argv)
+    if given.out is None and (given.resume or given.save_every):
+        parser.error("--resume and --save-every need --out")
+    return given
+
+
+def count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number
+
+
+def positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
+def probability(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to below 1")
+    return number
+
+
+def resume(job: shoal.Job, out: str) -> None:
+    """Go on from the checkpoint in `out`, if there is one."""
+    if (Path(out) / MANIFEST).is_file():
+        job.load(out)
+        job.print(f"resuming from {out} after {job.steps} steps")
+    else:
+        job.print(f"no checkpoint in {out} yet: starting afresh")
