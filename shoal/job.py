@@ -137,6 +137,7 @@ class Job:
             if self._steps
             else Cut(self.replica, self.replicas)
         )
+        epoch_batches: Callable[[int], Iterable[Batch]]
         if batch_size is None:
             self._check_iterable(data, epochs)
             per_epoch = len(data) if isinstance(data, Sized) else None

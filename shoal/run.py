@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +121,8 @@ class _Worker:
     def _train(self, train: Callable[[Job], Any], job: Job) -> Any:
         capture = Capture.from_environment(os.environ, job)
         result = None
-        try:
+        with suppress(Enough):
             result = train(job)
-        except Enough:
-            pass
         if capture is not None:
             capture.write()
         return result
