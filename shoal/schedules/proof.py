@@ -1,0 +1,197 @@
+"""Run a schedule with names instead of numbers, and see that everything arrives exactly once.
+
+Every slot holds the set of ranks whose contributions are in it, as the bits of an integer. A
+transfer reads the set before its round and joins it to, or puts it in place of, another. A
+schedule is refused in the first round where
+
+- a rank sends what it has not got, or adds to what it has not got;
+- a contribution would be added twice;
+- a slot is overwritten while something else is written to it;
+- a rank sends or receives two messages although the schedule claims one port;
+
+or at the end where a rank lacks a contribution, or holds one that it should not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal.errors import CheckFailed
+from shoal.schedules.collective import Collective
+
+State = list[dict[int, int]]  # for every rank: slot -> contributions as bits of ranks
+_Write = tuple[int, int, int, bool]  # (rank, slot, contributions, reduce)
+
+
+class ProofFailed(CheckFailed):
+    """A schedule is wrong. `round` counts from 0; None: the end was reached, and is not right."""
+
+    def __init__(self, collective: Collective, round: int | None, rank: int, what: str):
+        self.round, self.rank, self.what = round, rank, what
+        where = "at the end" if round is None else f"in round {round}"
+        super().__init__(f"{collective} is wrong: {where} rank {rank} {what}")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was shown: so many rounds and transfers, all of them in order."""
+
+    rounds: int
+    transfers: int
+
+
+def prove(collective: Collective) -> Proof:
+    """Raise `ProofFailed` unless every rank ends with exactly what it should have."""
+    _check_names(collective)
+    state = initial(collective)
+    for _ in states(collective, state):
+        pass
+    _check_end(collective, state)
+    return Proof(len(collective.table), collective.table.num_transfers)
+
+
+def initial(collective: Collective) -> State:
+    """What every rank holds before the first round."""
+    kind, ranks, per_unit = collective.pattern, collective.ranks, collective.chunks_per_unit
+    units = range(kind.units(ranks))
+    return [
+        {
+            unit * per_unit + part: 1 << rank
+            for unit in units
+            if bool(kind.begins(rank, unit, ranks, collective.root))
+            for part in range(per_unit)
+        }
+        for rank in range(ranks)
+    ]
+
+
+def states(collective: Collective, state: State | None = None) -> Iterator[State]:
+    """The same state object after each round, changed in place."""
+    state = initial(collective) if state is None else state
+    table = collective.table
+    columns = (table.round, table.src, table.dst, table.chunk, table.into, table.reduce)
+    listed = [column.tolist() for column in columns]
+    first, count = 0, len(listed[0])
+    for number in range(len(table)):
+        last = first
+        while last < count and listed[0][last] == number:
+            last += 1
+        part = [column[first:last] for column in listed[1:]]
+        if collective.one_port:
+            _check_ports(collective, number, part[0], part[1])
+        _apply(collective, number, state, part)
+        first = last
+        yield state
+
+
+def _apply(collective: Collective, number: int, state: State, part: list[list[int]]) -> None:
+    """One round: read everything first, then write."""
+    writes: list[_Write] = []
+    for src, dst, chunk, into, reduce in zip(*part, strict=True):
+        held = state[src].get(chunk)
+        if held is None:
+            what = f"sends {_slot(collective, chunk)} to rank {dst} before it has it"
+            raise ProofFailed(collective, number, src, what)
+        writes.append((dst, into, held, bool(reduce)))
+    written: dict[tuple[int, int], bool] = {}
+    for rank, slot, held, reduce in writes:
+        key = (rank, slot)
+        if key in written and not (reduce and written[key]):
+            what = f"overwrites {_slot(collective, slot)} with one of two things that arrive at once"
+            raise ProofFailed(collective, number, rank, what)
+        written[key] = reduce
+        state[rank][slot] = _joined(collective, number, state, (rank, slot, held, reduce))
+
+
+def _joined(collective: Collective, number: int, state: State, write: _Write) -> int:
+    rank, slot, held, reduce = write
+    if not reduce:
+        return held
+    own = state[rank].get(slot)
+    if own is None:
+        what = f"adds to {_slot(collective, slot)} before it has it"
+        raise ProofFailed(collective, number, rank, what)
+    if own & held and not collective.pattern.overlap:
+        what = f"adds the contribution of {_ranks(own & held)} to {_slot(collective, slot)} twice"
+        raise ProofFailed(collective, number, rank, what)
+    return own | held
+
+
+def _check_ports(collective: Collective, number: int, srcs: list[int], dsts: list[int]) -> None:
+    sends: dict[int, int] = {}
+    receives: dict[int, int] = {}
+    for src, dst in zip(srcs, dsts, strict=True):
+        if src == dst:
+            continue
+        if sends.setdefault(src, dst) != dst:
+            what = f"sends to ranks {sends[src]} and {dst}, and claims one port"
+            raise ProofFailed(collective, number, src, what)
+        if receives.setdefault(dst, src) != src:
+            what = f"receives from ranks {receives[dst]} and {src}, and claims one port"
+            raise ProofFailed(collective, number, dst, what)
+
+
+def _check_end(collective: Collective, state: State) -> None:
+    kind, ranks, per_unit = collective.pattern, collective.ranks, collective.chunks_per_unit
+    for unit in range(kind.units(ranks)):
+        shared = None if kind.prefix is not None else kind.wanted(0, unit, ranks, collective.root)
+        for rank in range(ranks):
+            if not kind.ends(rank, unit, ranks, collective.root):
+                continue
+            wanted = shared
+            if wanted is None:
+                wanted = kind.wanted(rank, unit, ranks, collective.root)
+            for chunk in range(unit * per_unit, (unit + 1) * per_unit):
+                _check_slot(collective, state, rank, chunk, wanted)
+
+
+def _check_slot(
+    collective: Collective, state: State, rank: int, chunk: int, wanted: int
+) -> None:
+    held = state[rank].get(chunk, 0)
+    if wanted & ~held:
+        what = f"lacks the contribution of {_ranks(wanted & ~held)} in chunk {chunk}"
+        raise ProofFailed(collective, None, rank, what)
+    if held & ~wanted:
+        what = f"holds the contribution of {_ranks(held & ~wanted)} in chunk {chunk}"
+        raise ProofFailed(collective, None, rank, what + ", which should not be there")
+
+
+def _check_names(collective: Collective) -> None:
+    """Ranks and slots exist, and a chunk only goes to a slot of its own size."""
+    for number, transfers in enumerate(_suspects(collective)):
+        for src, dst, chunk, into in transfers:
+            for rank in (src, dst):
+                if not 0 <= rank < collective.ranks:
+                    what = f"takes part, and there are {collective.ranks} ranks"
+                    raise ProofFailed(collective, number, rank, what)
+            what = f"sends slot {chunk} to rank {dst} into slot {into}, which does not fit it"
+            raise ProofFailed(collective, number, src, what)
+
+
+def _suspects(collective: Collective) -> Iterator[list[tuple[int, int, int, int]]]:
+    table, ranks, slots = collective.table, collective.ranks, collective.slots
+    wrong = (table.src < 0) | (table.src >= ranks) | (table.dst < 0) | (table.dst >= ranks)
+    for column in (table.chunk, table.into):
+        wrong |= (column < 0) | (column >= slots)
+    wrong |= table.chunk % collective.chunks != table.into % collective.chunks
+    if not wrong.any():
+        return
+    first = int(wrong.argmax())
+    for _ in range(int(table.round[first])):
+        yield []
+    row = (table.src[first], table.dst[first], table.chunk[first], table.into[first])
+    src, dst, chunk, into = (int(value) for value in row)
+    yield [(src, dst, chunk, into)]
+
+
+def _slot(collective: Collective, slot: int) -> str:
+    chunks = collective.chunks
+    return f"chunk {slot}" if slot < chunks else f"scratch slot {slot - chunks}"
+
+
+def _ranks(bits: int) -> str:
+    found = [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
+    listed = ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
+    return f"rank {listed}" if len(found) == 1 else f"ranks {listed}"
