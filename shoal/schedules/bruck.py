@@ -17,8 +17,9 @@ def bruck_all_gather(ranks: int) -> Collective:
     """What a rank has doubles in every round: ceil(log2 p) rounds; (p-1)V/p bytes per rank."""
     src = np.arange(ranks)[:, None]
     rounds = [
-        rows(0, src, (src - step) % ranks, (src + np.arange(min(step, ranks - step))) % ranks, False)
+        rows(0, src, (src - step) % ranks, (src + np.arange(count)) % ranks, False)
         for step in _steps(ranks)
+        for count in [min(step, ranks - step)]
     ]
     table = EMPTY.then(*rounds)
     return Collective("bruck", ranks, ranks, table, "all_gather", one_port=True)

@@ -78,7 +78,9 @@ class Collective:
         return self.chunks + self.scratch
 
     def chunk_bytes(self, num_bytes: float) -> float:
-        """The bytes of one chunk where a rank's whole vector has `num_bytes`."""
+        """The bytes of one chunk where a rank's vector has `num_bytes`; a barrier has none."""
+        if self.kind == "barrier":
+            return 0.0
         copies = self.ranks if self.kind == "all_to_all" else 1
         return num_bytes * copies / self.chunks
 

@@ -23,7 +23,7 @@ from shoal.errors import BadInput
 from shoal.schedules.collective import Collective
 from shoal.schedules.direct import direct_all_gather, direct_reduce_scatter
 from shoal.schedules.doubling import doubling_all_gather
-from shoal.schedules.halving import halving_reduce_scatter
+from shoal.schedules.halving import halving_all_reduce, halving_reduce_scatter
 from shoal.schedules.kinds import nearest
 from shoal.schedules.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from shoal.schedules.star import star_broadcast, star_reduce
@@ -48,16 +48,17 @@ def hierarchical_all_reduce(
     node: int | None = None,
     rack: int | None = None,
     inner: str = "ring",
-    outer: Make = ring_all_reduce,
+    outer: Make = halving_all_reduce,
     name: str = "hierarchical",
 ) -> Collective:
     """Nodes of `node` ranks, racks of `rack` nodes; `outer` is any all-reduce.
 
-    With m ranks a node and n nodes, rings in both: 2(m-1) + 2(n-1) rounds; each rank sends
-    2(p-1)V/p bytes, of which only 2(n-1)V/p leave the node. `node` is about the root of p by
-    default. With a rack level the nodes of a rack do `inner` too, and `outer` is between racks.
+    With m ranks a node and n nodes, a ring inside and halving between: 2(m-1) + 2 log2 n rounds;
+    each rank sends 2(p-1)V/p bytes, of which only 2(n-1)V/p leave the node. `node` is by default
+    the divisor of p just above its root. With a rack level the nodes of a rack do `inner` too,
+    and `outer` is between racks.
     """
-    size = min(node or math.ceil(math.sqrt(ranks)), ranks)
+    size = min(node or _near_root(ranks), ranks)
     first, second, shards = _inner(inner, size)
     nodes = [np.arange(start, min(start + size, ranks)) for start in range(0, ranks, size)]
     if rack is not None:
@@ -85,10 +86,16 @@ def torus_all_reduce(ranks: int, columns: int | None = None) -> Collective:
         |   |   |        columns:  0-3    1-4    2-5
         3 - 4 - 5
     """
-    width = columns or next(d for d in range(math.isqrt(ranks), 0, -1) if ranks % d == 0)
+    narrow = next(d for d in range(math.isqrt(ranks), 0, -1) if ranks % d == 0)
+    width = columns or ranks // narrow
     if ranks % width:
         raise BadInput(f"a torus of {ranks} ranks cannot have {width} columns")
-    return hierarchical_all_reduce(ranks, node=width, name="torus")
+    return hierarchical_all_reduce(ranks, node=width, outer=ring_all_reduce, name="torus")
+
+
+def _near_root(ranks: int) -> int:
+    root = math.ceil(math.sqrt(ranks))
+    return next((d for d in range(root, ranks) if ranks % d == 0), root)
 
 
 def _inner(name: str, size: int) -> tuple[Make, Make, int]:
@@ -120,7 +127,7 @@ def _embed(inner: Collective, members: NDArray[np.int64], shards: int, per_shard
     chunks = padded[:, :, None] * per_shard + np.arange(per_shard)
     chunks = np.where(padded[:, :, None] < 0, -1, chunks).reshape(inner.chunks, -1)
     table = inner.table.embedded(members, np.broadcast_to(chunks, (len(members), *chunks.shape)))
-    return _only(table, table.chunk >= 0)
+    return table.only(table.chunk >= 0)
 
 
 def _between(outer: Collective, nodes: list[NDArray[np.int64]], shards: int) -> Table:
@@ -131,7 +138,3 @@ def _between(outer: Collective, nodes: list[NDArray[np.int64]], shards: int) -> 
     chunks = layer * shards * outer.chunks + shard[:, None] * outer.chunks + slot
     return outer.table.embedded(members, chunks[:, :, None])
 
-
-def _only(table: Table, keep: NDArray[np.bool_]) -> Table:
-    columns = (table.round, table.src, table.dst, table.chunk, table.into, table.reduce)
-    return Table(table.num_rounds, *(column[keep] for column in columns))

@@ -43,11 +43,10 @@ class Kind:
     rooted: bool = False
     bound: Callable[[int], float] = lambda p: (p - 1) / p  # least bytes of the busiest rank, in V
 
-    def wanted(self, rank: int, unit: int, ranks: int, root: int) -> int:
-        """The contributions that `rank` must hold of `unit` at the end, as bits of ranks."""
-        if not self.reduces:
-            return sum(1 << r for r in range(ranks) if bool(self.begins(r, unit, ranks, root)))
-        return (1 << (ranks if self.prefix is None else rank + self.prefix)) - 1
+    def copies(self, ranks: int) -> int:
+        """How many whole vectors are held at the end beyond the first of their like."""
+        alike = self.ends is _all and self.prefix is None and not self.overlap
+        return ranks - 1 if alike else 0
 
 
 def _all(rank: Any, unit: Any, ranks: int, root: int) -> NDArray[np.bool_]:

@@ -14,11 +14,15 @@ or at the end where a rank lacks a contribution, or holds one that it should not
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from shoal.errors import CheckFailed
 from shoal.schedules.collective import Collective
+from shoal.schedules.kinds import Where
 
 State = list[dict[int, int]]  # for every rank: slot -> contributions as bits of ranks
 _Write = tuple[int, int, int, bool]  # (rank, slot, contributions, reduce)
@@ -53,17 +57,12 @@ def prove(collective: Collective) -> Proof:
 
 def initial(collective: Collective) -> State:
     """What every rank holds before the first round."""
-    kind, ranks, per_unit = collective.pattern, collective.ranks, collective.chunks_per_unit
-    units = range(kind.units(ranks))
-    return [
-        {
-            unit * per_unit + part: 1 << rank
-            for unit in units
-            if bool(kind.begins(rank, unit, ranks, collective.root))
-            for part in range(per_unit)
-        }
-        for rank in range(ranks)
-    ]
+    state: State = [{} for _ in range(collective.ranks)]
+    per_unit = collective.chunks_per_unit
+    for rank, unit in _holders(collective, collective.pattern.begins):
+        for chunk in range(unit * per_unit, (unit + 1) * per_unit):
+            state[rank][chunk] = 1 << rank
+    return state
 
 
 def states(collective: Collective, state: State | None = None) -> Iterator[State]:
@@ -98,7 +97,7 @@ def _apply(collective: Collective, number: int, state: State, part: list[list[in
     for rank, slot, held, reduce in writes:
         key = (rank, slot)
         if key in written and not (reduce and written[key]):
-            what = f"overwrites {_slot(collective, slot)} with one of two things that arrive at once"
+            what = f"overwrites {_slot(collective, slot)} while something else is written to it"
             raise ProofFailed(collective, number, rank, what)
         written[key] = reduce
         state[rank][slot] = _joined(collective, number, state, (rank, slot, held, reduce))
@@ -133,17 +132,24 @@ def _check_ports(collective: Collective, number: int, srcs: list[int], dsts: lis
 
 
 def _check_end(collective: Collective, state: State) -> None:
-    kind, ranks, per_unit = collective.pattern, collective.ranks, collective.chunks_per_unit
-    for unit in range(kind.units(ranks)):
-        shared = None if kind.prefix is not None else kind.wanted(0, unit, ranks, collective.root)
-        for rank in range(ranks):
-            if not kind.ends(rank, unit, ranks, collective.root):
-                continue
-            wanted = shared
-            if wanted is None:
-                wanted = kind.wanted(rank, unit, ranks, collective.root)
-            for chunk in range(unit * per_unit, (unit + 1) * per_unit):
-                _check_slot(collective, state, rank, chunk, wanted)
+    kind, per_unit = collective.pattern, collective.chunks_per_unit
+    sources: dict[int, int] = defaultdict(int)
+    for rank, unit in _holders(collective, kind.begins):
+        sources[unit] |= 1 << rank
+    for rank, unit in _holders(collective, kind.ends):
+        wanted = sources[unit]
+        if kind.prefix is not None:
+            wanted &= (1 << rank + kind.prefix) - 1
+        for chunk in range(unit * per_unit, (unit + 1) * per_unit):
+            _check_slot(collective, state, rank, chunk, wanted)
+
+
+def _holders(collective: Collective, where: Where) -> Iterator[tuple[int, int]]:
+    """The pairs of rank and unit for which `where` holds."""
+    ranks, units = collective.ranks, collective.pattern.units(collective.ranks)
+    held = where(np.arange(ranks)[:, None], np.arange(units)[None, :], ranks, collective.root)
+    found = np.nonzero(np.broadcast_to(held, (ranks, units)))
+    yield from zip(found[0].tolist(), found[1].tolist(), strict=True)
 
 
 def _check_slot(

@@ -130,6 +130,11 @@ class Table(Sequence[tuple[Transfer, ...]]):
             num_rounds=self.num_rounds,
         )
 
+    def only(self, keep: Bools) -> Table:
+        """The rows for which `keep` holds; the rounds stay where they are."""
+        names = ("round", "src", "dst", "chunk", "into", "reduce")
+        return self._with(self.num_rounds, **{name: getattr(self, name)[keep] for name in names})
+
     def _with(self, num_rounds: int, **columns: Any) -> Table:
         names = ("round", "src", "dst", "chunk", "into", "reduce")
         return Table(num_rounds, **{n: columns.get(n, getattr(self, n)) for n in names})
@@ -150,7 +155,8 @@ def rows(
     ints = [column.astype(np.int32, copy=False) for column in flat[:5]]
     if num_rounds is None:
         num_rounds = int(ints[0].max()) + 1 if ints[0].size else 0
-    return _merged([Table(num_rounds, *ints, flat[5].astype(np.bool_))], num_rounds)
+    table = Table(num_rounds, ints[0], ints[1], ints[2], ints[3], ints[4], flat[5].astype(np.bool_))
+    return _merged([table], num_rounds)
 
 
 def from_rounds(rounds: Iterable[Iterable[Transfer]]) -> Table:
