@@ -52,8 +52,8 @@ class Flat:
         self.data = self._tensor.new_empty(0)
 
     def load(self, copy: bool = False) -> Tensor:
-        flat = self._tensor.reshape(-1)
-        self.data = flat.clone() if copy and flat.data_ptr() == self._tensor.data_ptr() else flat
+        whole = self._tensor.clone() if copy else self._tensor
+        self.data = whole.contiguous().view(-1)
         return self.data
 
     def store(self) -> None:

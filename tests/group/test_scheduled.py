@@ -21,7 +21,7 @@ MANY_RANKS = range(1, 10)
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 @settings(
-    max_examples=6, deadline=None, derandomize=True, database=None,
+    max_examples=4, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(data=st.data())
