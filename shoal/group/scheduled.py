@@ -33,7 +33,8 @@ class ScheduledGroup:
 
     `algorithm` is described at `Chooser`. `link` is what messages cost here; where the algorithm
     is open and `link` is not given, it is measured at the first use. Operations run in the order
-    of the calls, when one of them is waited for; until then their tensors must be left alone.
+    of the calls: when one of them is waited for, or with `background` on a thread from the call
+    on, beside the computation. Until they are waited for their tensors must be left alone.
     """
 
     def __init__(
@@ -42,13 +43,14 @@ class ScheduledGroup:
         algorithm: Choosable = "auto",
         link: Link | None = None,
         segment_bytes: int = SEGMENT_BYTES,
+        background: bool = False,
         space: int = 0,
     ):
         self._transport, self._algorithm, self._space = transport, algorithm, space
         self.rank, self.size = transport.rank, transport.size
         self.link, self._segment_bytes = link, segment_bytes
         self._chooser = Chooser(algorithm, self.rank, self.size)
-        self._queue = OrderedQueue()
+        self._background, self._queue = background, OrderedQueue(background)
         self._calls = self._children = 0
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:
@@ -130,7 +132,9 @@ class ScheduledGroup:
     def _child(self, transport: Transport) -> ScheduledGroup:
         self._children += 1
         space = self._space * 1024 + self._children
-        return ScheduledGroup(transport, self._algorithm, self.link, self._segment_bytes, space)
+        return ScheduledGroup(
+            transport, self._algorithm, self.link, self._segment_bytes, self._background, space
+        )
 
     def _place(self, root: int = 0) -> Place:
         if not 0 <= root < self.size:

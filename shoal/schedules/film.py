@@ -35,7 +35,8 @@ class Film:
             return None
         times = ";".join(self._key(second) for second, _ in changes)
         values = ";".join("1" if lit else "0" for _, lit in changes)
-        return self._animate("animate", 'attributeName="opacity" calcMode="discrete"', values, times)
+        kind = 'attributeName="opacity" calcMode="discrete"'
+        return self._animate("animate", kind, values, times)
 
     def journey(self, number: int, start: tuple[float, float], end: tuple[float, float]) -> str:
         """From one place to another in the middle of a round, and seen only then."""
@@ -55,10 +56,10 @@ class Film:
 
     def progress(self, x: float, y: float, width: float) -> str:
         """A bar that grows through the loop, with a mark at the beginning of every round."""
+        begins = [(START_S + i * ROUND_S) / self.length_s for i in range(self.rounds + 1)]
         marks = "".join(
-            f'<rect x="{x + width * (START_S + i * ROUND_S) / self.length_s:.1f}" y="{y}" width="2" '
-            'height="5" fill="#fbfcfd"/>'
-            for i in range(self.rounds + 1)
+            f'<rect x="{x + width * part:.1f}" y="{y}" width="2" height="5" fill="#fbfcfd"/>'
+            for part in begins
         )
         grow = self._animate("animate", 'attributeName="width"', f"0;{width:.0f}", "0;1")
         return (

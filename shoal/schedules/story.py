@@ -6,6 +6,7 @@ The terminal drawing and the animated picture are both made from this.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.schedules.collective import Collective
@@ -55,8 +56,8 @@ def tell(collective: Collective) -> list[Scene]:
         before = [dict(slots) for slots in state]
         next(running)
         after = [dict(slots) for slots in state]
-        title = f"Round {number + 1} of {total}"
-        scenes.append(Scene(title, _sentence(transfers), tuple(transfers), before, after))
+        title, text = f"Round {number + 1} of {total}", _sentence(collective, transfers)
+        scenes.append(Scene(title, text, tuple(transfers), before, after))
     return scenes
 
 
@@ -79,19 +80,19 @@ def slot_label(collective: Collective, slot: int) -> str:
     return f"c{slot}"
 
 
-def _sentence(transfers: tuple[Transfer, ...] | object) -> str:
-    moves = [t for t in transfers if t.src != t.dst]  # type: ignore[attr-defined]
+def _sentence(collective: Collective, transfers: Sequence[Transfer]) -> str:
+    moves = [t for t in transfers if t.src != t.dst]
     if not moves:
         return "Every rank works on what it has; nothing is sent."
     adds = {t.reduce for t in moves}
     how = {
-        frozenset({True}): "adds it to its own",
+        frozenset({True}): "adds it to its own data",
         frozenset({False}): "keeps it",
-    }.get(frozenset(adds), "adds it (solid) or keeps it (dashed)")
-    return f"{_who(moves)}; who receives {how}."
+    }.get(frozenset(adds), "adds it (solid arrow) or keeps it (dashed)")
+    return f"{_who(moves, collective.ranks)}; who receives it {how}."
 
 
-def _who(moves: list[Transfer]) -> str:
+def _who(moves: list[Transfer], ranks: int) -> str:
     chunks = Counter(t.src for t in moves)
     messages = {(t.src, t.dst) for t in moves}
     most = max(chunks.values())
@@ -100,4 +101,6 @@ def _who(moves: list[Transfer]) -> str:
         receivers = len({dst for _, dst in messages})
         to = f"rank {moves[0].dst}" if receivers == 1 else f"{receivers} ranks"
         return f"Rank {moves[0].src} sends {amount} to {to}"
+    if len(chunks) == ranks:
+        return f"Every rank sends {amount}"
     return f"{len(chunks)} ranks send {amount} each"

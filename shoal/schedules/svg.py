@@ -19,12 +19,12 @@ from shoal.schedules.story import Scene, ending, opening, slot_label, tell
 from shoal.schedules.table import Transfer
 
 MOST_RANKS, MOST_TRANSFERS = 16, 1500
-_LAMP, _GAP, _MARGIN, _HEAD = 13, 5, 24, 118
+_LAMP, _GAP, _MARGIN, _HEAD = 16, 5, 24, 122
 _HUES = ["#0072b2", "#e69f00", "#009e73", "#cc4778", "#56b4e9", "#d55e00", "#7b5ea7", "#8a8d00"]
 _STYLE = """
 text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733}
 .title{font-size:20px;font-weight:700}.text{font-size:16px}.note{font-size:13px;fill:#5a6675}
-.rank{font-size:14px;font-weight:700}.slot{font-size:11px;fill:#5a6675}
+.rank{font-size:14px;font-weight:700}.slot{font-size:12px;fill:#5a6675}
 .box{fill:#fff;stroke:#9aa5b1;stroke-width:1.5}.cell{fill:#f1f4f7;stroke:#c3cbd4}
 .full{fill:#d9f2e3;stroke:#2e9e5b;stroke-width:2}.off{fill:#fff;stroke:#c3cbd4}
 .arrow{stroke:#1d2733;stroke-width:2;fill:none}.put{stroke-dasharray:6 4}
@@ -70,7 +70,7 @@ def animated_svg(collective: Collective) -> str:
     width, height = plan.size
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" role="img">'
+        f'width="{width:.0f}" height="{height:.0f}" role="img" style="max-width:100%;height:auto">'
         f"<title>{escape(str(collective))}</title><style>{_STYLE}</style>"
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
         'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#1d2733"/></marker></defs>'
@@ -86,11 +86,11 @@ def _plan(collective: Collective) -> _Plan:
     high = 36 + math.ceil(slots / columns) * (draft.cell[1] + 4)
     ranks = collective.ranks
     spread = ranks / (2 * math.pi) * 1.25
-    radius_x, radius_y = max(wide * 1.25, wide * spread), max(high * 1.05, high * spread)
+    radius_x, radius_y = max(wide * 1.5, wide * spread), max(high * 1.1, high * spread)
     if ranks == 1:
         radius_x = radius_y = 0.0
     width = max(2 * radius_x + wide + 2 * _MARGIN, 640)
-    height = _HEAD + 2 * radius_y + high + _MARGIN + 46
+    height = _HEAD + 2 * radius_y + high + _MARGIN + 58
     centre = (width / 2, _HEAD + radius_y + high / 2)
     corners = []
     for rank in range(ranks):
@@ -117,12 +117,16 @@ def _captions(plan: _Plan, scenes: list[Scene], film: Film) -> str:
 
 
 def _legend(plan: _Plan) -> str:
-    y = plan.size[1] - 22
-    lamp = f'<circle cx="{_MARGIN + 6}" cy="{y - 5}" r="5" fill="{_hue(0)}"/>'
-    return lamp + (
-        f'<text class="note" x="{_MARGIN + 18}" y="{y}">= the data of rank 0 is in this chunk '
-        "(one colour for each rank). Solid arrow: added to what is there. "
-        "Dashed: put in its place.</text>"
+    y = plan.size[1] - 34
+    lamp = f'<circle cx="{_MARGIN + 6}" cy="{y - 5}" r="5.8" fill="{_hue(0)}"/>'
+    lines = [
+        "a lit lamp: the data of rank 0 is in this chunk, and so on, a colour for each of the "
+        f"{plan.collective.ranks} ranks",
+        "solid arrow: what arrives is added to what is there; dashed: it takes its place",
+    ]
+    return lamp + "".join(
+        f'<text class="note" x="{_MARGIN + 20}" y="{y + 18 * number}">{line}</text>'
+        for number, line in enumerate(lines)
     )
 
 
@@ -165,7 +169,7 @@ def _slot(plan: _Plan, rank: int, slot: int, history: list[State], film: Film) -
 def _lamp(x: float, y: float, peer: int, first: int, changes: str | None) -> str:
     row, column = divmod(peer, 8)
     cx, cy = x + _GAP + (column + 0.5) * _LAMP, y + _GAP + (row + 0.5) * _LAMP
-    spot = f'cx="{cx:.1f}" cy="{cy:.1f}" r="4.6"'
+    spot = f'cx="{cx:.1f}" cy="{cy:.1f}" r="5.8"'
     off = f'<circle class="off" {spot}/>'
     if not first and changes is None:
         return off
@@ -211,11 +215,13 @@ def _token(plan: _Plan, number: int, scene: Scene, t: Transfer, film: Film) -> s
     start, end = plan.at(t.src, t.chunk), plan.at(t.dst, t.chunk if t.into is None else t.into)
     bits = scene.before[t.src].get(t.chunk, 0)
     lamps = "".join(
-        _lamp(0, 0, peer, 1, None) for peer in range(plan.collective.ranks) if bits >> peer & 1
+        _lamp(0, 0, peer, bits >> peer & 1, None) for peer in range(plan.collective.ranks)
     )
+    label = escape(slot_label(plan.collective, t.chunk))
     return (
         f'<g opacity="0">{film.journey(number, start, end)}<rect class="token" width="{wide}" '
-        f'height="{high}" rx="4"/>{lamps}</g>'
+        f'height="{high}" rx="4"/>{lamps}<text class="slot" x="-5" y="{high / 2 + 4:.1f}" '
+        f'text-anchor="end">{label}</text></g>'
     )
 
 

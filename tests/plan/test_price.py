@@ -124,7 +124,8 @@ def test_ring_sends_2_p_minus_1_over_p_v_bytes() -> None:
 def test_ring_without_chunks_costs_what_the_notes_say() -> None:
     """All links busy: (N-1)Z a rank, md/b in all. One at a time: most links are idle."""
     for ranks in RANKS:
-        whole, slow = priced("all_reduce", "whole_ring", ranks), build("all_reduce", "slow_ring", ranks)
+        whole = priced("all_reduce", "whole_ring", ranks)
+        slow = build("all_reduce", "slow_ring", ranks)
         assert whole.sent_largest_bytes == pytest.approx((ranks - 1) * V)
         wire_s = whole.time_s - whole.rounds * ALPHA
         assert wire_s == pytest.approx((ranks - 1) / ranks * (ranks * V * BETA))

@@ -1,0 +1,1 @@
+"""The command line, a file a command. A file here checks input, calls the library and prints."""
