@@ -132,7 +132,7 @@ def _own(kind: str, name: str, ranks: int) -> Collective:
     made = getattr(module, function, None)
     collective = made(ranks) if callable(made) else None
     if not isinstance(collective, Collective):
-        raise BadInput(f"{path} has no function {function} that makes a Collective of {ranks} ranks")
+        raise BadInput(f"{path} has no function {function} to make a Collective of {ranks} ranks")
     if collective.kind != kind_named(kind).name:
         raise BadInput(f"{name} is a schedule for {collective.kind}, not for {kind}")
     return collective

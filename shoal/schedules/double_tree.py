@@ -22,7 +22,7 @@ Edge = tuple[int, int, int, bool]  # (chunk, source, destination, reduce)
 def double_tree_all_reduce(ranks: int, segments: int = 4) -> Collective:
     """Up one tree and down again, in `segments` per half that follow each other.
 
-    About 4 log2 p + 4 k rounds of V/2k bytes for k segments; no rank sends more than about 3V.
+    About 4 log2 p + 4 k rounds of V/2k bytes for k segments; no rank sends more than 2V.
     Rounds are dealt out greedily: every rank sends one and receives one chunk at a time, the
     foremost segment first.
     """

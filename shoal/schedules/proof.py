@@ -25,7 +25,6 @@ from shoal.schedules.collective import Collective
 from shoal.schedules.kinds import Where
 
 State = list[dict[int, int]]  # for every rank: slot -> contributions as bits of ranks
-_Write = tuple[int, int, int, bool]  # (rank, slot, contributions, reduce)
 
 
 class ProofFailed(CheckFailed):
@@ -86,35 +85,35 @@ def states(collective: Collective, state: State | None = None) -> Iterator[State
 
 def _apply(collective: Collective, number: int, state: State, part: list[list[int]]) -> None:
     """One round: read everything first, then write."""
-    writes: list[_Write] = []
-    for src, dst, chunk, into, reduce in zip(*part, strict=True):
-        held = state[src].get(chunk)
+    srcs, dsts, chunks, intos, reduces = part
+    values = [state[src].get(chunk) for src, chunk in zip(srcs, chunks, strict=True)]
+    replaced: set[tuple[int, int]] = set()
+    added: set[tuple[int, int]] = set()
+    overlap = collective.pattern.overlap
+    for row, (rank, slot, reduce, held) in enumerate(
+        zip(dsts, intos, reduces, values, strict=True)
+    ):
         if held is None:
-            what = f"sends {_slot(collective, chunk)} to rank {dst} before it has it"
-            raise ProofFailed(collective, number, src, what)
-        writes.append((dst, into, held, bool(reduce)))
-    written: dict[tuple[int, int], bool] = {}
-    for rank, slot, held, reduce in writes:
+            what = f"sends {_slot(collective, chunks[row])} to rank {rank} before it has it"
+            raise ProofFailed(collective, number, srcs[row], what)
         key = (rank, slot)
-        if key in written and not (reduce and written[key]):
+        if key in replaced or (not reduce and key in added):
             what = f"overwrites {_slot(collective, slot)} while something else is written to it"
             raise ProofFailed(collective, number, rank, what)
-        written[key] = reduce
-        state[rank][slot] = _joined(collective, number, state, (rank, slot, held, reduce))
-
-
-def _joined(collective: Collective, number: int, state: State, write: _Write) -> int:
-    rank, slot, held, reduce = write
-    if not reduce:
-        return held
-    own = state[rank].get(slot)
-    if own is None:
-        what = f"adds to {_slot(collective, slot)} before it has it"
-        raise ProofFailed(collective, number, rank, what)
-    if own & held and not collective.pattern.overlap:
-        what = f"adds the contribution of {_ranks(own & held)} to {_slot(collective, slot)} twice"
-        raise ProofFailed(collective, number, rank, what)
-    return own | held
+        if not reduce:
+            replaced.add(key)
+            state[rank][slot] = held
+            continue
+        added.add(key)
+        own = state[rank].get(slot)
+        if own is None:
+            what = f"adds to {_slot(collective, slot)} before it has it"
+            raise ProofFailed(collective, number, rank, what)
+        if own & held and not overlap:
+            twice, where = _ranks(own & held), _slot(collective, slot)
+            what = f"adds the contribution of {twice} to {where} twice"
+            raise ProofFailed(collective, number, rank, what)
+        state[rank][slot] = own | held
 
 
 def _check_ports(collective: Collective, number: int, srcs: list[int], dsts: list[int]) -> None:
