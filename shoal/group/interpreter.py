@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from shoal.errors import PeerLost
 from shoal.group.group import Op
 from shoal.group.memory import Memory
 from shoal.group.program import Program, Step
@@ -89,8 +90,7 @@ class Interpreter:
 
     def _finish(self, step: Step, segment: int, flight: _Flight) -> None:
         """Wait for the segment's messages, then write what they brought."""
-        for work in (*flight.receives, *flight.sends):
-            work.wait()
+        self._wait(step, flight)
         arrived = self._arrived(step, segment, flight)
         for slot, values in arrived.items():
             into = self.memory.part(slot, segment, self.segments)
@@ -99,6 +99,14 @@ class Interpreter:
                 into.copy_(replaced[0])
             else:
                 self._add(into, [(rank, value) for rank, value, _ in values])
+
+    def _wait(self, step: Step, flight: _Flight) -> None:
+        try:
+            for work in (*flight.receives, *flight.sends):
+                work.wait()
+        except PeerLost as lost:
+            doing = f"{self.program.collective} round {step.round}, {lost.doing}"
+            raise PeerLost(lost.rank, lost.peer, doing, lost.after_s) from lost
 
     def _arrived(
         self, step: Step, segment: int, flight: _Flight

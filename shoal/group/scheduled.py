@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from shoal.group.measure import measure_link
 from shoal.group.memory import Memory
 from shoal.group.program import Program, compile_for
 from shoal.group.queue import OrderedQueue
+from shoal.observe.trace import OFF, Tracer
 from shoal.schedules.catalog import build
 from shoal.schedules.cost import Link
 from shoal.wire.subset import SubsetTransport
@@ -44,6 +46,7 @@ class ScheduledGroup:
         link: Link | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         background: bool = False,
+        tracer: Tracer = OFF,
         space: int = 0,
     ):
         self._transport, self._algorithm, self._space = transport, algorithm, space
@@ -51,6 +54,7 @@ class ScheduledGroup:
         self.link, self._segment_bytes = link, segment_bytes
         self._chooser = Chooser(algorithm, self.rank, self.size)
         self._background, self._queue = background, OrderedQueue(background)
+        self._tracer = tracer
         self._calls = self._children = 0
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:
@@ -133,7 +137,8 @@ class ScheduledGroup:
         self._children += 1
         space = self._space * 1024 + self._children
         return ScheduledGroup(
-            transport, self._algorithm, self.link, self._segment_bytes, self._background, space
+            transport, self._algorithm, self.link, self._segment_bytes, self._background,
+            self._tracer, space,
         )
 
     def _place(self, root: int = 0) -> Place:
@@ -150,7 +155,11 @@ class ScheduledGroup:
         if self.link is None and self._chooser.is_auto(call.kind):
             self._measure()
         link = self.link or Link()
-        self._run(self._chooser.program(call.kind, call.num_bytes, link, call.root), call, tag)
+        program = self._chooser.program(call.kind, call.num_bytes, link, call.root)
+        start_ns = time.monotonic_ns()
+        self._run(program, call, tag)
+        detail = f"{call.kind} {program.collective.name} {call.num_bytes} bytes"
+        self._tracer.add("reduce", start_ns, time.monotonic_ns(), "comm", detail)
 
     def _run(self, program: Program, call: Call, tag: int) -> None:
         memory = Memory(program.collective, call.unit_numel, call.like)

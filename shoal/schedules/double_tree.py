@@ -11,6 +11,7 @@ one tree are inner nodes of the other, so all ports have work:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shoal.schedules.collective import Collective
@@ -23,8 +24,8 @@ def double_tree_all_reduce(ranks: int, segments: int = 4) -> Collective:
     """Up one tree and down again, in `segments` per half that follow each other.
 
     About 4 log2 p + 4 k rounds of V/2k bytes for k segments; no rank sends more than 2V.
-    Rounds are dealt out greedily: every rank sends one and receives one chunk at a time, the
-    foremost segment first.
+    Rounds are dealt out greedily: every rank sends one and receives one chunk at a time, upward
+    before downward and the foremost segment first.
     """
     chunks = 2 * segments
     trees = [_parents(ranks), _mirrored(ranks)]
@@ -75,23 +76,26 @@ class _Flow:
 
 
 def _deal(flows: list[_Flow]) -> tuple[Transfer, ...]:
-    """One round: as many of the ready transfers as the ports allow."""
+    """One round: as many of the ready transfers as the ports allow, those upward first."""
     sending: set[int] = set()
     receiving: set[int] = set()
     dealt: list[tuple[_Flow, Edge]] = []
-    for flow in flows:
-        waiting: list[Edge] = []
-        for edge in flow.ready:
-            if edge[1] in sending or edge[2] in receiving:
-                waiting.append(edge)
-                continue
-            sending.add(edge[1])
-            receiving.add(edge[2])
+    for flow, edge in _by_urgency(flows):
+        _, src, dst, _ = edge
+        if src not in sending and dst not in receiving:
+            sending.add(src)
+            receiving.add(dst)
             dealt.append((flow, edge))
-        flow.ready = waiting
     for flow, edge in dealt:
+        flow.ready.remove(edge)
         flow.arrive(edge)
     return tuple(Transfer(src, dst, chunk, reduce) for _, (chunk, src, dst, reduce) in dealt)
+
+
+def _by_urgency(flows: list[_Flow]) -> Iterator[tuple[_Flow, Edge]]:
+    for upward in (True, False):
+        for flow in flows:
+            yield from ((flow, edge) for edge in flow.ready if edge[3] is upward)
 
 
 def _parents(ranks: int) -> list[int | None]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.errors import ShoalError
+from shoal.errors import PeerLost, ShoalError
 from shoal.wire.transport import Work
 
 
 class TorchWork:
-    """A torch request, without torch's return value."""
+    """A torch request; its failure is told as a lost peer."""
 
-    def __init__(self, request: dist.Work):
-        self._request = request
+    def __init__(self, request: dist.Work, rank: int, peer: int, doing: str):
+        self._request, self._rank, self._peer, self._doing = request, rank, peer, doing
 
     def wait(self) -> None:
-        self._request.wait()
+        try:
+            self._request.wait()
+        except RuntimeError as error:
+            raise PeerLost(self._rank, self._peer, self._doing) from error
 
 
 class TorchTransport:
@@ -28,11 +31,16 @@ class TorchTransport:
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         request = dist.isend(data, group=self._group, group_dst=dst, tag=short_tag(tag))
-        return _checked(request)
+        return self._work(request, dst, f"send tag {tag}")
 
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
         request = dist.irecv(into, group=self._group, group_src=src, tag=short_tag(tag))
-        return _checked(request)
+        return self._work(request, src, f"recv tag {tag}")
+
+    def _work(self, request: dist.Work | None, peer: int, doing: str) -> Work:
+        if request is None:
+            raise ShoalError("this process is not a member of the group it communicates in")
+        return TorchWork(request, self.rank, peer, doing)
 
 
 def short_tag(tag: int) -> int:
@@ -44,8 +52,3 @@ def short_tag(tag: int) -> int:
     number, collective, space = tag & 0xFFFFF, tag >> 39 & 1, tag >> 40
     return number | collective << 20 | (space ^ space >> 10) % 1024 << 21
 
-
-def _checked(request: dist.Work | None) -> Work:
-    if request is None:
-        raise ShoalError("this process is not a member of the process group it communicates in")
-    return TorchWork(request)

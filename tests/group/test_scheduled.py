@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shoal.errors import BadInput, PeerLost
 from shoal.group.group import Group, Op
 from shoal.group.scheduled import ScheduledGroup
+from shoal.observe.trace import Recorder
 from shoal.schedules.catalog import algorithms, build, kinds
 from shoal.schedules.collective import Collective, Transfer
 from shoal.schedules.cost import Link, cheapest
@@ -273,14 +274,34 @@ def test_a_call_that_cannot_be_is_told_at_once(
         on_threads(2, lambda t: call_it(ScheduledGroup(t, "ring")))
 
 
-def test_a_lost_peer_is_told_to_all() -> None:
+def test_a_lost_peer_is_told_with_the_round() -> None:
+    told: list[PeerLost] = []
+
     def work(transport: ThreadTransport) -> None:
         if transport.rank == 1:
             raise ZeroDivisionError("rank 1 dies")
-        ScheduledGroup(transport, "ring").all_reduce(torch.zeros(4)).wait()
+        try:
+            ScheduledGroup(transport, "ring").all_reduce(torch.zeros(4)).wait()
+        except PeerLost as lost:
+            told.append(lost)
 
-    with pytest.raises((ZeroDivisionError, PeerLost)):
+    with pytest.raises(ZeroDivisionError):
         on_threads(3, work)
+    assert len(told) == 2
+    assert all("all_reduce ring over 3 ranks round" in str(lost) for lost in told)
+
+
+def test_every_collective_leaves_a_span() -> None:
+    def work(transport: ThreadTransport) -> list[str]:
+        recorder = Recorder(transport.rank, 0)
+        group = ScheduledGroup(transport, "ring", tracer=recorder)
+        group.all_reduce(torch.zeros(4)).wait()
+        group.duplicate().barrier().wait()
+        return [f"{span.lane}: {span.detail}" for span in recorder.spans]
+
+    assert on_threads(2, work) == [
+        ["comm: all_reduce ring 16 bytes", "comm: barrier ring 4 bytes"]
+    ] * 2
 
 
 def test_it_is_a_group() -> None:

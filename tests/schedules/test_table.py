@@ -38,7 +38,8 @@ def test_rows_are_broadcast_and_sorted_by_round() -> None:
 
 def test_embedded_runs_one_schedule_in_many_places() -> None:
     pair = from_rounds([[T(0, 1, 0, True)]])
-    assert pair.embedded([[0, 1], [2, 3]], [[[0]], [[0]]]) == ((T(0, 1, 0, True), T(2, 3, 0, True)),)
+    twice = pair.embedded([[0, 1], [2, 3]], [[[0]], [[1]]])
+    assert twice == ((T(0, 1, 0, True), T(2, 3, 1, True)),)
 
 
 def test_a_gather_with_another_root_turns_ranks_and_pieces() -> None:
