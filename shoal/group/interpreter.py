@@ -26,7 +26,7 @@ from shoal.group.memory import Memory
 from shoal.group.program import Program, Step
 from shoal.wire.transport import Transport, Work
 
-SEGMENT_BYTES = 1 << 20
+SEGMENT_BYTES = 4 << 20  # smaller ones cost more in messages than they hide
 _MOST_SEGMENTS = 64
 
 

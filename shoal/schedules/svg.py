@@ -86,7 +86,8 @@ def _plan(collective: Collective) -> _Plan:
     high = 36 + math.ceil(slots / columns) * (draft.cell[1] + 4)
     ranks = collective.ranks
     spread = ranks / (2 * math.pi) * 1.25
-    radius_x, radius_y = max(wide * 1.5, wide * spread), max(high * 1.1, high * spread)
+    radius_x = max(wide * 1.5, wide * spread)
+    radius_y = max(high * 1.1, high * spread, 130.0)
     if ranks == 1:
         radius_x = radius_y = 0.0
     width = max(2 * radius_x + wide + 2 * _MARGIN, 640)
