@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.group.group import Op
 from shoal.group.scheduled import ScheduledGroup
+from shoal.wire.transport import Transport
 
 DTYPES = {
     name: getattr(torch, name)
@@ -34,6 +35,7 @@ class Case:
     layout: str
     out_of_place: bool
     segment_bytes: int
+    background: bool
 
 
 @st.composite
@@ -51,6 +53,14 @@ def cases(draw: st.DrawFn, kind: str, algorithm: str) -> Case:
         draw(st.sampled_from(["plain", "strided", "turned"])),
         draw(st.booleans()),
         draw(st.sampled_from([32, 256, 1 << 20])),
+        draw(st.booleans()),
+    )
+
+
+def group_for(transport: Transport, case: Case) -> ScheduledGroup:
+    return ScheduledGroup(
+        transport, {case.kind: case.algorithm},
+        segment_bytes=case.segment_bytes, background=case.background,
     )
 
 

@@ -19,7 +19,7 @@ from shoal.schedules.cost import Link, cheapest
 from shoal.schedules.proof import ProofFailed
 from shoal.wire.threads import ThreadTransport
 from shoal.wire.transport import Work
-from tests.group.cases import Case, call, cases, check
+from tests.group.cases import call, cases, check, group_for
 from tests.group.threads import on_threads
 
 EVERY = [(kind, name) for kind in kinds() for name in algorithms(kind)]
@@ -42,12 +42,6 @@ def test_every_algorithm_gives_the_right_numbers_on_1_to_9_ranks(
             check(case, got, rank, size)
         if kind == "all_reduce" and build(kind, name, size).same_bits:
             assert all(torch.equal(got, results[0]) for got in results)
-
-
-def group_for(transport: object, case: Case) -> ScheduledGroup:
-    return ScheduledGroup(
-        transport, {case.kind: case.algorithm}, segment_bytes=case.segment_bytes  # type: ignore[arg-type]
-    )
 
 
 def swap(ranks: int) -> Collective:
