@@ -7,7 +7,7 @@ import sys
 import typer
 
 from shoal import __version__
-from shoal.commands import bench
+from shoal.commands import bench, collectives
 from shoal.commands.run import run
 from shoal.commands.train import evaluate, train
 from shoal.commands.verify import verify
@@ -27,6 +27,7 @@ app.command()(train)
 app.command("eval")(evaluate)
 app.command()(verify)
 app.add_typer(bench.app, name="bench")
+app.add_typer(collectives.app, name="collectives")
 
 
 @app.callback(invoke_without_command=True)

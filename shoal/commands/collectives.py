@@ -1,0 +1,222 @@
+"""`shoal collectives`: what every algorithm costs; `show` draws one."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table as Grid
+
+from shoal.commands.units import (
+    parse_bytes,
+    parse_s_per_byte,
+    parse_seconds,
+    show_bytes,
+    show_seconds,
+)
+from shoal.errors import BadInput, CheckFailed
+from shoal.plan.price import Price, price_all
+from shoal.schedules.catalog import algorithms, build, kinds
+from shoal.schedules.collective import Collective
+from shoal.schedules.draw import draw
+from shoal.schedules.kinds import kind_named
+from shoal.schedules.proof import prove
+from shoal.schedules.svg import animated_svg
+
+app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_args_is_help=False)
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def told(command: Command) -> Command:
+    """A mistake is one sentence on stderr: exit 2 for bad input, 1 for a check that says no."""
+
+    @functools.wraps(command)
+    def safely(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except (BadInput, CheckFailed) as error:
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(2 if isinstance(error, BadInput) else 1) from error
+
+    return safely  # type: ignore[return-value]
+
+
+@app.callback(invoke_without_command=True)
+@told
+def table(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(help="How many ranks take part.")] = 8,
+    size: Annotated[str, typer.Option("--bytes", help="Of a vector: 100MB, 64KiB.")] = "100MB",
+    alpha: Annotated[str, typer.Option(help="Time of a message: 10us.")] = "10us",
+    beta: Annotated[str, typer.Option(help="Of a byte: 10GB/s, or seconds.")] = "10GB/s",
+    gamma: Annotated[str, typer.Option(help="Of a byte reduced: 20GB/s, or seconds.")] = "0",
+    kind: Annotated[str, typer.Option(help="Which collective, or `all`.")] = "all_reduce",
+    prove_all: Annotated[bool, typer.Option("--prove", help="Prove each one.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """A table of all algorithms, the fastest first."""
+    if context.invoked_subcommand is not None:
+        return
+    if ranks < 1:
+        raise BadInput(f"a collective needs at least one rank, not {ranks}")
+    cost = (parse_seconds(alpha), parse_s_per_byte(beta), parse_s_per_byte(gamma))
+    num_bytes = parse_bytes(size)
+    names = kinds() if kind == "all" else [kind_named(kind).name]
+    found = {name: price_all(name, ranks, num_bytes, *cost) for name in names}
+    if prove_all:
+        for name in names:
+            for algorithm in algorithms(name):
+                prove(build(name, algorithm, ranks))
+    if as_json:
+        typer.echo(json.dumps(_document(found, ranks, num_bytes, cost, prove_all)))
+        return
+    console = _console()
+    for name, prices in found.items():
+        console.print(_grid(name, prices, num_bytes))
+    if prove_all:
+        console.print(f"All of them are proven for {ranks} ranks.")
+    if "all_reduce" in found and ranks > 1:
+        console.print(_ring_against_star(found["all_reduce"]), soft_wrap=True)
+
+
+@app.command()
+@told
+def show(
+    kind: Annotated[str, typer.Argument(help="all_reduce, broadcast, scan, …")],
+    name: Annotated[str, typer.Argument(help="ring, tree, …; or FILE.py:FUNCTION of your own")],
+    ranks: Annotated[int, typer.Option(help="How many ranks take part.")] = 4,
+    root: Annotated[int, typer.Option(help="Of broadcast, reduce, scatter, gather.")] = 0,
+    node: Annotated[int | None, typer.Option(help="hierarchical: ranks a node.")] = None,
+    rack: Annotated[int | None, typer.Option(help="hierarchical: nodes a rack.")] = None,
+    inner: Annotated[str | None, typer.Option(help="hierarchical: inside the node.")] = None,
+    outer: Annotated[str | None, typer.Option(help="hierarchical: between them.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write an animated picture.")] = None,
+    prove_it: Annotated[bool, typer.Option("--prove", help="Prove it, do not draw.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Draw one algorithm round by round: which chunk goes where, what each rank holds."""
+    options = {"node": node, "rack": rack, "inner": inner, "outer": outer}
+    given = {key: value for key, value in options.items() if value is not None}
+    collective = _own(kind, name, ranks) if ":" in name else build(kind, name, ranks, root, **given)
+    proof = prove(collective) if prove_it or svg is not None or as_json else None
+    if svg is not None:
+        _write(svg, animated_svg(collective))
+    if as_json:
+        typer.echo(json.dumps(_rounds(collective)))
+    elif svg is not None:
+        typer.echo(f"{collective}: {svg}")
+    elif proof is not None:
+        typer.echo(
+            f"{collective} is proven: {proof.rounds} rounds, {proof.transfers} transfers, and "
+            "every rank ends with exactly what it should have."
+        )
+    else:
+        draw(collective, _console())
+
+
+def _own(kind: str, name: str, ranks: int) -> Collective:
+    """A schedule of the user's own: a function of a file, from ranks to a Collective."""
+    path, _, function = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("own_schedule", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise BadInput(f"there is no Python file {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = getattr(module, function, None)
+    collective = made(ranks) if callable(made) else None
+    if not isinstance(collective, Collective):
+        raise BadInput(f"{path} has no function {function} to make a Collective of {ranks} ranks")
+    if collective.kind != kind_named(kind).name:
+        raise BadInput(f"{name} is a schedule for {collective.kind}, not for {kind}")
+    return collective
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {error.strerror}") from error
+
+
+def _grid(kind: str, prices: list[Price], num_bytes: int) -> Grid:
+    title = f"{kind} of {show_bytes(num_bytes)} over {prices[0].ranks} ranks"
+    grid = Grid(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    grid.add_column("algorithm")
+    for heading in ("rounds", "time", "busiest port", "x bound", "sent/rank", "sent total"):
+        grid.add_column(heading, justify="right")
+    grid.add_column("extra memory", justify="right")
+    grid.add_column("")
+    for place, one in enumerate(prices):
+        grid.add_row(
+            one.algorithm, str(one.rounds), show_seconds(one.time_s), show_bytes(one.busiest_bytes),
+            "-" if one.ratio is None else f"{one.ratio:.2f}", show_bytes(one.sent_largest_bytes),
+            show_bytes(one.sent_total_bytes), show_bytes(one.extra_memory_bytes),
+            "<- fastest" if place == 0 else "", style="bold green" if place == 0 else "",
+        )
+    return grid
+
+
+def _ring_against_star(prices: list[Price]) -> str:
+    by_name = {one.algorithm: one for one in prices}
+    ring, star = by_name["ring"], by_name["star"]
+    if not ring.busiest_bytes:
+        return ""
+    times = star.busiest_bytes / ring.busiest_bytes
+    return (
+        f"\nRing against star: both send {show_bytes(star.sent_total_bytes)} in all, but the root "
+        f"of the star carries {show_bytes(star.busiest_bytes)} through its port, {times:.3g} times "
+        f"the {show_bytes(ring.busiest_bytes)} of every rank of the ring."
+    )
+
+
+def _document(
+    found: dict[str, list[Price]],
+    ranks: int,
+    num_bytes: int,
+    cost: tuple[float, float, float],
+    proven: bool,
+) -> dict[str, Any]:
+    return {
+        "ranks": ranks,
+        "bytes": num_bytes,
+        "alpha_s": cost[0],
+        "beta_s_per_byte": cost[1],
+        "gamma_s_per_byte": cost[2],
+        "proven": proven,
+        "collectives": [
+            {
+                "kind": kind,
+                "fastest": prices[0].algorithm,
+                "algorithms": [one.as_dict() for one in prices],
+            }
+            for kind, prices in found.items()
+        ],
+    }
+
+
+def _rounds(collective: Collective) -> dict[str, Any]:
+    rounds = [
+        [
+            {"src": t.src, "dst": t.dst, "chunk": t.chunk, "reduce": t.reduce,
+             "into": t.chunk if t.into is None else t.into}
+            for t in transfers
+        ]
+        for transfers in collective.rounds
+    ]
+    return {
+        "kind": collective.kind, "algorithm": collective.name, "ranks": collective.ranks,
+        "chunks": collective.chunks, "scratch": collective.scratch, "root": collective.root,
+        "one_port": collective.one_port, "proven": True, "rounds": rounds,
+    }
+
+
+def _console() -> Console:
+    """As wide as the terminal; where there is none, wide enough for the table."""
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)

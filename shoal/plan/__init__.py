@@ -1,0 +1,1 @@
+"""How long: prices and predictions from schedules and clusters, without running anything."""

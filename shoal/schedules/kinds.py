@@ -1,0 +1,105 @@
+"""The kinds of collectives: who has what at the start, and who must have what at the end.
+
+    kind            starts with            ends with                       p = 3, root 0
+    broadcast       root: x                all: x                          x . .  ->  x x x
+    reduce          rank r: x_r            root: sum                       a b c  ->  S . .
+    all_reduce      rank r: x_r            all: sum                        a b c  ->  S S S
+    scatter         root: p pieces         rank r: piece r
+    gather          rank r: piece r        root: p pieces
+    all_gather      rank r: piece r        all: p pieces
+    reduce_scatter  rank r: x_r            rank r: piece r of the sum
+    all_to_all      rank r: p pieces       rank r: piece r of every rank
+    scan            rank r: x_r            rank r: x_0 + … + x_r
+    exclusive_scan  rank r: x_r            rank r: x_0 + … + x_(r-1), rank 0: nothing
+    barrier         rank r: "I am here"    all: everybody is here
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import BadInput
+
+Where = Callable[[Any, Any, int, int], Any]  # (rank, unit, ranks, root) -> bool, or arrays of it
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of collective. `begins` and `ends` say which rank holds which unit."""
+
+    name: str
+    units: Callable[[int], int]
+    begins: Where
+    ends: Where
+    reduces: bool = False  # contributions of several ranks are combined
+    prefix: int | None = None  # scan: rank r wants the contributions of ranks < r + prefix
+    overlap: bool = False  # a contribution may arrive twice without harm
+    rooted: bool = False
+    bound: Callable[[int], float] = lambda p: (p - 1) / p  # least bytes of the busiest rank, in V
+
+    def copies(self, ranks: int) -> int:
+        """How many whole vectors are held at the end beyond the first of their like."""
+        alike = self.ends is _all and self.prefix is None and not self.overlap
+        return ranks - 1 if alike else 0
+
+
+def _all(rank: Any, unit: Any, ranks: int, root: int) -> NDArray[np.bool_]:
+    return np.broadcast_to(np.True_, np.broadcast_shapes(np.shape(rank), np.shape(unit)))
+
+
+def _root(rank: Any, unit: Any, ranks: int, root: int) -> Any:
+    return (rank == root) & (unit == unit)
+
+
+def _owner(rank: Any, unit: Any, ranks: int, root: int) -> Any:
+    return rank == unit
+
+
+def _one(p: int) -> int:
+    return 1
+
+
+def _each(p: int) -> int:
+    return p
+
+
+_KINDS = [
+    Kind("all_reduce", _one, _all, _all, reduces=True, bound=lambda p: 2 * (p - 1) / p),
+    Kind("reduce_scatter", _each, _all, _owner, reduces=True),
+    Kind("all_gather", _each, _owner, _all),
+    Kind("broadcast", _one, _root, _all, rooted=True, bound=lambda p: float(p > 1)),
+    Kind("reduce", _one, _all, _root, reduces=True, rooted=True, bound=lambda p: float(p > 1)),
+    Kind("scatter", _each, _root, _owner, rooted=True),
+    Kind("gather", _each, _owner, _root, rooted=True),
+    Kind(
+        "all_to_all", lambda p: p * p,
+        lambda rank, unit, ranks, root: rank == unit // ranks,
+        lambda rank, unit, ranks, root: rank == unit % ranks,
+    ),
+    Kind("scan", _one, _all, _all, reduces=True, prefix=1, bound=lambda p: float(p > 1)),
+    Kind(
+        "exclusive_scan", _one, _all, lambda rank, unit, ranks, root: (rank > 0) & (unit == unit),
+        reduces=True, prefix=0, bound=lambda p: float(p > 1),
+    ),
+    Kind("barrier", _one, _all, _all, reduces=True, overlap=True, bound=lambda p: 0.0),
+]
+KINDS = {kind.name: kind for kind in _KINDS}
+
+
+def kind_named(name: str) -> Kind:
+    if name not in KINDS:
+        raise BadInput(f"there is no collective {name!r}; {nearest(name, KINDS)}")
+    return KINDS[name]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to say to someone who wrote a name that nobody knows."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"

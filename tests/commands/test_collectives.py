@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shoal.commands.collectives import app
+from shoal.commands.units import (
+    parse_bytes,
+    parse_s_per_byte,
+    parse_seconds,
+    show_bytes,
+    show_seconds,
+)
+from shoal.errors import BadInput
+from shoal.schedules.catalog import algorithms, kinds
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_table_shows_ring_against_star_as_the_notes_tell_it() -> None:
+    shown = run("--ranks", "8", "--bytes", "100MB")
+    assert shown.exit_code == 0
+    lines = {line.split()[0]: line.split() for line in shown.stdout.splitlines() if line.strip()}
+    total = lines["ring"].index("1.4")
+    assert lines["ring"][total : total + 2] == lines["star"][-4:-2] == ["1.4", "GB"]
+    assert "8.00" in lines["star"] and "1.00" in lines["ring"]
+    assert "the root of the star carries 1.4 GB" in shown.stdout
+    assert "8 times the 175 MB of every rank of the ring" in shown.stdout
+
+
+def test_the_table_has_every_algorithm_sorted_and_the_winner_marked() -> None:
+    document = json.loads(run("--ranks", "8", "--json").stdout)
+    (found,) = document["collectives"]
+    assert {one["algorithm"] for one in found["algorithms"]} == set(algorithms("all_reduce"))
+    times = [one["time_s"] for one in found["algorithms"]]
+    assert times == sorted(times) and found["fastest"] == found["algorithms"][0]["algorithm"]
+    (winner,) = [line for line in run().stdout.splitlines() if "<- fastest" in line]
+    assert winner.startswith(found["fastest"])
+
+
+def test_all_kinds_are_priced_and_proven() -> None:
+    document = json.loads(run("--kind", "all", "--ranks", "5", "--prove", "--json").stdout)
+    assert [one["kind"] for one in document["collectives"]] == kinds()
+    assert document["proven"] is True
+
+
+def test_alpha_and_beta_decide() -> None:
+    def fastest(*arguments: str) -> str:
+        answer = json.loads(run("--ranks", "16", "--json", *arguments).stdout)
+        return str(answer["collectives"][0]["fastest"])
+
+    assert fastest("--bytes", "64", "--alpha", "1ms") == "doubling"
+    assert fastest("--bytes", "1GB", "--alpha", "0", "--beta", "1GB/s") != "doubling"
+
+
+def test_show_draws_round_by_round() -> None:
+    shown = run("show", "all_reduce", "ring", "--ranks", "4")
+    assert shown.exit_code == 0
+    assert "Round 1 of 6" in shown.stdout and "Round 6 of 6" in shown.stdout
+    assert "0 ─c3+→ 1   1 ─c0+→ 2   2 ─c1+→ 3   3 ─c2+→ 0" in shown.stdout
+    assert "rank 3  123  23   3    all" in shown.stdout
+    assert "Done: all ranks have the sum of all." in shown.stdout
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_every_algorithm_can_be_drawn_and_animated(kind: str, tmp_path: Path) -> None:
+    for name in algorithms(kind):
+        for ranks in ("1", "4", "5"):
+            assert "Done" in run("show", kind, name, "--ranks", ranks).stdout
+            picture = tmp_path / f"{name}.svg"
+            assert run("show", kind, name, "--ranks", ranks, "--svg", str(picture)).exit_code == 0
+            ElementTree.parse(picture)
+
+
+def test_show_proves() -> None:
+    shown = run("show", "all_reduce", "hierarchical", "--ranks", "12", "--node", "4", "--prove",
+                "--inner", "tree", "--outer", "doubling")  # fmt: skip
+    assert shown.exit_code == 0 and "is proven" in shown.stdout
+
+
+def test_show_gives_the_rounds_as_json_and_nothing_else() -> None:
+    document = json.loads(run("show", "broadcast", "star", "--ranks", "3", "--json").stdout)
+    assert document["rounds"] == [[
+        {"src": 0, "dst": 1, "chunk": 0, "reduce": False, "into": 0},
+        {"src": 0, "dst": 2, "chunk": 0, "reduce": False, "into": 0},
+    ]]  # fmt: skip
+
+
+OWN = """
+from shoal.schedules.collective import Collective, Transfer
+
+def swap(ranks):
+    return Collective("swap", 2, 1, [[Transfer(0, 1, 0, True), Transfer(1, 0, 0, True)]])
+
+def half(ranks):
+    return Collective("half", 2, 1, [[Transfer(0, 1, 0, True)]])
+"""
+
+
+def test_a_schedule_of_ones_own_is_proven_or_refused_with_1(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    right = run("show", "all_reduce", f"{file}:swap", "--ranks", "2", "--prove")
+    assert right.exit_code == 0 and "is proven" in right.stdout
+    wrong = run("show", "all_reduce", f"{file}:half", "--ranks", "2", "--prove")
+    assert wrong.exit_code == 1
+    assert "at the end rank 0 lacks the contribution of rank 1 in chunk 0" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--ranks", "0"), "at least one rank, not 0"),
+        (("--bytes", "3potatoes"), "'3potatoes' is no size"),
+        (("--alpha", "soon"), "'soon' is no time"),
+        (("--beta", "10GB"), "'10GB' is no cost of a byte"),
+        (("--kind", "allreduce"), "did you mean 'all_reduce'?"),
+        (("show", "all_reduce", "rong"), "did you mean 'ring'?"),
+        (("show", "broadcast", "tree", "--root", "9"), "ranks 0 to 3, not 9"),
+        (("show", "all_reduce", "ring", "--ranks", "99"), "helps nobody"),
+        (("show", "all_reduce", "ring", "--node", "2"), "no such option"),
+        (("show", "all_reduce", "nowhere.py:f"), "no Python file nowhere.py"),
+        (("show", "all_reduce", "ring", "--svg", "/nowhere/a.svg"), "cannot write /nowhere/a.svg"),
+        (("show", "all_reduce", "ring", "--ranks", "64", "--svg", "a.svg"), "too many to watch"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(arguments: tuple[str, ...], sentence: str) -> None:
+    answer = run(*arguments)
+    assert answer.exit_code == 2 and answer.stdout == ""
+    assert sentence in answer.stderr and answer.stderr.count("\n") == 1
+
+
+def test_the_command_does_not_import_torch() -> None:
+    code = "import sys, shoal.commands.collectives; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_sizes_times_and_rates_are_read_as_people_write_them() -> None:
+    assert parse_bytes("100MB") == 100_000_000 and parse_bytes("64KiB") == 65_536
+    assert parse_bytes("1.5 gb") == 1_500_000_000 and parse_bytes("12") == 12
+    assert parse_seconds("10us") == pytest.approx(1e-5) and parse_seconds("2ms") == 0.002
+    assert parse_s_per_byte("10GB/s") == pytest.approx(1e-10)
+    assert parse_s_per_byte("1e-10") == pytest.approx(1e-10)
+    for wrong in ("", "MB", "-5", "5 apples", "1e"):
+        with pytest.raises(BadInput):
+            parse_bytes(wrong)
+
+
+def test_sizes_and_times_are_written_with_three_digits() -> None:
+    assert [show_bytes(n) for n in (0, 12, 1_400_000_000, 12_500_000, 999_999)] == [
+        "0 B", "12 B", "1.4 GB", "12.5 MB", "1 MB",
+    ]  # fmt: skip
+    assert [show_seconds(n) for n in (0.0176, 2.0, 3e-7)] == ["17.6 ms", "2 s", "300 ns"]

@@ -1,0 +1,199 @@
+"""Prices come from the schedules alone; the closed forms of the textbooks must agree with them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import pytest
+
+from shoal.plan.price import Price, price, price_all
+from shoal.schedules.catalog import algorithms, build, kinds
+from shoal.schedules.collective import Collective, Transfer
+
+ALPHA, BETA, GAMMA = 3e-6, 2e-9, 5e-10
+V = 64 * 63 * 61 * 5  # any number will do
+EVERY = [(kind, name) for kind in kinds() for name in algorithms(kind)]
+RANKS = range(2, 65)
+
+
+def priced(kind: str, name: str, ranks: int, gamma: float = 0.0) -> Price:
+    return price(build(kind, name, ranks), V, ALPHA, BETA, gamma)
+
+
+def log2(p: int) -> int:
+    """Rounded up."""
+    return (p - 1).bit_length()
+
+
+def folds(p: int) -> int:
+    """One round before and one after where p is no power of two."""
+    return 2 * (p & (p - 1) > 0)
+
+
+def floor2(p: int) -> int:
+    return p.bit_length() - 1
+
+
+# For p ranks: rounds, and the time as a pair (messages in a row, bytes in a row in units of V).
+CLOSED: dict[tuple[str, str], Callable[[int], tuple[int, int, float]]] = {
+    ("all_reduce", "naive"): lambda p: (p * (p - 1), p * (p - 1), p * (p - 1)),
+    ("all_reduce", "sequential"): lambda p: (p, p * (p - 1), p * (p - 1)),
+    ("all_reduce", "direct"): lambda p: (1, p - 1, p - 1),
+    ("all_reduce", "star"): lambda p: (2, 2 * (p - 1), 2 * (p - 1)),
+    ("all_reduce", "slow_ring"): lambda p: (2 * (p - 1), 2 * (p - 1), 2 * (p - 1)),
+    ("all_reduce", "whole_ring"): lambda p: (p - 1, p - 1, p - 1),
+    ("all_reduce", "ring"): lambda p: (2 * (p - 1), 2 * (p - 1), 2 * (p - 1) / p),
+    ("all_reduce", "tree"): lambda p: (2 * log2(p), 2 * log2(p), 2 * log2(p)),
+    ("all_reduce", "doubling"): lambda p: (floor2(p) + folds(p),) * 2 + (floor2(p) + folds(p),),
+    ("reduce_scatter", "ring"): lambda p: (p - 1, p - 1, (p - 1) / p),
+    ("reduce_scatter", "direct"): lambda p: (1, p - 1, (p - 1) / p),
+    ("all_gather", "ring"): lambda p: (p - 1, p - 1, (p - 1) / p),
+    ("all_gather", "direct"): lambda p: (1, p - 1, (p - 1) / p),
+    ("all_gather", "bruck"): lambda p: (log2(p), log2(p), (p - 1) / p),
+    ("broadcast", "tree"): lambda p: (log2(p), log2(p), log2(p)),
+    ("broadcast", "star"): lambda p: (1, p - 1, p - 1),
+    ("broadcast", "ring"): lambda p: (2 * p - 2, 2 * p - 2, (2 * p - 2) / p),
+    ("reduce", "tree"): lambda p: (log2(p), log2(p), log2(p)),
+    ("reduce", "star"): lambda p: (1, p - 1, p - 1),
+    ("reduce", "ring"): lambda p: (2 * p - 2, 2 * p - 2, (2 * p - 2) / p),
+    ("scatter", "star"): lambda p: (1, p - 1, (p - 1) / p),
+    ("gather", "star"): lambda p: (1, p - 1, (p - 1) / p),
+    ("all_to_all", "shift"): lambda p: (p - 1, p - 1, (p - 1) / p),
+    ("all_to_all", "direct"): lambda p: (1, p - 1, (p - 1) / p),
+    ("scan", "chain"): lambda p: (p - 1, p - 1, p - 1),
+    ("scan", "hillis_steele"): lambda p: (log2(p), log2(p), log2(p)),
+    ("exclusive_scan", "chain"): lambda p: (p - 1, p - 1, p - 1),
+    ("exclusive_scan", "hillis_steele"): lambda p: (1 + log2(p - 1),) * 2 + (1 + log2(p - 1),),
+    ("barrier", "dissemination"): lambda p: (log2(p), log2(p), 0),
+    ("barrier", "star"): lambda p: (2, 2 * (p - 1), 0),
+    ("barrier", "ring"): lambda p: (2 * (p - 1), 2 * (p - 1), 0),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), CLOSED)
+def test_rounds_and_time_are_the_closed_form(kind: str, name: str) -> None:
+    for ranks in RANKS:
+        rounds, messages, volume = CLOSED[kind, name](ranks)
+        found = priced(kind, name, ranks)
+        assert found.rounds == rounds, ranks
+        assert found.time_s == pytest.approx(messages * ALPHA + volume * V * BETA), ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
+def test_logarithmic_algorithms_on_powers_of_two(ranks: int) -> None:
+    share, levels = (ranks - 1) / ranks * V * BETA, floor2(ranks)
+    for kind, name, times in [
+        ("all_reduce", "halving", 2), ("reduce_scatter", "halving", 1),
+        ("all_gather", "doubling", 1), ("scatter", "tree", 1), ("gather", "tree", 1),
+    ]:
+        found = priced(kind, name, ranks)
+        assert found.rounds == times * levels
+        assert found.time_s == pytest.approx(times * (levels * ALPHA + share))
+    bruck = priced("all_to_all", "bruck", ranks)
+    assert bruck.time_s == pytest.approx(levels * (ALPHA + V / 2 * BETA))
+
+
+def test_halving_on_other_numbers_of_ranks_adds_a_fold() -> None:
+    for ranks in (n for n in RANKS if folds(n)):
+        found, inner = priced("all_reduce", "halving", ranks), 1 << floor2(ranks)
+        assert found.rounds == 2 * floor2(ranks) + 2
+        least = 2 * (inner - 1) / inner + 2
+        assert least * V <= found.busiest_bytes <= (least + 1) * V
+
+
+def test_torus_has_the_bytes_of_the_ring_in_fewer_rounds() -> None:
+    for rows, columns in [(2, 2), (2, 3), (3, 4), (4, 4), (6, 7), (8, 8)]:
+        ranks = rows * columns
+        found = priced("all_reduce", "torus", ranks)
+        assert found.rounds == 2 * (rows - 1) + 2 * (columns - 1)
+        assert found.sent_largest_bytes == pytest.approx(2 * (ranks - 1) / ranks * V)
+
+
+def test_ring_sends_2_p_minus_1_over_p_v_bytes() -> None:
+    for ranks in RANKS:
+        found = priced("all_reduce", "ring", ranks)
+        exact = 2 * (ranks - 1) / ranks * V
+        assert found.sent_largest_bytes == pytest.approx(exact)
+        assert found.received_largest_bytes == pytest.approx(exact)
+        assert found.sent_total_bytes == pytest.approx(ranks * exact)
+        assert found.ratio == pytest.approx(1.0)
+
+
+def test_ring_without_chunks_costs_what_the_notes_say() -> None:
+    """All links busy: (N-1)Z a rank, md/b in all. One at a time: most links are idle."""
+    for ranks in RANKS:
+        whole = priced("all_reduce", "whole_ring", ranks)
+        slow = build("all_reduce", "slow_ring", ranks)
+        assert whole.sent_largest_bytes == pytest.approx((ranks - 1) * V)
+        wire_s = whole.time_s - whole.rounds * ALPHA
+        assert wire_s == pytest.approx((ranks - 1) / ranks * (ranks * V * BETA))
+        assert all(len(transfers) == 1 for transfers in slow.rounds)
+
+
+def test_naive_moves_p_p_minus_1_v_bytes() -> None:
+    for ranks in RANKS:
+        for name in ("naive", "sequential", "direct"):
+            total = priced("all_reduce", name, ranks).sent_total_bytes
+            assert total == pytest.approx(ranks * (ranks - 1) * V)
+
+
+def test_star_moves_what_the_ring_moves_and_its_root_carries_n_times_as_much() -> None:
+    for ranks in RANKS:
+        ring, star = priced("all_reduce", "ring", ranks), priced("all_reduce", "star", ranks)
+        assert star.sent_total_bytes == pytest.approx(ring.sent_total_bytes)
+        assert star.busiest_bytes == pytest.approx(ranks * ring.busiest_bytes)
+
+
+def test_reduction_costs_gamma_per_byte() -> None:
+    for ranks in RANKS:
+        free, paid = priced("all_reduce", "ring", ranks), priced("all_reduce", "ring", ranks, GAMMA)
+        assert paid.time_s - free.time_s == pytest.approx((ranks - 1) / ranks * V * GAMMA)
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_what_is_sent_is_received_and_no_bound_is_beaten(kind: str, name: str) -> None:
+    for ranks in (2, 3, 8, 13, 64):
+        found = priced(kind, name, ranks)
+        assert found.sent_total_bytes == pytest.approx(found.received_total_bytes)
+        assert found.ratio is None or found.ratio > 1 - 1e-9
+
+
+def test_redundancy_is_what_the_notes_say() -> None:
+    for ranks in RANKS:
+        ring = priced("all_reduce", "ring", ranks)
+        assert ring.redundant_bytes == (ranks - 1) * V  # the same as one half of the traffic
+        assert ring.sent_total_bytes == pytest.approx(2 * ring.redundant_bytes)
+        assert priced("reduce_scatter", "ring", ranks).redundant_bytes == 0
+
+
+def test_extra_memory_is_what_must_be_staged() -> None:
+    for ranks in RANKS:
+        assert priced("all_reduce", "ring", ranks).extra_memory_bytes == pytest.approx(V / ranks)
+        assert priced("all_reduce", "star", ranks).extra_memory_bytes == (ranks - 1) * V
+        assert priced("all_reduce", "naive", ranks).extra_memory_bytes == 2 * V
+        assert priced("all_gather", "ring", ranks).extra_memory_bytes == 0
+        assert priced("all_to_all", "shift", ranks).extra_memory_bytes == 0
+
+
+def test_the_fastest_comes_first() -> None:
+    small = price_all("all_reduce", 16, 8, 1e-5, 1e-10)
+    large = price_all("all_reduce", 16, 10**9, 1e-5, 1e-10)
+    assert [one.time_s for one in large] == sorted(one.time_s for one in large)
+    assert small[0].algorithm == "doubling" and large[0].ratio == pytest.approx(1.0)
+
+
+def test_a_schedule_of_ones_own_is_priced_too() -> None:
+    swap = Collective("swap", 2, 1, [[Transfer(0, 1, 0, True), Transfer(1, 0, 0, True)]])
+    found = price(swap, 1000, ALPHA, BETA)
+    assert (found.rounds, found.sent_largest_bytes) == (1, 1000)
+    assert found.time_s == pytest.approx(ALPHA + 1000 * BETA)
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_1024_ranks_are_generated_and_priced_in_under_2_s(kind: str, name: str) -> None:
+    start = time.process_time()
+    found = priced(kind, name, 1024)
+    assert time.process_time() - start < 2
+    assert math.isfinite(found.time_s) and found.rounds > 0

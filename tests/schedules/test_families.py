@@ -1,0 +1,150 @@
+"""The other algorithms, written out for a few ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.errors import BadInput
+from shoal.schedules.catalog import algorithms, build, kinds
+from shoal.schedules.collective import Collective
+from shoal.schedules.proof import prove
+from shoal.schedules.table import Transfer as T
+
+ADD, PUT = True, False
+
+
+def test_star_reduces_at_the_root_and_broadcasts() -> None:
+    assert build("all_reduce", "star", 3).rounds == (
+        (T(1, 0, 0, ADD), T(2, 0, 0, ADD)),
+        (T(0, 1, 0, PUT), T(0, 2, 0, PUT)),
+    )
+
+
+def test_tree_over_5_ranks_goes_up_and_down() -> None:
+    assert build("all_reduce", "tree", 5).rounds == (
+        (T(4, 0, 0, ADD),),
+        (T(2, 0, 0, ADD), T(3, 1, 0, ADD)),
+        (T(1, 0, 0, ADD),),
+        (T(0, 1, 0, PUT),),
+        (T(0, 2, 0, PUT), T(1, 3, 0, PUT)),
+        (T(0, 4, 0, PUT),),
+    )
+
+
+def test_doubling_over_3_ranks_folds_the_odd_one_in() -> None:
+    assert build("all_reduce", "doubling", 3).rounds == (
+        (T(1, 0, 0, ADD),),
+        (T(0, 2, 0, ADD), T(2, 0, 0, ADD)),
+        (T(0, 1, 0, PUT),),
+    )
+
+
+def test_halving_over_4_ranks_halves_and_doubles() -> None:
+    first, second, third, fourth = build("all_reduce", "halving", 4).rounds
+    assert [t for t in first if t.src == 0] == [T(0, 2, 2, ADD), T(0, 2, 3, ADD)]
+    assert [t for t in second if t.src == 0] == [T(0, 1, 1, ADD)]
+    assert [t for t in third if t.src == 0] == [T(0, 1, 0, PUT)]
+    assert [t for t in fourth if t.src == 0] == [T(0, 2, 0, PUT), T(0, 2, 1, PUT)]
+
+
+def test_direct_is_one_round_of_everything() -> None:
+    (only,) = build("all_reduce", "direct", 3).rounds
+    assert only == tuple(T(s, d, 0, ADD) for s in range(3) for d in range(3) if s != d)
+
+
+def test_naive_has_one_message_a_round() -> None:
+    messages = [[t for t in r if t.src != t.dst] for r in build("all_reduce", "naive", 3).rounds]
+    pairs = [(t.src, t.dst) for transfers in messages for t in transfers]
+    assert max(map(len, messages)) == 1
+    assert pairs == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+
+
+def test_hillis_steele_over_5_ranks_doubles_its_reach() -> None:
+    assert build("scan", "hillis_steele", 5).rounds == (
+        (T(0, 1, 0, ADD), T(1, 2, 0, ADD), T(2, 3, 0, ADD), T(3, 4, 0, ADD)),
+        (T(0, 2, 0, ADD), T(1, 3, 0, ADD), T(2, 4, 0, ADD)),
+        (T(0, 4, 0, ADD),),
+    )
+
+
+def test_bruck_moves_a_piece_by_the_bits_of_its_distance() -> None:
+    rounds = build("all_to_all", "bruck", 4).rounds
+    piece = 0 * 4 + 3  # from rank 0 to rank 3: first by 1, then by 2
+    ways = [[(t.src, t.dst) for t in transfers if t.chunk == piece] for transfers in rounds]
+    assert ways == [[(0, 1)], [(1, 3)]]
+
+
+def test_double_tree_swaps_leaves_and_inner_nodes() -> None:
+    schedule = build("all_reduce", "double_tree", 8, segments=1)
+    first = {t.src for r in schedule.rounds for t in r if t.chunk == 0 and t.reduce}
+    adders = [
+        {t.dst for r in schedule.rounds for t in r if t.chunk == tree and t.reduce}
+        for tree in (0, 1)
+    ]
+    assert first == set(range(1, 8))
+    assert adders[0] == {0, 2, 4, 6} and adders[1] == {1, 3, 5, 7}
+
+
+def test_torus_of_6_talks_to_right_hand_neighbours_only() -> None:
+    ways = {(t.src, t.dst) for r in build("all_reduce", "torus", 6).rounds for t in r}
+    rows = {(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 3)}
+    columns = {(0, 3), (3, 0), (1, 4), (4, 1), (2, 5), (5, 2)}
+    assert ways == rows | columns
+
+
+INNER = ("ring", "halving", "direct", "star", "tree")
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("outer", algorithms("all_reduce"))
+def test_hierarchical_takes_any_inner_and_outer_algorithm(inner: str, outer: str) -> None:
+    for ranks, node in ((8, 4), (9, 4), (12, 3), (7, 5), (5, 1), (4, 8)):
+        prove(build("all_reduce", "hierarchical", ranks, node=node, inner=inner, outer=outer))
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_hierarchical_has_a_rack_level(inner: str) -> None:
+    for ranks in (16, 24, 27, 31):
+        prove(build("all_reduce", "hierarchical", ranks, node=4, rack=2, inner=inner, outer="tree"))
+
+
+def test_between_nodes_only_the_shards_of_hierarchical_travel() -> None:
+    schedule = build("all_reduce", "hierarchical", 16, node=4, outer="ring")
+    between = [t for r in schedule.rounds for t in r if t.src // 4 != t.dst // 4]
+    per_rank = len([t for t in between if t.src == 5]) / schedule.chunks
+    assert per_rank == 2 * (4 - 1) / 16  # 2(n-1)V/p for n nodes
+
+
+def test_one_rank_has_nothing_to_send() -> None:
+    for kind in kinds():
+        for name in algorithms(kind):
+            table = build(kind, name, 1).table
+            assert not (table.src != table.dst).any(), (kind, name)
+
+
+def test_a_wrong_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(BadInput, match="did you mean 'ring'"):
+        build("all_reduce", "rong", 4)
+    with pytest.raises(BadInput, match="did you mean 'all_reduce'"):
+        build("allreduce", "ring", 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("all_reduce", "ring", 0), "at least one rank"),
+        (("broadcast", "tree", 4, 4), "root must be one of the ranks 0 to 3"),
+    ],
+)
+def test_bad_arguments_are_told(arguments: tuple[object, ...], sentence: str) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        build(*arguments)  # type: ignore[arg-type]
+
+
+def test_bad_options_are_told() -> None:
+    with pytest.raises(BadInput, match="no such option"):
+        build("all_reduce", "ring", 4, node=2)
+    with pytest.raises(BadInput, match="cannot have 4 columns"):
+        build("all_reduce", "torus", 6, columns=4)
+    with pytest.raises(BadInput, match="multiple of 4 chunks"):
+        Collective("mine", 4, 3, (), "all_gather")
