@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from shoal.errors import BadInput
 from shoal.group.group import Group
+from shoal.group.scheduled import ScheduledGroup
 from shoal.group.solo import SoloGroup
 from shoal.group.torch_group import TorchGroup, join_world
 from shoal.job import Job
@@ -33,7 +34,8 @@ from shoal.launch.worker import die_with_launcher, open_progress
 from shoal.observe.capture import Capture, Enough
 from shoal.observe.progress import for_worker
 from shoal.observe.trace import OFF, Recorder, Tracer
-from shoal.strategy import Part, Single, Strategy, as_strategy, require_built
+from shoal.strategy import Ddp, Part, Single, Strategy, as_strategy, require_built
+from shoal.wire.torch_p2p import TorchTransport
 
 _calls = 0
 
@@ -99,7 +101,7 @@ class _Worker:
             tracer = self._tracer(group)
             progress = for_worker(self.rank, self.size, open_progress(os.environ))
             stack.callback(progress.close)
-            if isinstance(group, TorchGroup):
+            if isinstance(group, TorchGroup | ScheduledGroup):
                 group.tracer = tracer
             job = Job(
                 self.strategy,
@@ -150,10 +152,21 @@ class _Worker:
             backend = choose_backend(self.device, self.placement)
             world = join_world(rendezvous, self.rank, self.size, backend, f"run {_calls}")
             try:
-                yield TorchGroup(world)
+                yield self._over(world)
             finally:
                 if ours:
                     dist.destroy_process_group()
+
+    def _over(self, world: dist.ProcessGroup) -> Group:
+        """A named algorithm runs as a schedule over point-to-point messages; "auto" is torch's."""
+        part = self.strategy.sync_for(self.size)
+        if not isinstance(part, Ddp) or part.algorithm == "auto":
+            return TorchGroup(world)
+        if self.device.type != "cpu":
+            raise BadInput(f"{part} runs on CPUs: on GPUs leave the algorithm to NCCL")
+        return ScheduledGroup(
+            TorchTransport(world), {"all_reduce": part.algorithm}, background=True
+        )
 
     def _tracer(self, group: Group) -> Tracer:
         if not os.environ.get("SHOAL_TRACE_DIR"):

@@ -34,7 +34,7 @@ EVERY_VALUE = _EveryValue()
 # at its default only (so list `size`, which has none); an unlisted part does not work at all.
 BUILT: dict[str, dict[str, Container[object]]] = {
     "single": {},
-    "ddp": {"algorithm": ("auto",), "bucket_mb": EVERY_VALUE, "compress": (None,)},
+    "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": (None,)},
 }
 
 MAX_TEXT = 10_000  # characters: nobody writes a longer strategy, and Python's parser has limits

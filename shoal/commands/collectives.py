@@ -155,10 +155,16 @@ def _grid(kind: str, prices: list[Price], num_bytes: int) -> Grid:
     grid.add_column("")
     for place, one in enumerate(prices):
         grid.add_row(
-            one.algorithm, str(one.rounds), show_seconds(one.time_s), show_bytes(one.busiest_bytes),
-            "-" if one.ratio is None else f"{one.ratio:.2f}", show_bytes(one.sent_largest_bytes),
-            show_bytes(one.sent_total_bytes), show_bytes(one.extra_memory_bytes),
-            "<- fastest" if place == 0 else "", style="bold green" if place == 0 else "",
+            one.algorithm,
+            str(one.rounds),
+            show_seconds(one.time_s),
+            show_bytes(one.busiest_bytes),
+            "-" if one.ratio is None else f"{one.ratio:.2f}",
+            show_bytes(one.sent_largest_bytes),
+            show_bytes(one.sent_total_bytes),
+            show_bytes(one.extra_memory_bytes),
+            "<- fastest" if place == 0 else "",
+            style="bold green" if place == 0 else "",
         )
     return grid
 
@@ -204,16 +210,27 @@ def _document(
 def _rounds(collective: Collective) -> dict[str, Any]:
     rounds = [
         [
-            {"src": t.src, "dst": t.dst, "chunk": t.chunk, "reduce": t.reduce,
-             "into": t.chunk if t.into is None else t.into}
+            {
+                "src": t.src,
+                "dst": t.dst,
+                "chunk": t.chunk,
+                "reduce": t.reduce,
+                "into": t.chunk if t.into is None else t.into,
+            }
             for t in transfers
         ]
         for transfers in collective.rounds
     ]
     return {
-        "kind": collective.kind, "algorithm": collective.name, "ranks": collective.ranks,
-        "chunks": collective.chunks, "scratch": collective.scratch, "root": collective.root,
-        "one_port": collective.one_port, "proven": True, "rounds": rounds,
+        "kind": collective.kind,
+        "algorithm": collective.name,
+        "ranks": collective.ranks,
+        "chunks": collective.chunks,
+        "scratch": collective.scratch,
+        "root": collective.root,
+        "one_port": collective.one_port,
+        "proven": True,
+        "rounds": rounds,
     }
 
 

@@ -16,7 +16,7 @@ import typer
 from shoal.errors import BadInput
 from shoal.launch.local import launch
 from shoal.observe.progress import Bar
-from shoal.strategy import Strategy, as_strategy, require_built
+from shoal.strategy import Ddp, Strategy, as_strategy, require_built
 
 EXAMPLES = ("digits", "gpt")
 
@@ -60,6 +60,10 @@ def strategy_for(text: str | None, workers: int) -> Strategy:
     strategy = as_strategy(text if text is not None else ("ddp" if workers > 1 else "single"))
     strategy.layout(workers)
     require_built(strategy)
+    if isinstance(strategy.sync, Ddp) and strategy.sync.algorithm != "auto":
+        from shoal.schedules.catalog import build  # numpy: only where it is needed
+
+        build("all_reduce", strategy.sync.algorithm, 1)  # refuses an unknown name
     return strategy
 
 

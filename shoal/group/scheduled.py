@@ -54,7 +54,7 @@ class ScheduledGroup:
         self.link, self._segment_bytes = link, segment_bytes
         self._chooser = Chooser(algorithm, self.rank, self.size)
         self._background, self._queue = background, OrderedQueue(background)
-        self._tracer = tracer
+        self.tracer = tracer
         self._calls = self._children = 0
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:
@@ -137,8 +137,13 @@ class ScheduledGroup:
         self._children += 1
         space = self._space * 1024 + self._children
         return ScheduledGroup(
-            transport, self._algorithm, self.link, self._segment_bytes, self._background,
-            self._tracer, space,
+            transport,
+            self._algorithm,
+            self.link,
+            self._segment_bytes,
+            self._background,
+            self.tracer,
+            space,
         )
 
     def _place(self, root: int = 0) -> Place:
@@ -159,7 +164,7 @@ class ScheduledGroup:
         start_ns = time.monotonic_ns()
         self._run(program, call, tag)
         detail = f"{call.kind} {program.collective.name} {call.num_bytes} bytes"
-        self._tracer.add("reduce", start_ns, time.monotonic_ns(), "comm", detail)
+        self.tracer.add("reduce", start_ns, time.monotonic_ns(), "comm", detail)
 
     def _run(self, program: Program, call: Call, tag: int) -> None:
         memory = Memory(program.collective, call.unit_numel, call.like)

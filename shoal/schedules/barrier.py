@@ -12,7 +12,7 @@ from shoal.schedules.table import EMPTY, rows
 def dissemination_barrier(ranks: int) -> Collective:
     """In round k rank i tells rank i + 2^k who has come: ceil(log2 p) rounds, no root.
 
-        round 0   i -> i+1     round 1   i -> i+2     round 2   i -> i+4   (mod p)
+    round 0   i -> i+1     round 1   i -> i+2     round 2   i -> i+4   (mod p)
     """
     rank = np.arange(ranks)
     rounds = [

@@ -1,8 +1,8 @@
 """Bruck: logarithmic all-gather and all-to-all for any number of ranks.
 
-    all-gather, p = 5     round 0   i gets from i+1 its 1 chunk
-                          round 1   i gets from i+2 its 2 chunks
-                          round 2   i gets from i+4 the 1 chunk that is still missing
+all-gather, p = 5     round 0   i gets from i+1 its 1 chunk
+                      round 1   i gets from i+2 its 2 chunks
+                      round 2   i gets from i+4 the 1 chunk that is still missing
 """
 
 from __future__ import annotations

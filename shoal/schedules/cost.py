@@ -80,9 +80,14 @@ def traffic(collective: Collective) -> Traffic:
 
     return Traffic(
         int(np.count_nonzero(np.diff(when, prepend=-1))),
-        np.flatnonzero(np.diff(cells // ranks, prepend=-1)), cells % ranks,
-        count(sender[first]), count(receiver[first]),
-        count(sender), count(receiver), count(receiver[reduced]), ranks,
+        np.flatnonzero(np.diff(cells // ranks, prepend=-1)),
+        cells % ranks,
+        count(sender[first]),
+        count(receiver[first]),
+        count(sender),
+        count(receiver),
+        count(receiver[reduced]),
+        ranks,
     )
 
 

@@ -1,9 +1,9 @@
 """Everybody to everybody at once: one round, and p-1 messages in and out of every port.
 
-    0 <-> 1
-    | \\ / |      the lowest latency where ports are many, the most traffic where they are few
-    | / \\ |
-    3 <-> 2
+0 <-> 1
+| \\ / |      the lowest latency where ports are many, the most traffic where they are few
+| / \\ |
+3 <-> 2
 """
 
 from __future__ import annotations

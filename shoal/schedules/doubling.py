@@ -1,8 +1,8 @@
 """Recursive doubling: in round k every rank exchanges with the one at distance 2^k.
 
-    round 0   0<->1   2<->3   4<->5   6<->7
-    round 1   0<->2   1<->3   4<->6   5<->7
-    round 2   0<->4   1<->5   2<->6   3<->7
+round 0   0<->1   2<->3   4<->5   6<->7
+round 1   0<->2   1<->3   4<->6   5<->7
+round 2   0<->4   1<->5   2<->6   3<->7
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """When things happen in an animated picture: SMIL attributes over one endless loop.
 
-    | start | round 1: wait, move, settle | round 2 … | end |
+| start | round 1: wait, move, settle | round 2 … | end |
 """
 
 from __future__ import annotations

@@ -70,7 +70,11 @@ def hierarchical_all_reduce(
         _inside(second, nodes, shards, between.chunks),
     )
     return Collective(
-        name, ranks, chunks, table, same_bits=between.same_bits,
+        name,
+        ranks,
+        chunks,
+        table,
+        same_bits=between.same_bits,
         one_port=between.one_port and first(2).one_port and (even or shards == 1),
         scratch=math.ceil(between.scratch / between.chunks) * chunks,
     )
@@ -137,4 +141,3 @@ def _between(outer: Collective, nodes: list[NDArray[np.int64]], shards: int) -> 
     layer, slot = np.divmod(np.arange(outer.slots), outer.chunks)
     chunks = layer * shards * outer.chunks + shard[:, None] * outer.chunks + slot
     return outer.table.embedded(members, chunks[:, :, None])
-

@@ -1,17 +1,17 @@
 """The kinds of collectives: who has what at the start, and who must have what at the end.
 
-    kind            starts with            ends with                       p = 3, root 0
-    broadcast       root: x                all: x                          x . .  ->  x x x
-    reduce          rank r: x_r            root: sum                       a b c  ->  S . .
-    all_reduce      rank r: x_r            all: sum                        a b c  ->  S S S
-    scatter         root: p pieces         rank r: piece r
-    gather          rank r: piece r        root: p pieces
-    all_gather      rank r: piece r        all: p pieces
-    reduce_scatter  rank r: x_r            rank r: piece r of the sum
-    all_to_all      rank r: p pieces       rank r: piece r of every rank
-    scan            rank r: x_r            rank r: x_0 + … + x_r
-    exclusive_scan  rank r: x_r            rank r: x_0 + … + x_(r-1), rank 0: nothing
-    barrier         rank r: "I am here"    all: everybody is here
+kind            starts with            ends with                       p = 3, root 0
+broadcast       root: x                all: x                          x . .  ->  x x x
+reduce          rank r: x_r            root: sum                       a b c  ->  S . .
+all_reduce      rank r: x_r            all: sum                        a b c  ->  S S S
+scatter         root: p pieces         rank r: piece r
+gather          rank r: piece r        root: p pieces
+all_gather      rank r: piece r        all: p pieces
+reduce_scatter  rank r: x_r            rank r: piece r of the sum
+all_to_all      rank r: p pieces       rank r: piece r of every rank
+scan            rank r: x_r            rank r: x_0 + … + x_r
+exclusive_scan  rank r: x_r            rank r: x_0 + … + x_(r-1), rank 0: nothing
+barrier         rank r: "I am here"    all: everybody is here
 """
 
 from __future__ import annotations
@@ -78,14 +78,20 @@ _KINDS = [
     Kind("scatter", _each, _root, _owner, rooted=True),
     Kind("gather", _each, _owner, _root, rooted=True),
     Kind(
-        "all_to_all", lambda p: p * p,
+        "all_to_all",
+        lambda p: p * p,
         lambda rank, unit, ranks, root: rank == unit // ranks,
         lambda rank, unit, ranks, root: rank == unit % ranks,
     ),
     Kind("scan", _one, _all, _all, reduces=True, prefix=1, bound=lambda p: float(p > 1)),
     Kind(
-        "exclusive_scan", _one, _all, lambda rank, unit, ranks, root: (rank > 0) & (unit == unit),
-        reduces=True, prefix=0, bound=lambda p: float(p > 1),
+        "exclusive_scan",
+        _one,
+        _all,
+        lambda rank, unit, ranks, root: (rank > 0) & (unit == unit),
+        reduces=True,
+        prefix=0,
+        bound=lambda p: float(p > 1),
     ),
     Kind("barrier", _one, _all, _all, reduces=True, overlap=True, bound=lambda p: 0.0),
 ]

@@ -151,9 +151,7 @@ def _holders(collective: Collective, where: Where) -> Iterator[tuple[int, int]]:
     yield from zip(found[0].tolist(), found[1].tolist(), strict=True)
 
 
-def _check_slot(
-    collective: Collective, state: State, rank: int, chunk: int, wanted: int
-) -> None:
+def _check_slot(collective: Collective, state: State, rank: int, chunk: int, wanted: int) -> None:
     held = state[rank].get(chunk, 0)
     if wanted & ~held:
         what = f"lacks the contribution of {_ranks(wanted & ~held)} in chunk {chunk}"

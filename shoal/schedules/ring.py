@@ -1,8 +1,8 @@
 """Rings: every rank hears from its left neighbour only, and talks to its right one only.
 
-    0 -> 1 -> 2 -> 3 -+
-    ^                 |     all links busy in every round, each with 1/p of the data
-    +-----------------+
+0 -> 1 -> 2 -> 3 -+
+^                 |     all links busy in every round, each with 1/p of the data
++-----------------+
 """
 
 from __future__ import annotations

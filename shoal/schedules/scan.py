@@ -13,7 +13,7 @@ from shoal.schedules.table import EMPTY, Table, rows
 def chain_scan(ranks: int) -> Collective:
     """The sum walks along the ranks: p-1 rounds of V bytes, p-1 messages in all.
 
-        0 -> 1 -> 2 -> 3
+    0 -> 1 -> 2 -> 3
     """
     step = np.arange(ranks - 1)
     table = rows(step, step, step + 1, 0, True)
@@ -23,9 +23,9 @@ def chain_scan(ranks: int) -> Collective:
 def hillis_steele_scan(ranks: int) -> Collective:
     """In round k rank i sends its sum to rank i + 2^k: ceil(log2 p) rounds of V bytes.
 
-        round 0   0->1  1->2  2->3  3->4        every rank has the sum of 2 neighbours
-        round 1   0->2  1->3  2->4              … of 4
-        round 2   0->4                          … of 8, or all before it
+    round 0   0->1  1->2  2->3  3->4        every rank has the sum of 2 neighbours
+    round 1   0->2  1->3  2->4              … of 4
+    round 2   0->4                          … of 8, or all before it
     """
     rounds = [
         rows(0, np.arange(ranks - step), np.arange(step, ranks), 0, True)

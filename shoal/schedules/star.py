@@ -1,10 +1,10 @@
 """One rank in the middle: the pattern of a parameter server.
 
-        1
-        |
-    4 - 0 - 2     every byte passes through the root's port
-        |
-        3
+    1
+    |
+4 - 0 - 2     every byte passes through the root's port
+    |
+    3
 """
 
 from __future__ import annotations

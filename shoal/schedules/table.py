@@ -103,8 +103,13 @@ class Table(Sequence[tuple[Transfer, ...]]):
         flags = np.full_like(self.reduce, reduce)
         last = np.int32(self.num_rounds - 1)
         turned = self._with(
-            self.num_rounds, round=last - self.round, src=self.dst, dst=self.src,
-            chunk=self.into, into=self.chunk, reduce=flags,
+            self.num_rounds,
+            round=last - self.round,
+            src=self.dst,
+            dst=self.src,
+            chunk=self.into,
+            into=self.chunk,
+            reduce=flags,
         )
         return _merged([turned], self.num_rounds)
 
@@ -112,8 +117,11 @@ class Table(Sequence[tuple[Transfer, ...]]):
         """Rank r becomes ranks[r], and slot c becomes chunks[c]."""
         rank_of, chunk_of = np.asarray(ranks, np.int32), np.asarray(chunks, np.int32)
         return self._with(
-            self.num_rounds, src=rank_of[self.src], dst=rank_of[self.dst],
-            chunk=chunk_of[self.chunk], into=chunk_of[self.into],
+            self.num_rounds,
+            src=rank_of[self.src],
+            dst=rank_of[self.dst],
+            chunk=chunk_of[self.chunk],
+            into=chunk_of[self.into],
         )
 
     def embedded(self, members: ArrayLike, chunks: ArrayLike) -> Table:
@@ -125,8 +133,12 @@ class Table(Sequence[tuple[Transfer, ...]]):
         rank_of, chunk_of = np.asarray(members, np.int32).T, np.asarray(chunks, np.int32)
         chunk_of = chunk_of.swapaxes(0, 1)  # by chunk, place, part
         return rows(
-            self.round[:, None, None], rank_of[self.src][:, :, None], rank_of[self.dst][:, :, None],
-            chunk_of[self.chunk], self.reduce[:, None, None], chunk_of[self.into],
+            self.round[:, None, None],
+            rank_of[self.src][:, :, None],
+            rank_of[self.dst][:, :, None],
+            chunk_of[self.chunk],
+            self.reduce[:, None, None],
+            chunk_of[self.into],
             num_rounds=self.num_rounds,
         )
 
@@ -164,9 +176,13 @@ def from_rounds(rounds: Iterable[Iterable[Transfer]]) -> Table:
     listed = [list(transfers) for transfers in rounds]
     flat = [(i, t) for i, transfers in enumerate(listed) for t in transfers]
     return rows(
-        [i for i, _ in flat], [t.src for _, t in flat], [t.dst for _, t in flat],
-        [t.chunk for _, t in flat], [t.reduce for _, t in flat],
-        [t.chunk if t.into is None else t.into for _, t in flat], num_rounds=len(listed),
+        [i for i, _ in flat],
+        [t.src for _, t in flat],
+        [t.dst for _, t in flat],
+        [t.chunk for _, t in flat],
+        [t.reduce for _, t in flat],
+        [t.chunk if t.into is None else t.into for _, t in flat],
+        num_rounds=len(listed),
     )
 
 

@@ -1,8 +1,8 @@
 """Binomial trees: the number of ranks that take part doubles in every round.
 
-    round 0   0 -> 1
-    round 1   0 -> 2   1 -> 3
-    round 2   0 -> 4   1 -> 5   2 -> 6   3 -> 7
+round 0   0 -> 1
+round 1   0 -> 2   1 -> 3
+round 2   0 -> 4   1 -> 5   2 -> 6   3 -> 7
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def tree_all_reduce(ranks: int) -> Collective:
 def tree_scatter(ranks: int) -> Collective:
     """Halves of what is left go down the tree: ceil(log2 p) rounds; the root sends (p-1)V/p.
 
-        round 0   0 -[4 5 6 7]-> 4
-        round 1   0 -[2 3]-> 2      4 -[6 7]-> 6
-        round 2   0 -[1]-> 1   2 -[3]-> 3   4 -[5]-> 5   6 -[7]-> 7
+    round 0   0 -[4 5 6 7]-> 4
+    round 1   0 -[2 3]-> 2      4 -[6 7]-> 6
+    round 2   0 -[1]-> 1   2 -[3]-> 3   4 -[5]-> 5   6 -[7]-> 7
     """
     return Collective("tree", ranks, ranks, _halves(ranks), "scatter", one_port=True)
 

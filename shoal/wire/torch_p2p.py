@@ -51,4 +51,3 @@ def short_tag(tag: int) -> int:
     """
     number, collective, space = tag & 0xFFFFF, tag >> 39 & 1, tag >> 40
     return number | collective << 20 | (space ^ space >> 10) % 1024 << 21
-

@@ -122,6 +122,7 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         (["run", "train.py", "-n", "2", "-s", "dpp"], "did you mean 'ddp'"),
         (["run", "train.py", "-n", "3", "-s", "tp(2) + pp(2)"], "needs at least 4 workers"),
         (["run", "train.py", "-n", "2", "-s", "gossip"], "gossip is not built yet"),
+        (["run", "train.py", "-n", "2", "-s", 'ddp(algorithm="tre")'], "did you mean 'tree'"),
         (["run", "train.py", "-n", "2", "-s", "single"], "single runs on one worker"),
         (["run", "missing.py"], "there is no script 'missing.py'"),
         (["run", "train.py", "-n", "0"], "Invalid value for '--workers'"),
