@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,8 @@ from shoal.errors import CheckpointError
 MANIFEST = "manifest.json"
 FORMAT = "shoal checkpoint 1"
 _LARGEST_MANIFEST_BYTES = 64 << 20
+_OURS = re.compile(r"(model|optimizer)-[0-9]{1,12}-[0-9a-f]{6}\.safetensors")
+_HALF_WRITTEN = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{6}")
 
 
 @dataclass
@@ -42,6 +45,10 @@ class Checkpoint:
 def write(path: Path, checkpoint: Checkpoint) -> None:
     """Save under `path`, a folder; what was there before stays valid until this one is whole."""
     try:
+        json.dumps(checkpoint.document)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"what is said about a checkpoint has to be JSON: {error}") from error
+    try:
         path.mkdir(parents=True, exist_ok=True)
         mark = f"{checkpoint.document.get('steps', 0)}-{secrets.token_hex(3)}"
         files = {
@@ -52,7 +59,7 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
         }
         manifest = {"format": FORMAT, "files": files, **checkpoint.document}
         _replace(path / MANIFEST, json.dumps(manifest, indent=1).encode())
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot save a checkpoint at {path}: {error}") from error
     _remove_old(path, {entry["name"] for entry in files.values()})
 
@@ -108,7 +115,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], tied: Any, where: Path) -> None:
     """Copy `tensors` into the model; another model's are refused by name before any copy."""
-    if not isinstance(tied, dict):
+    if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
         raise CheckpointError(f"the checkpoint at {where} is damaged: 'tied' is no table")
     complete = {**tensors, **{name: tensors[t] for name, t in tied.items() if t in tensors}}
     own = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
@@ -183,14 +190,10 @@ def load_optimizer(
         for index, name in zip(packed["params"], group_names, strict=True):
             if name in state:
                 by_index[index] = state[name]
+        if i < len(saved_groups) and not isinstance(saved_groups[i], dict):
+            raise CheckpointError(f"the checkpoint at {where} is damaged: its parameter groups")
         if i < len(saved_groups) and saved_groups[i].get("params") == group_names:
-            packed.update(
-                {
-                    k: _like(v, packed.get(k))
-                    for k, v in saved_groups[i].items()
-                    if k in packed and k != "params"
-                }
-            )
+            _restore(packed, saved_groups[i], where)
     document["state"] = by_index
     optimizer.load_state_dict(document)
 
@@ -214,8 +217,26 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _like(value: Any, current: Any) -> Any:
-    return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
+def _restore(group: dict[str, Any], saved: dict[str, Any], where: Path) -> None:
+    """Take over numbers (lr, betas, weight_decay, …); switches stay as the script has them."""
+    for key, now in group.items():
+        if key == "params" or key not in saved or not _is_number(now, tuple):
+            continue
+        value = tuple(saved[key]) if isinstance(saved[key], list) else saved[key]
+        if not _is_number(value, type(now)) or _length(value) != _length(now):
+            raise CheckpointError(f"the checkpoint at {where} is damaged: {key}={saved[key]!r}")
+        group[key] = value
+
+
+def _is_number(value: Any, tuples: type) -> bool:
+    """A number; or a tuple of them, where `tuples` is the type of tuples."""
+    if isinstance(value, tuple) and tuples is tuple:
+        return all(_is_number(item, float) for item in value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, tuple) else 0
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
@@ -231,7 +252,7 @@ def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def _read_tensors(path: Path, entry: Any) -> dict[str, Tensor]:
     name = entry.get("name") if isinstance(entry, dict) else None
-    if not isinstance(name, str) or name != os.path.basename(name) or name.startswith("."):
+    if not isinstance(name, str) or not _OURS.fullmatch(name):
         raise CheckpointError(f"the checkpoint at {path} is damaged: it names a strange file")
     file = path / name
     try:
@@ -260,7 +281,8 @@ def _replace(file: Path, data: bytes) -> None:
 
 
 def _remove_old(path: Path, keep: set[str]) -> None:
-    for pattern in ("model-*.safetensors", "optimizer-*.safetensors"):
-        for file in path.glob(pattern):
-            if file.name not in keep:
-                file.unlink(missing_ok=True)
+    """Remove earlier files of ours, also those of a save that was cut short; nobody else's."""
+    for file in path.iterdir():
+        is_ours = _OURS.fullmatch(file.name) or _HALF_WRITTEN.fullmatch(file.name)
+        if is_ours and file.name not in keep:
+            file.unlink(missing_ok=True)

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from shoal.errors import BadInput
-
-Tree = Any  # a tensor, or tuples, lists and dicts of trees
+from shoal.tree import Tree, map_tensors, tensors_of
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,10 @@ class DatasetBatches:
         drop_last: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
         loaders: int = 0,
+        loader_seed: int = 0,
     ):
         self.dataset, self.cut, self.collate, self.loaders = dataset, cut, collate, loaders
+        self.loader_seed = loader_seed
         stop = len(order) - len(order) % batch_size if drop_last else len(order)
         self.batches = [order[i : i + batch_size] for i in range(0, stop, batch_size)][start:]
 
@@ -111,7 +112,7 @@ class DatasetBatches:
                 batch_sampler=[i.tolist() for i in chosen],
                 collate_fn=collate,
                 num_workers=self.loaders,
-                generator=torch.Generator(),
+                generator=torch.Generator().manual_seed(self.loader_seed),
             )
             return (_pair(batch) for batch in loader)
         return (_pair(collate(self._fetch(i.tolist()))) for i in chosen)
@@ -135,30 +136,6 @@ def take(rows: Tensor, ranges: Sequence[range]) -> Tensor:
     """The rows in `ranges`, one after the other; row 0 stands in for an empty range."""
     pieces = [rows[r.start : r.stop] if r else rows[:1] for r in ranges]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """The same tree with `function` applied to its tensors; other leaves stay."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, item) for item in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(function, item) for item in tree)
-    return tree
-
-
-def tensors_of(tree: Tree) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, tuple(tree) if isinstance(tree, Batch) else tree)
-    return found
 
 
 def num_rows(tree: Tree) -> int:

@@ -6,6 +6,15 @@ its sentence and exits with 2. Everything else that fails exits with 1.
 
 from __future__ import annotations
 
+import re
+
+_LOST_PEER = re.compile(  # as Gloo, NCCL and the stores of torch.distributed say it
+    r"(connection|socket) (was likely |was )?(closed|reset|refused|aborted)|broken pipe"
+    r"|connection (timed out|timeout)|timed out waiting|got 0 bytes|application timeout"
+    r"|remote process exited|ncclRemoteError|lost (a peer|rank \d+)",
+    re.IGNORECASE,
+)
+
 
 class ShoalError(Exception):
     """The base of all errors that Shoal raises on purpose."""
@@ -41,6 +50,11 @@ class PeerLost(ShoalError):
         super().__init__(
             f"rank {rank} lost {who}{when} in {doing}: see that rank's output for the cause"
         )
+
+
+def tells_of_lost_peer(text: str) -> bool:
+    """Whether the message of a foreign error means that a connection to another rank broke."""
+    return _LOST_PEER.search(text) is not None
 
 
 class WorkersFailed(ShoalError):

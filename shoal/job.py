@@ -17,11 +17,9 @@ from shoal.data import (
     Batch,
     Cut,
     DatasetBatches,
-    map_tensors,
     mix,
     part_of,
     permutation,
-    tensors_of,
 )
 from shoal.errors import BadInput, CheckpointError, ShoalError
 from shoal.group.group import Group, Op
@@ -31,6 +29,7 @@ from shoal.replica.engine import Loss, Precision, call
 from shoal.step import Count, Step, StepOptions
 from shoal.strategy import Strategy, require_built
 from shoal.sync.update import LearningRate, OptimizerFactory
+from shoal.tree import map_tensors, tensors_of
 
 
 class Job:
@@ -192,11 +191,12 @@ class Job:
         such numbers; the result has the same form. The model is that of `step`, or of the
         latest one, in evaluation mode.
         """
-        model = (step or self._latest_step()).model
+        step = step or self._latest_step()
+        model = step.model
         was_training = model.training
         model.eval()
         try:
-            sums, samples = self._evaluate_part(metric, model, data, batch_size)
+            sums, samples = self._evaluate_part(metric, step, data, batch_size)
         finally:
             model.train(was_training)
         return self._mean_over_replicas(sums, samples)
@@ -259,7 +259,7 @@ class Job:
 
     def _dataset_epoch(
         self,
-        load: Callable[[Tensor, int], DatasetBatches],
+        load: Callable[..., DatasetBatches],
         num_samples: int,
         num_batches: int,
         shuffle: bool,
@@ -270,7 +270,7 @@ class Job:
         if start == num_batches:
             return []
         order = permutation(num_samples, self.seed, epoch) if shuffle else torch.arange(num_samples)
-        return load(order, start)
+        return load(order, start, loader_seed=mix(self.seed, 6, epoch, self.replica))
 
     def _iterable_epoch(self, data: Iterable[Any], cut: Cut, epoch: int) -> Iterator[Batch]:
         first = True
@@ -305,7 +305,7 @@ class Job:
             )
         if self.replicas == 1:
             return
-        sums = [t.double().sum().to(self.device) for t in tensors_of(tuple(batch))]
+        sums = [_fingerprint(t).to(self.device) for t in tensors_of(tuple(batch))]
         mine = torch.stack([*sums, torch.tensor(total, device=self.device).double()])
         low, high = mine.clone(), mine.clone()
         self.group.all_reduce(low, Op.MIN).wait()
@@ -331,7 +331,7 @@ class Job:
             raise BadInput("there is nothing to train on: the dataset is empty or epochs is 0")
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
-        self.steps += 1
+        self.steps = max(self.steps, step.steps)  # one step of a job may train several models
 
     def _say_once(self, sentence: str) -> None:
         if self.rank == 0 and sentence not in self._said:
@@ -344,7 +344,7 @@ class Job:
         return self._steps[-1]
 
     def _evaluate_part(
-        self, metric: Callable[[Any, Any], Any], model: nn.Module, data: Any, size: int | None
+        self, metric: Callable[[Any, Any], Any], step: Step, data: Any, size: int | None
     ) -> tuple[dict[str, Tensor], float]:
         """Sums of the metric over this replica's samples. Parts may be empty: no rank waits."""
         cut = Cut(self.replica, self.replicas)
@@ -352,7 +352,9 @@ class Job:
         samples = 0.0
         for batch in DatasetBatches(data, size or self._batch_size, cut, torch.arange(len(data))):
             inputs, targets = map_tensors(lambda t: t.to(self.device), tuple(batch))
-            found = metric(call(model, inputs), targets)
+            step.engine.presence.real = batch.parts[0] > 0
+            with self._tracer.span("forward", "evaluate"):
+                found = metric(call(step.model, inputs), targets)
             for name, value in (found if isinstance(found, dict) else {"": found}).items():
                 number = torch.as_tensor(value, dtype=torch.float64, device=self.device)
                 sums[name] = sums.get(name, torch.zeros_like(number)) + number * batch.parts[0]
@@ -400,10 +402,18 @@ class Job:
         return saved
 
 
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """One number that tells the same values in another order apart."""
+    flat = tensor.detach().flatten().double()
+    places = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
+    return torch.dot(flat, places.sqrt())
+
+
 def _load_step(
     step: Step, prefix: str, saved: checkpoint.Checkpoint, rest: Any, path: Path
 ) -> None:
-    if not isinstance(rest, dict) or not isinstance(rest.get("steps"), int):
+    steps = rest.get("steps") if isinstance(rest, dict) else None
+    if not isinstance(steps, int) or steps < 0:
         raise CheckpointError(f"the checkpoint at {path} is damaged: its models")
     model, optimizer = (
         {name.removeprefix(prefix): t for name, t in part.items() if name.startswith(prefix)}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shoal.data import Batch, Cut, Tree, map_tensors, mix, num_rows, take
+from shoal.data import Batch, Cut, mix, num_rows, take
 from shoal.errors import BadInput
 from shoal.group.group import Group, Op
 from shoal.observe.trace import Tracer
@@ -31,6 +31,7 @@ from shoal.sync.exact import ExactReduce
 from shoal.sync.local import LocalUpdate
 from shoal.sync.sync import Sync
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
+from shoal.tree import Tree, map_tensors
 
 Count = Callable[[Any], int | float | Tensor]
 
@@ -187,18 +188,30 @@ class Step:
     def _cut(self, batch: Any) -> list[MicroBatch]:
         """The micro-batches of this replica, on the device, each with its share of the loss."""
         ranges, parts, total = self._measure(batch)
+        pair = tuple(batch)
+        pieces = [pair] if len(ranges) == 1 else [_rows(pair, r) for r in ranges]
+        counts = self._counts(pieces, parts)
+        weights = self._weights(counts, total)
         device = self.flat.device
-        tree = map_tensors(lambda t: t.to(device, non_blocking=True), tuple(batch))
-        pieces = [tree] if len(ranges) == 1 else [_rows(tree, r) for r in ranges]
-        if self._reversed:
-            pieces = [map_tensors(lambda t: t.flip(0) if t.dim() else t, p) for p in pieces]
-        weights = self._weights(pieces, parts, total)
-        return [
-            MicroBatch(inputs, targets, weight, real=samples > 0, seed=self._stream(m))
-            for m, ((inputs, targets), samples, weight) in enumerate(
-                zip(pieces, parts, weights, strict=True)
+        found = []
+        for m, (piece, samples, count, weight) in enumerate(
+            zip(pieces, parts, counts, weights, strict=True)
+        ):
+            inputs, targets = map_tensors(
+                lambda t: t.to(device, non_blocking=True), self._in_order(piece)
             )
-        ]
+            real, alone = samples > 0, self.group.size == 1 and not self.options.exact
+            found.append(
+                MicroBatch(
+                    inputs, targets, weight, real, count == 0, alone and not real, self._stream(m)
+                )
+            )
+        return found
+
+    def _in_order(self, piece: Tree) -> Tree:
+        return (
+            map_tensors(lambda t: t.flip(0) if t.dim() else t, piece) if self._reversed else piece
+        )
 
     def _measure(self, batch: Any) -> tuple[list[range], Sequence[int], int | None]:
         """Rows and samples of each micro-batch, and the samples of the global batch if known.
@@ -221,29 +234,30 @@ class Step:
         ranges = Cut(microbatches=self.local_microbatches).rows(rows)
         return ranges, [len(r) for r in ranges], total
 
+    def _counts(self, pieces: list[Tree], parts: Sequence[int]) -> Sequence[float]:
+        """What the loss of each micro-batch is a mean over, here."""
+        if self.count is None:
+            return parts
+        return [
+            float(self.count(piece)) if samples else 0.0
+            for piece, samples in zip(pieces, parts, strict=True)
+        ]
+
     def _weights(
-        self, pieces: list[Tree], parts: Sequence[int], total: int | None
+        self, counts: Sequence[float], total: int | None
     ) -> Sequence[float | Callable[[], Tensor]]:
         """Each micro-batch's share: its count over the count of the global batch.
 
         Where the global count is not known, the ranks add it up while forward runs.
         """
         if self.count is None and total is not None:
-            return [samples / total for samples in parts]
-        counts = [
-            torch.as_tensor(
-                samples if self.count is None else (self.count(piece) if samples else 0),
-                dtype=torch.float64,
-                device=self.flat.device,
-            ).reshape(())
-            for piece, samples in zip(pieces, parts, strict=True)
-        ]
-        sum_of_all = torch.stack(counts).sum()
-        work = self.group.all_reduce(sum_of_all, Op.SUM)
+            return [count / total for count in counts]
+        everybody = torch.tensor(float(sum(counts)), dtype=torch.float64).to(self.flat.device)
+        work = self.group.all_reduce(everybody, Op.SUM)
 
-        def share(count: Tensor) -> Tensor:
+        def share(count: float) -> Tensor:
             work.wait()
-            return count / sum_of_all.clamp(min=1e-300)
+            return count / everybody.clamp(min=1e-300)
 
         return [partial(share, count) for count in counts]
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from shoal.errors import PeerLost
-from shoal.group.exchange import ExchangeGroup
 from shoal.group.group import Group
+from shoal.group.scheduled import ScheduledGroup
+from shoal.schedules.cost import Link
 from shoal.wire.threads import Mailboxes, ThreadTransport
 
 World = Callable[[int, Callable[[Group], Any]], list[Any]]
@@ -25,7 +26,7 @@ def run_world(size: int, body: Callable[[Group], Any]) -> list[Any]:
 
     def rank_body(rank: int) -> Any:
         try:
-            return body(ExchangeGroup(ThreadTransport(boxes, rank)))
+            return body(ScheduledGroup(ThreadTransport(boxes, rank), link=Link()))
         except BaseException:
             boxes.break_all(rank)
             raise
@@ -67,10 +68,11 @@ def nothing_left_behind() -> Iterator[None]:
     """A test that leaves a thread, a child process or shared memory behind fails."""
     threads, children, memory = set(threading.enumerate()), _children(), _shared_memory()
     yield
+    left = [t for t in threading.enumerate() if t not in threads]
+    for thread in left:  # one that has done its work may still be on its way out
+        thread.join(1.0)
     left_threads = [
-        t.name
-        for t in threading.enumerate()
-        if t not in threads and t.is_alive() and not t.name.startswith(("pytest", "Dummy"))
+        t.name for t in left if t.is_alive() and not t.name.startswith(("pytest", "Dummy"))
     ]
     assert not left_threads, f"threads left behind: {left_threads}"
     assert not _children() - children, "child processes left behind"

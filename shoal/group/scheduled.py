@@ -135,7 +135,7 @@ class ScheduledGroup:
 
     def _child(self, transport: Transport) -> ScheduledGroup:
         self._children += 1
-        space = self._space * 1024 + self._children
+        space = self._space << 20 | self._children
         return ScheduledGroup(
             transport,
             self._algorithm,

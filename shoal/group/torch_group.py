@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as meet
 
-from shoal.errors import PeerLost
+from shoal.errors import PeerLost, ShoalError, tells_of_lost_peer
 from shoal.group.group import Group, Op
 from shoal.observe.trace import OFF, Tracer
 from shoal.wire.transport import Work
@@ -45,7 +45,7 @@ class TorchWork:
                 with self._tracer.span("wait", self._doing):
                     self._work.wait()
             except RuntimeError as error:
-                raise PeerLost(self._rank, None, f"{self._doing} ({_first_line(error)})") from error
+                raise _told(error, self._rank, self._doing) from error
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -184,7 +184,7 @@ class TorchGroup:
         try:
             work = call()
         except RuntimeError as error:
-            raise PeerLost(self.rank, None, f"{doing} ({_first_line(error)})") from error
+            raise _told(error, self.rank, doing) from error
         if self.tracer.enabled and work is not None:
             self._trace(work, name, start_ns, data)
         return TorchWork(work, self.rank, doing, finish, self.tracer)
@@ -201,6 +201,13 @@ class TorchGroup:
             work.get_future().add_done_callback(done)
         except RuntimeError:
             return
+
+
+def _told(error: RuntimeError, rank: int, doing: str) -> ShoalError:
+    """torch's word for it, as ours: who, doing what."""
+    if tells_of_lost_peer(str(error)):
+        return PeerLost(rank, None, f"{doing} ({_first_line(error)})")
+    return ShoalError(f"rank {rank} failed in {doing}: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

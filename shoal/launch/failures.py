@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 import traceback
@@ -23,16 +22,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shoal.errors import BadInput, PeerLost, ShoalError, WorkersFailed
+from shoal.errors import BadInput, PeerLost, ShoalError, WorkersFailed, tells_of_lost_peer
 
 _HEAD_START_NS = 300_000_000
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
-_LOST_PEER = re.compile(  # as Gloo, NCCL and the stores of torch.distributed say it
-    r"(connection|socket) (was likely |was )?(closed|reset|refused|aborted)|broken pipe"
-    r"|connection (timed out|timeout)|timed out waiting|got 0 bytes|application timeout"
-    r"|remote process exited|ncclRemoteError|lost (a peer|rank \d+)",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ def _is_echo(death: Death) -> bool:
     if death.report is not None:
         return death.report.lost_peer
     last_lines = "\n".join(death.stderr_tail.splitlines()[-10:])
-    return not _is_kill(death) and _LOST_PEER.search(last_lines) is not None
+    return not _is_kill(death) and tells_of_lost_peer(last_lines)
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:
@@ -151,7 +144,7 @@ def _is_lost_peer(error: BaseException | None) -> bool:
         seen.add(id(error))
         if isinstance(error, (PeerLost, ConnectionError)):
             return True
-        if isinstance(error, (RuntimeError, OSError)) and _LOST_PEER.search(str(error)):
+        if isinstance(error, (RuntimeError, OSError)) and tells_of_lost_peer(str(error)):
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.checkpoint import model_tensors
-from shoal.data import tensors_of
 from shoal.group.group import Op
 from shoal.job import Job
 from shoal.step import Step
+from shoal.tree import tensors_of
 
 
 class Enough(BaseException):

@@ -44,8 +44,11 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(normal, weight, inv_std, count)
         ctx.group, ctx.real = group, real
         out = normal
-        if weight is not None and bias is not None:
-            out = torch.addcmul(bias.view(shape), normal, weight.view(shape))
+        if weight is not None:
+            out = out * weight.view(shape)
+        if bias is not None:
+            out = out + bias.view(shape)
+        ctx.has_bias = bias is not None
         return out.to(x.dtype)
 
     @staticmethod
@@ -56,12 +59,15 @@ class _Normalize(torch.autograd.Function):
         sums = torch.stack([grad.sum(others), (grad * normal).sum(others)])
         grad_bias, grad_weight = sums[0].clone(), sums[1].clone()
         ctx.group.all_reduce(sums).wait()
-        sums /= count
+        sums /= count.clamp(min=1)
         scale = inv_std if weight is None else inv_std * weight
         grad_x = (grad - sums[0].view(shape) - normal * sums[1].view(shape)) * scale.view(shape)
         if not ctx.real:  # rows that stand in are no part of the statistics
             grad_x = torch.zeros_like(grad_x)
-        affine = (None, None) if weight is None else (grad_weight, grad_bias)
+        affine = (
+            None if weight is None else grad_weight,
+            grad_bias if ctx.has_bias else None,
+        )
         return grad_x.to(grads[0].dtype), *affine, None, None, None, None, None
 
 
@@ -86,7 +92,7 @@ class GlobalBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         mean, var, count = self._statistics(input)
-        if count.device.type == "cpu" and count <= 1:
+        if count.device.type == "cpu" and count == 1:
             raise ValueError(
                 "BatchNorm needs more than 1 value per channel in a global batch while training"
             )
@@ -110,7 +116,7 @@ class GlobalBatchNorm(_BatchNorm):
         table = everyone.view(self._group.size, -1)
         means, variances, counts = torch.split(table, [mean.numel(), mean.numel(), 1], dim=1)
         total = counts.sum()
-        share = counts / total
+        share = counts / total.clamp(min=1)  # all 0 where nobody has a sample
         mean = (means * share).sum(0)
         var = (share * (variances + (means - mean) ** 2)).sum(0)
         return mean, var, total
@@ -119,13 +125,14 @@ class GlobalBatchNorm(_BatchNorm):
     def _remember(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
+        happened = (count > 0).to(self.running_mean.dtype)
+        self.num_batches_tracked.add_(happened.long())
         momentum = self.momentum
         if momentum is None:
-            momentum = 1.0 / float(self.num_batches_tracked)
+            momentum = 1.0 / max(1.0, float(self.num_batches_tracked))
         unbiased = var * (count / (count - 1).clamp(min=1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), happened * momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), happened * momentum)
 
 
 class MicroBatchNorm(_BatchNorm):
@@ -204,11 +211,11 @@ def settle(model: nn.Module, group: Group) -> None:
 
 
 def _replace(model: nn.Module, make: Callable[[_BatchNorm], nn.Module]) -> None:
+    made: dict[int, nn.Module] = {}  # a layer that is used in two places stays one
     for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child) in _PLAIN:
-                assert isinstance(child, _BatchNorm)
-                parent._modules[name] = make(child)
+        for name, child in parent._modules.items():
+            if isinstance(child, _BatchNorm) and type(child) in _PLAIN:
+                parent._modules[name] = made.setdefault(id(child), make(child))
 
 
 def _dims_of(local: nn.Module) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ and what its part of the loss is; agreeing with others is the business of the sy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from shoal.observe.trace import OFF, Tracer
 from shoal.replica.batchnorm import Presence
 from shoal.replica.flat import FlatParams, OnBucket
 from shoal.schedules.pipeline import Action, Kind
+from shoal.tree import tensors_of
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Loss = Callable[[Any, Any], Tensor]
@@ -34,7 +35,9 @@ class MicroBatch(NamedTuple):
     inputs: Any
     targets: Any
     weight: float | Callable[[], Tensor]
-    real: bool = True
+    real: bool = True  # False: one row stands in for an empty part
+    weightless: bool = False  # the loss has nothing to be a mean over
+    skip: bool = False  # nobody has rows here: nothing is computed
     seed: int = 0
 
 
@@ -60,7 +63,6 @@ class Engine:
         self.presence, self.tracer = presence or Presence(), tracer
         self._autocast = _autocast(flat.device, precision)
         self._do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
-        self._random: bool | None = None  # whether the model draws random numbers, once known
 
     def follow(self, actions: Sequence[Action]) -> None:
         """Take these actions for the schedule from now on."""
@@ -76,42 +78,23 @@ class Engine:
         self._microbatches, self._on_bucket = microbatches, on_bucket
         self._losses: dict[int, Tensor] = {}
         self._total: Tensor | None = None
-        if self._random is False:
-            self._walk()
-        else:
-            self._walk_with_own_randomness()
+        with own_random_streams(self.flat.device):
+            for action in self.actions:
+                self._do[action.kind](action.microbatch)
         assert self._total is not None
         return self._total
 
-    def _walk(self) -> None:
-        for action in self.actions:
-            self._do[action.kind](action.microbatch)
-
-    def _walk_with_own_randomness(self) -> None:
-        """Dropout draws from a stream of its own, seeded per micro-batch.
-
-        What the script draws between steps is then the same on every rank and at any number of
-        them. A model that drew nothing in its first step is spared the effort from then on.
-        """
-        generators = _generators(self.flat.device)
-        states = [generator.get_state() for generator in generators]
-        try:
-            self._walk()
-        finally:
-            last_seed = self._microbatches[self._last].seed
-            if self._random is None:
-                self._random = any(_has_drawn(generator, last_seed) for generator in generators)
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-
     def _forward(self, m: int) -> None:
         micro = self._microbatches[m]
+        if micro.skip:
+            self._losses[m] = torch.zeros((), device=self.flat.device, requires_grad=True)
+            return
         self.presence.real = micro.real
-        if self._random is not False:
-            for generator in _generators(self.flat.device):
-                generator.manual_seed(micro.seed)
+        for generator in _generators(self.flat.device):
+            generator.manual_seed(micro.seed)
         with self.tracer.span("forward", "micro-batch"), self._autocast():
-            loss = self.loss(call(self.model, micro.inputs), micro.targets)
+            outputs = call(self.model, micro.inputs)
+            loss = _zero(outputs) if micro.weightless else self.loss(outputs, micro.targets)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise BadInput(
                 "the loss function has to return one number, the mean over the samples, and it "
@@ -159,10 +142,26 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
-def _has_drawn(generator: torch.Generator, seed: int) -> bool:
-    """Whether anybody drew from `generator` since it was seeded with `seed`."""
-    fresh = torch.Generator(generator.device).manual_seed(seed)
-    return not torch.equal(generator.get_state(), fresh.get_state())
+@contextmanager
+def own_random_streams(device: torch.device) -> Iterator[None]:
+    """Give the global random generators back as they were found.
+
+    A step draws from streams of its own (dropout), seeded per micro-batch; what the script draws
+    between steps is then the same on every rank and at any number of them.
+    """
+    generators = _generators(device)
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _zero(outputs: Any) -> Tensor:
+    """A loss of 0 that reaches every output, so that backward runs as on the other ranks."""
+    parts = [out.sum() * 0 for out in tensors_of(outputs) if out.requires_grad]
+    return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

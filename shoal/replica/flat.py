@@ -41,7 +41,7 @@ class FlatParams:
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]):
-        self.named = [(name, p) for name, p in named if p.requires_grad]
+        self.named = [(name, p) for name, p in named if p.requires_grad and p.numel()]
         if not self.named:
             raise BadInput("the model has no parameter that requires a gradient")
         self.params = [p for _, p in self.named]

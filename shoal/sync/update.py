@@ -65,7 +65,7 @@ class Update:
 def make_optimizer(
     factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    optimizer: Any = factory(iter(named))
+    optimizer: Any = factory(iter(named)) if callable(factory) else None
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInput(
             "optimizer has to be a function from (name, parameter) pairs to a torch optimizer, "

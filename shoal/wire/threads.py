@@ -20,15 +20,22 @@ class DoneWork:
 
 
 class PendingWork:
-    """Work that is carried out by whoever waits for it, once."""
+    """Work that is carried out by whoever waits for it, once; what failed stays failed."""
 
     def __init__(self, run: Callable[[], None]):
         self._run: Callable[[], None] | None = run
+        self._error: Exception | None = None
 
     def wait(self) -> None:
         run, self._run = self._run, None
-        if run is not None:
-            run()
+        if self._error is not None:
+            raise self._error
+        try:
+            if run is not None:
+                run()
+        except Exception as error:
+            self._error = error
+            raise
 
 
 class Mailboxes:

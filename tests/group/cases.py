@@ -59,8 +59,10 @@ def cases(draw: st.DrawFn, kind: str, algorithm: str) -> Case:
 
 def group_for(transport: Transport, case: Case) -> ScheduledGroup:
     return ScheduledGroup(
-        transport, {case.kind: case.algorithm},
-        segment_bytes=case.segment_bytes, background=case.background,
+        transport,
+        {case.kind: case.algorithm},
+        segment_bytes=case.segment_bytes,
+        background=case.background,
     )
 
 

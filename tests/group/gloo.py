@@ -72,7 +72,10 @@ class GlooWorld:
 def serve(rank: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE,
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=SIZE,
         timeout=timedelta(seconds=10),
     )
     worlds = {size: dist.new_group(list(range(size))) for size in range(1, SIZE + 1)}
@@ -109,9 +112,7 @@ def _compare(case: Case, got: Tensor, peer: Tensor, size: int) -> None:
     assert bool((off <= 2 * slack).all()), f"{got}, and torch.distributed says {peer}"
 
 
-def _torch_result(
-    world: dist.ProcessGroup, case: Case, rank: int, size: int
-) -> Tensor | None:
+def _torch_result(world: dist.ProcessGroup, case: Case, rank: int, size: int) -> Tensor | None:
     """What torch.distributed makes of the same input; None where it has no such operation."""
     root, op, data = case.root % size, _TORCH_OPS.get(case.op), given_to(case, rank, size)
     if not data.numel():

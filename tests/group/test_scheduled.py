@@ -28,7 +28,10 @@ MANY_RANKS = range(1, 10)
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 @settings(
-    max_examples=4, deadline=None, derandomize=True, database=None,
+    max_examples=4,
+    deadline=None,
+    derandomize=True,
+    database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(data=st.data())
@@ -293,9 +296,10 @@ def test_every_collective_leaves_a_span() -> None:
         group.duplicate().barrier().wait()
         return [f"{span.lane}: {span.detail}" for span in recorder.spans]
 
-    assert on_threads(2, work) == [
-        ["comm: all_reduce ring 16 bytes", "comm: barrier ring 4 bytes"]
-    ] * 2
+    assert (
+        on_threads(2, work)
+        == [["comm: all_reduce ring 16 bytes", "comm: barrier ring 4 bytes"]] * 2
+    )
 
 
 def test_it_is_a_group() -> None:

@@ -22,7 +22,11 @@ def gloo() -> Iterator[GlooWorld]:
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 @settings(
-    max_examples=3, phases=[Phase.generate], deadline=None, derandomize=True, database=None,
+    max_examples=3,
+    phases=[Phase.generate],
+    deadline=None,
+    derandomize=True,
+    database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

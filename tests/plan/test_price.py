@@ -85,8 +85,11 @@ def test_rounds_and_time_are_the_closed_form(kind: str, name: str) -> None:
 def test_logarithmic_algorithms_on_powers_of_two(ranks: int) -> None:
     share, levels = (ranks - 1) / ranks * V * BETA, floor2(ranks)
     for kind, name, times in [
-        ("all_reduce", "halving", 2), ("reduce_scatter", "halving", 1),
-        ("all_gather", "doubling", 1), ("scatter", "tree", 1), ("gather", "tree", 1),
+        ("all_reduce", "halving", 2),
+        ("reduce_scatter", "halving", 1),
+        ("all_gather", "doubling", 1),
+        ("scatter", "tree", 1),
+        ("gather", "tree", 1),
     ]:
         found = priced(kind, name, ranks)
         assert found.rounds == times * levels

@@ -128,8 +128,11 @@ def gives_right_numbers(collective: Collective) -> bool:
     """
     kind, ranks, per_unit = collective.pattern, collective.ranks, collective.chunks_per_unit
     begins = [
-        {c for c in range(collective.chunks)
-         if kind.begins(rank, c // per_unit, ranks, collective.root)}
+        {
+            c
+            for c in range(collective.chunks)
+            if kind.begins(rank, c // per_unit, ranks, collective.root)
+        }
         for rank in range(ranks)
     ]
     held = [{c: 7 ** (rank + 1) for c in begins[rank]} for rank in range(ranks)]
@@ -157,9 +160,11 @@ def gives_right_numbers(collective: Collective) -> bool:
 
 def test_no_mutant_with_a_wrong_result_is_accepted() -> None:
     dice, changes = random.Random(3), (drop, double, redirect, reorder)
-    wrong, refused, harmless_refused = dict.fromkeys(
-        ("dropped", "doubled", "redirected", "reordered"), 0
-    ), 0, 0
+    wrong, refused, harmless_refused = (
+        dict.fromkeys(("dropped", "doubled", "redirected", "reordered"), 0),
+        0,
+        0,
+    )
     for (kind, name), change, ranks in itertools.product(EVERY, changes, (3, 4, 6)):
         if kind == "barrier":
             continue  # its result is not a number; see the test below

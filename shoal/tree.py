@@ -1,0 +1,37 @@
+"""Trees of tensors: a tensor, or tuples, lists and dicts of trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+Tree = Any
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """The same tree with `function` applied to its tensors; other leaves stay."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, item) for item in tree))
+    if isinstance(tree, tuple):
+        return tuple(map_tensors(function, item) for item in tree)
+    if isinstance(tree, list):
+        return [map_tensors(function, item) for item in tree]
+    return tree
+
+
+def tensors_of(tree: Tree) -> list[Tensor]:
+    """The tensors of a tree, from left to right."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, tree)
+    return found

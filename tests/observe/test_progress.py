@@ -1,0 +1,164 @@
+"""How far a run is."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from shoal.observe import progress
+from shoal.observe.progress import Bar, Lines, Remote, Silent, clock, details, for_worker, line
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def time_s(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    return clock
+
+
+def steps_shown(total: int | None, until: int) -> list[int]:
+    lines = Lines(io.StringIO())
+    shown = []
+    for step in range(1, until + 1):
+        if lines.due(step, total):
+            lines.show({"step": step, "total": total, "metrics": {}})
+            shown.append(step)
+    return shown
+
+
+@pytest.mark.usefixtures("time_s")
+def test_lines_come_at_fixed_steps() -> None:
+    assert steps_shown(100, 100) == [1, *range(5, 101, 5)]
+    assert steps_shown(47, 47) == [1, *range(2, 47, 2), 47]
+    assert steps_shown(7, 7) == [1, 2, 3, 4, 5, 6, 7]
+    assert steps_shown(1, 1) == [1]
+
+
+@pytest.mark.usefixtures("time_s")
+@pytest.mark.parametrize("total", [20, 50, 99, 1000, 123_457])
+def test_there_are_about_twenty_lines_a_run(total: int) -> None:
+    shown = steps_shown(total, total)
+    assert 20 <= len(shown) <= 41
+    assert shown[0] == 1 and shown[-1] == total
+
+
+@pytest.mark.usefixtures("time_s")
+def test_without_a_total_there_is_a_line_every_50_steps() -> None:
+    assert steps_shown(None, 160) == [1, 50, 100, 150]
+
+
+def test_nobody_waits_for_a_line_longer_than_half_a_minute(time_s: Clock) -> None:
+    lines = Lines(io.StringIO())
+    assert not lines.due(3, 1000)
+    time_s.now_s += 31
+    assert lines.due(4, 1000)
+    lines.show({"step": 4, "total": 1000})
+    assert not lines.due(5, 1000)
+
+
+def test_a_line_goes_to_the_given_place() -> None:
+    out = io.StringIO()
+    Lines(out).show({"step": 3, "total": 10, "metrics": {"loss": 0.5}})
+    assert out.getvalue() == "step 3/10  loss 0.5\n"
+
+
+def test_lines_go_to_standard_output_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    Lines().show({"step": 3, "total": None, "metrics": {}})
+    assert capsys.readouterr().out == "step 3  \n"
+
+
+def test_the_text_of_a_line() -> None:
+    record: dict[str, Any] = {
+        "step": 3,
+        "total": 10,
+        "metrics": {"loss": 0.123456789, "accuracy": 1.0, "lr": 1e-05, "phase": "warm-up"},
+        "samples_per_s": 12345.6,
+        "left_s": 61.0,
+    }
+    assert line(record) == (
+        "step 3/10  loss 0.123457  accuracy 1  lr 1e-05  phase warm-up  12,346 samples/s  1:01 left"
+    )
+    assert line({**record, "total": None, "left_s": None}).startswith("step 3  loss 0.123457")
+    assert details({"metrics": {}, "samples_per_s": None, "left_s": 0.0}) == "0:00 left"
+    assert details({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00"),
+        (0.4, "0:00"),
+        (59.4, "0:59"),
+        (59.6, "1:00"),
+        (61, "1:01"),
+        (3599.9, "1:00:00"),
+        (3661, "1:01:01"),
+        (360_000, "100:00:00"),
+    ],
+)
+def test_the_clock_shows_hours_only_if_there_are_any(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_records_for_the_launcher_come_ten_times_a_second_and_at_the_end(time_s: Clock) -> None:
+    sent: list[Any] = []
+    remote = Remote(sent.append)
+    assert remote.due(1, 100)
+    remote.show({"step": 1})
+    assert not remote.due(2, 100)
+    time_s.now_s += 0.11
+    assert remote.due(3, 100)
+    remote.show({"step": 3})
+    assert remote.due(100, 100)
+    assert sent == [{"step": 1}, {"step": 3}]
+    remote.close()
+
+
+def test_only_rank_0_shows_anything() -> None:
+    sent: list[Any] = []
+    assert isinstance(for_worker(0, 8, sent.append), Remote)
+    assert isinstance(for_worker(0, 8, None), Lines)
+    for rank in (1, 7):
+        silent = for_worker(rank, 8, sent.append)
+        assert isinstance(silent, Silent)
+        assert not silent.due(1, 1)
+        silent.show({"step": 1})
+        silent.close()
+    assert sent == []
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_terminal_gets_a_bar_that_is_taken_down() -> None:
+    bar = for_worker(0, 1, None)
+    assert isinstance(bar, Bar)
+    assert bar.due(1, 10)
+    bar.show({"step": 1, "total": 10, "metrics": {"loss": 0.5}})
+    bar.print("a line above [the] bar")
+    bar.show({"step": 2, "total": None, "metrics": {}})
+    assert bar.due(10, 10)
+    bar.close()
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_bar_that_has_shown_nothing_can_be_closed() -> None:
+    for_worker(0, 1, None).close()
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_bar_is_for_a_worker_that_has_the_terminal_for_itself() -> None:
+    assert isinstance(for_worker(0, 2, None), Lines)

@@ -1,0 +1,123 @@
+"""Spans of time per rank, on one clock."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.observe import trace
+from shoal.observe.trace import OFF, Recorder, Span, chrome_events
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that shows 1000, 2000, 3000, … ns."""
+    readings = iter(range(1000, 1_000_000, 1000))
+    monkeypatch.setattr(trace.time, "monotonic_ns", lambda: next(readings))
+
+
+@pytest.mark.usefixtures("ticks")
+def test_a_span_lasts_from_its_beginning_to_its_end_since_the_origin() -> None:
+    recorder = Recorder(2, origin_ns=500)
+    with recorder.span("forward", "micro-batch"):
+        pass
+    assert recorder.spans == [Span("forward", 500, 1500, "main", "micro-batch")]
+
+
+@pytest.mark.usefixtures("ticks")
+def test_spans_inside_each_other_end_from_the_inside() -> None:
+    recorder = Recorder(0, 0)
+    with recorder.span("backward"), recorder.span("wait"):
+        pass
+    assert [(s.kind, s.start_ns, s.end_ns) for s in recorder.spans] == [
+        ("wait", 2000, 3000),
+        ("backward", 1000, 4000),
+    ]
+
+
+@pytest.mark.usefixtures("ticks")
+def test_a_span_that_ends_in_an_error_is_recorded() -> None:
+    recorder = Recorder(0, 0)
+    with pytest.raises(KeyError), recorder.span("forward"):
+        raise KeyError
+    assert recorder.spans == [Span("forward", 1000, 2000, "main", "")]
+
+
+def test_a_span_of_another_lane_is_added_with_its_own_times() -> None:
+    recorder = Recorder(0, origin_ns=100)
+    recorder.add("reduce", 150, 250, "comm", "all_reduce 8 bytes")
+    assert recorder.spans == [Span("reduce", 50, 150, "comm", "all_reduce 8 bytes")]
+
+
+def test_threads_may_record_at_the_same_time() -> None:
+    recorder = Recorder(0, 0)
+
+    def record() -> None:
+        for i in range(500):
+            recorder.add("send", i, i + 1, "comm")
+
+    threads = [threading.Thread(target=record) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(recorder.spans) == 2000
+
+
+def test_off_records_nothing_and_hands_out_one_context() -> None:
+    assert not OFF.enabled and Recorder(0, 0).enabled
+    assert OFF.span("forward") is OFF.span("backward", "detail")
+    with OFF.span("forward"), OFF.span("wait"):
+        OFF.add("reduce", 0, 1, "comm")
+
+
+def test_spans_are_read_back_by_rank(tmp_path: Path) -> None:
+    recorders = [Recorder(rank, 0) for rank in (10, 2, 0)]
+    for recorder in recorders:
+        recorder.add("forward", recorder.rank, recorder.rank + 5, "main", "µ-batch")
+        recorder.write(tmp_path)
+    (tmp_path / "other.json").write_text("not a trace")
+    found = trace.read(tmp_path)
+    assert list(found) == [0, 2, 10]
+    assert found == {r.rank: r.spans for r in sorted(recorders, key=lambda r: r.rank)}
+
+
+def test_nothing_is_read_from_an_empty_folder(tmp_path: Path) -> None:
+    assert trace.read(tmp_path) == {}
+
+
+def test_a_rank_is_a_process_and_a_lane_a_thread_of_the_chrome_trace() -> None:
+    spans = [
+        Span("reduce", 2_000, 5_000, "comm", "8 bytes"),
+        Span("forward", 0, 1_500, "main", "micro-batch"),
+    ]
+    events = chrome_events({3: spans})
+    assert [(e["name"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"] == [
+        ("process_name", 0, "rank 3"),
+        ("thread_name", 0, "main"),
+        ("thread_name", 1, "comm"),
+    ]
+    assert [e for e in events if e["ph"] == "X"] == [
+        {
+            "name": "reduce",
+            "cat": "comm",
+            "ph": "X",
+            "pid": 3,
+            "tid": 1,
+            "ts": 2.0,
+            "dur": 3.0,
+            "args": {"detail": "8 bytes"},
+        },
+        {
+            "name": "forward",
+            "cat": "main",
+            "ph": "X",
+            "pid": 3,
+            "tid": 0,
+            "ts": 0.0,
+            "dur": 1.5,
+            "args": {"detail": "micro-batch"},
+        },
+    ]

@@ -1,0 +1,235 @@
+"""The judgement about two runs, on made-up ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.observe.verify import (
+    MARGIN,
+    Captured,
+    Difference,
+    Verdict,
+    bound,
+    distance,
+    judge,
+)
+
+LOSSES = [2.0, 1.5, 1.0]
+
+
+def tensors(**changes: Tensor) -> dict[str, Tensor]:
+    start = {
+        "first.weight": torch.tensor([1.0, -2.0]),
+        "first.bias": torch.tensor([0.5]),
+        "norm.num_batches_tracked": torch.tensor(3),
+    }
+    return {**start, **{name.replace("__", "."): t for name, t in changes.items()}}
+
+
+RUN = Captured(
+    losses=LOSSES,
+    tensors=tensors(),
+    additions=64,
+    replicas_apart=0.0,
+    switched_off=[],
+    exact=False,
+)
+
+
+def never() -> Captured:
+    raise AssertionError("there is no need for a third run")
+
+
+def judged(together: Captured, reordered: Captured | None = None) -> Verdict:
+    return judge(RUN, together, never if reordered is None else lambda: reordered)
+
+
+def test_equal_runs_are_equal_without_a_third_run() -> None:
+    verdict = judged(RUN)
+    assert verdict.ok and not verdict.measured_rounding
+    assert verdict.first_loss is None and verdict.first_tensor is None
+    assert all(d.difference == 0.0 for d in [*verdict.losses, *verdict.tensors])
+    assert [d.what for d in verdict.losses] == ["step 1", "step 2", "step 3"]
+    assert [d.what for d in verdict.tensors] == list(RUN.tensors)
+
+
+def test_rounding_within_the_plain_bound_needs_no_third_run() -> None:
+    """64 additions and 3 steps in float32: 4 · 2⁻²⁴ · √192, times the largest element."""
+    assert bound(RUN, torch.float32, 3) == pytest.approx(4 * 2**-24 * math.sqrt(192))
+    moved = torch.tensor([1.0, -2.0 + 2**-20])
+    verdict = judged(replace(RUN, tensors=tensors(first__weight=moved)))
+    assert verdict.ok and not verdict.measured_rounding
+    assert verdict.tensors[0].difference == 2**-20
+    assert verdict.tensors[0].tolerance == pytest.approx(2 * bound(RUN, torch.float32, 3))
+
+
+def test_the_bound_grows_with_additions_steps_and_the_unit_of_the_dtype() -> None:
+    one = bound(replace(RUN, additions=1), torch.float32, 1)
+    assert bound(replace(RUN, additions=16), torch.float32, 1) == pytest.approx(4 * one)
+    assert bound(replace(RUN, additions=1), torch.float32, 9) == pytest.approx(3 * one)
+    assert bound(replace(RUN, additions=1), torch.bfloat16, 1) == pytest.approx(2**16 * one)
+    assert bound(replace(RUN, additions=0), torch.float32, 0) == one
+
+
+def test_what_another_order_of_additions_moves_is_the_tolerance_if_needed() -> None:
+    together = replace(RUN, tensors=tensors(first__weight=torch.tensor([1.0, -2.001])))
+    reordered = replace(RUN, tensors=tensors(first__weight=torch.tensor([1.0, -2.0005])))
+    verdict = judged(together, reordered)
+    assert verdict.ok and verdict.measured_rounding
+    assert verdict.tensors[0].tolerance == pytest.approx(MARGIN * 0.0005, rel=1e-3)
+
+
+def test_a_difference_that_rounding_does_not_explain_is_named() -> None:
+    together = replace(
+        RUN,
+        losses=[2.0, 1.51, 1.02],
+        tensors=tensors(first__bias=torch.tensor([0.6])),
+    )
+    verdict = judged(together, RUN)
+    assert not verdict.ok
+    assert verdict.first_loss is not None and verdict.first_loss.what == "step 2"
+    assert verdict.first_tensor is not None and verdict.first_tensor.what == "first.bias"
+    assert verdict.worst(verdict.losses).what == "step 3"
+    assert verdict.worst(verdict.tensors).what == "first.bias"
+
+
+def test_what_rounding_moved_in_one_loss_holds_for_the_later_ones() -> None:
+    """Two runs that have drifted apart do not come together again by rounding."""
+    together = replace(RUN, losses=[2.0, 1.5, 1.005])
+    reordered = replace(RUN, losses=[2.0, 1.501, 1.0])
+    verdict = judged(together, reordered)
+    assert verdict.ok
+    assert [d.tolerance for d in verdict.losses[1:]] == pytest.approx([0.01, 0.01], rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_number_that_is_none_is_not_equal(bad: float) -> None:
+    verdict = judged(replace(RUN, losses=[2.0, bad, 1.0]), RUN)
+    assert not verdict.ok
+    assert verdict.first_loss is not None and verdict.first_loss.what == "step 2"
+    verdict = judged(replace(RUN, tensors=tensors(first__bias=torch.tensor([bad]))), RUN)
+    assert not verdict.ok
+    assert verdict.first_tensor is not None and verdict.first_tensor.what == "first.bias"
+    assert verdict.worst(verdict.tensors).what == "first.bias"
+
+
+def test_a_single_run_that_broke_is_not_equal_to_one_that_did_not() -> None:
+    """The size of an infinite number is no tolerance."""
+    broken = replace(RUN, losses=[2.0, math.inf, 1.0])
+    assert not judge(broken, RUN, lambda: broken).ok
+    broken = replace(RUN, tensors=tensors(first__bias=torch.tensor([math.inf])))
+    assert not judge(broken, RUN, lambda: broken).ok
+
+
+def test_two_runs_that_both_broke_are_not_called_equal() -> None:
+    broken = replace(RUN, losses=[2.0, math.nan, math.nan])
+    verdict = judge(broken, broken, lambda: broken)
+    assert not verdict.ok
+    assert verdict.first_loss is not None and verdict.first_loss.what == "step 2"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_third_run_that_broke_excuses_nothing(bad: float) -> None:
+    together = replace(RUN, losses=[2.0, 1.6, 1.0])
+    assert not judged(together, replace(RUN, losses=[bad] * 3)).ok
+    together = replace(RUN, tensors=tensors(first__bias=torch.tensor([0.6])))
+    broken = replace(RUN, tensors=tensors(first__bias=torch.tensor([bad])))
+    assert not judged(together, broken).ok
+
+
+def test_a_missing_tensor_is_a_difference() -> None:
+    fewer = {name: t for name, t in tensors().items() if name != "first.bias"}
+    verdict = judged(replace(RUN, tensors=fewer), RUN)
+    assert not verdict.ok
+    assert verdict.first_tensor is not None and verdict.first_tensor.what == "first.bias"
+
+
+def test_a_tensor_too_many_is_a_difference() -> None:
+    verdict = judged(replace(RUN, tensors=tensors(second__weight=torch.ones(1))), RUN)
+    assert not verdict.ok
+    assert verdict.first_tensor is not None and verdict.first_tensor.what == "second.weight"
+
+
+def test_a_tensor_of_another_shape_is_a_difference() -> None:
+    verdict = judged(replace(RUN, tensors=tensors(first__bias=torch.tensor([[0.5]]))), RUN)
+    assert not verdict.ok
+
+
+def test_integers_have_to_be_the_same() -> None:
+    changed = tensors(norm__num_batches_tracked=torch.tensor(4))
+    verdict = judged(replace(RUN, tensors=changed), RUN)
+    assert not verdict.ok
+    assert verdict.first_tensor == Difference("norm.num_batches_tracked", 1.0, 0.0)
+
+
+def test_another_number_of_steps_is_a_difference() -> None:
+    verdict = judged(replace(RUN, losses=LOSSES[:2]), RUN)
+    assert not verdict.ok
+    assert verdict.first_loss is not None and verdict.first_loss.what == "step 3"
+    assert judged(replace(RUN, losses=[*LOSSES, 0.5]), RUN).first_loss is not None
+
+
+def test_replicas_that_are_apart_are_no_success() -> None:
+    verdict = judged(replace(RUN, replicas_apart=1e-9), RUN)
+    assert not verdict.ok
+    assert verdict.replicas_apart == 1e-9
+    assert verdict.first_loss is None and verdict.first_tensor is None
+
+
+def test_a_run_without_steps_shows_nothing() -> None:
+    empty = replace(RUN, losses=[])
+    assert not judge(empty, empty, lambda: empty).ok
+
+
+def test_an_exact_run_has_to_have_the_same_bits() -> None:
+    """exact=True promises more than rounding: the plain bound is no excuse."""
+    exact = replace(RUN, exact=True)
+    moved = replace(exact, tensors=tensors(first__weight=torch.tensor([1.0, -2.0 + 2**-22])))
+    assert judge(exact, exact, never).ok
+    assert not judge(exact, moved, lambda: exact).ok
+
+
+def test_the_verdict_is_json() -> None:
+    document = judged(
+        replace(RUN, losses=[2.0, math.nan, 1.0]), replace(RUN, switched_off=["drop"])
+    ).to_json()
+    assert document["ok"] is False and document["steps"] == 3
+    assert document["first_loss_that_differs"]["what"] == "step 2"
+    assert document["first_tensor_that_differs"] is None
+    assert document["rounding_measured"] is True
+    assert judged(RUN).to_json()["ok"] is True
+    assert json.loads(json.dumps(judged(RUN).to_json()))["additions"] == 64
+
+
+def test_distance_is_the_largest_difference_of_two_elements() -> None:
+    a = torch.tensor([1.0, 2.0])
+    assert distance(a, a.clone()) == 0.0
+    assert distance(a, torch.tensor([1.5, 0.0])) == 2.0
+    assert math.isnan(distance(a, None))
+    assert math.isnan(distance(a, torch.ones(3)))
+    assert distance(torch.ones(0), torch.ones(0)) == 0.0
+    infinite = torch.tensor([-math.inf, 1.0])
+    assert distance(infinite, infinite.clone()) == 0.0, "a mask, say"
+
+
+def test_a_capture_is_read_from_its_folder(tmp_path: Path) -> None:
+    document = {
+        "losses": LOSSES,
+        "additions": 64,
+        "replicas_apart": 0.0,
+        "switched_off": [],
+        "exact": False,
+    }
+    (tmp_path / "capture.json").write_text(json.dumps(document))
+    save_file(tensors(), tmp_path / "final.safetensors")
+    read = Captured.read(tmp_path)
+    assert replace(read, tensors={}) == replace(RUN, tensors={})
+    assert judge(RUN, read, never).ok

@@ -1,0 +1,321 @@
+"""BatchNorm over several ranks is BatchNorm of the concatenated batch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.replica.batchnorm import (
+    GlobalBatchNorm,
+    MicroBatchNorm,
+    Presence,
+    globalize,
+    has_batchnorm,
+    note_microbatches,
+    settle,
+)
+from shoal.strategy import parse
+from tests.conftest import World
+from tests.models import samples
+
+CHANNELS = 4
+SHAPES: list[tuple[type[_BatchNorm], tuple[int, ...]]] = [
+    (nn.BatchNorm1d, (CHANNELS,)),
+    (nn.BatchNorm1d, (CHANNELS, 5)),
+    (nn.BatchNorm2d, (CHANNELS, 3, 2)),
+    (nn.BatchNorm3d, (CHANNELS, 2, 3, 2)),
+]
+
+
+def layer_of(kind: type[_BatchNorm], dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    layer: Any = kind(CHANNELS, **options)
+    generator = torch.Generator().manual_seed(5)
+    for p in layer.parameters():
+        p.data = torch.randn(p.shape, generator=generator) + 1
+    return layer.to(dtype)
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=dtype) * 3 + 10
+
+
+class Outcome:
+    """What one layer makes of some batches: outputs, gradients, running statistics."""
+
+    def __init__(self, layer: Any, batches: list[tuple[Tensor, Tensor]]):
+        self.out, self.grad_x = [], []
+        for x, slope in batches:
+            x = x.clone().requires_grad_()
+            out = layer(x)
+            (out * slope).sum().backward()
+            assert x.grad is not None
+            self.out.append(out.detach())
+            self.grad_x.append(x.grad)
+        self.grads = [p.grad for p in layer.parameters()]
+        self.buffers = {name: b.clone() for name, b in layer.named_buffers()}
+
+
+def compare(
+    world: World,
+    kind: type[_BatchNorm],
+    shape: tuple[int, ...],
+    parts: list[int],
+    steps: int = 2,
+    training: bool = True,
+    **options: Any,
+) -> None:
+    """A part of 0 samples runs one row that stands in, and whose loss has no weight."""
+    whole = layer_of(kind, **options).train(training)
+    layers = [copy.deepcopy(whole) for _ in parts]
+    x = [numbers(sum(parts), *shape, seed=s) for s in range(steps)]
+    slope = [numbers(sum(parts), *shape, seed=100 + s) for s in range(steps)]
+    wanted = Outcome(whole, list(zip(x, slope, strict=True)))
+
+    def body(group: Group) -> Outcome:
+        presence = Presence()
+        presence.real = parts[group.rank] > 0
+        layer = GlobalBatchNorm(layers[group.rank], group, presence)
+        pieces = [
+            (a.split(parts)[group.rank], b.split(parts)[group.rank])
+            for a, b in zip(x, slope, strict=True)
+        ]
+        if not presence.real:
+            pieces = [(numbers(1, *shape, seed=9) * 50, torch.zeros(1, *shape))] * steps
+        return Outcome(layer, pieces)
+
+    got = world(len(parts), body)
+    real = [g for g, part in zip(got, parts, strict=True) if part]
+    close = {"rtol": 1e-11, "atol": 1e-11}
+    for s in range(steps):
+        torch.testing.assert_close(torch.cat([g.out[s] for g in real]), wanted.out[s], **close)
+        torch.testing.assert_close(
+            torch.cat([g.grad_x[s] for g in real]), wanted.grad_x[s], **close
+        )
+    for i, grad in enumerate(wanted.grads):
+        torch.testing.assert_close(sum(g.grads[i] for g in got), grad, **close)
+    for g in got:
+        assert g.buffers.keys() == wanted.buffers.keys()
+        for name, buffer in wanted.buffers.items():
+            torch.testing.assert_close(g.buffers[name], buffer, **close)
+    for g in got:
+        if g not in real:
+            assert not any(grad.any() for grad in g.grad_x)
+
+
+@pytest.mark.parametrize(("kind", "shape"), SHAPES, ids=lambda v: str(getattr(v, "__name__", v)))
+@pytest.mark.parametrize("parts", [[4, 4], [3, 3, 3]], ids=str)
+def test_equals_the_layer_on_the_concatenated_batch(
+    world: World, kind: type[_BatchNorm], shape: tuple[int, ...], parts: list[int]
+) -> None:
+    compare(world, kind, shape, parts)
+
+
+@pytest.mark.parametrize("parts", [[1, 5], [7, 1, 2], [1, 1]], ids=str)
+def test_parts_may_be_uneven(world: World, parts: list[int]) -> None:
+    compare(world, nn.BatchNorm1d, (CHANNELS,), parts)
+    compare(world, nn.BatchNorm2d, (CHANNELS, 3, 2), parts)
+
+
+@pytest.mark.parametrize("parts", [[0, 3], [3, 0, 2], [0, 0, 2]], ids=str)
+def test_rows_that_stand_in_are_no_part_of_anything(world: World, parts: list[int]) -> None:
+    compare(world, nn.BatchNorm1d, (CHANNELS,), parts)
+    compare(world, nn.BatchNorm2d, (CHANNELS, 3, 2), parts)
+
+
+def test_evaluation_uses_the_running_statistics(world: World) -> None:
+    compare(world, nn.BatchNorm2d, (CHANNELS, 3, 2), [2, 3], training=False)
+
+
+def test_evaluation_without_running_statistics_uses_those_of_the_batch(world: World) -> None:
+    compare(world, nn.BatchNorm1d, (CHANNELS,), [2, 3], training=False, track_running_stats=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"affine": False},
+        {"momentum": None},
+        {"momentum": 0.4},
+        {"track_running_stats": False},
+        {"eps": 0.5},
+        {"affine": False, "track_running_stats": False},
+    ],
+    ids=str,
+)
+def test_options_mean_what_they_mean_on_one_device(world: World, options: dict[str, Any]) -> None:
+    compare(world, nn.BatchNorm1d, (CHANNELS,), [2, 3], steps=3, **options)
+
+
+@pytest.mark.skipif(
+    "bias" not in inspect.signature(nn.BatchNorm1d).parameters, reason="this torch has no bias="
+)
+def test_a_layer_may_have_a_weight_and_no_bias(world: World) -> None:
+    compare(world, nn.BatchNorm1d, (CHANNELS,), [2, 3], bias=False)
+
+
+def test_a_microbatch_that_is_empty_on_every_rank_changes_nothing(world: World) -> None:
+    """The last batch has 3 samples for 4 micro-batches."""
+
+    def train(group: Group, net: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
+        job = Job(parse("ddp"), group, device=torch.device("cpu"))
+        step = job.step(
+            net, F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1), accumulate=4
+        )
+        losses = [float(step(b)) for b in job.batches(samples(11, (1, 4, 4)), 8)]
+        return losses, {name: t.clone() for name, t in step.model.state_dict().items()}
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+        )
+
+    nets = [make() for _ in range(2)]
+    losses, state = train(SoloGroup(), make())
+    assert state["1.num_batches_tracked"] == 4 + 3
+    for got_losses, got_state in world(2, lambda g: train(g, nets[g.rank])):
+        assert got_losses == pytest.approx(losses, abs=1e-5)
+        for name, tensor in state.items():
+            torch.testing.assert_close(got_state[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_a_large_mean_does_not_swallow_the_variance(world: World) -> None:
+    """The variance of float32 numbers around 10,000 would cancel in a sum of squares."""
+    x = numbers(8, CHANNELS, dtype=torch.float32) + 1e4
+    layers = [layer_of(nn.BatchNorm1d, torch.float32) for _ in range(2)]
+
+    def body(group: Group) -> Tensor:
+        layer = GlobalBatchNorm(layers[group.rank], group, Presence())
+        out: Tensor = layer(x.chunk(2)[group.rank])
+        return out.detach()
+
+    wanted = layer_of(nn.BatchNorm1d)(x.double()).float().detach()
+    torch.testing.assert_close(torch.cat(world(2, body)), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_bfloat16_inputs_are_normalized_in_float32(world: World) -> None:
+    x = numbers(8, CHANNELS, dtype=torch.float32).bfloat16()
+    layers = [layer_of(nn.BatchNorm1d, torch.float32) for _ in range(2)]
+
+    def body(group: Group) -> Tensor:
+        layer = GlobalBatchNorm(layers[group.rank], group, Presence())
+        out: Tensor = layer(x.chunk(2)[group.rank])
+        return out.detach()
+
+    out = torch.cat(world(2, body))
+    assert out.dtype == torch.bfloat16
+    wanted = layer_of(nn.BatchNorm1d)(x.double()).detach()
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_one_value_per_channel_is_refused_as_on_one_device(world: World) -> None:
+    layers = [layer_of(nn.BatchNorm1d) for _ in range(2)]
+
+    def body(group: Group) -> None:
+        presence = Presence()
+        presence.real = group.rank == 0
+        GlobalBatchNorm(layers[group.rank], group, presence)(numbers(1, CHANNELS))
+
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer_of(nn.BatchNorm1d)(numbers(1, CHANNELS))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        world(2, body)
+
+
+def test_a_wrong_number_of_dimensions_is_refused_as_on_one_device() -> None:
+    local = layer_of(nn.BatchNorm2d)
+    for layer in (local, GlobalBatchNorm(local, SoloGroup(), Presence())):
+        with pytest.raises(ValueError, match="expected"):
+            layer(numbers(3, CHANNELS))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.norm = nn.BatchNorm1d(4)
+
+
+def test_every_batchnorm_of_a_model_is_replaced_and_nothing_is_renamed() -> None:
+    net = Net()
+    names = list(net.state_dict())
+    parameters = list(net.parameters())
+    assert has_batchnorm(net)
+    globalize(net, SoloGroup())
+    assert isinstance(net.body[1], GlobalBatchNorm) and isinstance(net.norm, GlobalBatchNorm)
+    assert list(net.state_dict()) == names
+    assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
+
+
+def test_a_batchnorm_that_is_used_twice_is_replaced_at_both_places() -> None:
+    norm = nn.BatchNorm1d(CHANNELS)
+    net = nn.Sequential(nn.Linear(3, CHANNELS), norm, nn.Linear(CHANNELS, CHANNELS), norm)
+    globalize(net, SoloGroup())
+    assert isinstance(net[1], GlobalBatchNorm)
+    assert isinstance(net[3], GlobalBatchNorm)
+
+
+def test_other_norms_stay() -> None:
+    net = nn.Sequential(nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3))
+    assert not has_batchnorm(net)
+    globalize(net, SoloGroup())
+    assert [type(m) for m in net] == [nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d]
+
+
+def test_a_copy_of_a_model_keeps_its_batchnorm() -> None:
+    net = Net()
+    globalize(net, SoloGroup())
+    twin = copy.deepcopy(net)
+    assert isinstance(twin.norm, GlobalBatchNorm)
+    twin.norm(numbers(3, 4, dtype=torch.float32))
+    assert twin.norm.num_batches_tracked == 1 and net.norm.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_noted_microbatches_settle_in_the_order_of_the_batch(
+    world: World, size: int, momentum: float | None
+) -> None:
+    """At any number of ranks the running statistics are those of 4 micro-batches in turn."""
+    alone = layer_of(nn.BatchNorm1d, momentum=momentum)
+    nets = [nn.Sequential(copy.deepcopy(alone)) for _ in range(size)]
+    microbatches = numbers(12, CHANNELS).split(3)
+    wanted = [alone(m).detach() for m in microbatches]
+
+    def body(group: Group) -> tuple[list[Tensor], dict[str, Tensor]]:
+        net, each = nets[group.rank], 4 // size
+        note_microbatches(net)
+        assert isinstance(net[0], MicroBatchNorm)
+        mine = microbatches[group.rank * each : (group.rank + 1) * each]
+        out = [net(m).detach() for m in mine]
+        settle(net, group)
+        return out, dict(net[0].named_buffers())
+
+    together = world(size, body)
+    for got, want in zip([o for out, _ in together for o in out], wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    for _, buffers in together:
+        for name, buffer in alone.named_buffers():
+            torch.testing.assert_close(buffers[name], buffer, rtol=1e-12, atol=1e-12)
+
+
+def test_noted_rows_that_stand_in_leave_no_trace() -> None:
+    net = nn.Sequential(layer_of(nn.BatchNorm2d))
+    presence = note_microbatches(net)
+    presence.real = False
+    net(numbers(1, CHANNELS, 2, 2))
+    settle(net, SoloGroup())
+    assert net[0].num_batches_tracked == 0
+    assert not net[0].running_mean.any()
