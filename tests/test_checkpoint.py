@@ -334,12 +334,12 @@ def test_a_missing_file_is_named(saved: Path, part: str) -> None:
 
 def test_a_file_that_is_no_safetensors_is_refused(saved: Path) -> None:
     document = manifest_of(saved)
-    file = saved / "other.safetensors"
+    file = saved / "model-0-abcdef.safetensors"
     file.write_bytes(b"\xff" * 64)
     entry = {"name": file.name, "bytes": 64, "sha256": checkpoint._digest(file)}
     document["files"]["model"] = entry
     write_manifest(saved, document)
-    refused(saved, r"is damaged: .*other\.safetensors")
+    refused(saved, r"is damaged: .*abcdef\.safetensors")
 
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
