@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,16 +45,9 @@ def world() -> World:
 
 
 def _children() -> set[int]:
-    own = os.getpid()
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == own:
-            found.add(int(stat.parent.name))
-    return found
+    """The processes that this one has started and that have not been waited for."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for file in lists for pid in file.read_text().split()}
 
 
 def _shared_memory() -> set[str]:
