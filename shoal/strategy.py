@@ -11,16 +11,26 @@ them. Text is parsed with `ast` and never evaluated, and whatever is wrong is a 
 
 from __future__ import annotations
 
-import ast
-import difflib
-import json
-import re
-import threading
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import KW_ONLY, Field, dataclass, field, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from shoal.errors import NotBuilt, StrategyError
+from shoal.notation import MAX_TEXT, read_parts
+from shoal.rules import (
+    MAX_NUMBER,
+    Rule,
+    clip,
+    is_names,
+    is_plan,
+    one_of,
+    optional,
+    positive,
+    show,
+    text_like,
+    whole,
+    write,
+)
 
 
 class _EveryValue(Container[object]):
@@ -37,87 +47,6 @@ BUILT: dict[str, dict[str, Container[object]]] = {
     "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": (None,)},
 }
 
-MAX_TEXT = 10_000  # characters: nobody writes a longer strategy, and Python's parser has limits
-MAX_NUMBER = 10**9  # bounds every option, so that what was accepted can be printed and read back
-
-
-class Rule(NamedTuple):
-    """What an option may be, in words and as a check, and the form in which it is kept."""
-
-    allowed: str
-    accepts: Callable[[Any], bool]
-    keep: Callable[[Any], Any] = lambda value: value
-
-
-def _one_of(*values: str | int) -> Rule:
-    names = ", ".join(map(_show, values))
-    return Rule(f"one of {names}", lambda v: any(type(v) is type(a) and v == a for a in values))
-
-
-def _whole(least: int) -> Rule:
-    words = f"a whole number from {least} to {MAX_NUMBER}"
-    return Rule(words, lambda v: type(v) is int and least <= v <= MAX_NUMBER)
-
-
-def _positive(most: int) -> Rule:
-    def accepts(value: object) -> bool:
-        return isinstance(value, int | float) and value is not True and 0 < value <= most
-
-    def keep(value: float) -> float:  # 4.0 as 4, so that equal strategies print alike
-        return int(value) if value == int(value) else float(value)
-
-    return Rule(f"a number above 0 and at most {most}", accepts, keep)
-
-
-def _text(allowed: str, pattern: str) -> Rule:
-    return Rule(allowed, lambda v: _is_printable(v) and bool(re.fullmatch(pattern, v)))
-
-
-def _optional(rule: Rule) -> Rule:
-    return Rule(
-        f"None or {rule.allowed}",
-        lambda value: value is None or rule.accepts(value),
-        lambda value: None if value is None else rule.keep(value),
-    )
-
-
-def _is_printable(value: object) -> bool:
-    """A line break or a lone surrogate could not be written on a log line and read back."""
-    return isinstance(value, str) and value.isprintable() and value != ""
-
-
-def _is_plan(value: object) -> bool:
-    if not isinstance(value, Mapping) or not value:
-        return False
-    return all(_is_printable(name) and style in ("column", "row") for name, style in value.items())
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_printable, value))
-
-
-def _show(value: object) -> str:
-    """A value as the notation writes it, cut to fit a sentence, whatever the value is."""
-    try:
-        return _clip(_write(value))
-    except Exception:  # a foreign object's repr may raise anything, and so does a huge int's
-        return f"({type(value).__name__})"
-
-
-def _write(value: object) -> str:
-    if isinstance(value, str):
-        # for printable text also Python's notation; the rest is only ever shown in an error
-        return json.dumps(value, ensure_ascii=not value.isprintable())
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_write(k)}: {_write(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_write, value)) + "]"
-    return repr(value)
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
 
 SCHEDULES = ("inter-op", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "bfs")
 GRAPHS = (
@@ -127,25 +56,25 @@ GRAPHS = (
 
 _SETTING = r"[a-z][a-z0-9_]*=[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"
 _FRACTION = r"(1|0\.0{0,9}[1-9][0-9]{0,9}|[1-9](\.[0-9]{1,9})?e-[1-9][0-9]?)"
-_SYNC_OR_ASYNC = _one_of("sync", "async")
+_SYNC_OR_ASYNC = one_of("sync", "async")
 _FLAG = Rule("True or False", lambda value: isinstance(value, bool))
-_ALGORITHM = _text('a name such as "ring" or "tree"', r"[A-Za-z_][A-Za-z0-9_-]*")
-_COMPRESS = _text(
+_ALGORITHM = text_like('a name such as "ring" or "tree"', r"[A-Za-z_][A-Za-z0-9_-]*")
+_COMPRESS = text_like(
     '"fp16", "bf16", "int8", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
     rf"fp16|bf16|int8|onebit|topk\({_FRACTION}\)|powersgd\(rank=[1-9][0-9]{{0,5}}\)",
 )
-_GRAPH = _text(
+_GRAPH = text_like(
     f"one of {', '.join(GRAPHS)}, or a path that ends in .txt, .csv or .edges",
     "|".join(GRAPHS) + r"|.+\.(txt|csv|edges)",
 )
-_OUTER = _text(
+_OUTER = text_like(
     'an optimizer such as "nesterov(lr=0.7)"',
     rf"[a-z][a-z0-9_]*(\({_SETTING}(, ?{_SETTING})*\))?",
 )
 _PLAN = Rule(
-    'a dict of module names to "column" or "row"', _is_plan, lambda v: dict(sorted(v.items()))
+    'a dict of module names to "column" or "row"', is_plan, lambda v: dict(sorted(v.items()))
 )
-_NAMES = Rule("a list of module names", _is_names, tuple)
+_NAMES = Rule("a list of module names", is_names, tuple)
 
 
 @dataclass(frozen=True)
@@ -157,7 +86,7 @@ class Part:
             value = getattr(self, option)
             if not rule.accepts(value):
                 raise StrategyError(
-                    f"{self.name}: {option}={_show(value)} is not allowed; "
+                    f"{self.name}: {option}={show(value)} is not allowed; "
                     f"{option} must be {rule.allowed}"
                 )
             object.__setattr__(self, option, rule.keep(value))
@@ -193,15 +122,15 @@ class Ddp(SyncPart):
     """Replicas add up their gradients with an all-reduce, bucket by bucket."""
 
     algorithm: Annotated[str, _ALGORITHM] = "auto"
-    bucket_mb: Annotated[float, _positive(MAX_NUMBER)] = 25
-    compress: Annotated[str | None, _optional(_COMPRESS)] = None
+    bucket_mb: Annotated[float, positive(MAX_NUMBER)] = 25
+    compress: Annotated[str | None, optional(_COMPRESS)] = None
 
 
 @dataclass(frozen=True)
 class Zero(SyncPart):
     """Replicas share out optimizer state (1), gradients too (2), parameters too (3)."""
 
-    stage: Annotated[int, _one_of(1, 2, 3)] = 1
+    stage: Annotated[int, one_of(1, 2, 3)] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,13 +138,13 @@ class Ps(SyncPart):
     """Servers hold the weights; workers push gradients and pull weights."""
 
     mode: Annotated[str, _SYNC_OR_ASYNC] = "sync"
-    quorum: Annotated[float | None, _optional(_positive(1))] = None
-    late: Annotated[str, _one_of("drop", "fold")] = "drop"
-    staleness: Annotated[int | None, _optional(_whole(0))] = None
-    servers: Annotated[int, _whole(1)] = 1
-    placement: Annotated[str, _one_of("servers", "rank0", "workers")] = "servers"
-    update: Annotated[str, _one_of("server", "worker")] = "server"
-    compress: Annotated[str | None, _optional(_COMPRESS)] = None
+    quorum: Annotated[float | None, optional(positive(1))] = None
+    late: Annotated[str, one_of("drop", "fold")] = "drop"
+    staleness: Annotated[int | None, optional(whole(0))] = None
+    servers: Annotated[int, whole(1)] = 1
+    placement: Annotated[str, one_of("servers", "rank0", "workers")] = "servers"
+    update: Annotated[str, one_of("server", "worker")] = "server"
+    compress: Annotated[str | None, optional(_COMPRESS)] = None
 
     @property
     def relaxations(self) -> list[str]:
@@ -258,25 +187,25 @@ class Hogwild(SyncPart):
 class Mapreduce(SyncPart):
     """Map: the gradients of a share of the samples; reduce: their sum and one update."""
 
-    batch: Annotated[str, _one_of("full", "mini")] = "full"
+    batch: Annotated[str, one_of("full", "mini")] = "full"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Localsgd(SyncPart):
     """Replicas train alone for `every` steps, then average or take an outer step."""
 
-    every: Annotated[int, _whole(1)] = 16
-    outer: Annotated[str | None, _optional(_OUTER)] = None
-    compress: Annotated[str | None, _optional(_COMPRESS)] = None
+    every: Annotated[int, whole(1)] = 16
+    outer: Annotated[str | None, optional(_OUTER)] = None
+    compress: Annotated[str | None, optional(_COMPRESS)] = None
 
 
 @dataclass(frozen=True)
 class Tp(Part):
     """Tensor parallelism: matrices are split by column or row over `size` workers."""
 
-    size: Annotated[int, _whole(1)]
+    size: Annotated[int, whole(1)]
     _: KW_ONLY
-    plan: Annotated[Mapping[str, str] | None, _optional(_PLAN)] = field(default=None, hash=False)
+    plan: Annotated[Mapping[str, str] | None, optional(_PLAN)] = field(default=None, hash=False)
     sequence: Annotated[bool, _FLAG] = False
 
 
@@ -284,13 +213,13 @@ class Tp(Part):
 class Pp(Part):
     """Pipeline parallelism: layers are cut into stages over `size` workers."""
 
-    size: Annotated[int, _whole(1)]
+    size: Annotated[int, whole(1)]
     _: KW_ONLY
-    schedule: Annotated[str, _one_of(*SCHEDULES)] = "1f1b"
-    microbatches: Annotated[int | None, _optional(_whole(1))] = None
-    chunks: Annotated[int | None, _optional(_whole(1))] = None
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "1f1b"
+    microbatches: Annotated[int | None, optional(whole(1))] = None
+    chunks: Annotated[int | None, optional(whole(1))] = None
     recompute: Annotated[bool, _FLAG] = False
-    cuts: Annotated[Sequence[str] | None, _optional(_NAMES)] = None
+    cuts: Annotated[Sequence[str] | None, optional(_NAMES)] = None
 
 
 single, ddp, zero, ps, gossip = Single, Ddp, Zero, Ps, Gossip
@@ -313,7 +242,7 @@ _RULES = {kind: _rules(kind) for kind in PARTS.values()}
 
 
 def _write_option(option: Field[Any], value: object) -> str:
-    return f"{option.name}={_write(value)}" if option.kw_only else _write(value)
+    return f"{option.name}={write(value)}" if option.kw_only else write(value)
 
 
 @dataclass(frozen=True)
@@ -340,7 +269,7 @@ class Strategy:
     def __post_init__(self) -> None:
         for value, kind in ((self.sync, SyncPart), (self.tp, Tp), (self.pp, Pp)):
             if not isinstance(value, kind | None):
-                raise StrategyError(f"a strategy is made of parts, and {_show(value)} is none")
+                raise StrategyError(f"a strategy is made of parts, and {show(value)} is none")
         split = self.tp or self.pp
         if split and isinstance(self.sync, Single):
             object.__setattr__(self, "sync", None)
@@ -378,8 +307,8 @@ class Strategy:
 
     def layout(self, workers: int) -> Layout:
         """Divide the workers: tp x pp of them make a replica, and none may be left over."""
-        if not _whole(1).accepts(workers):
-            raise StrategyError(f"workers={_show(workers)} must be {_whole(1).allowed}")
+        if not whole(1).accepts(workers):
+            raise StrategyError(f"workers={show(workers)} must be {whole(1).allowed}")
         there = f"there {'is' if workers == 1 else 'are'} {workers}"
         if isinstance(self.sync, Single) and workers > 1:
             raise StrategyError(f"single runs on one worker, and {there}: did you mean ddp?")
@@ -409,7 +338,7 @@ def _join(parts: Sequence[Part]) -> Strategy:
 
 def _at_most_one(parts: Sequence[P], role: str) -> P | None:
     if len(parts) > 1:
-        both = f"{_clip(str(parts[0]))} + {_clip(str(parts[1]))}"
+        both = f"{clip(str(parts[0]))} + {clip(str(parts[1]))}"
         raise StrategyError(f"{both}: a strategy has at most one {role}; keep one of the two")
     return parts[0] if parts else None
 
@@ -438,101 +367,6 @@ def require_built(strategy: Strategy) -> None:
                 )
 
 
-_PARSING = threading.Lock()  # CPython 3.11 counts the depth of all threads' parsing together
-
-
 def parse(text: str) -> Strategy:
     """Read the notation. Every failure is a StrategyError of one sentence."""
-    if not isinstance(text, str):
-        raise StrategyError(f'a strategy is text such as "ddp + tp(2)", not {_show(text)}')
-    if not text.strip():
-        raise StrategyError('the strategy is empty; write for example "ddp"')
-    if len(text) > MAX_TEXT:
-        raise StrategyError(f"the strategy is longer than {MAX_TEXT} characters")
-    text = text.strip()
-    try:
-        with _PARSING:
-            tree = ast.parse(text, mode="eval")
-        return _join([_read_part(node) for node in _terms(tree.body)])
-    except SyntaxError as error:
-        why = re.split(r"[.:;] ", error.msg)[0]  # the rest is advice on Python
-        why += f" at character {error.offset}" if error.offset else ""
-    except (RecursionError, MemoryError):
-        why = "it is nested too deeply"
-    except ValueError:  # NUL bytes, lone surrogates, numbers of thousands of digits
-        why = "it holds a character or a number that cannot be read"
-    raise StrategyError(f"cannot read {_show(text)} as a strategy: {why}")
-
-
-def _terms(node: ast.expr) -> Iterator[ast.expr]:
-    """The operands of a chain of +, left to right; a stack, since the chain may be long."""
-    stack = [node]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            stack += [node.right, node.left]
-        else:
-            yield node
-
-
-def _read_part(node: ast.expr) -> Part:
-    head = node.func if isinstance(node, ast.Call) else node
-    if not isinstance(head, ast.Name):
-        raise StrategyError(
-            f"cannot read '{_clip(ast.unparse(node))}' as a part of a strategy; "
-            "a strategy is parts joined with +, such as ddp + tp(2)"
-        )
-    if head.id not in PARTS:
-        hint = _nearest(head.id, PARTS, "strategies")
-        raise StrategyError(f"unknown strategy '{_clip(head.id)}'; {hint}")
-    given = _read_options(head.id, node) if isinstance(node, ast.Call) else {}
-    make: Callable[..., Part] = PARTS[head.id]
-    for option in fields(PARTS[head.id]):
-        if option.default is MISSING and option.name not in given:
-            raise StrategyError(f"{head.id} needs a {option.name}, as in {head.id}(2)")
-    return make(**given)
-
-
-def _read_options(name: str, call: ast.Call) -> dict[str, object]:
-    options = [f.name for f in fields(PARTS[name])]
-    unnamed = [f.name for f in fields(PARTS[name]) if not f.kw_only]
-    if len(call.args) > len(unnamed):
-        takes = f"only {unnamed[0]}" if unnamed else "no value"
-        raise StrategyError(f"{name} takes {takes} without a name; {_list(options, 'options')}")
-    given: dict[str, object] = {}
-    for option, node in [
-        *zip(unnamed, call.args, strict=False),
-        *((keyword.arg or "**", keyword.value) for keyword in call.keywords),
-    ]:
-        if option not in options:
-            hint = _nearest(option, options, "options")
-            raise StrategyError(f"{name} has no option '{_clip(option)}'; {hint}")
-        if option in given:
-            raise StrategyError(f"{name}: {option} is given twice")
-        given[option] = _literal(f"{name}: {option}", node)
-    return given
-
-
-def _literal(label: str, node: ast.expr) -> object:
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError):
-        raise StrategyError(
-            f"{label}={_clip(ast.unparse(node))} is not a literal value; "
-            'numbers are written as they are and text in quotes, such as "sync"'
-        ) from None
-    if isinstance(node, ast.Dict) and len(node.keys) > len(value):
-        raise StrategyError(f"{label} names a key twice")
-    return value
-
-
-def _nearest(word: str, known: Collection[str], what: str) -> str:
-    close = difflib.get_close_matches(word.lower(), known)
-    if not close:
-        return _list(known, what)
-    # difflib finds "pp" nearer to "dpp" than "ddp"; but a first letter is seldom the wrong one
-    return f"did you mean '{min(close, key=lambda name: name[0] != word[0].lower())}'?"
-
-
-def _list(known: Collection[str], what: str) -> str:
-    return f"the {what} are {', '.join(known)}" if known else f"it has no {what}"
+    return _join(read_parts(text, PARTS))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import pickle
+import subprocess
 import sys
 import threading
 import time
 from dataclasses import FrozenInstanceError, fields
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -523,11 +522,8 @@ def test_the_built_table_names_parts_and_options_that_exist() -> None:
         assert set(options) <= {option.name for option in fields(PARTS[name])}
 
 
-def test_the_notation_needs_only_the_standard_library() -> None:
-    tree = ast.parse(Path(notation.__file__).read_text())
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    modules |= {
-        a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names
-    }
-    foreign = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
-    assert foreign == {"shoal.errors"}
+def test_the_notation_loads_neither_torch_nor_numpy() -> None:
+    """The command line reads strategies, and has to start quickly."""
+    code = "import sys, shoal.strategy; print({'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
