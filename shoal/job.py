@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,18 +17,18 @@ from shoal.data import (
     Cut,
     DatasetBatches,
     mix,
-    part_of,
-    permutation,
 )
-from shoal.errors import BadInput, CheckpointError, ShoalError
-from shoal.group.group import Group, Op
+from shoal.errors import BadInput, ShoalError
+from shoal.feed import Feed
+from shoal.group.group import Group
 from shoal.observe.progress import Progress, Silent
 from shoal.observe.trace import OFF, Tracer
 from shoal.replica.engine import Loss, Precision, call
+from shoal.snapshot import restore, snapshot
 from shoal.step import Count, Step, StepOptions
 from shoal.strategy import Strategy, require_built
 from shoal.sync.update import LearningRate, OptimizerFactory
-from shoal.tree import map_tensors, tensors_of
+from shoal.tree import map_tensors
 
 
 class Job:
@@ -62,9 +61,7 @@ class Job:
         self._steps: list[Step] = []
         self._progress, self._tracer = progress or Silent(), tracer
         self._said: set[str] = set()
-        self._epochs = self._batches = self._skip = 0
-        self._total_steps: int | None = None
-        self._batch_size = 256
+        self._feed = Feed(group, device, seed, lambda: self.steps, self._before_batch)
         self._clock = _Clock()
 
     def step(
@@ -131,44 +128,28 @@ class Job:
         processes fetch samples in the background. After `job.load` the batches that the saved
         run has seen are passed over.
         """
-        cut = (
-            self._steps[-1].options.cut(self.replica, self.replicas)
-            if self._steps
-            else Cut(self.replica, self.replicas)
+        return self._feed.batches(
+            data,
+            batch_size,
+            self._cut(),
+            epochs=epochs,
+            steps=steps,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate=collate,
+            loaders=loaders,
         )
-        epoch_batches: Callable[[int], Iterable[Batch]]
-        if batch_size is None:
-            self._check_iterable(data, epochs)
-            per_epoch = len(data) if isinstance(data, Sized) else None
-            epoch_batches = partial(self._iterable_epoch, data, cut)
-        else:
-            self._check_dataset(data, batch_size, epochs)
-            self._batch_size = batch_size
-            per_epoch = len(data) // batch_size if drop_last else -(-len(data) // batch_size)
-            load = partial(
-                DatasetBatches, data, batch_size, cut,
-                drop_last=drop_last, collate=collate, loaders=loaders,
-            )  # fmt: skip
-            epoch_batches = partial(self._dataset_epoch, load, len(data), per_epoch, shuffle)
-
-        def generate() -> Iterator[Batch]:
-            self._expect(per_epoch, epochs, steps)
-            for _ in range(epochs):
-                epoch, self._epochs = self._epochs, self._epochs + 1
-                yield from self._deliver(epoch_batches(epoch), steps)
-
-        return generate()
 
     def log(self, **metrics: float | Tensor) -> None:
         """Show progress: rank 0 shows the metrics now and then, others do nothing."""
-        if self._progress.due(self.steps, self._total_steps):
+        if self._progress.due(self.steps, self._feed.total_steps):
             values = {name: float(value) for name, value in metrics.items()}
             self._progress.show(
                 {
                     "step": self.steps,
-                    "total": self._total_steps,
+                    "total": self._feed.total_steps,
                     "metrics": values,
-                    **self._clock.read(self.steps, self._total_steps),
+                    **self._clock.read(self.steps, self._feed.total_steps),
                 }
             )
 
@@ -207,7 +188,15 @@ class Job:
         All ranks call it. `about` is kept in the manifest; it has to be JSON.
         """
         if self.rank == 0 and not self.dry:
-            checkpoint.write(Path(path), self._checkpoint(about or {}))
+            document = {
+                "steps": self.steps,
+                "batches": self._feed.delivered,
+                "seed": self.seed,
+                "strategy": str(self.strategy),
+                "workers": self.size,
+                "about": about or {},
+            }
+            checkpoint.write(Path(path), snapshot(self._steps, document))
         self.group.barrier().wait()
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -217,118 +206,29 @@ class Job:
         """
         path = Path(path)
         saved = checkpoint.read(path)
-        models = saved.document.get("models")
         if not self._steps:
             raise ShoalError("job.load comes after job.step: there is no model yet to load into")
-        if not isinstance(models, list) or len(models) != len(self._steps):
-            raise CheckpointError(
-                f"the checkpoint at {path} is of another script: it holds "
-                f"{len(models) if isinstance(models, list) else 0} models, and this one "
-                f"trains {len(self._steps)}"
-            )
-        for i, (step, rest) in enumerate(zip(self._steps, models, strict=True)):
-            _load_step(step, f"{i}:", saved, rest, path)
-        self.steps, self._skip = saved.document["steps"], saved.document["batches"]
-        self._batches = self._skip
+        restore(self._steps, saved, path)
+        self.steps = saved.document["steps"]
+        self._feed.skip = self._feed.delivered = saved.document["batches"]
         self._clock = _Clock(self.steps)
         about = saved.document.get("about", {})
         return about if isinstance(about, dict) else {}
 
     # ------------------------------------------------------------------ what is behind it
 
-    def _expect(self, per_epoch: int | None, epochs: int, steps: int | None) -> None:
-        """Tell progress how many steps there will be."""
-        self._total_steps = steps
-        if per_epoch is not None:
-            to_come = self.steps + max(0, per_epoch * epochs - self._skip)
-            self._total_steps = to_come if steps is None else min(steps, to_come)
+    def _cut(self) -> Cut:
+        """How batches are dealt out: as the latest step wants its micro-batches."""
+        if self._steps:
+            return self._steps[-1].options.cut(self.replica, self.replicas)
+        return Cut(self.replica, self.replicas)
 
-    def _deliver(self, batches: Iterable[Batch], steps: int | None) -> Iterator[Batch]:
-        """Hand out batches; none is fetched that would not be trained on."""
-        source = iter(batches)
-        while steps is None or self.steps < steps:
-            batch = next(source, None)
-            if batch is None:
-                return
-            self._batches += 1
-            self.generator.manual_seed(mix(self.seed, 4, self.replica, self._batches))
-            for step in self._steps:
-                step.latest = batch
-            self._clock.samples += batch.total
-            yield batch
-
-    def _dataset_epoch(
-        self,
-        load: Callable[..., DatasetBatches],
-        num_samples: int,
-        num_batches: int,
-        shuffle: bool,
-        epoch: int,
-    ) -> Iterable[Batch]:
-        start = min(self._skip, num_batches)
-        self._skip -= start
-        if start == num_batches:
-            return []
-        order = permutation(num_samples, self.seed, epoch) if shuffle else torch.arange(num_samples)
-        return load(order, start, loader_seed=mix(self.seed, 6, epoch, self.replica))
-
-    def _iterable_epoch(self, data: Iterable[Any], cut: Cut, epoch: int) -> Iterator[Batch]:
-        first = True
-        for batch in data:
-            if self._skip > 0:
-                self._skip -= 1
-                continue
-            part = part_of(batch, cut)
-            if first:
-                self._check_same_batch(batch, part.total)
-            first = False
-            yield part
-
-    def _check_iterable(self, data: Any, epochs: int) -> None:
-        if not isinstance(data, Iterable):
-            raise BadInput(
-                f"job.batches takes a dataset with batch_size, or an iterable of batches; "
-                f"{type(data).__name__} is neither"
-            )
-        if epochs > 1 and isinstance(data, Iterator):
-            raise BadInput(
-                "job.batches cannot repeat a generator for several epochs: pass a DataLoader or "
-                "a list, or epochs=1"
-            )
-
-    def _check_same_batch(self, batch: Any, total: int) -> None:
-        """Replicas that each make the global batch have to make the same one."""
-        if total < self.replicas:
-            raise BadInput(
-                f"a batch of {total} samples cannot be shared by {self.replicas} replicas: "
-                "take a larger batch or fewer workers"
-            )
-        if self.replicas == 1:
-            return
-        sums = [_fingerprint(t).to(self.device) for t in tensors_of(tuple(batch))]
-        mine = torch.stack([*sums, torch.tensor(total, device=self.device).double()])
-        low, high = mine.clone(), mine.clone()
-        self.group.all_reduce(low, Op.MIN).wait()
-        self.group.all_reduce(high, Op.MAX).wait()
-        if not torch.equal(low.nan_to_num(), high.nan_to_num()):
-            raise BadInput(
-                f"rank {self.rank} and another rank got different global batches from the same "
-                "iterable: seed its shuffling, or give job.batches the dataset and a batch_size"
-            )
-
-    def _check_dataset(self, data: Any, batch_size: int, epochs: int) -> None:
-        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-            raise BadInput(
-                f"batch_size goes with a map-style dataset (len and indexing), and "
-                f"{type(data).__name__} is none; leave it out for an iterable of batches"
-            )
-        if batch_size < self.replicas:
-            raise BadInput(
-                f"a batch of {batch_size} samples cannot be shared by {self.replicas} replicas: "
-                "take a larger batch_size or fewer workers"
-            )
-        if len(data) == 0 or epochs < 1:
-            raise BadInput("there is nothing to train on: the dataset is empty or epochs is 0")
+    def _before_batch(self, batch: Batch) -> None:
+        seed = mix(self.seed, 4, self.replica, self._feed.delivered)
+        self.generator.manual_seed(seed)
+        for step in self._steps:
+            step.latest = batch
+        self._clock.samples += batch.total
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
         self.steps = max(self.steps, step.steps)  # one step of a job may train several models
@@ -350,7 +250,9 @@ class Job:
         cut = Cut(self.replica, self.replicas)
         sums: dict[str, Tensor] = {}
         samples = 0.0
-        for batch in DatasetBatches(data, size or self._batch_size, cut, torch.arange(len(data))):
+        for batch in DatasetBatches(
+            data, size or self._feed.batch_size, cut, torch.arange(len(data))
+        ):
             inputs, targets = map_tensors(lambda t: t.to(self.device), tuple(batch))
             step.engine.presence.real = batch.parts[0] > 0
             with self._tracer.span("forward", "evaluate"):
@@ -370,62 +272,6 @@ class Job:
         self.group.all_reduce(everything).wait()
         means = (everything[:-1] / everything[-1]).tolist()
         return means[0] if names == [""] else dict(zip(names, means, strict=True))
-
-    def _checkpoint(self, about: dict[str, Any]) -> checkpoint.Checkpoint:
-        saved = checkpoint.Checkpoint(
-            {},
-            {},
-            {
-                "steps": self.steps,
-                "batches": self._batches,
-                "seed": self.seed,
-                "strategy": str(self.strategy),
-                "workers": self.size,
-                "about": about,
-                "models": [],
-            },
-        )
-        for i, step in enumerate(self._steps):
-            tensors, tied = checkpoint.model_tensors(step.model)
-            state, rest = checkpoint.optimizer_tensors(step.update.optimizer, step.flat.named)
-            saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
-            saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
-            scaler = step.update.scaler
-            saved.document["models"].append(
-                {
-                    "tied": tied,
-                    "optimizer": rest,
-                    "steps": step.steps,
-                    "scaler": None if scaler is None else scaler.state_dict(),
-                }
-            )
-        return saved
-
-
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """One number that tells the same values in another order apart."""
-    flat = tensor.detach().flatten().double()
-    places = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
-    return torch.dot(flat, places.sqrt())
-
-
-def _load_step(
-    step: Step, prefix: str, saved: checkpoint.Checkpoint, rest: Any, path: Path
-) -> None:
-    steps = rest.get("steps") if isinstance(rest, dict) else None
-    if not isinstance(steps, int) or steps < 0:
-        raise CheckpointError(f"the checkpoint at {path} is damaged: its models")
-    model, optimizer = (
-        {name.removeprefix(prefix): t for name, t in part.items() if name.startswith(prefix)}
-        for part in (saved.model, saved.optimizer)
-    )
-    checkpoint.load_model(step.model, model, rest.get("tied"), path)
-    checkpoint.load_optimizer(
-        step.update.optimizer, step.flat.named, optimizer, rest.get("optimizer"), path
-    )
-    step.steps = step.update.steps = rest["steps"]
-    if step.update.scaler is not None and isinstance(rest.get("scaler"), dict):
-        step.update.scaler.load_state_dict(rest["scaler"])
 
 
 class _Clock:

@@ -1,0 +1,62 @@
+"""The state of training steps as a checkpoint, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shoal import checkpoint
+from shoal.errors import CheckpointError
+from shoal.step import Step
+
+
+def snapshot(steps: list[Step], document: dict[str, Any]) -> checkpoint.Checkpoint:
+    """The models and optimizers of all steps of a job, and what else `document` says of it."""
+    saved = checkpoint.Checkpoint({}, {}, {**document, "models": []})
+    for i, step in enumerate(steps):
+        tensors, tied = checkpoint.model_tensors(step.model)
+        state, rest = checkpoint.optimizer_tensors(step.update.optimizer, step.flat.named)
+        saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
+        saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
+        scaler = step.update.scaler
+        saved.document["models"].append(
+            {
+                "tied": tied,
+                "optimizer": rest,
+                "steps": step.steps,
+                "scaler": None if scaler is None else scaler.state_dict(),
+            }
+        )
+    return saved
+
+
+def restore(steps: list[Step], saved: checkpoint.Checkpoint, path: Path) -> None:
+    """Put a checkpoint into the steps of a job; another script's is refused."""
+    models = saved.document.get("models")
+    if not isinstance(models, list) or len(models) != len(steps):
+        found = len(models) if isinstance(models, list) else 0
+        raise CheckpointError(
+            f"the checkpoint at {path} is of another script: it holds {found} models, and this "
+            f"one trains {len(steps)}"
+        )
+    for i, (step, rest) in enumerate(zip(steps, models, strict=True)):
+        _restore_step(step, f"{i}:", saved, rest, path)
+
+
+def _restore_step(
+    step: Step, prefix: str, saved: checkpoint.Checkpoint, rest: Any, path: Path
+) -> None:
+    steps = rest.get("steps") if isinstance(rest, dict) else None
+    if not isinstance(steps, int) or steps < 0:
+        raise CheckpointError(f"the checkpoint at {path} is damaged: its models")
+    model, optimizer = (
+        {name.removeprefix(prefix): t for name, t in part.items() if name.startswith(prefix)}
+        for part in (saved.model, saved.optimizer)
+    )
+    checkpoint.load_model(step.model, model, rest.get("tied"), path)
+    checkpoint.load_optimizer(
+        step.update.optimizer, step.flat.named, optimizer, rest.get("optimizer"), path
+    )
+    step.steps = step.update.steps = rest["steps"]
+    if step.update.scaler is not None and isinstance(rest.get("scaler"), dict):
+        step.update.scaler.load_state_dict(rest["scaler"])
