@@ -64,17 +64,17 @@ def run(
     placement = detect(environ)
     if placement is None and (workers or 1) > 1:
         return _launch_self(train, as_strategy(chosen or "ddp"), workers or 1, seed, device)
-    size = placement.size if placement else 1
-    value = as_strategy(chosen or ("ddp" if size > 1 else "single"))
-    work = _Worker(
-        value,
-        placement,
-        int(environ.get("SHOAL_SEED") or seed or 0),
-        environ.get("SHOAL_DEVICE") or device,
-    )
+    several = placement is not None and placement.size > 1
+
+    def work() -> Any:
+        value = as_strategy(chosen or ("ddp" if several else "single"))
+        number = int(environ.get("SHOAL_SEED") or seed or 0)
+        worker = _Worker(value, placement, number, environ.get("SHOAL_DEVICE") or device)
+        return worker.run(train)
+
     if placement is None or placement.launcher != "shoal":
-        return work.run(train)
-    result = _report_failures(lambda: work.run(train), placement)
+        return work()
+    result = _report_failures(work, placement)
     if wanted is not None:
         sys.exit(0)  # what follows in the script belongs to the process that launched this one
     return result

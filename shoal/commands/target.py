@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -109,7 +109,7 @@ def traced(env: dict[str, str], file: Path | None) -> Iterator[None]:
         return
     if not file.parent.is_dir():
         raise BadInput(f"cannot write a trace to {file}: there is no folder {file.parent}")
-    with tempfile.TemporaryDirectory(prefix="shoal-trace-") as folder, nullcontext():
+    with tempfile.TemporaryDirectory(prefix="shoal-trace-") as folder:
         env["SHOAL_TRACE_DIR"] = folder
         yield
         from shoal.observe.report import print_shares, write_chrome
