@@ -27,13 +27,15 @@ demo: setup
 	$(BIN)/shoal eval runs/digits
 	$(BIN)/shoal verify digits -n 2 -s ddp --steps 20
 
+# two at a time: half of the tests wait for processes that they have started
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 check: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,10 +29,11 @@ class Feed:
         seed: int,
         steps_done: Callable[[], int],
         on_batch: Callable[[Batch], None],
+        say: Callable[[str], None],
     ):
         self.group, self.device, self.seed = group, device, seed
         self.replica, self.replicas = group.rank, group.size
-        self.steps_done, self.on_batch = steps_done, on_batch
+        self.steps_done, self.on_batch, self.say = steps_done, on_batch, say
         self.epochs = self.delivered = self.skip = 0
         self.total_steps: int | None = None
         self.batch_size = 256
@@ -54,7 +55,7 @@ class Feed:
         epoch_batches: Callable[[int], Iterable[Batch]]
         if batch_size is None:
             self._check_iterable(data, epochs)
-            per_epoch = len(data) if isinstance(data, Sized) else None
+            per_epoch = _length(data)
             epoch_batches = partial(self._iterable_epoch, data, cut)
         else:
             self._check_dataset(data, batch_size, epochs)
@@ -80,6 +81,8 @@ class Feed:
         if per_epoch is not None:
             to_come = self.steps_done() + max(0, per_epoch * epochs - self.skip)
             self.total_steps = to_come if steps is None else min(steps, to_come)
+        if self.skip and self.total_steps == self.steps_done():
+            self.say(f"nothing is left to train: all {self.total_steps} steps were done before")
 
     def _deliver(self, batches: Iterable[Batch], steps: int | None) -> Iterator[Batch]:
         """Hand out batches; none is fetched that would not be trained on."""
@@ -164,6 +167,14 @@ class Feed:
             )
         if len(data) == 0 or epochs < 1:
             raise BadInput("there is nothing to train on: the dataset is empty or epochs is 0")
+
+
+def _length(data: Iterable[Any]) -> int | None:
+    """None where it has none, as a DataLoader over an IterableDataset, which raises instead."""
+    try:
+        return len(data) if isinstance(data, Sized) else None
+    except TypeError:
+        return None
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from shoal.data import (
     DatasetBatches,
     mix,
 )
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import BadInput
 from shoal.feed import Feed
 from shoal.group.group import Group
 from shoal.observe.progress import Progress, Silent
@@ -61,7 +62,9 @@ class Job:
         self._steps: list[Step] = []
         self._progress, self._tracer = progress or Silent(), tracer
         self._said: set[str] = set()
-        self._feed = Feed(group, device, seed, lambda: self.steps, self._before_batch)
+        self._feed = Feed(
+            group, device, seed, lambda: self.steps, self._before_batch, self._say_once
+        )
         self._clock = _Clock()
 
     def step(
@@ -144,6 +147,9 @@ class Job:
         """Show progress: rank 0 shows the metrics now and then, others do nothing."""
         if self._progress.due(self.steps, self._feed.total_steps):
             values = {name: float(value) for name, value in metrics.items()}
+            for name, value in values.items():
+                if not math.isfinite(value):
+                    self._say_once(f"{name} is not a finite number any more")
             self._progress.show(
                 {
                     "step": self.steps,
@@ -185,7 +191,7 @@ class Job:
     def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
         """Save the whole model, the optimizer and the place in the data under `path`.
 
-        All ranks call it. `about` is kept in the manifest; it has to be JSON.
+        Call it on all ranks; rank 0 writes. `about` is kept in the manifest; it has to be JSON.
         """
         if self.rank == 0 and not self.dry:
             document = {
@@ -197,7 +203,6 @@ class Job:
                 "about": about or {},
             }
             checkpoint.write(Path(path), snapshot(self._steps, document))
-        self.group.barrier().wait()
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, whatever strategy and number of workers saved it.
@@ -207,7 +212,7 @@ class Job:
         path = Path(path)
         saved = checkpoint.read(path)
         if not self._steps:
-            raise ShoalError("job.load comes after job.step: there is no model yet to load into")
+            raise BadInput("job.load comes after job.step: there is no model yet to load into")
         restore(self._steps, saved, path)
         self.steps = saved.document["steps"]
         self._feed.skip = self._feed.delivered = saved.document["batches"]
@@ -240,7 +245,7 @@ class Job:
 
     def _latest_step(self) -> Step:
         if not self._steps:
-            raise ShoalError("job.evaluate comes after job.step: there is no model yet")
+            raise BadInput("job.evaluate comes after job.step: there is no model yet")
         return self._steps[-1]
 
     def _evaluate_part(
@@ -259,6 +264,11 @@ class Job:
                 found = metric(call(step.model, inputs), targets)
             for name, value in (found if isinstance(found, dict) else {"": found}).items():
                 number = torch.as_tensor(value, dtype=torch.float64, device=self.device)
+                if number.dim():
+                    raise BadInput(
+                        "the metric of job.evaluate has to be one number, the mean over the "
+                        f"samples it is given, and it is {tuple(number.shape)}"
+                    )
                 sums[name] = sums.get(name, torch.zeros_like(number)) + number * batch.parts[0]
             samples += batch.parts[0]
         return sums, samples

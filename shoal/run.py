@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -136,6 +137,7 @@ class _Worker:
         the others and tells the first failure of all.
         """
         if self.placement is not None and self.placement.launcher == "shoal":
+            _say_where(error)
             report_failure(os.environ["SHOAL_RUN_DIR"], self.rank, error)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -206,6 +208,19 @@ def choose_backend(device: torch.device, placement: Placement) -> str:
     if device.type == "cuda" and own_gpu and dist.is_nccl_available():
         return "nccl"
     return "gloo"
+
+
+def _say_where(error: Exception) -> None:
+    """Add the line of the script to a mistake that is told in one sentence."""
+    ours = str(Path(__file__).parent)
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in f.filename
+        and not f.filename.startswith((ours, sys.base_prefix, "<"))
+    ]
+    if isinstance(error, BadInput) and frames:
+        error.args = (f"{error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})",)
 
 
 def _report_failures(work: Callable[[], Any], placement: Placement) -> Any:

@@ -33,6 +33,11 @@ from shoal.sync.sync import Sync
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
 from shoal.tree import Tree, map_tensors
 
+_HINTS = {
+    "loss": "it takes (outputs, targets)",
+    "lr": "it takes the number of the step and gives the learning rate of that step",
+    "count": "it takes a batch and gives what the loss is a mean over",
+}
 Count = Callable[[Any], int | float | Tensor]
 
 
@@ -91,6 +96,9 @@ class Step:
         say: Callable[[str], None],
     ):
         options.check(group.size)
+        for name, value in {"loss": loss, "lr": lr, "count": count}.items():
+            if value is not None and not callable(value):
+                raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
         self.options, self.group, self.seed, self.count = options, group, seed, count
         if options.exact:
             _make_deterministic(device)

@@ -158,6 +158,13 @@ def test_evaluate_does_not_disturb_the_place_in_the_data() -> None:
     assert losses(True) == losses(False)
 
 
+def test_a_metric_per_sample_is_refused() -> None:
+    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+    job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    with pytest.raises(BadInput, match="has to be one number"):
+        job.evaluate(lambda outputs, targets: outputs.argmax(1) == targets, samples(10))
+
+
 def test_evaluate_with_statistics_of_the_batch_equals_one_device(world: World) -> None:
     """BatchNorm without running statistics, after a training batch that left a rank empty."""
 

@@ -130,7 +130,10 @@ def _own(kind: str, name: str, ranks: int) -> Collective:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     made = getattr(module, function, None)
-    collective = made(ranks) if callable(made) else None
+    try:
+        collective = made(ranks) if callable(made) else None
+    except Exception as error:  # whatever the user's function raises
+        raise BadInput(f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(collective, Collective):
         raise BadInput(f"{path} has no function {function} to make a Collective of {ranks} ranks")
     if collective.kind != kind_named(kind).name:

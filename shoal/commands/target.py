@@ -86,6 +86,14 @@ def environment(
 
 def run_shown(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None:
     """Run workers with a live bar on a terminal, and with plain lines elsewhere."""
+    try:
+        _run_shown(command, workers, env)
+    except KeyboardInterrupt:
+        print("shoal: interrupted; all workers have ended", file=sys.stderr)
+        raise
+
+
+def _run_shown(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None:
     if not sys.stdout.isatty():
         launch(command, workers, env=env)
         return

@@ -17,7 +17,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,8 +91,18 @@ def first_failure(deaths: Iterable[Death]) -> Death:
     return min(deaths, key=lambda death: (_is_echo(death), _time_ns(death), death.rank))
 
 
-def as_error(death: Death) -> ShoalError:
-    """What the launcher raises for it: a mistake of the user as such, with no traceback."""
+def as_error(death: Death, finished: Sequence[int] = ()) -> ShoalError:
+    """What the launcher raises for it: a mistake of the user as such, with no traceback.
+
+    `finished` are workers that had ended well by then.
+    """
+    if finished and _is_echo(death):
+        return WorkersFailed(
+            death.rank,
+            1,
+            f"worker {death.rank} was still at work when worker {finished[0]} had finished: all "
+            "workers have to take the same steps and make the same calls",
+        )
     report, rank = death.report, death.rank
     if report is not None:
         if report.exit_status == 2 and report.sentence:

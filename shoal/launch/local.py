@@ -57,7 +57,7 @@ def launch(
     if watch.broken is not None:
         raise watch.broken
     if deaths:
-        raise as_error(first_failure(deaths))
+        raise as_error(first_failure(deaths), watch.finished())
 
 
 def _check(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None:

@@ -10,6 +10,10 @@ final tensor are compared. Equal means equal up to rounding, and rounding is bou
   rounds more coarsely. Where the plain bound does not hold, the script runs alone once more with
   the same additions in another order (each batch in as many parts as there are workers, or
   reversed where there is BatchNorm); what that moves, times 10, is then the tolerance.
+- A tolerance is never more than 1% of the largest value in the model, or of the loss: where
+  rounding moves more than that, nothing can be told, and the answer is no. The loss of the first
+  step comes before any update, so nothing can have amplified it: there the bound of the coarsest
+  dtype holds. (A loss that is a sum, not a mean, is found there.)
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from torch import Tensor
 
 LAMBDA = 4.0
 MARGIN = 10.0
+LARGEST = 0.01
+COARSEST = torch.finfo(torch.bfloat16).eps
 
 
 @dataclass(frozen=True)
@@ -146,13 +152,17 @@ def _losses(alone: Captured, together: Captured, reordered: Captured | None) -> 
         tolerance = bound(alone, torch.float32, i + 1) * max(1.0, abs(pair[0]))
         if reordered is not None and i < len(reordered.losses):
             moved = max(moved, _finite(abs(reordered.losses[i] - pair[0])))
+            most = (LARGEST if i else COARSEST) * max(1.0, abs(pair[0]))
+            tolerance = max(tolerance, min(MARGIN * moved, most))
         difference = 0.0 if pair[0] == pair[1] else abs(pair[0] - pair[1])
-        found.append(Difference(f"step {i + 1}", difference, max(tolerance, MARGIN * moved)))
+        found.append(Difference(f"step {i + 1}", difference, tolerance))
     return found
 
 
 def _tensors(alone: Captured, together: Captured, reordered: Captured | None) -> list[Difference]:
     found = []
+    floats = [t for t in alone.tensors.values() if t.is_floating_point() and t.numel()]
+    largest = _finite(max((float(t.abs().max()) for t in floats), default=0.0))
     for name, tensor in alone.tensors.items():
         other = together.tensors.get(name)
         tolerance = 0.0
@@ -161,7 +171,7 @@ def _tensors(alone: Captured, together: Captured, reordered: Captured | None) ->
             tolerance = bound(alone, tensor.dtype, len(alone.losses)) * max(size, 1e-3)
         if reordered is not None:
             moved = _finite(distance(tensor, reordered.tensors.get(name)))
-            tolerance = max(tolerance, MARGIN * moved)
+            tolerance = max(tolerance, min(MARGIN * moved, LARGEST * largest))
         found.append(Difference(name, distance(tensor, other), tolerance))
     missing = sorted(set(together.tensors) - set(alone.tensors))
     return found + [Difference(name, math.nan, 0.0) for name in missing]

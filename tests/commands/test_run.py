@@ -60,6 +60,29 @@ def test_the_first_failure_comes_last_and_in_full_with_its_rank(tmp_path: Path) 
     assert report.rstrip().endswith("ValueError: the seventh seal is broken")
 
 
+def test_a_worker_that_stops_before_the_others_is_named(tmp_path: Path) -> None:
+    stops = "            sys.exit(0) if job.rank == 1 and job.steps == 3 else None\n"
+    script = scripts.PLAIN.replace("epochs=2", "epochs=50")
+    script = script.replace(
+        "job.log(loss=step(batch))\n", "job.log(loss=step(batch))\n" + stops[4:]
+    )
+    (tmp_path / "train.py").write_text(script)
+    done = shoal("run", "train.py", "-n", "2", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "worker 0 was still at work when worker 1 had finished" in done.stderr
+
+
+def test_a_mistake_is_told_with_the_line_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        scripts.PLAIN.replace("optimizer=sgd", "optimizer=sgd, lr=0.1")
+    )
+    line = scripts.PLAIN.splitlines().index("    step = job.step(model(), loss, optimizer=sgd)") + 1
+    done = shoal("run", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("shoal: lr has to be a function, not 0.1;")
+    assert done.stderr.rstrip().endswith(f"(train.py, line {line})")
+
+
 def test_workers_started_by_the_script_itself(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         scripts.PLAIN.replace("shoal.run(train)", 'shoal.run(train, workers=2); print("after")')

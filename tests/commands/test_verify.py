@@ -33,6 +33,14 @@ def test_a_broken_reduction_is_named_by_its_tensor_and_step(tmp_path: Path) -> N
     assert found["largest_tensor_difference"]["what"] == "2.bias"
 
 
+def test_a_loss_that_is_a_sum_is_found_in_the_first_step(tmp_path: Path) -> None:
+    """Cutting a batch changes a sum, so the run that measures rounding is wrong as well."""
+    script = scripts.PLAIN.replace("model(), loss,", 'model(), partial(loss, reduction="sum"),')
+    status, found = verify(tmp_path, script, "-n", "2", "--steps", "3")
+    assert (status, found["ok"]) == (1, False)
+    assert found["first_loss_that_differs"]["what"] == "step 1"
+
+
 def test_replicas_that_go_their_own_way_are_found(tmp_path: Path) -> None:
     status, found = verify(tmp_path, scripts.UNREDUCED, "-n", "2", "--steps", "5")
     assert (status, found["ok"]) == (1, False)
