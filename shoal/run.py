@@ -27,7 +27,7 @@ from shoal.group.solo import SoloGroup
 from shoal.group.torch_group import TorchGroup, join_world
 from shoal.job import Job
 from shoal.launch.environment import Placement, detect
-from shoal.launch.failures import report_failure
+from shoal.launch.failures import report_failure, report_finished
 from shoal.launch.fork import fork
 from shoal.launch.local import launch
 from shoal.launch.rendezvous import open_rendezvous
@@ -114,6 +114,10 @@ class _Worker:
             )
             try:
                 return self._train(train, job)
+            except SystemExit as end:
+                if not end.code:
+                    self._note_end()
+                raise
             except Exception as error:
                 self._give_up(error)
                 raise
@@ -128,7 +132,12 @@ class _Worker:
             result = train(job)
         if capture is not None:
             capture.write()
+        self._note_end()
         return result
+
+    def _note_end(self) -> None:
+        if self.placement is not None and self.placement.launcher == "shoal":
+            report_finished(os.environ["SHOAL_RUN_DIR"], self.rank)
 
     def _give_up(self, error: Exception) -> None:
         """Under our launcher: leave a report and go at once.

@@ -71,6 +71,18 @@ def report_failure(run_dir: str | Path, rank: int, error: BaseException) -> None
         os.replace(part, path)
 
 
+def report_finished(run_dir: str | Path, rank: int) -> None:
+    """Leave word that this worker is through, before it takes down what others may wait for."""
+    with suppress(OSError):
+        (Path(run_dir) / f"finished-{rank}").touch()
+
+
+def finished_workers(run_dir: str | Path) -> list[int]:
+    """The workers that were through, the first one first."""
+    marks = sorted(Path(run_dir).glob("finished-*"), key=lambda mark: mark.stat().st_mtime_ns)
+    return [int(mark.name.removeprefix("finished-")) for mark in marks]
+
+
 def read_report(run_dir: str | Path, rank: int) -> Report | None:
     """The worker's own report; None when it left none, or none that can be read."""
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from shoal.errors import BadInput
 from shoal.launch.crew import Crew
 from shoal.launch.environment import Placement, shoal_environment
-from shoal.launch.failures import as_error, first_failure
+from shoal.launch.failures import as_error, finished_workers, first_failure
 from shoal.launch.output import Lines, OnProgress, Pump, Records, Write, print_lines
 from shoal.launch.watch import Interrupts, Watch
 
@@ -53,11 +53,12 @@ def launch(
             errors = job.start(crew, pump)
             watch.run(crew)
         deaths = watch.deaths(run_dir, errors)
+        finished = finished_workers(run_dir)
     interrupts.raise_first()
     if watch.broken is not None:
         raise watch.broken
     if deaths:
-        raise as_error(first_failure(deaths), watch.finished())
+        raise as_error(first_failure(deaths), finished)
 
 
 def _check(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None:

@@ -96,10 +96,6 @@ class Watch:
         ]
         return [death for death in deaths if self._was_before_stop(death)]
 
-    def finished(self) -> list[int]:
-        """The workers that ended well, in that order."""
-        return [exit.rank for exit in self.exits if exit.returncode == 0]
-
     def _was_before_stop(self, death: Death) -> bool:
         reported_ns = death.noticed_ns if death.report is None else death.report.time_ns
         return self.stopped_ns is None or min(death.noticed_ns, reported_ns) < self.stopped_ns

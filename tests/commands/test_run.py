@@ -92,10 +92,10 @@ def test_workers_started_by_the_script_itself(tmp_path: Path) -> None:
     assert "[1]" not in output  # progress comes from rank 0 alone, and the rest runs once
 
 
-def test_exact_gives_one_digest_at_1_2_4_and_8_workers(tmp_path: Path) -> None:
+def test_exact_gives_one_digest_at_1_and_4_workers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.EXACT)
     digests = set()
-    for workers in (1, 2, 4, 8):
+    for workers in (1, 4):
         done = shoal("run", "train.py", "-n", str(workers), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         digests.add(done.stdout.removeprefix("[0] ").strip())

@@ -18,11 +18,12 @@ def verify(tmp_path: Path, script: str, *words: str) -> tuple[int, dict[str, Any
     return done.returncode, json_of(done)
 
 
-def test_ddp_is_equal_on_a_users_script(tmp_path: Path) -> None:
-    status, found = verify(tmp_path, scripts.PLAIN, "-n", "3", "--steps", "8")
+def test_ddp_is_equal_on_a_users_script_and_nothing_is_saved(tmp_path: Path) -> None:
+    status, found = verify(tmp_path, scripts.SAVES, "-n", "3", "--steps", "8")
     assert (status, found["ok"], found["steps"]) == (0, True, 8)
     assert found["replicas_apart"] == 0
-    assert found["largest_tensor_difference"]["tolerance"] < 1e-4
+    assert found["largest_tensor_difference"]["tolerance"] < 1e-3
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_a_broken_reduction_is_named_by_its_tensor_and_step(tmp_path: Path) -> None:
@@ -45,12 +46,6 @@ def test_replicas_that_go_their_own_way_are_found(tmp_path: Path) -> None:
     status, found = verify(tmp_path, scripts.UNREDUCED, "-n", "2", "--steps", "5")
     assert (status, found["ok"]) == (1, False)
     assert found["replicas_apart"] > 0
-
-
-def test_a_verification_saves_nothing(tmp_path: Path) -> None:
-    status, _ = verify(tmp_path, scripts.SAVES, "-n", "2", "--steps", "6")
-    assert status == 0
-    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_a_script_that_does_not_train_is_told_so(tmp_path: Path) -> None:
