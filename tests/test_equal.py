@@ -176,7 +176,7 @@ def test_count_weighs_uneven_batches(world: World, size: int) -> None:
 @pytest.mark.parametrize(("size", "microbatches"), [(1, 6), (2, 6), (3, 6), (6, 6), (4, 8), (8, 8)])
 def test_exact_gives_the_same_bits(world: World, size: int, microbatches: int) -> None:
     options = {"exact": True, "microbatches": microbatches}
-    data = samples(62, (1, 4, 4))
+    data = samples(64, (1, 4, 4))
     alone = train(SoloGroup(), "single", convnet(), data, 24, **options)
     models = [convnet() for _ in range(size)]
     together = world(size, lambda g: train(g, "ddp", models[g.rank], data, 24, **options))
