@@ -43,6 +43,17 @@ class PeerLost(ShoalError):
         )
 
 
+class Desync(ShoalError):
+    """Two ranks called different operations where all must call the same."""
+
+    def __init__(self, rank: int, call: str, peer: int, peer_call: str):
+        self.rank, self.call, self.peer, self.peer_call = rank, call, peer, peer_call
+        super().__init__(
+            f"rank {rank} called {call} while rank {peer} called {peer_call}: all ranks of a group "
+            "must call the same operations in the same order"
+        )
+
+
 class WorkersFailed(ShoalError):
     """At least one worker process ended badly; `rank` is the first one that did."""
 

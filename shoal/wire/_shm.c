@@ -128,7 +128,7 @@ typedef struct {
     int pidfds[MAX_RANKS];
     u32 pass;
     u64 seq, direct_bytes;
-    int broken, lost;       /* the outcome that ended the group here, and the peer */
+    _Atomic int broken, lost; /* the outcome that ended the group here, and the peer */
     Call open;              /* a call that was started and is to be finished */
     pthread_mutex_t lock;   /* of everything about messages below */
     Op *sends[MAX_RANKS], *recvs;
@@ -388,8 +388,8 @@ static void wake_everybody(Group *g) {
 /* The first failure of a group is told to all its ranks. */
 static int fail(Group *g, int outcome, int peer) {
     u32 nothing = 0;
-    g->broken = outcome;
     g->lost = peer;
+    g->broken = outcome;
     if (atomic_compare_exchange_strong(&g->head->failed, &nothing, BUSY)) {
         g->head->failed_rank = (u32)g->rank;
         g->head->failed_peer = (u32)peer;
@@ -401,11 +401,12 @@ static int fail(Group *g, int outcome, int peer) {
 }
 
 static int told_failure(Group *g) {
+    if (g->broken) return g->broken;
     u32 outcome = atomic_load(&g->head->failed);
     if (outcome == 0 || outcome == BUSY) return FINE;
-    g->broken = (int)outcome;
     g->lost = (int)g->head->failed_peer;
-    return g->broken;
+    g->broken = (int)outcome;
+    return (int)outcome;
 }
 
 /* Called ten times a second while rank `peer` (or anybody, -1) is behind `want`. */
@@ -684,13 +685,8 @@ static void open_call(Group *g, Call *c) {
 
 static void close_call(Group *g, const Call *c) { record(g, g->rank, c->seq)->end_ns = now_ns(); }
 
-static int refused(Group *g) {
-    if (g->broken) return g->broken;
-    return told_failure(g);
-}
-
 static int run_call(Group *g, Call *c, u64 timeout_ns) {
-    int outcome = refused(g);
+    int outcome = told_failure(g);
     if (outcome) return outcome;
     u64 deadline_ns = now_ns() + timeout_ns;
     open_call(g, c);
@@ -713,7 +709,7 @@ static int start_call(Group *g, Call *c) {
     u64 bytes = c->kind == BARRIER ? 0 : c->count * ELEMENT_BYTES[c->dtype];
     u32 number = g->pass + 1;
     if (bytes > g->direct_bytes || bytes * (many ? (u64)g->size : 1) > g->slot_bytes / 2) return 0;
-    if (c->kind == ALL_TO_ALL_V || refused(g) || !all_reached(g, free_from(number))) return 0;
+    if (c->kind == ALL_TO_ALL_V || told_failure(g) || !all_reached(g, free_from(number))) return 0;
     open_call(g, c);
     fill(g, c, 0, slot(g, g->rank, number));
     publish(g, number);
@@ -1056,7 +1052,9 @@ static int watch_peers(Group *g) {
     return 0;
 }
 
+/* Waits of this rank end, and the others learn that it does not take part any more. */
 static void leave(Group *g) {
+    if (!g->broken) g->broken = CLOSED;
     atomic_store(&block(g, g->rank)->left, 1);
     wake_everybody(g);
 }
