@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.errors import BadInput, ShoalError
 from shoal.group.group import Op
 from shoal.group.lane import Lane, LaneWork
-from shoal.group.native import KIND, UNEVEN, NativeCall, Side, moved_as, TracedCall, moved_as, reduced_as
+from shoal.group.native import KIND, UNEVEN, NativeCall, Side, TracedCall, moved_as, reduced_as
 from shoal.group.operator import fill_identity
 from shoal.observe.trace import OFF, Tracer
 from shoal.wire.segment import Segment, join
@@ -63,7 +63,9 @@ class ShmGroup:
 
     def all_reduce(self, data: Tensor, op: Op = Op.SUM, out: Tensor | None = None) -> LaneWork:
         """Everybody's `data` combined, in its place or in `out`."""
-        return self.combine("all_reduce", data, data if out is None else out, data.numel(), op.value)
+        return self.combine(
+            "all_reduce", data, data if out is None else out, data.numel(), op.value
+        )
 
     def gather(self, out: Tensor | None, data: Tensor, root: int = 0) -> LaneWork:
         if self.rank == root:
@@ -77,7 +79,8 @@ class ShmGroup:
             if data is None:
                 raise BadInput(f"rank {root} is the root of a scatter and has not given the whole")
             self._check_sizes("scatter", data, out)
-        return self._move("scatter", data if self.rank == root else out, out, out.numel(), root)
+        source = out if data is None or self.rank != root else data
+        return self._move("scatter", source, out, out.numel(), root)
 
     def all_gather(self, out: Tensor, data: Tensor) -> LaneWork:
         self._check_sizes("all_gather", out, data)
@@ -181,9 +184,7 @@ class ShmGroup:
         self._check_root(root)
         code, scale, operator = reduced_as(data, op)
         args, keep, store = self._sides(kind, data, out, count * scale, code, operator, root)
-        return self._submit(
-            NativeCall(self.segment, args, keep, after or store), kind, data.nbytes
-        )
+        return self._submit(NativeCall(self.segment, args, keep, after or store), kind, data.nbytes)
 
     def _move(
         self, kind: str, data: Tensor, out: Tensor | None, count: int, root: int = 0

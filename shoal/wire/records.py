@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 KINDS = (
     "barrier",
@@ -28,7 +29,8 @@ _REDUCING = ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
-class Record(NamedTuple):
+@dataclass(frozen=True)
+class Record:
     """One call of one rank; `end_ns` is 0 while it has not ended."""
 
     seq: int

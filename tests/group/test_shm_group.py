@@ -24,7 +24,10 @@ pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler
 
 @pytest.mark.parametrize("kind", kinds())
 @settings(
-    max_examples=10, deadline=None, derandomize=True, database=None,
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(data=st.data())
@@ -43,7 +46,10 @@ def test_every_collective_gives_the_right_numbers(kind: str, data: st.DataObject
 
 @pytest.mark.parametrize("kind", kinds())
 @settings(
-    max_examples=2, deadline=None, derandomize=True, database=None,
+    max_examples=2,
+    deadline=None,
+    derandomize=True,
+    database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(data=st.data())
@@ -147,7 +153,7 @@ def test_a_message_of_another_size_is_told() -> None:
         if group.rank == 0:
             group.send(torch.zeros(3), 1).wait()
         else:
-            with pytest.raises(ShoalError, match="expected 8 bytes from rank 0.*got 12"):
+            with pytest.raises(ShoalError, match=r"expected 8 bytes from rank 0.*got 12"):
                 group.recv(torch.zeros(2), 0).wait()
 
     on_shm_threads(2, work)
@@ -188,7 +194,8 @@ def test_subgroups_and_duplicates_have_an_order_of_their_own() -> None:
          "of 5 float32"),
         (lambda g: g.all_reduce(torch.zeros(4)), lambda g: g.all_reduce(torch.zeros(4).int()),
          "of 4 int32"),
-        (lambda g: g.all_reduce(torch.zeros(9999)), lambda g: g.all_reduce(torch.zeros(9999), Op.MAX),
+        (lambda g: g.all_reduce(torch.zeros(9999)),
+         lambda g: g.all_reduce(torch.zeros(9999), Op.MAX),
          "of 9,999 float32 max"),
     ],
 )  # fmt: skip
