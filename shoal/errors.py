@@ -31,8 +31,11 @@ class CheckFailed(ShoalError):
     """A check ran and its answer is no: a verification, a proof."""
 
 
-class PeerLost(ShoalError):
-    """Another rank went away or fell silent in the middle of an operation."""
+class PeerLost(ShoalError, RuntimeError):
+    """Another rank went away or fell silent in the middle of an operation.
+
+    A RuntimeError too, as torch.distributed's own failures are.
+    """
 
     def __init__(self, rank: int, peer: int | None, doing: str, after_s: float | None = None):
         self.rank, self.peer, self.doing, self.after_s = rank, peer, doing, after_s
@@ -43,7 +46,7 @@ class PeerLost(ShoalError):
         )
 
 
-class Desync(ShoalError):
+class Desync(ShoalError, RuntimeError):
     """Two ranks called different operations where all must call the same."""
 
     def __init__(self, rank: int, call: str, peer: int, peer_call: str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,20 @@ class Side:
     def store(self) -> None:
         if self.host is not self._tensor:
             self._tensor.copy_(self.host.view(self._tensor.shape))
+
+
+class Pieces:
+    """Tensors that are the pieces of one operand, wherever each of them lies."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.sides = [Side(tensor) for tensor in tensors]
+
+    def addresses(self) -> list[int]:
+        return [side.host.data_ptr() for side in self.sides]
+
+    def store(self) -> None:
+        for side in self.sides:
+            side.store()
 
 
 def moved_as(data: Tensor) -> tuple[int, int]:
@@ -89,8 +103,8 @@ class NativeCall:
         self._after, self._table, self._begun = after, table, False
 
     def begin(self) -> bool:
-        if self._table is None:
-            self._begun = _shm.start(self._segment.handle, *self._args)
+        table = 0 if self._table is None else self._table.data_ptr()
+        self._begun = _shm.start(self._segment.handle, *self._args, table)
         return self._begun
 
     def run(self) -> None:

@@ -17,13 +17,20 @@ from torch import Tensor
 from shoal.errors import BadInput, ShoalError
 from shoal.group.group import Op
 from shoal.group.lane import Lane, LaneWork
-from shoal.group.native import KIND, UNEVEN, NativeCall, Side, TracedCall, moved_as, reduced_as
+from shoal.group.native import (
+    KIND,
+    UNEVEN,
+    NativeCall,
+    Pieces,
+    Side,
+    TracedCall,
+    moved_as,
+    reduced_as,
+)
 from shoal.group.operator import fill_identity
 from shoal.observe.trace import OFF, Tracer
 from shoal.wire.segment import Segment, join
 from shoal.wire.shm import ShmTransport, ShmWork
-from shoal.wire.threads import PendingWork
-from shoal.wire.transport import Work
 
 _ENTRY = 64  # bytes that a rank says when ranks meet over their group
 
@@ -41,18 +48,10 @@ class ShmGroup:
     def send(self, data: Tensor, dst: int, tag: int = 0) -> ShmWork:
         return self.transport.send(Side(data).host, dst, tag)
 
-    def recv(self, into: Tensor, src: int, tag: int = 0) -> Work:
+    def recv(self, into: Tensor, src: int, tag: int = 0) -> ShmWork:
         """`src` may be `ANY_SOURCE` of `shoal.wire.shm`."""
         side = Side(into)
-        work = self.transport.recv(side.host, src, tag)
-        if side.host.data_ptr() == into.data_ptr():
-            return work
-
-        def finish() -> None:
-            work.wait()
-            side.store()
-
-        return PendingWork(finish)
+        return self.transport.recv(side.host, src, tag, side.store)
 
     def broadcast(self, data: Tensor, root: int = 0) -> LaneWork:
         return self._move("broadcast", data, data, data.numel(), root)
@@ -114,6 +113,33 @@ class ShmGroup:
         flat = table.t().contiguous()
         call = NativeCall(self.segment, args, (source, target), target.store, flat)
         return self._submit(call, "all_to_all", data.nbytes)
+
+    def in_pieces(
+        self,
+        kind: str,
+        given: Sequence[Tensor],
+        taken: Sequence[Tensor],
+        op: str = "",
+        root: int = 0,
+    ) -> LaneWork:
+        """gather, scatter, all_gather, reduce_scatter, all_to_all between lists of tensors.
+
+        A list of one tensor is the rank's own piece; pieces may lie anywhere.
+        """
+        self._check_root(root)
+        like = given[0] if given else taken[0]
+        for piece in (*given, *taken):
+            if piece.numel() != like.numel() or piece.dtype != like.dtype:
+                raise BadInput(f"{kind} needs pieces of one size and type")
+        code, scale, operator = reduced_as(like, op) if op else (*moved_as(like), 0)
+        source, target = Pieces(given), Pieces(taken)
+        listed = {"all_to_all": (source, target), "scatter": (source,), "reduce_scatter": (source,)}
+        addresses = [a for side in listed.get(kind, (target,)) for a in side.addresses()]
+        own = [(*side.addresses(), 0)[0] for side in (source, target)]
+        args = (KIND[kind], own[0], own[1], like.numel() * scale, code, operator, root)
+        table = torch.tensor(addresses) if addresses else None
+        call = NativeCall(self.segment, args, (source, target), target.store, table)
+        return self._submit(call, kind, like.nbytes * max(len(given), len(taken)))
 
     def scan(
         self, data: Tensor, op: Op = Op.SUM, exclusive: bool = False, out: Tensor | None = None

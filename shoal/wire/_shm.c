@@ -98,7 +98,9 @@ typedef struct {
     const u8 *in;
     u8 *out;
     u64 count;         /* elements of a vector, or of one piece */
-    const int64_t *table; /* ALL_TO_ALL_V: bytes of [in offset, in, out offset, out] for each rank */
+    /* ALL_TO_ALL_V: bytes of [in offset, in, out offset, out] for each rank; otherwise, where it is
+     * given, the addresses of the pieces in or out (ALL_TO_ALL: all in, then all out) */
+    const int64_t *table;
     u64 bytes, unit, passes, seq;
 } Call;
 
@@ -503,6 +505,14 @@ static u64 part(const Call *c, u64 pass) {
     return c->bytes - from < c->unit ? c->bytes - from : c->unit;
 }
 
+static const u8 *piece_in(const Call *c, int rank) {
+    return c->table ? (const u8 *)(intptr_t)c->table[rank] : c->in + (u64)rank * c->bytes;
+}
+static u8 *piece_out(const Group *g, const Call *c, int rank) {
+    int first = c->kind == ALL_TO_ALL ? g->size : 0;
+    return c->table ? (u8 *)(intptr_t)c->table[first + rank] : c->out + (u64)rank * c->bytes;
+}
+
 /* What this rank has for the others in one pass, from its tensor into its slot. */
 static void fill(Group *g, const Call *c, u64 pass, u8 *mine) {
     u64 from = pass * c->unit, n = part(c, pass);
@@ -516,7 +526,7 @@ static void fill(Group *g, const Call *c, u64 pass, u8 *mine) {
         case ALL_TO_ALL:
             for (int to = 0; to < g->size; to++)
                 if (to != g->rank)
-                    memcpy(mine + (u64)to * c->unit, c->in + (u64)to * c->bytes + from, n);
+                    memcpy(mine + (u64)to * c->unit, piece_in(c, to) + from, n);
             return;
         case ALL_TO_ALL_V:
             for (int to = 0; to < g->size; to++) {
@@ -542,20 +552,20 @@ static void drain(Group *g, const Call *c, u64 pass, u32 number) {
         case GATHER: if (!is_root) return; /* fall through */
         case ALL_GATHER:
             for (int p = 0; p < g->size; p++) {
-                u8 *to = c->out + (u64)p * c->bytes + from;
+                u8 *to = piece_out(g, c, p) + from;
                 const u8 *source = p == g->rank ? c->in + from : slot(g, p, number);
                 if (to != source) memcpy(to, source, n);
             }
             return;
         case SCATTER:
-            in[0] = is_root ? c->in + (u64)g->rank * c->bytes + from
+            in[0] = is_root ? piece_in(c, g->rank) + from
                             : slot(g, c->root, number) + (u64)g->rank * c->unit;
             if (c->out + from != in[0]) memcpy(c->out + from, in[0], n);
             return;
         case ALL_TO_ALL:
             for (int p = 0; p < g->size; p++) {
-                u8 *to = c->out + (u64)p * c->bytes + from;
-                const u8 *source = p == g->rank ? c->in + (u64)p * c->bytes + from
+                u8 *to = piece_out(g, c, p) + from;
+                const u8 *source = p == g->rank ? piece_in(c, p) + from
                                                 : slot(g, p, number) + (u64)g->rank * c->unit;
                 if (to != source) memcpy(to, source, n);
             }
@@ -572,7 +582,7 @@ static void drain(Group *g, const Call *c, u64 pass, u32 number) {
             return;
         case REDUCE_SCATTER:
             for (int p = 0; p < g->size; p++)
-                in[p] = p == g->rank ? c->in + (u64)p * c->bytes + from
+                in[p] = p == g->rank ? piece_in(c, p) + from
                                      : slot(g, p, number) + (u64)g->rank * c->unit;
             combine_all(c->dtype, c->op, c->out + from, NULL, in, g->size, elements);
             return;
@@ -1032,7 +1042,7 @@ static Group *attach(int fd, int rank, int size, u64 generation) {
     g->slot_bytes = g->head->slot_bytes, g->ring_bytes = g->head->ring_bytes;
     g->rank = rank, g->size = size, g->direct_bytes = 16384;
     g->crowded = size > available_cores();
-    g->spins = g->crowded ? 0 : 4000;
+    g->spins = g->crowded ? 0 : 10000;
     for (int p = 0; p < MAX_RANKS; p++) g->pidfds[p] = -1;
     pthread_mutex_init(&g->lock, NULL);
     atomic_store(&block(g, rank)->pid, (u32)getpid());
@@ -1163,8 +1173,9 @@ static PyObject *py_collective(ARGS) {
 }
 
 static PyObject *py_start(ARGS) {
-    NEED(8) GROUP(g)
+    NEED(9) GROUP(g)
     Call c = call_from(args);
+    c.table = (const int64_t *)number(args[8]);
     if (PyErr_Occurred()) return NULL;
     return PyBool_FromLong(start_call(g, &c));
 }

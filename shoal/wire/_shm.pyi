@@ -27,6 +27,7 @@ def start(
     dtype: int,
     op: int,
     root: int,
+    table: int,
     /,
 ) -> bool: ...
 def finish(group: Segment, timeout_ns: int, /) -> int: ...

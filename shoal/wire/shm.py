@@ -7,6 +7,7 @@ or by a thread that serves while nobody does, so a rank that computes does not h
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ class ShmWork:
 
     def __init__(self, transport: ShmTransport, op: int, data: Tensor, is_send: bool, doing: str):
         self._transport, self._op, self._data, self._doing = transport, op, data, doing
+        self.after: Callable[[], None] | None = None
         self.source, self.is_done, self.is_send = -1, False, is_send
 
     def poll(self) -> bool:
@@ -52,6 +54,8 @@ class ShmWork:
             raise segment.lost(peer, self._doing, timeout_ns / 1e9 if outcome == LATE else None)
         if outcome != FINE:
             segment.check(outcome, self._doing)
+        if self.after is not None:
+            self.after()
 
 
 class ShmTransport:
@@ -65,9 +69,16 @@ class ShmTransport:
     def send(self, data: Tensor, dst: int, tag: int) -> ShmWork:
         return self._post(1, data, dst, tag, f"send to {dst}, tag {tag}")
 
-    def recv(self, into: Tensor, src: int, tag: int) -> ShmWork:
-        """`src` may be ANY_SOURCE; the work then tells where the message came from."""
-        return self._post(0, into, src, tag, f"recv from {src}, tag {tag}")
+    def recv(
+        self, into: Tensor, src: int, tag: int, after: Callable[[], None] | None = None
+    ) -> ShmWork:
+        """`src` may be ANY_SOURCE; the work then tells where the message came from.
+
+        `after` is done by the wait when the message has come.
+        """
+        work = self._post(0, into, src, tag, f"recv from {src}, tag {tag}")
+        work.after = after
+        return work
 
     def close(self) -> None:
         """Stop serving. Messages that are still under way are given up."""
