@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from shoal.errors import BadInput
 from shoal.group.group import Group
+from shoal.group.meeting import share_memory
+from shoal.group.shm_group import ShmGroup
 from shoal.group.solo import SoloGroup
 from shoal.group.torch_group import TorchGroup, join_world
 from shoal.job import Job
@@ -99,7 +101,7 @@ class _Worker:
             tracer = self._tracer(group)
             progress = for_worker(self.rank, self.size, open_progress(os.environ))
             stack.callback(progress.close)
-            if isinstance(group, TorchGroup):
+            if isinstance(group, TorchGroup | ShmGroup):
                 group.tracer = tracer
             job = Job(
                 self.strategy,
@@ -149,11 +151,19 @@ class _Worker:
         with open_rendezvous(self.placement) as rendezvous:
             backend = choose_backend(self.device, self.placement)
             world = join_world(rendezvous, self.rank, self.size, backend, f"run {_calls}")
+            group = share_memory(world, self.rank) if self._on_one_host(backend) else None
             try:
-                yield TorchGroup(world)
+                yield group or TorchGroup(world)
             finally:
+                if group is not None:
+                    group.close()
                 if ours:
                     dist.destroy_process_group()
+
+    def _on_one_host(self, backend: str) -> bool:
+        """GPUs of their own speak NCCL; everything else on one host goes through its memory."""
+        assert self.placement is not None
+        return backend == "gloo" and self.placement.local_size == self.size
 
     def _tracer(self, group: Group) -> Tracer:
         if not os.environ.get("SHOAL_TRACE_DIR"):

@@ -10,7 +10,6 @@ Gloo instead, which is said once.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,8 +21,9 @@ from torch import Tensor
 
 from shoal.errors import BadInput, PeerLost
 from shoal.group.lane import LaneWork
+from shoal.group.meeting import over_store, say_once
 from shoal.group.shm_group import ShmGroup
-from shoal.wire.segment import Exchange, join
+from shoal.wire.segment import join
 from shoal.wire.shm import ANY_SOURCE, ShmWork
 
 _OPS = {
@@ -36,31 +36,16 @@ _OPS = {
     dist.ReduceOp.BOR: "or",
     dist.ReduceOp.BXOR: "xor",
 }
-Store = Any  # torch declares the class in C++ only
 _MONITOR = 1 << 62  # tags of monitored barriers
 Tensors = Sequence[Tensor]
 
 
-def over_store(store: Store, rank: int, size: int) -> Exchange:
-    """Ranks that meet at a torch store."""
-    rounds = 0
-
-    def exchange(said: bytes) -> list[bytes]:
-        nonlocal rounds
-        rounds += 1
-        store.set(f"shoal/{rounds}/{rank}", said.decode())
-        return [store.get(f"shoal/{rounds}/{peer}") for peer in range(size)]
-
-    return exchange
-
-
-def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """What torch calls for `init_process_group("shoal")` and `new_group`, on every member."""
     segment = join(over_store(store, rank, size), rank, size, timeout.total_seconds())
     if segment is not None:
         return ShoalProcessGroup(ShmGroup(segment))
-    if rank == 0:
-        print("shoal: no shared memory between these ranks: they go over Gloo", file=sys.stderr)
+    say_once(rank)
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
@@ -143,7 +128,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     """The collectives of torch.distributed, each one call of a `ShmGroup`."""
 
     def __init__(self, group: ShmGroup):
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg, arg-type]
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
         self.shm = group
         self._name, self._barriers = "", 0
 
