@@ -63,9 +63,10 @@ class LaneWork:
             self.error = error
 
     def call_back(self) -> None:
-        for callback in self._callbacks or ():
-            callback()
-        self._callbacks = None
+        if self._callbacks is not None:
+            for callback in self._callbacks:
+                callback()
+            self._callbacks = None
 
 
 class Lane:
@@ -73,14 +74,16 @@ class Lane:
 
     def __init__(self, name: str):
         self._name = name
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._sleepers = 0  # a notification costs more than a light operation: only if needed
         self._waiting: deque[LaneWork] = deque()
         self._working = self._urged = self._closing = False
         self._thread: threading.Thread | None = None
 
     def submit(self, operation: Operation) -> LaneWork:
         work = LaneWork(self, operation)
-        with self._changed:
+        with self._lock:
             idle = not self._waiting and not self._working
             self._waiting.append(work)
             if not (idle and operation.begin()):
@@ -89,33 +92,33 @@ class Lane:
 
     def urge(self) -> None:
         """Somebody looks without waiting: what is left goes to the thread."""
-        with self._changed:
+        with self._lock:
             if self._waiting:
                 self._wake()
 
     def add_callback(self, work: LaneWork, callback: Callable[[], None]) -> bool:
-        with self._changed:
+        with self._lock:
             if not work.is_done:
                 work.add(callback)
             return not work.is_done
 
     def carry_out(self, work: LaneWork) -> None:
         """Return when `work` is done, and with it all that came before."""
-        while (next_ := self._take(work)) is not None:
+        while not work.is_done and (next_ := self._take(work)) is not None:
             self._execute(next_)
 
     def close(self) -> None:
         """End the thread. What has not been begun is left undone."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
 
     def _take(self, work: LaneWork) -> LaneWork | None:
-        with self._changed:
+        with self._lock:
             while self._working and not work.is_done:
-                self._changed.wait()
+                self._sleep()
             if work.is_done or not self._waiting:
                 return None
             self._working = True
@@ -123,11 +126,17 @@ class Lane:
 
     def _execute(self, work: LaneWork) -> None:
         work.execute()
-        with self._changed:
+        with self._lock:
             work.is_done, self._working = True, False
             self._urged = self._urged and bool(self._waiting)
-            self._changed.notify_all()
+            if self._sleepers:
+                self._changed.notify_all()
         work.call_back()
+
+    def _sleep(self) -> None:
+        self._sleepers += 1
+        self._changed.wait()
+        self._sleepers -= 1
 
     def _wake(self) -> None:
         self._urged = True
@@ -138,10 +147,9 @@ class Lane:
 
     def _serve(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closing or (self._urged and self._waiting and not self._working)
-                )
+            with self._lock:
+                while not (self._closing or (self._urged and self._waiting and not self._working)):
+                    self._sleep()
                 if self._closing:
                     return
                 self._working = True

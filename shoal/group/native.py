@@ -25,6 +25,13 @@ _BOOL_OPS = {"sum": "or", "max": "or", "prod": "and", "min": "and"}
 # types that are only moved travel as bytes or as the integers of their size
 _SIZES = {1: 0, 2: 2, 4: 3, 8: 4, 16: 4}
 
+PLAIN = {  # what needs no thought: a type of number and an operator, as codes
+    (dtype, name): (code, number)
+    for dtype, code in _NUMBERS.items()
+    for name, number in _OPS.items()
+    if number < _OPS["and"]
+}
+
 
 class Side:
     """A tensor's numbers in one piece in the host's memory; `store` brings back what changed."""

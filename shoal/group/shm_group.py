@@ -19,6 +19,7 @@ from shoal.group.group import Op
 from shoal.group.lane import Lane, LaneWork
 from shoal.group.native import (
     KIND,
+    PLAIN,
     UNEVEN,
     NativeCall,
     Pieces,
@@ -207,6 +208,12 @@ class ShmGroup:
         after: Callable[[], None] | None = None,
     ) -> LaneWork:
         """A reduction by the name of its operator, which may also be and, or, xor."""
+        plain = PLAIN.get((data.dtype, op))
+        easy = plain and out is data and root == 0 and not self.tracer.enabled
+        if plain and easy and data.is_cpu and data.is_contiguous() and not self.segment.closed:
+            at = data.data_ptr()
+            args = (KIND[kind], at, at, count, *plain, 0)
+            return self._lane.submit(NativeCall(self.segment, args, data, after))
         self._check_root(root)
         code, scale, operator = reduced_as(data, op)
         args, keep, store = self._sides(kind, data, out, count * scale, code, operator, root)
