@@ -54,7 +54,8 @@ class Segment:
         """The error that tells of `peer`, with the last that it did."""
         last = self.last(peer)
         its = "none yet" if last is None else f"{last}, {'ended' if last.end_ns else 'begun'}"
-        return PeerLost(self.rank, peer, f"{doing} (its last operation: {its})", after_s)
+        late = "" if after_s is None else "no answer before the timeout ended; "
+        return PeerLost(self.rank, peer, f"{doing} ({late}its last operation: {its})", after_s)
 
     def tune(self, direct_bytes: int, spins: int = -1) -> None:
         """Up to where everybody reads all in a reduction; how long to spin before sleeping."""
