@@ -11,6 +11,7 @@ Gloo instead, which is said once.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from shoal.errors import BadInput, PeerLost
 from shoal.group.lane import LaneWork
 from shoal.group.meeting import over_store, say_once
 from shoal.group.shm_group import ShmGroup
+from shoal.group.sparse import add_sparse
 from shoal.wire.segment import join
 from shoal.wire.shm import ANY_SOURCE, ShmWork
 
@@ -148,8 +150,16 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> BackendWork:
         op = "sum" if opts is None else _named(opts.reduceOp)
-        works = [self.shm.combine("all_reduce", t, t, t.numel(), op) for t in tensors]
+        works = [self._all_reduce(tensor, op) for tensor in tensors]
         return BackendWork(works, list(tensors))
+
+    def _all_reduce(self, data: Tensor, op: str) -> LaneWork:
+        if not data.is_sparse:
+            return self.shm.combine("all_reduce", data, data, data.numel(), op)
+        if op != "sum":
+            raise BadInput(f"sparse tensors can be summed; the shoal backend has no {op} of them")
+        add_sparse(self.shm, data)
+        return self.shm.barrier()
 
     allreduce_coalesced = allreduce
 
@@ -169,7 +179,12 @@ class ShoalProcessGroup(dist.ProcessGroup):
         works = [self.shm.in_pieces("all_gather", [data], outs) for outs, data in pairs]
         return BackendWork(works, outputs)
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> BackendWork:
+        """`outputs[r][i]` takes what rank r has as `inputs[i]`."""
+        columns = list(zip(*outputs, strict=True))
+        return self.allgather(columns, inputs, opts)
 
     def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> BackendWork:
         return BackendWork([self.shm.all_gather(output, data)], output)
@@ -290,9 +305,13 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     def _missing(self, tag: int, token: Tensor, limit_s: float, all_of_them: bool) -> list[int]:
         missing: list[int] = []
+        deadline_s = time.monotonic() + limit_s
         for peer in range(1, self.shm.size):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 and not missing:
+                raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {limit_s:g} s")
             try:
-                self.shm.recv(token, peer, tag).wait(limit_s)
+                self.shm.recv(token, peer, tag).wait(max(left_s, 0.001))
             except PeerLost:
                 missing.append(peer)
                 if not all_of_them:
