@@ -198,13 +198,6 @@ static Record *record(const Group *g, int rank, u64 seq) {
 #else
 #define EACH _Pragma("GCC ivdep") for (u64 i = 0; i < n; i++)
 #endif
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) \
-    && !defined(__SANITIZE_ADDRESS__)
-#define FAST __attribute__((target_clones("arch=haswell", "default")))
-#else
-#define FAST
-#endif
-
 #define ARITHMETIC(T)                                                                    \
     case SUM: case MEAN: EACH c[i] = (T)(a[i] + b[i]); break;                            \
     case PROD: EACH c[i] = (T)(a[i] * b[i]); break;                                      \
@@ -212,13 +205,13 @@ static Record *record(const Group *g, int rank, u64 seq) {
     case MAX: EACH c[i] = (a[i] > b[i]) | (a[i] != a[i]) ? a[i] : b[i]; break;
 
 #define REALS(NAME, T)                                                                   \
-    FAST static void NAME(T *c, const T *a, const T *b, u64 n, int op) {                 \
+    static void NAME(T *c, const T *a, const T *b, u64 n, int op) {                 \
         switch (op) { ARITHMETIC(T) }                                                    \
     }                                                                                    \
     static void NAME##_divide(T *c, u64 n, int by) { EACH c[i] = (T)(c[i] / (T)by); }
 
 #define INTEGERS(NAME, T)                                                                \
-    FAST static void NAME(T *c, const T *a, const T *b, u64 n, int op) {                 \
+    static void NAME(T *c, const T *a, const T *b, u64 n, int op) {                 \
         switch (op) {                                                                    \
             ARITHMETIC(T)                                                                \
             case AND: EACH c[i] = (T)(a[i] & b[i]); break;                               \
@@ -248,22 +241,22 @@ static u32 to_bits(float value) {
 }
 
 /* bfloat16 is the upper half of a float32; rounded to nearest, ties to even; NaN stays NaN */
-FAST static void widen_bf16(float *c, const uint16_t *a, u64 n) {
+static void widen_bf16(float *c, const uint16_t *a, u64 n) {
     EACH c[i] = from_bits((u32)a[i] << 16);
 }
-FAST static void narrow_bf16(uint16_t *c, const float *a, u64 n) {
+static void narrow_bf16(uint16_t *c, const float *a, u64 n) {
     EACH {
         u32 bits = to_bits(a[i]);
         u32 near = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
         c[i] = (uint16_t)(a[i] != a[i] ? 0x7fc0u : near);
     }
 }
-#if defined(__FLT16_MAX__)
-FAST static void widen_f16(float *c, const uint16_t *a, u64 n) {
+#if defined(__FLT16_MAX__) && (defined(__aarch64__) || defined(__F16C__))
+static void widen_f16(float *c, const uint16_t *a, u64 n) {
     const _Float16 *h = (const _Float16 *)a;
     EACH c[i] = (float)h[i];
 }
-FAST static void narrow_f16(uint16_t *c, const float *a, u64 n) {
+static void narrow_f16(uint16_t *c, const float *a, u64 n) {
     _Float16 *h = (_Float16 *)c;
     EACH h[i] = (_Float16)a[i];
 }

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler
 ROOT = Path(__file__).parents[2]
 TORCH_TESTS = [
     "test_all_gather",
-    "test_all_gather_into_cat_tensor_complex",
     "test_all_reduce_coalesced_max",
     "test_all_reduce_product",
     "test_all_to_all_single_unequal_split",
