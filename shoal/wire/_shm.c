@@ -4,9 +4,8 @@
  *
  * A collective goes in passes. In pass k every rank writes what others need into its slot k % SLOTS
  * and then raises its flag to k; whoever needs it waits for that flag. So "flag of r >= k" says:
- * what r has for pass k is there, and r has read everything of the passes before (the results of
- * a pipelined reduction: of the passes before k - 2). Hence a slot may be filled for pass k once
- * all flags are at k - (SLOTS - 3).
+ * what r has for pass k is there, and r has read everything of the passes before; but in a long
+ * reduction, which is pipelined, only of the passes before k - 2. See `free_from`.
  *
  * Nothing waits without end: a wait looks at the processes of its peers ten times a second, at
  * the group's failure, and at a deadline. No torch and, with SHOAL_WITHOUT_PYTHON, no Python here.
@@ -128,7 +127,7 @@ typedef struct {
     u64 bytes, slot_bytes, ring_bytes;
     int rank, size, crowded, spins;
     int pidfds[MAX_RANKS];
-    u32 pass;
+    u32 pass, last_pipelined;
     u64 seq, direct_bytes;
     _Atomic int broken, lost; /* the outcome that ended the group here, and the peer */
     Call open;              /* a call that was started and is to be finished */
@@ -606,7 +605,11 @@ static int await_sources(Group *g, const Call *c, u32 number, int first, u64 dea
     return outcome;
 }
 
-static u32 free_from(u32 number) { return number - (SLOTS - 3); }
+/* Where all flags must be before the slot of pass `number` may be filled again. */
+static u32 free_from(const Group *g, u32 number) {
+    int pipelined = reached(g->last_pipelined, number - SLOTS);
+    return pipelined ? number - (SLOTS - 3) : number - (SLOTS - 1);
+}
 
 /* Bounds of what rank `share` of `size` reduces of `bytes`, on cache lines. */
 static u64 bound(u64 bytes, int share, int size) {
@@ -651,7 +654,7 @@ static void take_shares(Group *g, const Call *c, u64 chunk, u32 number) {
 
 static int reduce_in_shares(Group *g, const Call *c, u64 deadline_ns) {
     u32 number = g->pass + 1;
-    int outcome = wait_all(g, free_from(number), deadline_ns);
+    int outcome = wait_all(g, free_from(g, number), deadline_ns);
     if (outcome) return outcome;
     fill_shares(g, c, 0, slot(g, g->rank, number));
     publish(g, number);
@@ -664,6 +667,7 @@ static int reduce_in_shares(Group *g, const Call *c, u64 deadline_ns) {
         if (chunk < c->passes) publish(g, number + 1);
         if (chunk > 0) take_shares(g, c, chunk - 1, number - 1);
     }
+    g->last_pipelined = g->pass;
     return FINE;
 }
 
@@ -696,7 +700,7 @@ static int run_call(Group *g, Call *c, u64 timeout_ns) {
     if (in_shares(g, c)) outcome = reduce_in_shares(g, c, deadline_ns);
     else for (u64 pass = 0; pass < c->passes && !outcome; pass++) {
         u32 number = g->pass + 1;
-        if ((outcome = wait_all(g, free_from(number), deadline_ns))) break;
+        if ((outcome = wait_all(g, free_from(g, number), deadline_ns))) break;
         fill(g, c, pass, slot(g, g->rank, number));
         publish(g, number);
         if ((outcome = await_sources(g, c, number, pass == 0, deadline_ns))) break;
@@ -712,7 +716,7 @@ static int start_call(Group *g, Call *c) {
     u64 bytes = c->kind == BARRIER ? 0 : c->count * ELEMENT_BYTES[c->dtype];
     u32 number = g->pass + 1;
     if (bytes > g->direct_bytes || bytes * (many ? (u64)g->size : 1) > g->slot_bytes / 2) return 0;
-    if (c->kind == ALL_TO_ALL_V || told_failure(g) || !all_reached(g, free_from(number))) return 0;
+    if (c->kind == ALL_TO_ALL_V || told_failure(g) || !all_reached(g, free_from(g, number))) return 0;
     open_call(g, c);
     fill(g, c, 0, slot(g, g->rank, number));
     publish(g, number);
@@ -1042,17 +1046,15 @@ static Group *attach(int fd, int rank, int size, u64 generation) {
     return g;
 }
 
-/* Once every rank has attached: get hold of their processes. 0, or the errno of a rank not seen. */
-static int watch_peers(Group *g) {
+/* Once every rank has attached: get hold of their processes. One that has died since is found later. */
+static void watch_peers(Group *g) {
     for (int p = 0; p < g->size; p++) {
         pid_t pid = (pid_t)atomic_load(&block(g, p)->pid);
         if (p == g->rank || pid == getpid()) continue;
 #ifdef SYS_pidfd_open
         g->pidfds[p] = (int)syscall(SYS_pidfd_open, pid, 0);
 #endif
-        if (g->pidfds[p] < 0 && kill(pid, 0) != 0 && errno != EPERM) return errno;
     }
-    return 0;
 }
 
 /* Waits of this rank end, and the others learn that it does not take part any more. */
@@ -1142,7 +1144,8 @@ static PyObject *py_attach(ARGS) {
 
 static PyObject *py_watch(ARGS) {
     NEED(1) GROUP(g)
-    return answer(watch_peers(g));
+    watch_peers(g);
+    return answer(0);
 }
 
 static Call call_from(PyObject *const *args) {

@@ -125,7 +125,7 @@ def test_a_rank_that_is_killed_is_told_by_the_others(attempt: int) -> None:
         for rank in {0, 1, 2} - {victim}:
             name, message, told_s = world.answer(rank)
             assert name == "PeerLost" and f"lost rank {victim}" in message, message
-            assert "all_reduce #" in message and "its last operation: all_reduce #" in message
+            assert "its last operation: " in message
             assert told_s - killed_s < PATIENCE_S
 
 
