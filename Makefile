@@ -4,13 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check setup clean
+.PHONY: demo test check check-native native setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   train the digits example on 2 workers, test it, verify it against one worker"
 	@echo "make test   the tests"
 	@echo "make check  ruff, mypy --strict and the tests"
+	@echo "make native        build the native part for use from this folder"
+	@echo "make check-native  the native part under the address and thread sanitizers"
 	@echo "make clean  remove the virtual environment and caches"
 
 $(READY): pyproject.toml constraints.txt
@@ -36,6 +38,19 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
+
+native: setup
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+# ranks as threads and as processes, one of which dies
+SANITIZED := -g -O1 -std=gnu11 -fwrapv -fno-strict-aliasing -fno-omit-frame-pointer -Wall -pthread
+check-native:
+	mkdir -p build
+	$(CC) $(SANITIZED) -fsanitize=address,undefined -fno-sanitize-recover=all \
+		tests/wire/shm_driver.c -o build/shm-address
+	$(CC) $(SANITIZED) -Wno-tsan -fsanitize=thread tests/wire/shm_driver.c -o build/shm-thread
+	build/shm-address
+	build/shm-thread
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

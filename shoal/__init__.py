@@ -6,6 +6,7 @@ Names are loaded on first use, so that the command line starts without loading t
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,3 +69,24 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*_HOME, "__version__"])
+
+
+def register_backend() -> None:
+    """Make `torch.distributed.init_process_group("shoal")` known; harmless when it is already.
+
+    Importing shoal does it when torch is loaded; an installed Shoal is also found by torch itself.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and not hasattr(dist.Backend, "SHOAL"):
+        dist.Backend.register_backend("shoal", _create_backend, devices=["cpu", "cuda"])
+
+
+def _create_backend(*args: Any) -> Any:
+    from shoal.group.backend import create
+
+    return create(*args)
+
+
+if "torch.distributed" in sys.modules:
+    register_backend()

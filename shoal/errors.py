@@ -40,8 +40,11 @@ class CheckFailed(ShoalError):
     """A check ran and its answer is no: a verification, a proof."""
 
 
-class PeerLost(ShoalError):
-    """Another rank went away or fell silent in the middle of an operation."""
+class PeerLost(ShoalError, RuntimeError):
+    """Another rank went away or fell silent in the middle of an operation.
+
+    A RuntimeError too, as torch.distributed's own failures are.
+    """
 
     def __init__(self, rank: int, peer: int | None, doing: str, after_s: float | None = None):
         self.rank, self.peer, self.doing, self.after_s = rank, peer, doing, after_s
@@ -49,6 +52,17 @@ class PeerLost(ShoalError):
         when = "" if after_s is None else f" after {after_s:g} s"
         super().__init__(
             f"rank {rank} lost {who}{when} in {doing}: see that rank's output for the cause"
+        )
+
+
+class Desync(ShoalError, RuntimeError):
+    """Two ranks called different operations where all must call the same."""
+
+    def __init__(self, rank: int, call: str, peer: int, peer_call: str):
+        self.rank, self.call, self.peer, self.peer_call = rank, call, peer, peer_call
+        super().__init__(
+            f"rank {rank} called {call} while rank {peer} called {peer_call}: all ranks of a group "
+            "must call the same operations in the same order"
         )
 
 

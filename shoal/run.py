@@ -22,7 +22,9 @@ import torch.distributed as dist
 
 from shoal.errors import BadInput
 from shoal.group.group import Group
+from shoal.group.meeting import share_memory
 from shoal.group.scheduled import ScheduledGroup
+from shoal.group.shm_group import ShmGroup
 from shoal.group.solo import SoloGroup
 from shoal.group.torch_group import TorchGroup, join_world
 from shoal.job import Job
@@ -102,7 +104,7 @@ class _Worker:
             tracer = self._tracer(group)
             progress = for_worker(self.rank, self.size, open_progress(os.environ))
             stack.callback(progress.close)
-            if isinstance(group, TorchGroup | ScheduledGroup):
+            if isinstance(group, TorchGroup | ScheduledGroup | ShmGroup):
                 group.tracer = tracer
             job = Job(
                 self.strategy,
@@ -162,9 +164,12 @@ class _Worker:
         with open_rendezvous(self.placement) as rendezvous:
             backend = choose_backend(self.device, self.placement)
             world = join_world(rendezvous, self.rank, self.size, backend, f"run {_calls}")
+            group = share_memory(world, self.rank) if self._on_one_host() else None
             try:
-                yield self._over(world)
+                yield group or self._over(world)
             finally:
+                if group is not None:
+                    group.close()
                 if ours:
                     dist.destroy_process_group()
 
@@ -178,6 +183,13 @@ class _Worker:
         return ScheduledGroup(
             TorchTransport(world), {"all_reduce": part.algorithm}, background=True
         )
+
+    def _on_one_host(self) -> bool:
+        """CPUs of one host go through its memory, unless an algorithm is named."""
+        assert self.placement is not None
+        part = self.strategy.sync_for(self.size)
+        named = isinstance(part, Ddp) and part.algorithm != "auto"
+        return self.device.type == "cpu" and self.placement.local_size == self.size and not named
 
     def _tracer(self, group: Group) -> Tracer:
         if not os.environ.get("SHOAL_TRACE_DIR"):

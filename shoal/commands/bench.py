@@ -48,6 +48,24 @@ def step(
     print(json.dumps({"results": results})) if as_json else _print(results)
 
 
+@app.command()
+def collectives(
+    against: Annotated[str, typer.Option(help="gloo, mpi, or both with a comma.")] = "gloo,mpi",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 2,4.")] = "2,4",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes a rank gives, such as 4,1KB,1MB.")
+    ] = "4,1KB,64KB,1MB,4MB,16MB,64MB,100MB",
+    kinds: Annotated[str, typer.Option(help="Collectives, with commas.")] = "all_reduce",
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
+    as_json: Json = False,
+) -> None:
+    """µs a call: shared memory against Gloo, Open MPI and the speed of the memory."""
+    from shoal.commands.bench_collectives import measure, print_table
+
+    results = measure(against.split(","), ranks, sizes, kinds, rounds)
+    print(json.dumps({"results": results})) if as_json else print_table(results)
+
+
 def _measure(name: str, workers: int, rounds: int, device: str | None) -> Any:
     batch_size, steps = WORKLOADS[name]
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:

@@ -1,0 +1,100 @@
+"""How `shoal bench collectives` starts its workers and shows what they found."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shoal.commands.target import environment, run_quietly, strategy_for
+from shoal.commands.units import parse_bytes
+from shoal.errors import BadInput
+
+KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+PEERS = ("gloo", "mpi")
+
+
+def measure(against: list[str], ranks: str, sizes: str, kinds: str, rounds: int) -> list[Any]:
+    unknown = (set(against) - {*PEERS, ""}) | (set(kinds.split(",")) - set(KINDS))
+    if unknown:
+        raise BadInput(f"{', '.join(sorted(unknown))}: take {', '.join(PEERS + KINDS)}")
+    num_bytes = ",".join(str(parse_bytes(size)) for size in sizes.split(","))
+    results = []
+    for count in ranks.split(","):
+        if not count.isdigit() or int(count) < 2:
+            raise BadInput(f"{count!r} ranks cannot be compared: take numbers from 2, such as 2,4")
+        found = _workers(int(count), against, num_bytes, kinds, rounds)
+        if "mpi" in against:
+            _add_mpi(found, int(count), num_bytes, kinds, rounds)
+        results += found
+    return results
+
+
+def _workers(count: int, against: list[str], sizes: str, kinds: str, rounds: int) -> list[Any]:
+    print(f"measuring {count} ranks", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        result = Path(folder) / "result.json"
+        command = [
+            sys.executable, "-m", "shoal.bench.collectives", "--kinds", kinds, "--sizes", sizes,
+            "--rounds", str(rounds), "--against", ",".join(against), "--result", str(result),
+        ]  # fmt: skip
+        run_quietly(command, count, environment(strategy_for(None, count), device="cpu"))
+        return json.loads(result.read_text())  # type: ignore[no-any-return]
+
+
+def _add_mpi(found: list[Any], count: int, sizes: str, kinds: str, rounds: int) -> None:
+    """MPI has processes of its own, so it is measured right after; skipped where it is missing."""
+    missing = next((what for what, there in _needs().items() if not there), None)
+    if missing:
+        print(f"mpi is not measured: there is no {missing} here", file=sys.stderr)
+        return
+    command = [
+        "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(count), sys.executable,
+        "-m", "shoal.bench.mpi", "--kinds", kinds, "--sizes", sizes, "--rounds", str(rounds),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(f"mpi is not measured: {done.stderr.strip()[-500:]}", file=sys.stderr)
+        return
+    for row, median_us in zip(found, json.loads(done.stdout), strict=True):
+        row["median_us"]["mpi"] = median_us
+
+
+def _needs() -> dict[str, bool]:
+    return {
+        "mpirun": shutil.which("mpirun") is not None,
+        "mpi4py": importlib.util.find_spec("mpi4py") is not None,
+    }
+
+
+def print_table(results: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="µs a call, medians")
+    ways = [way for way in ("group", "backend", *PEERS, "memory")
+            if any(way in r["median_us"] for r in results)]  # fmt: skip
+    ratios = [(peer, way) for peer in PEERS if peer in ways for way in ("backend", "group")]
+    for column in ("collective", "ranks", "bytes", *ways):
+        table.add_column(column, justify="right")
+    for peer, way in ratios:
+        table.add_column(f"{peer} / {way}", justify="right")
+    table.add_column("group / memory", justify="right")
+    for r in results:
+        us = r["median_us"]
+        table.add_row(
+            r["kind"], str(r["ranks"]), f"{r['bytes']:,}",
+            *(f"{us[way]:,.1f}" if way in us else "" for way in ways),
+            *(_ratio(us, *pair) for pair in ratios),
+            _ratio(us, "group", "memory"),
+        )  # fmt: skip
+    Console().print(table)
+
+
+def _ratio(us: dict[str, float], one: str, other: str) -> str:
+    return f"{us[one] / us[other]:.2f}" if one in us and other in us else ""

@@ -1,0 +1,231 @@
+"""Shoal as a backend of torch.distributed, in processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shoal
+from shoal.errors import Desync, PeerLost
+from shoal.wire.segment import is_built
+
+pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
+ROOT = Path(__file__).parents[2]
+TORCH_TESTS = [
+    "test_DistributedDataParallelCPU",
+    "test_all_gather",
+    "test_all_gather_coalesced_simple",
+    "test_all_reduce_coalesced_max",
+    "test_all_reduce_product",
+    "test_all_reduce_sum_async",
+    "test_barrier_timeout_full_group",
+    "test_broadcast_full_group",
+    "test_gather",
+    "test_gather_checks",
+    "test_isend",
+    "test_monitored_barrier_gloo",
+    "test_reduce_sum",
+    "test_scatter",
+    "test_scatter_object_list",
+    "test_send_recv_any_source",
+    "test_send_recv_with_tag",
+    "test_sparse_all_reduce_sum",
+]
+
+
+def on_backend(folder: Path, body: Callable[[int], Any], size: int = 2) -> list[Any]:
+    """Run `body(rank)` in processes whose default group is "shoal"; what it gives, by rank."""
+    context = torch.multiprocessing.get_context("fork")
+    pairs = [context.Pipe() for _ in range(size)]
+    processes = [
+        context.Process(target=_main, args=(rank, size, folder / "store", pairs[rank][1], body))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = []
+        for ours, _ in pairs:
+            assert ours.poll(60), "a rank does not answer"
+            found.append(ours.recv())
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+            process.join()
+    wrong = [text for text in found if isinstance(text, str) and text.startswith("Traceback")]
+    assert not wrong, wrong[0]
+    return found
+
+
+def _main(rank: int, size: int, store: Path, pipe: Any, body: Callable[[int], Any]) -> None:
+    import traceback
+
+    torch.set_num_threads(1)
+    shoal.register_backend()
+    dist.init_process_group(
+        "shoal", init_method=f"file://{store}", rank=rank, world_size=size,
+        timeout=timedelta(seconds=30),
+    )  # fmt: skip
+    try:
+        pipe.send(body(rank))
+        dist.barrier()
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+def trained(wrap: Callable[[nn.Module], nn.Module], rank: int) -> list[float]:
+    """Three steps on this rank's half of the batch; the weights of the first layer."""
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        part = data if rank < 0 else data[rank * 4 : rank * 4 + 4]
+        model(part).square().mean().backward()
+        optimizer.step()
+    weight = next(iter(model.parameters())).detach()
+    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return whole.flatten().tolist()  # type: ignore[no-any-return]
+
+
+def test_distributed_data_parallel_gives_the_weights_of_one_process(tmp_path: Path) -> None:
+    found = on_backend(tmp_path, partial(trained, nn.parallel.DistributedDataParallel))
+    alone = trained(lambda model: model, -1)
+    for weights in found:
+        assert weights == pytest.approx(alone, abs=1e-6)
+
+
+def test_fully_shard_gives_the_weights_of_one_process(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(model: nn.Module) -> nn.Module:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        return model
+
+    alone = trained(lambda model: model, -1)
+    for weights in on_backend(tmp_path, partial(trained, shard)):
+        assert weights == pytest.approx(alone, abs=1e-6)
+
+
+def test_parallelize_module_gives_the_output_of_one_process(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    def body(rank: int) -> float:
+        torch.manual_seed(0)
+        model, data = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), torch.randn(2, 8)
+        alone = model(data)
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        return float((model(data) - alone).abs().max())
+
+    assert max(on_backend(tmp_path, body)) < 1e-5
+
+
+def test_pipelining_and_checkpoints_run(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    def body(rank: int) -> float:
+        torch.manual_seed(rank)
+        stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+        if rank == 0:
+            schedule.step(torch.ones(4, 4))
+        else:
+            schedule.step(target=torch.zeros(4, 4))
+        state = {f"weight {rank}": stage.submod.weight.detach().clone()}
+        dcp.save(state, checkpoint_id=tmp_path / "saved")
+        again = {f"weight {rank}": torch.zeros(4, 4)}
+        dcp.load(again, checkpoint_id=tmp_path / "saved")
+        grad = stage.submod.weight.grad
+        assert grad is not None and torch.equal(*again.values(), *state.values())
+        return float(grad.abs().sum())
+
+    assert all(total > 0 for total in on_backend(tmp_path, body))
+
+
+def test_objects_futures_subgroups_and_messages(tmp_path: Path) -> None:
+    def body(rank: int) -> list[Any]:
+        things: list[Any] = [None, None]
+        dist.all_gather_object(things, {"rank": rank})
+        work = dist.all_reduce(torch.full((100_000,), float(rank + 1)), async_op=True)
+        doubled = work.get_future().then(lambda f: float(f.value()[0][0]) * 2).wait()
+        alone = dist.new_group([1])
+        few = torch.tensor([rank])
+        if rank == 1:
+            dist.all_reduce(few, group=alone)
+            dist.send(torch.tensor([5.0]), 0, tag=9)
+            return [things, doubled, int(few)]
+        into = torch.zeros(1)
+        source = dist.recv(into, tag=9)
+        return [things, doubled, float(into), source]
+
+    things = [{"rank": 0}, {"rank": 1}]
+    assert on_backend(tmp_path, body) == [[things, 6.0, 5.0, 1], [things, 6.0, 1]]
+
+
+def test_a_monitored_barrier_names_who_did_not_come(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        world = dist.group.WORLD
+        assert world is not None
+        world.monitored_barrier(timedelta(seconds=20))
+        dist.barrier()
+        if rank == 1:
+            return ""
+        try:
+            world.monitored_barrier(timedelta(seconds=0.2))
+        except RuntimeError as error:
+            return str(error)
+        return "nothing was raised"
+
+    assert "Rank 1 failed to pass monitoredBarrier" in on_backend(tmp_path, body)[0]
+
+
+@pytest.mark.parametrize("expected", [PeerLost, Desync])
+def test_failures_are_runtime_errors_of_torch_users(expected: type) -> None:
+    assert issubclass(expected, RuntimeError)
+
+
+def test_importing_shoal_after_torch_registers_and_alone_loads_no_torch() -> None:
+    both = "import torch.distributed as d, shoal; assert 'shoal' in d.Backend.backend_list"
+    alone = "import sys, shoal; assert 'torch' not in sys.modules"
+    for program in (both, alone):
+        subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backend", ["gloo", "shoal"])
+def test_part_of_pytorchs_own_suite(backend: str) -> None:
+    """As Gloo, so that its tests are not skipped; and one that looks at the backend's name."""
+    pytest.importorskip("expecttest")
+    names = [] if os.environ.get("SHOAL_TEST_WHOLE_SUITE") else TORCH_TESTS
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.group.torch_suite"]
+        + (names if backend == "gloo" else ["test_ddp_logging_data_cpu"]),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "BACKEND": backend},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "skipped" not in done.stderr or not names
