@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,11 @@ def world() -> World:
 
 def _children() -> set[int]:
     """The processes that this one has started and that have not been waited for."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for file in lists for pid in file.read_text().split()}
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has just ended
+            found |= {int(pid) for pid in file.read_text().split()}
+    return found
 
 
 def _shared_memory() -> set[str]:

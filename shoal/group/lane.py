@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from shoal.observe.trace import OFF, Tracer
+
 
 class Operation(Protocol):
     def begin(self) -> bool:
@@ -37,7 +39,8 @@ class LaneWork:
 
     def wait(self) -> None:
         if not self.is_done:
-            self._lane.carry_out(self)
+            with self._lane.tracer.span("wait"):
+                self._lane.carry_out(self)
         if self.error is not None:
             raise self.error
 
@@ -74,6 +77,7 @@ class Lane:
 
     def __init__(self, name: str):
         self._name = name
+        self.tracer: Tracer = OFF
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sleepers = 0  # a notification costs more than a light operation: only if needed

@@ -40,11 +40,20 @@ class ShmGroup:
     """Collectives through a segment. Until they are waited for their tensors must be left alone."""
 
     def __init__(self, segment: Segment, tracer: Tracer = OFF):
-        self.segment, self.tracer = segment, tracer
+        self.segment = segment
         self.rank, self.size = segment.rank, segment.size
         self.transport = ShmTransport(segment)
         self._lane = Lane("shoal collectives")
         self._children: list[ShmGroup] = []
+        self.tracer = tracer
+
+    @property
+    def tracer(self) -> Tracer:
+        return self._lane.tracer
+
+    @tracer.setter
+    def tracer(self, tracer: Tracer) -> None:
+        self._lane.tracer = tracer
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> ShmWork:
         return self.transport.send(Side(data).host, dst, tag)

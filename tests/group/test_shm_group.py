@@ -235,14 +235,14 @@ def test_a_call_that_cannot_be_is_told_at_once(
         on_shm_threads(2, call_it)
 
 
-def test_every_collective_leaves_a_span() -> None:
+def test_every_collective_leaves_a_span_and_so_does_waiting_for_it() -> None:
     def work(group: ShmGroup) -> list[str]:
         recorder = Recorder(group.rank, 0)
         group.tracer = recorder
         group.all_reduce(torch.zeros(4)).wait()
-        return [span.detail for span in recorder.spans]
+        return [f"{span.kind} {span.detail}".strip() for span in recorder.spans]
 
-    assert on_shm_threads(2, work) == [["all_reduce shared memory 16 bytes"]] * 2
+    assert on_shm_threads(2, work) == [["reduce all_reduce shared memory 16 bytes", "wait"]] * 2
 
 
 def test_it_is_a_group() -> None:
