@@ -54,15 +54,6 @@ AllReduce.finish = too_much
 if __name__""",
 )
 
-UNREDUCED = PLAIN.replace(
-    "if __name__",
-    """
-from shoal.sync.allreduce import AllReduce
-AllReduce.reduce = lambda self, bucket: None  # every replica goes its own way
-
-if __name__""",
-)
-
 FAILS_ON_RANK_1 = (
     HEAD
     + """

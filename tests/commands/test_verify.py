@@ -42,12 +42,6 @@ def test_a_loss_that_is_a_sum_is_found_in_the_first_step(tmp_path: Path) -> None
     assert found["first_loss_that_differs"]["what"] == "step 1"
 
 
-def test_replicas_that_go_their_own_way_are_found(tmp_path: Path) -> None:
-    status, found = verify(tmp_path, scripts.UNREDUCED, "-n", "2", "--steps", "5")
-    assert (status, found["ok"]) == (1, False)
-    assert found["replicas_apart"] > 0
-
-
 def test_a_script_that_does_not_train_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')")
     done = shoal("verify", "train.py", cwd=tmp_path)
