@@ -31,13 +31,13 @@ demo: setup
 
 # two at a time: half of the tests wait for processes that they have started
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2
 
 native: setup
 	$(BIN)/python setup.py --quiet build_ext --inplace
