@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,7 +184,8 @@ class Job:
         was_training = model.training
         model.eval()
         try:
-            sums, samples = self._evaluate_part(metric, step, data, batch_size)
+            with step.sync.whole():
+                sums, samples = self._evaluate_part(metric, step, data, batch_size)
         finally:
             model.train(was_training)
         return self._mean_over_replicas(sums, samples)
@@ -193,7 +195,13 @@ class Job:
 
         Call it on all ranks; rank 0 writes. `about` is kept in the manifest; it has to be JSON.
         """
-        if self.rank == 0 and not self.dry:
+        if self.dry:
+            return
+        with ExitStack() as stack:
+            for step in self._steps:
+                stack.enter_context(step.sync.whole(optimizer=True))
+            if self.rank != 0:
+                return
             document = {
                 "steps": self.steps,
                 "batches": self._feed.delivered,
@@ -214,11 +222,20 @@ class Job:
         if not self._steps:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
         restore(self._steps, saved, path)
+        for step in self._steps:
+            step.sync.restored()
         self.steps = saved.document["steps"]
         self._feed.skip = self._feed.delivered = saved.document["batches"]
         self._clock = _Clock(self.steps)
         about = saved.document.get("about", {})
         return about if isinstance(about, dict) else {}
+
+    def close(self) -> None:
+        """The training function is done: tell what happened, and let go of what was opened."""
+        for step in self._steps:
+            step.sync.close()
+            for sentence in step.sync.summary():
+                self._say_once(sentence)
 
     # ------------------------------------------------------------------ what is behind it
 

@@ -134,6 +134,7 @@ class _Worker:
             result = train(job)
         if capture is not None:
             capture.write()
+        job.close()
         self._note_end()
         return result
 

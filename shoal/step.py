@@ -25,11 +25,8 @@ from shoal.replica.batchnorm import (
 from shoal.replica.engine import Engine, Loss, MicroBatch, Precision
 from shoal.replica.flat import FlatParams
 from shoal.schedules.pipeline import accumulate as accumulate_schedule
-from shoal.strategy import Ddp, Strategy
-from shoal.sync.allreduce import AllReduce
-from shoal.sync.exact import ExactReduce
-from shoal.sync.local import LocalUpdate
-from shoal.sync.sync import Sync
+from shoal.strategy import Strategy
+from shoal.sync.build import Replica, build_sync
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
 from shoal.tree import Tree, map_tensors
 
@@ -115,7 +112,10 @@ class Step:
             scaler=scaler,
             tracer=tracer,
         )
-        self.sync = self._build_sync(strategy)
+        self.sync = build_sync(
+            strategy.sync_for(group.size),
+            Replica(self.flat, self.update, group, options.microbatches if options.exact else None),
+        )
         self.local_microbatches = options.local_microbatches(group.size)
         self.engine = Engine(
             self.model,
@@ -124,6 +124,7 @@ class Step:
             accumulate_schedule(1, 0, self.local_microbatches),
             precision=options.precision,
             every_microbatch=self.sync.every_microbatch,
+            gradient_scale=self.sync.gradient_scale,
             loss_scale=self.update.scale if scaler is not None else None,
             presence=presence,
             tracer=tracer,
@@ -141,7 +142,7 @@ class Step:
         if self.options.exact:
             settle(self.model, self.group)
         self.steps += 1
-        loss = self.flat.head[0].clone() if self.flat.buckets_of_grad else local
+        loss = self.sync.loss(local)
         for callback in self.after:
             callback(self, loss)
         return loss
@@ -157,17 +158,6 @@ class Step:
         else:
             self.local_microbatches *= parts
             self.engine.follow(accumulate_schedule(1, 0, self.local_microbatches))
-
-    def _build_sync(self, strategy: Strategy) -> Sync:
-        part = strategy.sync_for(self.group.size)
-        bucket_bytes = int((part.bucket_mb if isinstance(part, Ddp) else 25) * (1 << 20))
-        if self.options.exact:
-            return ExactReduce(
-                self.flat, self.update, self.group, self.options.microbatches, bucket_bytes
-            )
-        if isinstance(part, Ddp):
-            return AllReduce(self.flat, self.update, self.group, bucket_bytes)
-        return LocalUpdate(self.flat, self.update)
 
     def _share_batchnorm(self, say: Callable[[str], None]) -> Presence:
         if not has_batchnorm(self.model) or self.options.batchnorm == "local":

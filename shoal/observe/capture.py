@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -61,6 +62,12 @@ class Capture:
 
     def write(self) -> None:
         """All ranks call it: it also asks whether the replicas hold the same parameters."""
+        with ExitStack() as stack:
+            for step in self._seen:
+                stack.enter_context(step.sync.whole())
+            self._write_whole()
+
+    def _write_whole(self) -> None:
         apart = [self._distance_between_replicas(step) for step in self._seen]
         if self.job.rank != 0:
             return

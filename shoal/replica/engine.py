@@ -53,6 +53,7 @@ class Engine:
         *,
         precision: Precision = "fp32",
         every_microbatch: bool = False,
+        gradient_scale: float = 1.0,
         loss_scale: Callable[[Tensor], Tensor] | None = None,
         presence: Presence | None = None,
         tracer: Tracer = OFF,
@@ -60,6 +61,7 @@ class Engine:
         self.model, self.loss, self.flat = model, loss, flat
         self.follow(actions)
         self.every_microbatch, self.loss_scale = every_microbatch, loss_scale
+        self.gradient_scale = gradient_scale
         self.presence, self.tracer = presence or Presence(), tracer
         self._autocast = _autocast(flat.device, precision)
         self._do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
@@ -116,12 +118,14 @@ class Engine:
     def _start_of_backward(self, micro: MicroBatch, loss: Tensor) -> Tensor | None:
         """The gradient of the global loss by this one: its weight. None stands for 1."""
         weight = micro.weight() if callable(micro.weight) else micro.weight
-        if isinstance(weight, float) and weight == 1.0 and self.loss_scale is None:
+        plain = self.loss_scale is None and self.gradient_scale == 1.0
+        if isinstance(weight, float) and weight == 1.0 and plain:
             self._note_loss(loss.detach())
             return None
         share = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
         self._note_loss(loss.detach() * share)
-        return share if self.loss_scale is None else self.loss_scale(share)
+        start = share * self.gradient_scale
+        return start if self.loss_scale is None else self.loss_scale(start)
 
     def _note_loss(self, part: Tensor) -> None:
         """The head leaves with the last bucket, so it has to be right before backward starts."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
+from shoal.sync.sync import Sync
 from shoal.sync.update import Update
 from shoal.wire.transport import Work
 
 FIRST_BUCKET_BYTES = 1 << 20
 
 
-class AllReduce:
+class AllReduce(Sync):
     """Buckets are all-reduced while backward runs, in fixed order; then every replica updates.
 
     Gradients come weighted by their share of the global batch, so the sum is the mean. A step
     exchanges the gradients once, plus one number a parameter and the loss.
     """
-
-    every_microbatch = False
 
     def __init__(self, flat: FlatParams, update: Update, group: Group, bucket_bytes: int):
         self.flat, self.update, self.group = flat, update, group
@@ -38,3 +39,6 @@ class AllReduce:
         self.flat.publish()
         self.update.apply()
         self.flat.drop_gradients()
+
+    def loss(self, part: Tensor) -> Tensor:
+        return self.flat.head[0].clone()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
+from shoal.sync.sync import Sync
 from shoal.sync.update import Update
 
 Node = tuple[int, int]  # the run of leaves [start, stop) under a node of the tree
@@ -49,7 +50,7 @@ def add_up(root: Node, known: dict[Node, Tensor]) -> Tensor:
     return add_up(left, known) + add_up(right, known)
 
 
-class ExactReduce:
+class ExactReduce(Sync):
     """Gradients per micro-batch, added in the tree's order; then every replica updates."""
 
     every_microbatch = True
@@ -86,6 +87,9 @@ class ExactReduce:
         self.flat.publish()
         self.update.apply()
         self.flat.drop_gradients()
+
+    def loss(self, part: Tensor) -> Tensor:
+        return self.flat.head[0].clone()
 
     def _note(self, sums: dict[Node, Tensor], leaf: Tensor) -> None:
         """Add a leaf, then fold while two children of one node stand side by side."""

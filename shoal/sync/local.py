@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from shoal.replica.flat import FlatParams
+from shoal.sync.sync import Sync
 from shoal.sync.update import Update
 
 
-class LocalUpdate:
+class LocalUpdate(Sync):
     """Gradients stay where backward put them; no buckets, no copies."""
-
-    every_microbatch = False
 
     def __init__(self, flat: FlatParams, update: Update):
         self.flat, self.update = flat, update

@@ -1,19 +1,27 @@
-"""How replicas agree: three moments of a step."""
+"""How replicas agree: three moments of a step, and what surrounds a run."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor
 
 
 class Sync(Protocol):
-    """What happens around an engine's run.
+    """What happens around an engine's run. Every rank calls every method in the same order.
 
-    `every_microbatch` asks the engine to report buckets after each micro-batch, not only after
-    the last one.
+    The defaults are those of replicas that hold the same weights and own their optimizers.
     """
 
-    @property
-    def every_microbatch(self) -> bool: ...
+    every_microbatch: bool = False  # report buckets after each micro-batch, not only the last
+    gradient_scale: float = 1.0
+    """Factor on a micro-batch's share of the global loss when backward starts.
+
+    1 where gradients are added up over replicas. The number of replicas where weights are
+    averaged instead, so that each replica trains on the mean over its own samples.
+    """
+
     def begin(self) -> None:
         """Weights are usable when this returns."""
         ...
@@ -25,3 +33,33 @@ class Sync(Protocol):
     def finish(self) -> None:
         """The update is done when this returns; the replica is ready for the next step."""
         ...
+
+    def loss(self, part: Tensor) -> Tensor:
+        """The loss of the global batch, as far as known after `finish`.
+
+        `part` is this replica's: the loss of its samples times their share of the batch.
+        """
+        return part
+
+    def whole(self, optimizer: bool = False) -> AbstractContextManager[None]:
+        """While the block runs, the model of each rank holds the weights that count.
+
+        For evaluating and saving. With `optimizer`, rank 0's optimizer state is whole, too.
+        """
+        return nullcontext()
+
+    def restored(self) -> None:
+        """A checkpoint was loaded into the model and the optimizer: take it for the truth."""
+        return None
+
+    def report(self) -> dict[str, Any]:
+        """What happened in this run, for machines: JSON-able."""
+        return {}
+
+    def summary(self) -> list[str]:
+        """The same in sentences, shown at the end of a run by rank 0."""
+        return []
+
+    def close(self) -> None:
+        """The run is over: stop threads, close connections."""
+        return None
