@@ -1,6 +1,7 @@
-"""What collectives cost: Shoal's group, its torch.distributed backend, Gloo, and the memory.
+"""What collectives cost: Shoal's group, its torch.distributed backend, Gloo, MPI, and the memory.
 
-Run by `shoal bench collectives` in each of several workers; all ways are measured alternately.
+Run by `shoal bench collectives` in each of several workers (of mpirun, where MPI takes part); all
+ways are measured alternately in the same processes, each for about as long as the others.
 The bound is what an all-reduce cannot avoid: every rank adds its share and copies the rest.
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
-from shoal.bench.compare import alternate
+from shoal.bench.compare import Timing, alternate
 from shoal.group.group import Group
 
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
@@ -61,6 +61,30 @@ def bound(data: Tensor, size: int) -> Callable[[], None]:
     return add_and_copy
 
 
+def by_mpi(comm: Any, kind: str, data: Tensor, whole: Tensor) -> Callable[[], Any]:
+    from mpi4py import MPI
+
+    given, everything, other = data.numpy(), whole.numpy(), whole.clone().numpy()
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, given),
+        "broadcast": lambda: comm.Bcast(given),
+        "all_gather": lambda: comm.Allgather(given, everything),
+        "reduce_scatter": lambda: comm.Reduce_scatter_block(everything, given),
+        "all_to_all": lambda: comm.Alltoall(everything, other),
+    }
+    return calls[kind]
+
+
+def join_mpi() -> Any:
+    """MPI's world; only the main thread calls it, so it needs no locks of its own."""
+    import mpi4py
+
+    mpi4py.rc.thread_level = "funneled"
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
 class Bench:
     """The groups of one number of ranks."""
 
@@ -68,9 +92,10 @@ class Bench:
         shoal.register_backend()
         self._group, self._against = group, against
         self._backend = dist.new_group(backend="shoal")
+        self._mpi = join_mpi() if "mpi" in against else None
 
     def measure(self, kind: str, num_bytes: int, rounds: int) -> Any:
-        """Median µs a call of every way, on rank 0."""
+        """Median µs a call of every way and the quartiles around it, on rank 0."""
         data = torch.zeros(max(1, num_bytes // 4))
         whole = torch.zeros(data.numel() * self._group.size)
         ways: dict[str, Callable[[], Any]] = {
@@ -79,23 +104,33 @@ class Bench:
         }
         if "gloo" in self._against:
             ways["gloo"] = by_torch(dist.group.WORLD, kind, data, whole)
+        if self._mpi is not None:
+            ways["mpi"] = by_mpi(self._mpi, kind, data, whole)
         if kind == "all_reduce":
             ways["memory"] = bound(data, self._group.size)
-        steps = self._steps(ways)
-        times = alternate(ways, rounds, steps, lambda: self._group.barrier().wait())
-        median_us = {name: statistics.median(values) * 1e3 for name, values in times.items()}
-        return {"kind": kind, "ranks": self._group.size, "bytes": num_bytes, "median_us": median_us}
+        calls = {name: self._calls(way) for name, way in ways.items()}
+        times = alternate(ways, rounds, calls, lambda: self._group.barrier().wait())
+        timings = {name: Timing.of(values) for name, values in times.items()}
+        return {
+            "kind": kind,
+            "ranks": self._group.size,
+            "bytes": num_bytes,
+            "median_us": {name: t.median_ms * 1e3 for name, t in timings.items()},
+            "quartiles_us": {
+                name: [t.low_ms * 1e3, t.high_ms * 1e3] for name, t in timings.items()
+            },
+        }
 
-    def _steps(self, ways: dict[str, Callable[[], Any]]) -> int:
-        """Calls a round, the same number on every rank; by the slowest way."""
-        slowest_s = max(_seconds(way) for way in ways.values())
-        steps = torch.tensor([int(min(200, max(1, _ROUND_S / slowest_s)))])
-        self._group.broadcast(steps).wait()
-        return int(steps)
+    def _calls(self, way: Callable[[], Any]) -> int:
+        """Calls a round, the same number on every rank."""
+        calls = torch.tensor([int(min(500, max(1, _ROUND_S / _seconds(way))))])
+        self._group.broadcast(calls).wait()
+        return int(calls)
 
 
 def _seconds(way: Callable[[], Any]) -> float:
-    way()
+    for _ in range(3):
+        way()
     start_s = time.perf_counter()
     way()
     return time.perf_counter() - start_s

@@ -28,26 +28,27 @@ class Timing:
 def alternate(
     ways: Mapping[str, Callable[[], Any]],
     rounds: int,
-    steps: int,
+    steps: int | Mapping[str, int],
     before_round: Callable[[], None] = lambda: None,
     after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Time `steps` calls of each way in turn, `rounds` times over; ms a call, by way.
 
-    The order is turned round every time, so that neither is always first. One round is run
-    before the clock starts.
+    `steps` may be another number for each way. The order is turned round every time, so that
+    neither is always first. One round is run before the clock starts.
     """
     found: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(rounds + 1):
         names = list(ways) if round_ % 2 else list(ways)[::-1]
         for name in names:
+            calls = steps if isinstance(steps, int) else steps[name]
             before_round()
             start_s = time.perf_counter()
-            for _ in range(steps):
+            for _ in range(calls):
                 ways[name]()
             after_round()
             if round_:
-                found[name].append((time.perf_counter() - start_s) * 1e3 / steps)
+                found[name].append((time.perf_counter() - start_s) * 1e3 / calls)
     return found
 
 

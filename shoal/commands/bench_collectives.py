@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.commands.target import environment, run_quietly, strategy_for
 from shoal.commands.units import parse_bytes
-from shoal.errors import BadInput
+from shoal.errors import BadInput, ShoalError
 
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 PEERS = ("gloo", "mpi")
@@ -24,15 +24,17 @@ def measure(against: list[str], ranks: str, sizes: str, kinds: str, rounds: int)
     if unknown:
         raise BadInput(f"{', '.join(sorted(unknown))}: take {', '.join(PEERS + KINDS)}")
     num_bytes = ",".join(str(parse_bytes(size)) for size in sizes.split(","))
-    results = []
-    for count in ranks.split(","):
-        if not count.isdigit() or int(count) < 2:
-            raise BadInput(f"{count!r} ranks cannot be compared: take numbers from 2, such as 2,4")
-        found = _workers(int(count), against, num_bytes, kinds, rounds)
-        if "mpi" in against:
-            _add_mpi(found, int(count), num_bytes, kinds, rounds)
-        results += found
-    return results
+    counts = [_count(text) for text in ranks.split(",")]
+    against = _available(against)
+    return [
+        found for count in counts for found in _workers(count, against, num_bytes, kinds, rounds)
+    ]
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 2:
+        raise BadInput(f"{text!r} ranks cannot be compared: take numbers from 2, such as 2,4")
+    return int(text)
 
 
 def _workers(count: int, against: list[str], sizes: str, kinds: str, rounds: int) -> list[Any]:
@@ -43,26 +45,30 @@ def _workers(count: int, against: list[str], sizes: str, kinds: str, rounds: int
             sys.executable, "-m", "shoal.bench.collectives", "--kinds", kinds, "--sizes", sizes,
             "--rounds", str(rounds), "--against", ",".join(against), "--result", str(result),
         ]  # fmt: skip
-        run_quietly(command, count, environment(strategy_for(None, count), device="cpu"))
+        env = environment(strategy_for(None, count), device="cpu")
+        if "mpi" in against:
+            _mpirun(command, count, env)
+        else:
+            run_quietly(command, count, env)
         return json.loads(result.read_text())  # type: ignore[no-any-return]
 
 
-def _add_mpi(found: list[Any], count: int, sizes: str, kinds: str, rounds: int) -> None:
-    """MPI has processes of its own, so it is measured right after; skipped where it is missing."""
-    missing = next((what for what, there in _needs().items() if not there), None)
-    if missing:
-        print(f"mpi is not measured: there is no {missing} here", file=sys.stderr)
-        return
-    command = [
-        "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(count), sys.executable,
-        "-m", "shoal.bench.mpi", "--kinds", kinds, "--sizes", sizes, "--rounds", str(rounds),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
+def _mpirun(command: list[str], count: int, env: dict[str, str]) -> None:
+    """The workers as ranks of MPI, too, so that all ways are measured in the same processes."""
+    start = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    done = subprocess.run([*start, "-n", str(count), *command], env=env, capture_output=True,
+                          text=True)  # fmt: skip
     if done.returncode:
-        print(f"mpi is not measured: {done.stderr.strip()[-500:]}", file=sys.stderr)
-        return
-    for row, median_us in zip(found, json.loads(done.stdout), strict=True):
-        row["median_us"]["mpi"] = median_us
+        raise ShoalError(f"mpirun failed: {done.stderr.strip()[-500:]}")
+
+
+def _available(against: list[str]) -> list[str]:
+    """Without MPI where it is missing, which is said."""
+    missing = next((what for what, there in _needs().items() if not there), None)
+    if "mpi" not in against or missing is None:
+        return against
+    print(f"mpi is not measured: there is no {missing} here", file=sys.stderr)
+    return [peer for peer in against if peer != "mpi"]
 
 
 def _needs() -> dict[str, bool]:

@@ -11,59 +11,54 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from shoal.observe.trace import OFF, Tracer
-
-
-class Operation(Protocol):
-    def begin(self) -> bool:
-        """Give without waiting, where that is possible."""
-        ...
-
-    def run(self) -> None:
-        """Do it, or what `begin` has left of it."""
-        ...
 
 
 class LaneWork:
     """One operation on a lane; `wait` returns when it is done, or raises what went wrong."""
 
-    __slots__ = ("_callbacks", "_lane", "error", "is_done", "operation")
+    __slots__ = ("_callbacks", "error", "is_done", "lane")
 
-    def __init__(self, lane: Lane, operation: Operation):
-        self._lane, self.operation = lane, operation
+    def __init__(self, lane: Lane):
+        self.lane = lane
         self.is_done = False
         self.error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] | None = None
 
+    def begin(self) -> bool:
+        """Give without waiting, where that is possible."""
+        return False
+
+    def run(self) -> None:
+        """Do it, or what `begin` has left of it."""
+        raise NotImplementedError
+
     def wait(self) -> None:
         if not self.is_done:
-            with self._lane.tracer.span("wait"):
-                self._lane.carry_out(self)
+            lane = self.lane
+            if lane.tracer.enabled:
+                with lane.tracer.span("wait"):
+                    lane.carry_out(self)
+            else:
+                lane.carry_out(self)
         if self.error is not None:
             raise self.error
 
     def poll(self) -> bool:
         if not self.is_done:
-            self._lane.urge()
+            self.lane.urge()
         return self.is_done
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call it once the operation has ended, well or badly; on whatever thread that happens."""
-        if self._lane.add_callback(self, callback):
-            self._lane.urge()
+        if self.lane.add_callback(self, callback):
+            self.lane.urge()
         else:
             callback()
 
     def add(self, callback: Callable[[], None]) -> None:
         self._callbacks = [*(self._callbacks or []), callback]
-
-    def execute(self) -> None:
-        try:
-            self.operation.run()
-        except BaseException as error:
-            self.error = error
 
     def call_back(self) -> None:
         if self._callbacks is not None:
@@ -79,20 +74,22 @@ class Lane:
         self._name = name
         self.tracer: Tracer = OFF
         self._lock = threading.Lock()
+        self._acquire, self._release = self._lock.acquire, self._lock.release  # faster than `with`
         self._changed = threading.Condition(self._lock)
         self._sleepers = 0  # a notification costs more than a light operation: only if needed
         self._waiting: deque[LaneWork] = deque()
         self._working = self._urged = self._closing = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, operation: Operation) -> LaneWork:
-        work = LaneWork(self, operation)
-        with self._lock:
+    def submit(self, work: LaneWork) -> None:
+        self._acquire()
+        try:
             idle = not self._waiting and not self._working
             self._waiting.append(work)
-            if not (idle and operation.begin()):
+            if not (idle and work.begin()):
                 self._wake()
-        return work
+        finally:
+            self._release()
 
     def urge(self) -> None:
         """Somebody looks without waiting: what is left goes to the thread."""
@@ -108,7 +105,17 @@ class Lane:
 
     def carry_out(self, work: LaneWork) -> None:
         """Return when `work` is done, and with it all that came before."""
-        while not work.is_done and (next_ := self._take(work)) is not None:
+        while not work.is_done:
+            self._acquire()
+            try:
+                while self._working and not work.is_done:
+                    self._sleep()
+                if work.is_done or not self._waiting:
+                    return
+                self._working = True
+                next_ = self._waiting.popleft()
+            finally:
+                self._release()
             self._execute(next_)
 
     def close(self) -> None:
@@ -119,23 +126,20 @@ class Lane:
         if self._thread is not None:
             self._thread.join()
 
-    def _take(self, work: LaneWork) -> LaneWork | None:
-        with self._lock:
-            while self._working and not work.is_done:
-                self._sleep()
-            if work.is_done or not self._waiting:
-                return None
-            self._working = True
-            return self._waiting.popleft()
-
     def _execute(self, work: LaneWork) -> None:
-        work.execute()
-        with self._lock:
-            work.is_done, self._working = True, False
-            self._urged = self._urged and bool(self._waiting)
-            if self._sleepers:
-                self._changed.notify_all()
-        work.call_back()
+        try:
+            work.run()
+        except BaseException as error:
+            work.error = error
+        self._acquire()
+        work.is_done, self._working = True, False
+        if self._urged and not self._waiting:
+            self._urged = False
+        if self._sleepers:
+            self._changed.notify_all()
+        self._release()
+        if work._callbacks is not None:
+            work.call_back()
 
     def _sleep(self) -> None:
         self._sleepers += 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import BadInput
-from shoal.observe.trace import Tracer
+from shoal.group.lane import Lane, LaneWork
 from shoal.wire.records import DTYPES, KINDS, OPS
 from shoal.wire.segment import Segment, is_built
 
@@ -89,13 +89,14 @@ def reduced_as(data: Tensor, op: str) -> tuple[int, int, int]:
     raise BadInput(f"shared memory has no {op} of {data.dtype}")
 
 
-class NativeCall:
+class NativeWork(LaneWork):
     """One call of a native collective: light ones are begun in the call (see `Lane`)."""
 
     __slots__ = ("_after", "_args", "_begun", "_keep", "_segment", "_table")
 
     def __init__(
         self,
+        lane: Lane,
         segment: Segment,
         args: tuple[int, int, int, int, int, int, int],
         keep: object = None,
@@ -106,21 +107,21 @@ class NativeCall:
 
         `keep` is what must stay in memory, `after` is done when the numbers have come.
         """
-        self._segment, self._args, self._keep = segment, args, keep
-        self._after, self._table, self._begun = after, table, False
+        self.lane, self.is_done, self.error, self._callbacks = lane, False, None, None
+        self._segment, self._args, self._begun = segment, args, False
+        self._after, self._keep = after, keep if table is None else (keep, table)
+        self._table = 0 if table is None else table.data_ptr()
 
     def begin(self) -> bool:
-        table = 0 if self._table is None else self._table.data_ptr()
-        self._begun = _shm.start(self._segment.handle, *self._args, table)
-        return self._begun
+        self._begun = begun = _shm.start(self._segment.handle, *self._args, self._table)
+        return begun
 
     def run(self) -> None:
         segment = self._segment
         if self._begun:
             outcome = _shm.finish(segment.handle, segment.timeout_ns)
         else:
-            table = 0 if self._table is None else self._table.data_ptr()
-            outcome = _shm.collective(segment.handle, *self._args, table, segment.timeout_ns)
+            outcome = _shm.collective(segment.handle, *self._args, self._table, segment.timeout_ns)
         if outcome:
             segment.check(outcome)
         if self._after is not None:
@@ -128,18 +129,17 @@ class NativeCall:
         self._keep = self._after = None
 
 
-class TracedCall:
+class TracedWork(NativeWork):
     """A call that leaves a span."""
 
-    def __init__(self, call: NativeCall, tracer: Tracer, detail: str):
-        self._call, self._tracer, self._detail = call, tracer, detail
-        self._start_ns = 0
+    __slots__ = ("_start_ns", "detail")
+    detail: str
 
     def begin(self) -> bool:
         self._start_ns = time.monotonic_ns()
-        return self._call.begin()
+        return super().begin()
 
     def run(self) -> None:
-        start_ns = self._start_ns or time.monotonic_ns()
-        self._call.run()
-        self._tracer.add("reduce", start_ns, time.monotonic_ns(), "comm", self._detail)
+        start_ns = self._start_ns if self._begun else time.monotonic_ns()
+        super().run()
+        self.lane.tracer.add("reduce", start_ns, time.monotonic_ns(), "comm", self.detail)

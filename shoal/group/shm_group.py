@@ -21,10 +21,10 @@ from shoal.group.native import (
     KIND,
     PLAIN,
     UNEVEN,
-    NativeCall,
+    NativeWork,
     Pieces,
     Side,
-    TracedCall,
+    TracedWork,
     moved_as,
     reduced_as,
 )
@@ -33,6 +33,8 @@ from shoal.observe.trace import OFF, Tracer
 from shoal.wire.segment import Segment, join
 from shoal.wire.shm import ShmTransport, ShmWork
 
+_ALL_REDUCE, _SUM = KIND["all_reduce"], PLAIN[torch.float32, "sum"]
+_PLUS, _FLOAT = Op.SUM, torch.float32
 _ENTRY = 64  # bytes that a rank says when ranks meet over their group
 
 
@@ -72,6 +74,16 @@ class ShmGroup:
 
     def all_reduce(self, data: Tensor, op: Op = Op.SUM, out: Tensor | None = None) -> LaneWork:
         """Everybody's `data` combined, in its place or in `out`."""
+        if out is None and op is _PLUS and data.dtype is _FLOAT:
+            lane, segment = self._lane, self.segment
+            plain = data.is_cpu and data.is_contiguous() and not segment.closed
+            if plain and not lane.tracer.enabled:  # the shortest way for the most common call
+                at = data.data_ptr()
+                work = NativeWork(
+                    lane, segment, (_ALL_REDUCE, at, at, data.numel(), *_SUM, 0), data
+                )
+                lane.submit(work)
+                return work
         return self.combine(
             "all_reduce", data, data if out is None else out, data.numel(), op.value
         )
@@ -121,8 +133,7 @@ class ShmGroup:
         args = (UNEVEN, source.host.data_ptr(), target.host.data_ptr(),
                 int(longest) * scale, code, 0, 0)  # fmt: skip
         flat = table.t().contiguous()
-        call = NativeCall(self.segment, args, (source, target), target.store, flat)
-        return self._submit(call, "all_to_all", data.nbytes)
+        return self._submit("all_to_all", data.nbytes, args, (source, target), target.store, flat)
 
     def in_pieces(
         self,
@@ -148,8 +159,8 @@ class ShmGroup:
         own = [(*side.addresses(), 0)[0] for side in (source, target)]
         args = (KIND[kind], own[0], own[1], like.numel() * scale, code, operator, root)
         table = torch.tensor(addresses) if addresses else None
-        call = NativeCall(self.segment, args, (source, target), target.store, table)
-        return self._submit(call, kind, like.nbytes * max(len(given), len(taken)))
+        num_bytes = like.nbytes * max(len(given), len(taken))
+        return self._submit(kind, num_bytes, args, (source, target), target.store, table)
 
     def scan(
         self, data: Tensor, op: Op = Op.SUM, exclusive: bool = False, out: Tensor | None = None
@@ -162,7 +173,7 @@ class ShmGroup:
         return self.combine(kind, data, into, data.numel(), op.value, after=after)
 
     def barrier(self) -> LaneWork:
-        return self._submit(NativeCall(self.segment, (0, 0, 0, 0, 0, 0, 0)), "barrier", 0)
+        return self._submit("barrier", 0, (0, 0, 0, 0, 0, 0, 0))
 
     def duplicate(self) -> ShmGroup:
         found = self.subgroup(range(self.size))
@@ -222,11 +233,13 @@ class ShmGroup:
         if plain and easy and data.is_cpu and data.is_contiguous() and not self.segment.closed:
             at = data.data_ptr()
             args = (KIND[kind], at, at, count, *plain, 0)
-            return self._lane.submit(NativeCall(self.segment, args, data, after))
+            work = NativeWork(self._lane, self.segment, args, data, after)
+            self._lane.submit(work)
+            return work
         self._check_root(root)
         code, scale, operator = reduced_as(data, op)
         args, keep, store = self._sides(kind, data, out, count * scale, code, operator, root)
-        return self._submit(NativeCall(self.segment, args, keep, after or store), kind, data.nbytes)
+        return self._submit(kind, data.nbytes, args, keep, after or store)
 
     def _move(
         self, kind: str, data: Tensor, out: Tensor | None, count: int, root: int = 0
@@ -234,7 +247,7 @@ class ShmGroup:
         self._check_root(root)
         code, scale = moved_as(data)
         args, keep, store = self._sides(kind, data, out, count * scale, code, 0, root)
-        return self._submit(NativeCall(self.segment, args, keep, store), kind, data.nbytes)
+        return self._submit(kind, data.nbytes, args, keep, store)
 
     def _sides(
         self, kind: str, data: Tensor, out: Tensor | None, count: int, code: int, op: int, root: int
@@ -251,13 +264,25 @@ class ShmGroup:
         at, to = source.host.data_ptr(), target.host.data_ptr()
         return (number, at, to, count, code, op, root), (source, target), target.store
 
-    def _submit(self, call: NativeCall, kind: str, num_bytes: int) -> LaneWork:
+    def _submit(
+        self,
+        kind: str,
+        num_bytes: int,
+        args: tuple[int, int, int, int, int, int, int],
+        keep: object = None,
+        after: Callable[[], None] | None = None,
+        table: Tensor | None = None,
+    ) -> LaneWork:
         if self.segment.closed:
             raise ShoalError(f"rank {self.rank} has closed this group")
         if self.tracer.enabled:
-            traced = TracedCall(call, self.tracer, f"{kind} shared memory {num_bytes} bytes")
-            return self._lane.submit(traced)
-        return self._lane.submit(call)
+            traced = TracedWork(self._lane, self.segment, args, keep, after, table)
+            traced.detail = f"{kind} shared memory {num_bytes} bytes"
+            self._lane.submit(traced)
+            return traced
+        work = NativeWork(self._lane, self.segment, args, keep, after, table)
+        self._lane.submit(work)
+        return work
 
     def _tell(self, said: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(said.ljust(_ENTRY)), dtype=torch.uint8)

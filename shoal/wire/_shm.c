@@ -39,6 +39,7 @@ typedef uint64_t u64;
 #define RECORDS 64
 #define MAX_RANKS 256
 #define SLICE_NS 100000000ull
+#define CROWDED_LOOKS 20
 #define HEAD_BYTES 32 /* of a message in a ring */
 
 enum { BARRIER, BROADCAST, REDUCE, ALL_REDUCE, GATHER, SCATTER, ALL_GATHER, REDUCE_SCATTER,
@@ -418,11 +419,17 @@ static int look_around(Group *g, int peer, u32 want, u64 deadline_ns) {
     return fail(g, LATE, peer);
 }
 
+/* Between two looks: burn some cycles, or where ranks share cores let another one have this core. */
+static void pause_briefly(const Group *g) {
+    if (g->crowded) sched_yield();
+    else relax();
+}
+
 static int wait_peer(Group *g, int peer, u32 want, u64 deadline_ns) {
     Block *b = block(g, peer);
     for (int i = 0; i < g->spins; i++) {
         if (reached(flag_of(g, peer), want)) return FINE;
-        relax();
+        pause_briefly(g);
     }
     int outcome = FINE;
     atomic_fetch_add(&b->sleepers, 1);
@@ -446,7 +453,7 @@ static int all_reached(const Group *g, u32 want) {
 static int wait_all(Group *g, u32 want, u64 deadline_ns) {
     for (int i = 0; i <= g->spins; i++) {
         if (all_reached(g, want)) return FINE;
-        relax();
+        pause_briefly(g);
     }
     int outcome = FINE;
     atomic_fetch_add(&g->head->round_sleepers, 1);
@@ -1039,7 +1046,7 @@ static Group *attach(int fd, int rank, int size, u64 generation) {
     g->slot_bytes = g->head->slot_bytes, g->ring_bytes = g->head->ring_bytes;
     g->rank = rank, g->size = size, g->direct_bytes = 16384;
     g->crowded = size > available_cores();
-    g->spins = g->crowded ? 0 : 10000;
+    g->spins = g->crowded ? CROWDED_LOOKS : 10000;
     for (int p = 0; p < MAX_RANKS; p++) g->pidfds[p] = -1;
     pthread_mutex_init(&g->lock, NULL);
     atomic_store(&block(g, rank)->pid, (u32)getpid());
