@@ -12,7 +12,7 @@ between workers is a slice of this buffer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,23 +100,40 @@ class FlatParams:
         cuts.append(self.size)
         return [slice(a, b) for a, b in itertools.pairwise(cuts)]
 
-    def watch(self, buckets: Sequence[slice]) -> None:
-        """From now on gradients are collected in `grad`, and `arm` reports full buckets."""
+    def watch(self, buckets: Sequence[slice], leave_bytes: int | None = None) -> None:
+        """From now on gradients are collected in `grad`, and `arm` reports full buckets.
+
+        A gradient of at least `leave_bytes` is left in the tensor where backward has put it, which
+        saves a copy: `tensors_of_bucket` then gives that tensor instead of the slice of `grad`.
+        """
         self.grad = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         if self._head_fits:
             self.head = self.grad[: self.head_size]
         self.buckets_of_grad = list(buckets)
-        self._views = [
-            self.grad[piece.start : piece.stop].view(p.shape)
-            for piece, p in zip(self.pieces, self.params, strict=True)
-        ]
+        self._views = [self.grad[p.start : p.stop] for p in self.pieces]
+        for i in range(len(self.params)):
+            self._home(i)
         self._members = [
             [i for i, piece in enumerate(self.pieces) if b.start <= piece.start < b.stop]
             for b in self.buckets_of_grad
         ]
         self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
+        width = self.data.element_size()
+        least = self.size if leave_bytes is None else -(-leave_bytes // width)
+        self._left = {i for i, p in enumerate(self.params) if p.numel() >= least}
+        self._runs = {
+            b.start: list(self._cut_at(b, [i for i in members if i in self._left]))
+            for b, members in zip(self.buckets_of_grad, self._members, strict=True)
+        }
         for i, p in enumerate(self.params):
             p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
+
+    def tensors_of_bucket(self, bucket: slice) -> list[Tensor]:
+        """Where the gradients of a bucket are that was just reported; as many on every rank."""
+        return [
+            self.grad[run] if isinstance(run, slice) else self._views[run]
+            for run in self._runs[bucket.start]
+        ]
 
     def arm(self, on_bucket: OnBucket) -> None:
         """The next backward is the last of this step: call `on_bucket(slice)` as buckets fill up.
@@ -180,12 +197,15 @@ class FlatParams:
         for i in self._members[bucket]:
             grad = self.params[i].grad
             if grad is None:
-                self._views[i].zero_()
+                self._home(i).zero_()
                 self.head[1 + i] = 0.0
                 self._arrived[i] = False
             else:
                 self._arrived[i] = True
-                views.append(self._views[i])
+                if i in self._left and _is_plain(grad, self.params[i]):
+                    self._views[i] = grad
+                    continue
+                views.append(self._home(i))
                 grads.append(grad.to_dense() if grad.is_sparse else grad)
         if views:
             torch._foreach_copy_(views, grads)
@@ -194,6 +214,23 @@ class FlatParams:
         self._next = bucket + 1
         assert self._on_bucket is not None
         self._on_bucket(self.buckets_of_grad[bucket])
+
+    def _home(self, i: int) -> Tensor:
+        """The place of a gradient in `grad`, which is from now on where it is."""
+        piece = self.pieces[i]
+        self._views[i] = self.grad[piece.start : piece.stop].view(self.params[i].shape)
+        return self._views[i]
+
+    def _cut_at(self, bucket: slice, left: list[int]) -> Iterator[slice | int]:
+        """Slices of `grad` between the gradients that are left where they are, and these."""
+        start = bucket.start
+        for i in left:
+            if self.pieces[i].start > start:
+                yield slice(start, self.pieces[i].start)
+            yield i
+            start = self._round(self.pieces[i].stop)
+        if start < bucket.stop:
+            yield slice(start, bucket.stop)
 
     def _round(self, elements: int) -> int:
         return -(-elements // self._align) * self._align
@@ -212,6 +249,15 @@ class FlatParams:
             view.copy_(p.data)
             p.data = view
         return data
+
+
+def _is_plain(grad: Tensor, parameter: nn.Parameter) -> bool:
+    return (
+        grad.layout == torch.strided
+        and grad.is_contiguous()
+        and grad.dtype == parameter.dtype
+        and grad.shape == parameter.shape
+    )
 
 
 def _common(named: list[tuple[str, nn.Parameter]]) -> tuple[torch.dtype, torch.device]:

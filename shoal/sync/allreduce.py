@@ -11,6 +11,7 @@ from shoal.sync.update import Update
 from shoal.wire.transport import Work
 
 FIRST_BUCKET_BYTES = 1 << 20
+LARGE_BYTES = 1 << 20  # a gradient of this size is worth a call of its own, and no copy
 
 
 class AllReduce(Sync):
@@ -23,13 +24,14 @@ class AllReduce(Sync):
     def __init__(self, flat: FlatParams, update: Update, group: Group, bucket_bytes: int):
         self.flat, self.update, self.group = flat, update, group
         self._under_way: list[Work] = []
-        flat.watch(flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)))
+        flat.watch(flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)), LARGE_BYTES)
 
     def begin(self) -> None:
         self._under_way.clear()
 
     def reduce(self, bucket: slice) -> None:
-        self._under_way.append(self.group.all_reduce(self.flat.grad[bucket]))
+        for tensor in self.flat.tensors_of_bucket(bucket):
+            self._under_way.append(self.group.all_reduce(tensor))
         if self.flat.head_travels_alone and bucket.start == 0:
             self._under_way.append(self.group.all_reduce(self.flat.head))
 
