@@ -146,7 +146,9 @@ def _advance(
 ) -> set[int]:
     """As far as the stage can go; which stages may go on because of it."""
     stirred: set[int] = set()
-    for action in pipeline.actions[stage][len(spans) :]:
+    actions = pipeline.actions[stage]
+    while len(spans) < len(actions):
+        action = actions[len(spans)]
         begin = spans[-1].end if spans else 0.0
         is_forward = action.kind is Kind.FORWARD
         giver, taker = pipeline.giver(stage, action), pipeline.taker(stage, action)
