@@ -7,7 +7,7 @@ import sys
 import typer
 
 from shoal import __version__
-from shoal.commands import bench, collectives
+from shoal.commands import bench, collectives, pipeline
 from shoal.commands.run import run
 from shoal.commands.train import evaluate, train
 from shoal.commands.verify import verify
@@ -28,6 +28,7 @@ app.command("eval")(evaluate)
 app.command()(verify)
 app.add_typer(bench.app, name="bench")
 app.add_typer(collectives.app, name="collectives")
+app.add_typer(pipeline.app, name="pipeline")
 
 
 @app.callback(invoke_without_command=True)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table as Grid
 
+from shoal.commands.common import call_own, told, wide_console, write_text
 from shoal.commands.units import (
     parse_bytes,
     parse_s_per_byte,
@@ -21,7 +17,7 @@ from shoal.commands.units import (
     show_bytes,
     show_seconds,
 )
-from shoal.errors import BadInput, CheckFailed
+from shoal.errors import BadInput
 from shoal.plan.price import Price, price_all
 from shoal.schedules.catalog import algorithms, build, kinds
 from shoal.schedules.collective import Collective
@@ -31,21 +27,6 @@ from shoal.schedules.proof import prove
 from shoal.schedules.svg import animated_svg
 
 app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_args_is_help=False)
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def told(command: Command) -> Command:
-    """A mistake is one sentence on stderr: exit 2 for bad input, 1 for a check that says no."""
-
-    @functools.wraps(command)
-    def safely(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except (BadInput, CheckFailed) as error:
-            typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(2 if isinstance(error, BadInput) else 1) from error
-
-    return safely  # type: ignore[return-value]
 
 
 @app.callback(invoke_without_command=True)
@@ -77,7 +58,7 @@ def table(
     if as_json:
         typer.echo(json.dumps(_document(found, ranks, num_bytes, cost, prove_all)))
         return
-    console = _console()
+    console = wide_console()
     for name, prices in found.items():
         console.print(_grid(name, prices, num_bytes))
     if prove_all:
@@ -107,7 +88,7 @@ def show(
     collective = _own(kind, name, ranks) if ":" in name else build(kind, name, ranks, root, **given)
     proof = prove(collective) if prove_it or svg is not None or as_json else None
     if svg is not None:
-        _write(svg, animated_svg(collective))
+        write_text(svg, animated_svg(collective))
     if as_json:
         typer.echo(json.dumps(_rounds(collective)))
     elif svg is not None:
@@ -118,34 +99,18 @@ def show(
             "every rank ends with exactly what it should have."
         )
     else:
-        draw(collective, _console())
+        draw(collective, wide_console())
 
 
 def _own(kind: str, name: str, ranks: int) -> Collective:
     """A schedule of the user's own: a function of a file, from ranks to a Collective."""
     path, _, function = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location("own_schedule", path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
-        raise BadInput(f"there is no Python file {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    made = getattr(module, function, None)
-    try:
-        collective = made(ranks) if callable(made) else None
-    except Exception as error:  # whatever the user's function raises
-        raise BadInput(f"{name} raised {type(error).__name__}: {error}") from error
+    collective = call_own(name, ranks)
     if not isinstance(collective, Collective):
         raise BadInput(f"{path} has no function {function} to make a Collective of {ranks} ranks")
     if collective.kind != kind_named(kind).name:
         raise BadInput(f"{name} is a schedule for {collective.kind}, not for {kind}")
     return collective
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"cannot write {path}: {error.strerror}") from error
 
 
 def _grid(kind: str, prices: list[Price], num_bytes: int) -> Grid:
@@ -235,8 +200,3 @@ def _rounds(collective: Collective) -> dict[str, Any]:
         "proven": True,
         "rounds": rounds,
     }
-
-
-def _console() -> Console:
-    """As wide as the terminal; where there is none, wide enough for the table."""
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)

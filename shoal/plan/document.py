@@ -1,4 +1,4 @@
-"""Writes docs/algorithms.md from the schedules themselves: `python -m shoal.plan.document`."""
+"""Writes docs/algorithms.md and docs/pipelines.md: `python -m shoal.plan.document`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+from shoal.plan.pipeline import simulate
 from shoal.plan.price import Price, price
+from shoal.plan.staircase import staircase
+from shoal.schedules import pipeline_catalog as pipelines
 from shoal.schedules.catalog import CATALOG, Algorithm, build
+from shoal.schedules.pipeline_proof import prove
 
-PATH = Path("docs/algorithms.md")
+PATH, PIPELINES = Path("docs/algorithms.md"), Path("docs/pipelines.md")
 RANKS = (4, 7, 8, 16)
 _HEAD = """# Collective algorithms
 
@@ -21,6 +25,19 @@ what it receives. *Total* is what all ranks send together, in V. *Extra memory* 
 input and output, in V, on the rank that needs the most. The time model is described in
 `shoal/schedules/cost.py`.
 """
+_PIPELINES_HEAD = """# Pipeline schedules
+
+This file is generated from the schedules: `python -m shoal.plan.document`.
+
+p stages, stage s of them, m micro-batches, v chunks a stage. F is forward, B the whole backward,
+I the gradient of the input and W that of the weights. The pictures are of 4 stages and 4
+micro-batches, in the tables F, I and W take 1 in a stage, and so B takes 2. *Bubble* is the share
+of the longest stage's time, from its first action to its last, in which it waits; *idle* that of
+all stages, from the first action of all to the last. *Holds* is the most micro-batches whose
+activations a stage keeps, from stage 0 on; with chunks, of one chunk. *Room* is how many messages
+a channel between two stages must hold so that it cannot hang.
+"""
+_SIZES = ((4, 4), (4, 8), (8, 32))
 
 
 def document() -> str:
@@ -29,6 +46,24 @@ def document() -> str:
         parts.append(f"\n## {kind}\n")
         parts += [_section(entry) for entry in family.values()]
     return "".join(parts)
+
+
+def pipeline_document() -> str:
+    return "".join([_PIPELINES_HEAD, *map(_pipeline_section, pipelines.CATALOG.values())])
+
+
+def _pipeline_section(entry: pipelines.Entry) -> str:
+    picture = staircase(simulate(pipelines.build(entry.name, 4, 4)))
+    text = f"\n## {entry.name}\n\n{entry.description}\n\n```\n{picture}\n```\n\n"
+    text += "| stages | micro-batches | chunks | time | bubble | idle | holds | room |\n"
+    text += "|---|---|---|---|---|---|---|---|\n"
+    for stages, microbatches in _SIZES:
+        pipeline = pipelines.build(entry.name, stages, microbatches)
+        timeline, proof = simulate(pipeline), prove(pipeline)
+        text += f"| {stages} | {microbatches} | {pipeline.chunks} | {timeline.makespan:g} "
+        text += f"| {timeline.bubble:.1%} | {timeline.idle:.1%} "
+        text += f"| {' '.join(map(str, proof.peak_live))} | {proof.capacity} |\n"
+    return text
 
 
 def _section(entry: Algorithm) -> str:
@@ -57,4 +92,5 @@ def _in_v(one: Price) -> list[str]:
 
 if __name__ == "__main__":
     PATH.write_text(document(), encoding="utf-8")
-    sys.stdout.write(f"{PATH} is written\n")
+    PIPELINES.write_text(pipeline_document(), encoding="utf-8")
+    sys.stdout.write(f"{PATH} and {PIPELINES} are written\n")

@@ -2,15 +2,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.plan.document import document
+from shoal.plan.document import document, pipeline_document
 from shoal.schedules.catalog import algorithms, kinds
 
-PATH = Path(__file__).parents[2] / "docs" / "algorithms.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_document_is_what_the_schedules_say() -> None:
-    written = PATH.read_text(encoding="utf-8")
-    assert written == document(), "run: python -m shoal.plan.document"
+    for name, text in (("algorithms", document()), ("pipelines", pipeline_document())):
+        written = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+        assert written == text, "run: python -m shoal.plan.document"
 
 
 def test_every_algorithm_has_a_section_with_words() -> None:

@@ -1,0 +1,199 @@
+"""`shoal pipeline`: what every schedule costs; `show` draws one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table as Grid
+
+from shoal.commands.common import call_own, told, wide_console, write_text
+from shoal.errors import BadInput
+from shoal.plan.pipeline import Time, Timeline, Times, simulate
+from shoal.plan.staircase import draw
+from shoal.plan.staircase_svg import staircase_svg
+from shoal.schedules.pipeline import Action, Pipeline, check_sizes
+from shoal.schedules.pipeline_catalog import CATALOG, build
+from shoal.schedules.pipeline_proof import PipelineProof, prove
+
+MOST_ACTIONS = 500_000
+app = typer.Typer(help="Every pipeline schedule: proven, simulated, drawn.", no_args_is_help=True)
+
+Stages = Annotated[int, typer.Option(help="How many stages the model is cut into.")]
+Microbatches = Annotated[int, typer.Option(help="How many micro-batches a batch has.")]
+Chunks = Annotated[
+    int | None,
+    typer.Option(help="Of a stage, for looped schedules.", show_default="2 where there are any"),
+]
+Forward = Annotated[
+    str, typer.Option(help="Time of a micro-batch's forward in a stage; or 1,2,…: of each stage.")
+]
+Backward = Annotated[str, typer.Option(help="Of the backward for the input.")]
+Weight = Annotated[str, typer.Option(help="Of the backward for the weights.")]
+Transfer = Annotated[str, typer.Option(help="From a stage to the next.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+
+
+@app.command("list")
+@told
+def table(
+    stages: Stages = 4,
+    microbatches: Microbatches = 8,
+    chunks: Chunks = None,
+    forward: Forward = "1",
+    backward: Backward = "1",
+    weight: Weight = "1",
+    transfer: Transfer = "0",
+    as_json: Json = False,
+) -> None:
+    """All schedules side by side: time, bubble, activations held."""
+    times = _times(forward, backward, weight, transfer)
+    found = []
+    for entry in CATALOG.values():
+        _check_size(stages, microbatches, (chunks or 2) if entry.looped else 1)
+        pipeline = build(entry.name, stages, microbatches, chunks if entry.looped else None)
+        found.append((simulate(pipeline, times), prove(pipeline)))
+    if as_json:
+        documents = [_document(timeline, proof, times) for timeline, proof in found]
+        typer.echo(json.dumps({"schedules": documents}))
+    else:
+        wide_console().print(_grid(found, stages, microbatches))
+
+
+@app.command()
+@told
+def show(
+    name: Annotated[
+        str, typer.Argument(help=f"{', '.join(CATALOG)}; or FILE.py:FUNCTION of your own")
+    ],
+    stages: Stages = 4,
+    microbatches: Microbatches = 8,
+    chunks: Chunks = None,
+    forward: Forward = "1",
+    backward: Backward = "1",
+    weight: Weight = "1",
+    transfer: Transfer = "0",
+    svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw one schedule: what each stage does when, its bubble, the activations it holds."""
+    times = _times(forward, backward, weight, transfer)
+    _check_size(stages, microbatches, chunks or 2)
+    if ":" in name:
+        pipeline = _own(name, stages, microbatches, chunks)
+    else:
+        pipeline = build(name, stages, microbatches, chunks)
+    proof, timeline = prove(pipeline), simulate(pipeline, times)
+    if svg is not None:
+        write_text(svg, staircase_svg(timeline, proof))
+    if as_json:
+        typer.echo(json.dumps(_document(timeline, proof, times, with_actions=True)))
+    elif svg is not None:
+        typer.echo(f"{pipeline}: {svg}")
+    else:
+        draw(timeline, proof, wide_console())
+
+
+def _check_size(stages: int, microbatches: int, chunks: int) -> None:
+    check_sizes(stages, microbatches, chunks)
+    if stages * microbatches * chunks * 3 > MOST_ACTIONS:
+        raise BadInput(
+            f"{stages} stages, {microbatches} micro-batches and {chunks} chunks are more than "
+            f"{MOST_ACTIONS:,} actions: ask for less"
+        )
+
+
+def _times(forward: str, backward: str, weight: str, transfer: str) -> Times:
+    between = _time("transfer", transfer)
+    if not isinstance(between, float):
+        raise BadInput(f"--transfer takes one number, not {transfer!r}")
+    return Times(
+        _time("forward", forward), _time("backward", backward), _time("weight", weight), between
+    )
+
+
+def _time(option: str, text: str) -> Time:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        what = f"--{option} takes a number, or one for each stage as 1,2,1"
+        raise BadInput(f"{what}, not {text!r}") from error
+    return numbers if "," in text else numbers[0]
+
+
+def _own(name: str, stages: int, microbatches: int, chunks: int | None) -> Pipeline:
+    """A schedule of the user's own: a function of a file, as those of `shoal.schedules` are."""
+    path, _, function = name.rpartition(":")
+    looped = () if chunks is None else (chunks,)
+    made = [call_own(name, stages, stage, microbatches, *looped) for stage in range(stages)]
+    for actions in made:
+        is_list = isinstance(actions, list | tuple)
+        if not is_list or not all(isinstance(action, Action) for action in actions):
+            raise BadInput(f"{path} has no function {function} to make a list of Action")
+    return Pipeline(function, microbatches, chunks or 1, made)
+
+
+def _grid(found: list[tuple[Timeline, PipelineProof]], stages: int, microbatches: int) -> Grid:
+    title = f"{stages} stages, {microbatches} micro-batches"
+    grid = Grid(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    grid.add_column("schedule")
+    for heading in ("chunks", "time", "bubble", "idle", "holds at most"):
+        grid.add_column(heading, justify="right")
+    grid.add_column("")
+    for timeline, proof in found:
+        pipeline = timeline.pipeline
+        grid.add_row(
+            pipeline.name,
+            str(pipeline.chunks),
+            f"{timeline.makespan:.6g}",
+            f"{timeline.bubble:.2%}",
+            f"{timeline.idle:.2%}",
+            f"{max(proof.peak_live) / pipeline.chunks:.3g}",
+            CATALOG[pipeline.name].description.splitlines()[0],
+        )
+    return grid
+
+
+def _document(
+    timeline: Timeline, proof: PipelineProof, times: Times, with_actions: bool = False
+) -> dict[str, Any]:
+    pipeline = timeline.pipeline
+    stages: list[dict[str, Any]] = [
+        {
+            "work": timeline.work[stage],
+            "bubble": timeline.bubbles[stage],
+            "idle": 1 - timeline.work[stage] / timeline.makespan,
+            "peak_live": proof.peak_live[stage],
+            "peak_waiting_for_weight": proof.peak_waiting[stage],
+        }
+        for stage in range(pipeline.stages)
+    ]
+    if with_actions:
+        for stage, spans in zip(stages, timeline.spans, strict=True):
+            stage["actions"] = [
+                {
+                    "kind": span.action.kind.value,
+                    "microbatch": span.action.microbatch,
+                    "chunk": span.action.chunk,
+                    "start": span.start,
+                    "end": span.end,
+                }
+                for span in spans
+            ]
+    return {
+        "schedule": pipeline.name,
+        "microbatches": pipeline.microbatches,
+        "chunks": pipeline.chunks,
+        "forward": times.forward,
+        "backward": times.backward,
+        "weight": times.weight,
+        "transfer": times.transfer,
+        "proven": True,
+        "capacity_needed": proof.capacity,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "idle": timeline.idle,
+        "stages": stages,
+    }

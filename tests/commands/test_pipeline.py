@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shoal.commands.pipeline import app
+from shoal.schedules.pipeline_catalog import schedules
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_show_draws_the_staircase() -> None:
+    shown = run("show", "1f1b", "--stages", "3", "--microbatches", "4")
+    assert shown.exit_code == 0
+    assert shown.stdout == (
+        "1f1b of 3 stages and 4 micro-batches\n"
+        "time     0              5              10             15\n"
+        "stage 0  F0 F1 F2 ·  ·  ·  ·  B0─── F3 B1─── ·  B2─── ·  B3───\n"
+        "stage 1  ·  F0 F1 ·  ·  B0─── F2 B1─── F3 B2─── ·  B3─── ·  ·\n"
+        "stage 2  ·  ·  F0 B0─── F1 B1─── F2 B2─── F3 B3─── ·  ·  ·  ·\n"
+        "F forward   B backward   · idle\n"
+        "\n"
+        "time     18\n"
+        "bubble   33.33% of the longest stage, from its first action to its last\n"
+        "idle     33.33% of all stages, from the first action of all to the last\n"
+        "holds    at most 3 2 1 micro-batches\n"
+        "proven   every F before its B, each once; never hangs with room for 1 message from a "
+        "stage to another\n"
+    )
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_every_schedule_can_be_shown_and_drawn(name: str, tmp_path: Path) -> None:
+    for stages, microbatches in (("1", "1"), ("4", "8"), ("5", "3")):
+        sizes = ("--stages", stages, "--microbatches", microbatches)
+        assert run("show", name, *sizes).exit_code == 0
+        picture = tmp_path / "picture.svg"
+        shown = run("show", name, *sizes, "--svg", str(picture))
+        assert shown.exit_code == 0 and str(picture) in shown.stdout
+        ElementTree.parse(picture)
+
+
+def test_the_list_has_every_schedule_with_its_costs() -> None:
+    shown = run("list")
+    assert shown.exit_code == 0
+    rows = {line.split()[0]: line.split()[1:6] for line in shown.stdout.splitlines()[2:]}
+    assert rows == {
+        "inter-op": ["1", "96", "75.00%", "75.00%", "1"],
+        "gpipe": ["1", "33", "27.27%", "27.27%", "8"],
+        "1f1b": ["1", "33", "27.27%", "27.27%", "4"],
+        "interleaved": ["2", "28.5", "15.79%", "15.79%", "5.5"],
+        "zb-h1": ["1", "27", "11.11%", "11.11%", "4"],
+        "zb-h2": ["1", "27", "0.00%", "11.11%", "7"],
+        "bfs": ["2", "28.5", "15.79%", "15.79%", "8"],
+    }
+    document = json.loads(run("list", "--json", "--chunks", "4").stdout)
+    assert [one["schedule"] for one in document["schedules"]] == schedules()
+    assert [one["chunks"] for one in document["schedules"]] == [1, 1, 1, 4, 1, 1, 4]
+
+
+def test_json_is_one_document_with_every_action() -> None:
+    shown = run("show", "zb-h1", "--stages", "2", "--microbatches", "1", "--transfer", "0.5",
+                "--forward", "1,2", "--json")  # fmt: skip
+    document = json.loads(shown.stdout)
+    assert document["proven"] is True and document["makespan"] == 7.0
+    assert [one["peak_live"] for one in document["stages"]] == [1, 1]
+    assert document["stages"][1]["actions"] == [
+        {"kind": "F", "microbatch": 0, "chunk": 0, "start": 1.5, "end": 3.5},
+        {"kind": "I", "microbatch": 0, "chunk": 0, "start": 3.5, "end": 4.5},
+        {"kind": "W", "microbatch": 0, "chunk": 0, "start": 4.5, "end": 5.5},
+    ]
+
+
+OWN = """
+from shoal.schedules.pipeline import Action, Kind
+
+def backwards_last_first(stages, stage, microbatches):
+    order = [Action(Kind.FORWARD, m) for m in range(microbatches)]
+    return order + [Action(Kind.BACKWARD, m) for m in reversed(range(microbatches))]
+
+def forgetful(stages, stage, microbatches):
+    return [Action(Kind.FORWARD, m) for m in range(microbatches)]
+
+def looped(stages, stage, microbatches, chunks):
+    every = [Action(Kind.FORWARD, 0, c) for c in range(chunks)]
+    return every + [Action(Kind.BACKWARD, 0, c) for c in reversed(range(chunks))]
+
+def words(stages, stage, microbatches):
+    return ["F0", "B0"]
+
+def fails(stages, stage, microbatches):
+    return 1 / 0
+"""
+
+
+def test_a_schedule_of_ones_own_is_drawn_or_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    right = run("show", f"{file}:backwards_last_first", "--stages", "2", "--microbatches", "2")
+    assert right.exit_code == 0 and "F0 F1 ·  ·  ·  B1─── B0───" in right.stdout
+    looped = run("show", f"{file}:looped", "--stages", "2", "--microbatches", "1", "--chunks", "3")
+    assert looped.exit_code == 0 and "B0.2" in looped.stdout
+    wrong = run("show", f"{file}:forgetful")
+    assert wrong.exit_code == 1 and "stage 0 never does B0" in wrong.stderr
+    for name, sentence in (
+        ("words", "no function words to make a list of Action"),
+        ("nothing", "no function nothing to make a list of Action"),
+        ("fails", "raised ZeroDivisionError"),
+    ):
+        refused = run("show", f"{file}:{name}")
+        assert refused.exit_code == 2 and sentence in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("show", "1f1c"), "did you mean '1f1b'?"),
+        (("show", "1f1b", "--stages", "0"), "at least one stage, not 0"),
+        (("show", "1f1b", "--microbatches", "-2"), "at least one micro-batch, not -2"),
+        (("show", "bfs", "--chunks", "0"), "at least one chunk, not 0"),
+        (("show", "gpipe", "--chunks", "2"), "interleaved and bfs take chunks"),
+        (("show", "1f1b", "--forward", "soon"), "or one for each stage as 1,2,1, not 'soon'"),
+        (("show", "1f1b", "--weight", "1,2"), "weight has 2 times"),
+        (("show", "1f1b", "--weight", "-1"), "weight takes a time of 0 or more, not -1"),
+        (("show", "1f1b", "--transfer", "1,2"), "--transfer takes one number"),
+        (("show", "1f1b", "--stages", "99"), "99 stages helps nobody"),
+        (("show", "1f1b", "--microbatches", "999999999"), "more than 500,000 actions"),
+        (("show", "1f1b", "--svg", "/nowhere/a.svg"), "cannot write /nowhere/a.svg"),
+        (("show", "nowhere.py:f"), "no Python file nowhere.py"),
+        (("list", "--forward", "nan"), "forward takes a time of 0 or more"),
+        (("list", "--chunks", "0"), "at least one chunk, not 0"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(arguments: tuple[str, ...], sentence: str) -> None:
+    answer = run(*arguments)
+    assert answer.exit_code == 2 and answer.stdout == ""
+    assert sentence in answer.stderr and answer.stderr.count("\n") == 1
+
+
+def test_the_command_line_does_not_import_torch() -> None:
+    code = "import sys, shoal.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import CheckFailed
+from shoal.schedules.pipeline import Action, Kind, Pipeline
+from shoal.schedules.pipeline_catalog import CATALOG, build, schedules
+from shoal.schedules.pipeline_proof import (
+    Deadlock,
+    ScheduleWrong,
+    capacity_needed,
+    prove,
+    run_blocking,
+)
+
+LOOPED = [name for name in schedules() if CATALOG[name].looped]
+_KINDS = {kind.value: kind for kind in Kind}
+
+
+def written(*stages: str, microbatches: int, chunks: int = 1) -> Pipeline:
+    """A pipeline from words: `F0 F0.1 B0.1 B0`."""
+    return Pipeline(
+        "mine", microbatches, chunks, [[_action(word) for word in one.split()] for one in stages]
+    )
+
+
+def _action(word: str) -> Action:
+    microbatch, _, chunk = word[1:].partition(".")
+    return Action(_KINDS[word[0]], int(microbatch), int(chunk or 0))
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_every_small_schedule_is_proven(name: str) -> None:
+    for stages, microbatches in product(range(1, 7), range(1, 10)):
+        for chunks in range(1, 4 if name in LOOPED else 2):
+            prove(build(name, stages, microbatches, chunks))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 16), st.integers(1, 32), st.integers(1, 4))
+def test_larger_schedules_are_proven(stages: int, microbatches: int, chunks: int) -> None:
+    for name in schedules():
+        prove(build(name, stages, microbatches, chunks if name in LOOPED else 1))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 16), st.integers(1, 32))
+def test_peak_of_live_activations(p: int, m: int) -> None:
+    def peaks(name: str) -> tuple[int, ...]:
+        return prove(build(name, p, m)).peak_live
+
+    assert peaks("inter-op") == (1,) * p
+    assert peaks("gpipe") == (m,) * p
+    assert peaks("1f1b") == tuple(min(p - s, m) for s in range(p))
+    assert max(peaks("zb-h1")) == min(p, m)
+    assert max(peaks("zb-h2")) == min(2 * p - 1, m)
+    assert peaks("bfs") == (2 * m,) * p
+
+
+def test_stage_s_of_zb_h1_lets_s_weight_gradients_wait_and_one_be_done() -> None:
+    assert prove(build("zb-h1", 4, 8)).peak_waiting == (1, 2, 3, 4)
+    assert prove(build("zb-h2", 4, 8)).peak_waiting == (1, 3, 5, 7)
+    assert prove(build("1f1b", 4, 8)).peak_waiting == (0, 0, 0, 0)
+
+
+def test_interleaved_holds_its_warm_up_and_one() -> None:
+    assert prove(build("interleaved", 4, 8, 2)).peak_live == (11, 9, 7, 5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 12), st.integers(1, 24))
+def test_room_for_one_message_is_enough_without_chunks(stages: int, microbatches: int) -> None:
+    for name in ("inter-op", "gpipe"):
+        assert prove(build(name, stages, microbatches), capacity=0).capacity == 0
+    for name in ("1f1b", "zb-h1", "zb-h2"):
+        prove(build(name, stages, microbatches), capacity=1)
+
+
+def test_1f1b_hangs_where_a_send_waits_for_its_receiver() -> None:
+    with pytest.raises(Deadlock) as caught:
+        prove(build("1f1b", 2, 2), capacity=0)
+    assert str(caught.value) == (
+        "1f1b of 2 stages and 2 micro-batches hangs with room for 0 messages in a channel: "
+        "stage 0 after F1 waits for stage 1 to take it, stage 1 after B0 waits for stage 0 to "
+        "take it"
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(schedules()), st.integers(1, 8), st.integers(1, 12), st.integers(1, 3))
+def test_less_room_than_is_needed_hangs_in_a_circle(name: str, p: int, m: int, v: int) -> None:
+    pipeline = build(name, p, m, v if name in LOOPED else 1)
+    capacity = capacity_needed(pipeline)
+    run_blocking(pipeline, capacity + 1)
+    if capacity:
+        with pytest.raises(Deadlock) as caught:
+            run_blocking(pipeline, capacity - 1)
+        cycle = caught.value.cycle
+        assert [wait.peer for wait in cycle] == [w.stage for w in (*cycle[1:], cycle[0])]
+
+
+def test_an_order_that_hangs_with_any_room_is_named() -> None:
+    """Stage 0 wants the gradient of 0 before it hands on 1, stage 1 takes 1 before it gives it."""
+    pipeline = written("F0 B0 F1 B1", "F0 F1 B0 B1", microbatches=2)
+    with pytest.raises(Deadlock, match="hangs: stage 0 before B0 waits for stage 1, stage 1 befo"):
+        prove(pipeline)
+
+
+def test_a_chunk_before_the_one_it_needs_on_the_same_stage_hangs() -> None:
+    pipeline = written("F0.1 F0 B0.1 B0", microbatches=1, chunks=2)
+    with pytest.raises(Deadlock, match=r"stage 0 before F0\.1 waits for stage 0$"):
+        prove(pipeline)
+
+
+def test_a_message_may_overtake_if_there_is_room() -> None:
+    pipeline = written("F0 F1 B1 B0", "F1 B1 F0 B0", microbatches=2)
+    assert prove(pipeline).capacity == 1
+
+
+def test_whole_and_split_backwards_may_stand_side_by_side() -> None:
+    proof = prove(written("F0 F1 I0 B1 W0", "F0 B0 F1 I1 W1", microbatches=2))
+    assert proof.peak_live == (2, 1) and proof.actions == 10
+
+
+@pytest.mark.parametrize(
+    ("actions", "sentence"),
+    [
+        ("F0 B0 F1", "stage 0 never does B1"),
+        ("F0 B0", "stage 0 never does F1"),
+        ("F0 I0 F1 B1", "stage 0 never does W0"),
+        ("F0 B0 F1 B1 B0", "stage 0 does B0 twice"),
+        ("F0 F0 B0 F1 B1", "stage 0 does F0 twice"),
+        ("B0 F0 F1 B1", "stage 0 does B0 before F0"),
+        ("F0 W0 I0 F1 B1", "stage 0 does W0 before I0"),
+        ("F0 B0 I0 W0 F1 B1", "does B0 and I0: whole or split, not both"),
+        ("F0 B0 F1 B1 F2 B2", "does F2, and there are 2 micro-batches and 1 chunks"),
+        ("F0 B0 F1 B1 F0.1", r"does F0\.1, and there are"),
+    ],
+)
+def test_a_wrong_stage_is_named(actions: str, sentence: str) -> None:
+    with pytest.raises(ScheduleWrong, match=sentence):
+        prove(written(actions, microbatches=2))
+
+
+def is_right(pipeline: Pipeline) -> bool:
+    """By another way: all actions there, and the order of the stages and of the data has no cycle.
+
+    Knows nothing of channels and of `giver`; only for schedules that do not mix split and whole.
+    """
+    split = any(action.kind is Kind.WEIGHT for one in pipeline.actions for action in one)
+    kinds = "FIW" if split else "FB"
+    every = Counter(
+        Action(_KINDS[kind], microbatch, chunk)
+        for kind in kinds
+        for microbatch in range(pipeline.microbatches)
+        for chunk in range(pipeline.chunks)
+    )
+    graph: TopologicalSorter[object] = TopologicalSorter()
+    pieces = [[(v, kind) for v in range(pipeline.stages * pipeline.chunks)] for kind in kinds]
+    for microbatch in range(pipeline.microbatches):
+        way = pieces[0] + pieces[1][::-1]  # forward through all, backward through all
+        for before, after in pairwise(way):
+            graph.add((microbatch, *after), (microbatch, *before))
+        for piece in pieces[-1] if split else ():
+            graph.add((microbatch, *piece), (microbatch, piece[0], "I"))
+    for stage, actions in enumerate(pipeline.actions):
+        if Counter(actions) != every:
+            return False
+        nodes = [(a.microbatch, a.chunk * pipeline.stages + stage, a.kind.value) for a in actions]
+        for earlier, later in pairwise(nodes):
+            graph.add(later, earlier)
+    try:
+        graph.prepare()
+    except CycleError:
+        return False
+    return True
+
+
+def is_proven(pipeline: Pipeline) -> bool:
+    try:
+        prove(pipeline)
+    except CheckFailed:
+        return False
+    return True
+
+
+def mutants(pipeline: Pipeline, dice: random.Random) -> Sequence[tuple[str, Pipeline]]:
+    """One stage's list with an action dropped, doubled, moved or two of them swapped."""
+    found = []
+    for change in ("drop", "double", "swap", "move"):
+        stages = [list(one) for one in pipeline.actions]
+        actions = stages[dice.randrange(len(stages))]
+        at, to = dice.sample(range(len(actions)), 2)
+        if change == "drop":
+            del actions[at]
+        elif change == "double":
+            actions.insert(to, actions[at])
+        elif change == "swap":
+            actions[at], actions[to] = actions[to], actions[at]
+        else:
+            actions.insert(to, actions.pop(at))
+        found.append((change, Pipeline("mutant", pipeline.microbatches, pipeline.chunks, stages)))
+    return found
+
+
+def test_mutants_are_refused_exactly_where_they_are_wrong() -> None:
+    dice, wrong = random.Random(5), Counter[str]()
+    for name, stages, microbatches in product(schedules(), (1, 2, 4), (2, 3, 6)):
+        pipeline = build(name, stages, microbatches)
+        assert is_right(pipeline)
+        for change, mutant in (one for _ in range(6) for one in mutants(pipeline, dice)):
+            right = is_right(mutant)
+            assert is_proven(mutant) == right, (change, pipeline, mutant.actions)
+            wrong[change] += not right
+    assert wrong["drop"] == wrong["double"] == 7 * 9 * 6
+    assert wrong["swap"] > 200 and wrong["move"] > 200
