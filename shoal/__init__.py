@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.data import Batch as Batch
+    from shoal.embedding import Embedding as Embedding
     from shoal.errors import BadInput as BadInput
     from shoal.errors import ShoalError as ShoalError
     from shoal.job import Job as Job
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Batch": "data",
+    "Embedding": "embedding",
     "BadInput": "errors",
     "ShoalError": "errors",
     "Job": "job",

@@ -19,6 +19,7 @@ LAYERS = [
     ["group"],
     ["replica"],
     ["server"],
+    ["embedding"],
     ["sync"],
     ["launch"],
     ["data", "checkpoint"],
