@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from shoal import checkpoint
-from shoal.errors import CheckpointError
+from shoal.errors import BadInput, CheckpointError
 from shoal.step import Step
 
 
@@ -18,9 +20,11 @@ def snapshot(steps: list[Step], document: dict[str, Any]) -> checkpoint.Checkpoi
         state, rest = checkpoint.optimizer_tensors(step.update.optimizer, step.flat.named)
         saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
         saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
+        saved.model |= _rows(step, f"{i}:")
         scaler = step.update.scaler
         saved.document["models"].append(
             {
+                "tables": {e.spec.name: e.updates for e in step.embeddings},
                 "tied": tied,
                 "optimizer": rest,
                 "steps": step.steps,
@@ -53,6 +57,7 @@ def _restore_step(
         {name.removeprefix(prefix): t for name, t in part.items() if name.startswith(prefix)}
         for part in (saved.model, saved.optimizer)
     )
+    model = _restore_rows(step, model, rest.get("tables", {}), path)
     checkpoint.load_model(step.model, model, rest.get("tied"), path)
     checkpoint.load_optimizer(
         step.update.optimizer, step.flat.named, optimizer, rest.get("optimizer"), path
@@ -60,3 +65,32 @@ def _restore_step(
     step.steps = step.update.steps = rest["steps"]
     if step.update.scaler is not None and isinstance(rest.get("scaler"), dict):
         step.update.scaler.load_state_dict(rest["scaler"])
+
+
+def _rows(step: Step, prefix: str) -> dict[str, Tensor]:
+    """The rows of embeddings, as "table/ids", "table/rows" and what their optimizer keeps."""
+    return {
+        f"{prefix}{embedding.spec.name}/{key}": tensor
+        for embedding in step.embeddings
+        for key, tensor in embedding.state().items()
+    }
+
+
+def _restore_rows(
+    step: Step, tensors: dict[str, Tensor], tables: Any, path: Path
+) -> dict[str, Tensor]:
+    """Put saved rows into the embeddings; returns the other tensors."""
+    names = {embedding.spec.name for embedding in step.embeddings}
+    if not isinstance(tables, dict) or set(tables) != names:
+        raise CheckpointError(f"the checkpoint at {path} is of a model with other embeddings")
+    for embedding in step.embeddings:
+        prefix, updates = embedding.spec.name + "/", tables[embedding.spec.name]
+        own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        if not isinstance(updates, int):
+            raise CheckpointError(f"the checkpoint at {path} is damaged: its tables")
+        try:
+            embedding.load_state(own, updates)
+        except BadInput as error:
+            raise CheckpointError(f"the checkpoint at {path} does not fit: {error}") from error
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(prefix)}
+    return tensors

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data import Batch, Cut, mix, num_rows, take
-from shoal.errors import BadInput
+from shoal.embedding import apply_embeddings, bind_embeddings
+from shoal.errors import BadInput, NotBuilt
 from shoal.group.group import Group, Op
 from shoal.observe.trace import Tracer
 from shoal.replica.batchnorm import (
@@ -100,6 +101,8 @@ class Step:
         if options.exact:
             _make_deterministic(device)
         self.model = model.to(device)
+        self.embeddings = bind_embeddings(self.model, optimizer, seed)
+        self._check_embeddings(say)
         presence = self._share_batchnorm(say)
         self.flat = FlatParams(self.model.named_parameters())
         self._agree_on_start()
@@ -139,6 +142,9 @@ class Step:
         self.sync.begin()
         local = self.engine.run(microbatches, self.sync.reduce)
         self.sync.finish()
+        if self.embeddings:
+            lr = self.update.lr(self.steps) if self.update.lr is not None else None
+            apply_embeddings(self.embeddings, lr, self.update.optimizer.defaults.get("lr"))
         if self.options.exact:
             settle(self.model, self.group)
         self.steps += 1
@@ -158,6 +164,16 @@ class Step:
         else:
             self.local_microbatches *= parts
             self.engine.follow(accumulate_schedule(1, 0, self.local_microbatches))
+
+    def _check_embeddings(self, say: Callable[[str], None]) -> None:
+        if not self.embeddings:
+            return
+        if self.group.size > 1:
+            raise NotBuilt("shoal.Embedding trains on one worker in this version")
+        if self.options.exact or self.options.precision == "fp16":
+            raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')
+        if self.options.clip_norm is not None:
+            say("clip_norm bounds the gradient of the parameters; rows of shoal.Embedding are none")
 
     def _share_batchnorm(self, say: Callable[[str], None]) -> Presence:
         if not has_batchnorm(self.model) or self.options.batchnorm == "local":

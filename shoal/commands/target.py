@@ -18,7 +18,7 @@ from shoal.launch.local import launch
 from shoal.observe.progress import Bar
 from shoal.strategy import Ddp, Strategy, as_strategy, require_built
 
-EXAMPLES = ("digits", "gpt")
+EXAMPLES = ("digits", "gpt", "clicks")
 
 Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")]
 StrategyText = Annotated[

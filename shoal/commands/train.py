@@ -30,7 +30,7 @@ from shoal.errors import BadInput, CheckpointError
 
 
 def train(
-    example: Annotated[str, typer.Argument(help="digits or gpt.")] = "digits",
+    example: Annotated[str, typer.Argument(help="digits, gpt or clicks.")] = "digits",
     args: ScriptArgs = None,
     workers: Workers = 1,
     strategy: StrategyText = None,
@@ -45,7 +45,7 @@ def train(
 ) -> None:
     """Train an example and save it."""
     if example not in EXAMPLES:
-        raise BadInput(f"there is no example {example!r}: take {' or '.join(EXAMPLES)}")
+        raise BadInput(f"there is no example {example!r}: take one of {', '.join(EXAMPLES)}")
     out = out or Path("runs") / example
     extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
     command = command_for(example, extra)

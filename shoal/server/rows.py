@@ -147,6 +147,8 @@ class TableSpec:
         Ids are shuffled and dealt out in turn, so shards own equally many rows, and neighbours
         and often used rows are spread over them.
         """
+        if shards == 1:
+            return np.zeros(len(ids), np.int64), ids.numpy()
         slots, owners = np.divmod(self._permutation(ids.numpy()), shards)
         return owners, slots
 
