@@ -58,6 +58,8 @@ class LocalStore:
         table = self.tables.get(spec.name)
         if table is None:
             self.tables[spec.name] = Table(spec)
+        elif replace(table.spec, optimizer=spec.optimizer) != spec:
+            raise BadInput(f"there is another {spec} already, of other rows: rename one")
         elif table.optimizer != spec.optimizer:
             table.optimize(spec.optimizer)
 
@@ -223,7 +225,11 @@ class Embedding(nn.Module):
 
 def embeddings_of(model: nn.Module) -> list[tuple[str, Embedding]]:
     """All shoal.Embedding of a model, each once, by the name of its table."""
-    found = [(e.name or path, e) for path, e in model.named_modules() if isinstance(e, Embedding)]
+    found = [
+        (e.name or path or "embedding", e)
+        for path, e in model.named_modules()
+        if isinstance(e, Embedding)
+    ]
     names = [name for name, _ in found]
     for name in names:
         if names.count(name) > 1:

@@ -233,6 +233,23 @@ def test_a_forward_without_a_backward_keeps_no_memory() -> None:
     assert leaf() is None
 
 
+def test_an_embedding_that_was_first_used_in_inference_mode_can_be_trained() -> None:
+    embedding = shoal.Embedding(10, 3, optimizer=ADAGRAD)
+    with torch.inference_mode():
+        before = embedding(torch.tensor([2])).clone()
+    embedding(torch.tensor([2])).sum().backward()
+    apply_embeddings([embedding])
+    torch.testing.assert_close(rows_of(embedding)[2:3], before - 0.1)
+
+
+def test_a_store_keeps_tables_of_one_name_apart() -> None:
+    store = LocalStore()
+    store.create(TableSpec("users", 5, 2))
+    store.create(TableSpec("users", 5, 2))
+    with pytest.raises(BadInput, match="there is another table 'users' already"):
+        store.create(TableSpec("users", 6, 2))
+
+
 def test_what_is_discarded_is_not_pushed() -> None:
     embedding = shoal.Embedding(10, 3)
     store = bound(embedding)

@@ -48,7 +48,7 @@ class Table:
         self._used = 0
         self._index = self._reserve((self._room,), np.int32)  # place + 1; 0 for no place yet
         self._ids = self._reserve((self._room,), np.int64)
-        self._rows = torch.from_numpy(self._reserve((self._room, self.spec.dim), np.float32))
+        self._rows = self._reserve_rows()
         self.optimize(self.optimizer)
 
     def optimize(self, optimizer: RowOptimizer | None) -> None:
@@ -56,8 +56,7 @@ class Table:
         self.optimizer = optimizer
         self.steps = 0  # updates of the whole table, as far as this shard knows
         start = optimizer.initial_state() if optimizer is not None else {}
-        shape = (self._room, self.spec.dim)
-        self._state = {name: torch.from_numpy(self._reserve(shape, np.float32)) for name in start}
+        self._state = {name: self._reserve_rows() for name in start}
         for name, value in start.items():
             if value:
                 self._state[name][: self._used] = value
@@ -186,6 +185,10 @@ class Table:
                 f"{tuple(rows.shape)} of {rows.dtype} on {rows.device}"
             )
 
+    @torch.inference_mode(False)  # else a table that is first used there could not be trained
+    def _reserve_rows(self) -> Tensor:
+        return torch.from_numpy(self._reserve((self._room, self.spec.dim), np.float32))
+
     def _reserve(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
         """Zeros that take memory where they are written: the system gives out pages on demand."""
         try:
@@ -198,8 +201,8 @@ class Table:
 
 
 def add_up(keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Each key once, and the sum of its rows, in the order in which they are given."""
+    """Each key once, in ascending order, and the sum of its rows, added in the given order."""
     unique, inverse = torch.unique(keys, return_inverse=True)
-    if len(unique) == len(keys):
+    if torch.equal(unique, keys):
         return keys, rows
     return unique, rows.new_zeros(len(unique), rows.shape[1]).index_add_(0, inverse, rows)

@@ -198,7 +198,7 @@ def test_a_table_without_an_optimizer_can_be_read_only() -> None:
 def test_adding_up_gives_every_key_once_and_loses_nothing(keys: list[int]) -> None:
     rows = torch.arange(2.0 * len(keys)).view(-1, 2)
     unique, sums = add_up(torch.tensor(keys, dtype=torch.int64), rows)
-    assert sorted(unique.tolist()) == sorted(set(keys))
+    assert unique.tolist() == sorted(set(keys))
     for key, found in zip(unique.tolist(), sums, strict=True):
         own = [row for k, row in zip(keys, rows, strict=True) if k == key]
         assert torch.equal(found, torch.stack(own).sum(0))
