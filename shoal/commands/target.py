@@ -165,6 +165,8 @@ def check_folder(file: Path | None, what: str) -> None:
     """Refuse, before the run, a file that could not be written after it."""
     if file is not None and not file.parent.is_dir():
         raise BadInput(f"cannot write {what} to {file}: there is no folder {file.parent}")
+    if file is not None and file.is_dir():
+        raise BadInput(f"cannot write {what} to {file}: it is a folder")
 
 
 @contextmanager
