@@ -1,7 +1,7 @@
 """Trouble on purpose: workers that are slow, or that are killed at a step.
 
     --slow 1:4x     worker 1 takes four times as long to compute
-    --kill 2@50     worker 2 kills itself when step 50 starts; the first step is 1
+    --kill 2@50     worker 2 kills itself when it comes to compute step 50; the first step is 1
 
 The text is checked before anything starts. Workers read it from SHOAL_SLOW and SHOAL_KILL, where
 several are joined by commas.
@@ -31,7 +31,7 @@ class Faults:
     """What one worker does to itself in a step."""
 
     slow: float = 1.0  # times slower
-    kill_at: int | None = None
+    kill_at: int | None = None  # or the next one that it computes: a sync may pass over steps
 
     def around(
         self, run: Callable[..., T], number: Callable[[], int], clock_s: Callable[[], float]
@@ -39,7 +39,7 @@ class Faults:
         """`run`, with the trouble before and after it; `number()` is the number of the step."""
 
         def troubled(*args: object) -> T:
-            if number() == self.kill_at:
+            if self.kill_at is not None and number() >= self.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             began_s = clock_s()
             result = run(*args)

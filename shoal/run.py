@@ -72,7 +72,7 @@ def run(
     placement = detect(environ)
     size = placement.size if placement else workers or 1
     chosen = environ.get("SHOAL_STRATEGY") or strategy or ("ddp" if size > 1 else "single")
-    if placement is None and (size > 1 or as_strategy(chosen).servers(size)):
+    if placement is None and size > 1:
         return _launch_self(train, as_strategy(chosen), size, seed, device)
 
     def work() -> Any:
@@ -100,7 +100,6 @@ class _Worker:
         self.rank = placement.rank if placement else 0
         require_built(strategy)
         strategy.layout(self.size)
-        self._check_servers()
         self.device = choose_device(device, placement)
 
     def run(self, train: Callable[[Job], Any]) -> Any:
@@ -153,14 +152,6 @@ class _Worker:
     def _is_ours(self) -> bool:
         """Whether our own launcher looks after this process."""
         return self.placement is not None and self.placement.launcher == "shoal"
-
-    def _check_servers(self) -> None:
-        if self.strategy.servers(self.size) and not self._is_ours:
-            by = self.placement.launcher if self.placement else "nobody"
-            raise BadInput(
-                f"{self.strategy} wants servers beside the workers, and {by} starts none: use "
-                'shoal run, or placement="rank0" or "workers"'
-            )
 
     def _tally(self) -> Tally | None:
         """Our launcher tells who is gone; under others a lost worker ends the run anyway."""

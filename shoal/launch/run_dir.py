@@ -49,11 +49,8 @@ def _make_secret(run_dir: Path) -> None:
 def worker_variables(run_dir: Path, rank: int, workers: int, servers: int) -> dict[str, str]:
     """What a worker on this host is told."""
     place = Placement("shoal", rank, workers, rank, workers, f"file://{run_dir}/store")
-    return {
-        **shoal_environment(place),
-        "SHOAL_RUN_DIR": str(run_dir),
-        "SHOAL_SERVERS": str(servers),
-    }
+    told = {**shoal_environment(place), "SHOAL_RUN_DIR": str(run_dir)}
+    return {**told, "SHOAL_SERVERS": str(servers)} if servers else told
 
 
 def server_environment(
