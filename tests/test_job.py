@@ -90,14 +90,14 @@ def test_evaluate_covers_all_samples_when_ranks_are_lost(
     world: World, tmp_path: Path, lost: tuple[int, ...], batch_size: int
 ) -> None:
     """A batch size of 2 leaves one of three ranks without a sample."""
-    data = samples(23)
+    data, models = samples(23), [mlp() for _ in range(4)]  # threads share the seed of torch
     alone = job_of()
-    alone.step(mlp(), F.cross_entropy, optimizer=SGD)
+    alone.step(models[3], F.cross_entropy, optimizer=SGD)
     expected = alone.evaluate(loss_and_accuracy, data, batch_size)
 
     def body(group: Group) -> Any:
         job = job_of(group, tally=Tally(tmp_path, group.rank, lambda rank: rank in lost))
-        job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
         if group.rank in lost:
             return None
         return [job.evaluate(loss_and_accuracy, data, batch_size) for _ in range(2)]
