@@ -77,3 +77,11 @@ class WorkersFailed(ShoalError):
     def __init__(self, rank: int, exit_status: int, report: str):
         self.rank, self.exit_status, self.report = rank, exit_status, report
         super().__init__(f"worker {rank} failed with exit status {exit_status}\n{report}")
+
+
+class ServerFailed(ShoalError):
+    """A server process ended while workers needed it."""
+
+    def __init__(self, server: int, how: str):
+        self.server = server
+        super().__init__(f"server {server} {how}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from shoal.data import Batch, Cut, mix, num_rows, take
 from shoal.embedding import apply_embeddings, bind_embeddings
 from shoal.errors import BadInput, NotBuilt
+from shoal.faults import Faults, busy_s
 from shoal.group.group import Group, Op
 from shoal.observe.trace import Tracer
 from shoal.replica.batchnorm import (
@@ -92,6 +94,7 @@ class Step:
         count: Count | None,
         tracer: Tracer,
         say: Callable[[str], None],
+        faults: Faults | None = None,
     ):
         options.check(group.size)
         for name, value in {"loss": loss, "lr": lr, "count": count}.items():
@@ -132,6 +135,11 @@ class Step:
             presence=presence,
             tracer=tracer,
         )
+        self._compute = self.engine.run
+        if faults is not None:
+            self._compute = faults.around(
+                self.engine.run, lambda: self.steps + 1, _clock_of(device)
+            )
         self.steps = 0
         self._reversed = False
         self.latest: Batch | None = None  # what job.batches has yielded last
@@ -140,7 +148,7 @@ class Step:
     def __call__(self, batch: Any) -> Tensor:
         microbatches = self._cut(batch)
         self.sync.begin()
-        local = self.engine.run(microbatches, self.sync.reduce)
+        local = self._compute(microbatches, self.sync.reduce)
         self.sync.finish()
         if self.embeddings:
             lr = self.update.lr(self.steps) if self.update.lr is not None else None
@@ -285,6 +293,18 @@ class Step:
 
 def _rows(tree: Tree, rows: range) -> Tree:
     return map_tensors(lambda t: take(t, [rows]) if t.dim() else t, tree)
+
+
+def _clock_of(device: torch.device) -> Callable[[], float]:
+    """Reads the time that computing takes."""
+    if device.type != "cuda":
+        return busy_s
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.monotonic()
+
+    return read
 
 
 def _make_deterministic(device: torch.device) -> None:

@@ -305,6 +305,33 @@ class Strategy:
                 return compress is None
         return True
 
+    @property
+    def survives_loss(self) -> bool:
+        """Whether the other workers go on when one is killed.
+
+        Where nobody waits for all, and no worker holds what the others need: each has a whole
+        replica, and none but rank 0 (see `needs`) may host a server.
+        """
+        if self.tp or self.pp:
+            return False
+        match self.sync:
+            case Ps(placement="workers"):
+                return False
+            case Ps(mode=mode, quorum=quorum, staleness=staleness):
+                return mode == "async" or (quorum or 1) < 1 or bool(staleness)
+            case Gossip(mode="async") | Hogwild():
+                return True
+        return False
+
+    def needs(self, rank: int) -> bool:
+        """Whether the run fails with this worker even if it survives the loss of others."""
+        return rank == 0 and isinstance(self.sync, Ps) and self.sync.placement == "rank0"
+
+    def servers(self, workers: int) -> int:
+        """How many processes a launcher has to start beside the workers."""
+        part = self.sync_for(workers)
+        return part.servers if isinstance(part, Ps) and part.placement == "servers" else 0
+
     def layout(self, workers: int) -> Layout:
         """Divide the workers: tp x pp of them make a replica, and none may be left over."""
         if not whole(1).accepts(workers):

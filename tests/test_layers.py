@@ -12,7 +12,7 @@ ROOT = Path(shoal.__file__).parent
 # From the ground up. A package stands for all its files that are not named by themselves.
 LAYERS = [
     ["errors", "observe.trace", "tree"],
-    ["rules", "notation", "strategy", "schedules"],
+    ["rules", "notation", "strategy", "schedules", "faults"],
     ["cluster"],
     ["plan"],
     ["wire"],
@@ -22,8 +22,8 @@ LAYERS = [
     ["embedding"],
     ["sync"],
     ["launch"],
-    ["data", "checkpoint"],
-    ["observe.progress"],
+    ["data", "deal", "checkpoint"],
+    ["observe.pace", "observe.progress"],
     ["feed", "step"],
     ["snapshot"],
     ["job"],

@@ -527,3 +527,19 @@ def test_the_notation_loads_neither_torch_nor_numpy() -> None:
     code = "import sys, shoal.strategy; print({'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "servers"),
+    [
+        ("ps", 1),
+        ("ps(servers=3)", 3),
+        ('ps(placement="rank0")', 0),
+        ('ps(placement="workers", servers=2)', 0),
+        ("ps(servers=2) + pp(2)", 2),
+        ("ddp", 0),
+        ("tp(2)", 0),
+    ],
+)
+def test_processes_beside_the_workers(text: str, servers: int) -> None:
+    assert parse(text).servers(4) == servers
