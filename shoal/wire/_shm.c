@@ -1155,6 +1155,13 @@ static PyObject *py_watch(ARGS) {
     return answer(0);
 }
 
+/* What holds a peer's process, or -1. */
+static PyObject *py_pidfd(ARGS) {
+    NEED(2) GROUP(g)
+    int rank = small(args[1]);
+    return answer(rank >= 0 && rank < g->size ? g->pidfds[rank] : -1);
+}
+
 static Call call_from(PyObject *const *args) {
     Call c = {.kind = small(args[1]), .in = (const u8 *)number(args[2]), .out = (u8 *)number(args[3]),
               .count = number(args[4]), .dtype = small(args[5]), .op = small(args[6]),
@@ -1304,7 +1311,7 @@ static PyObject *py_detach(ARGS) {
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
-    METHOD(create), METHOD(attach), METHOD(watch), METHOD(collective), METHOD(start), METHOD(finish),
+    METHOD(create), METHOD(attach), METHOD(watch), METHOD(pidfd), METHOD(collective), METHOD(start), METHOD(finish),
     METHOD(failure), METHOD(history), METHOD(tune), METHOD(post), METHOD(state), METHOD(wait),
     METHOD(forget), METHOD(serve), METHOD(stop), METHOD(leave), METHOD(detach), {NULL, NULL, 0, NULL}};
 
