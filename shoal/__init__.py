@@ -78,16 +78,9 @@ def register_backend() -> None:
 
     Importing shoal does it when torch is loaded; an installed Shoal is also found by torch itself.
     """
-    import torch.distributed as dist
+    from shoal.group.registration import register
 
-    if dist.is_available() and not hasattr(dist.Backend, "SHOAL"):
-        dist.Backend.register_backend("shoal", _create_backend, devices=["cpu", "cuda"])
-
-
-def _create_backend(*args: Any) -> Any:
-    from shoal.group.backend import create
-
-    return create(*args)
+    register()
 
 
 if "torch.distributed" in sys.modules:

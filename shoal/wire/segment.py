@@ -6,6 +6,7 @@ so nothing can be left behind. It is open to the same user only.
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 from collections.abc import Callable
@@ -31,7 +32,8 @@ class Segment:
     def __init__(self, handle: object, rank: int, size: int, timeout_s: float):
         self.handle, self.rank, self.size = handle, rank, size
         self.timeout_s, self.timeout_ns = timeout_s, int(timeout_s * 1e9)
-        self.closed = self._told = False
+        self.closed = False
+        self._told: list[str] = []
 
     def check(self, outcome: int, doing: str = "") -> None:
         """Raise what `outcome` stands for; the first time, show the last operations of all."""
@@ -39,9 +41,15 @@ class Segment:
             return
         error = self._error(outcome, doing)
         if not self._told and outcome != CLOSED:
-            self._told = True
+            self._told.append(str(error))
             dump(self, str(error))
         raise error
+
+    def within(self, timeout_s: float) -> Segment:
+        """The same for a call with a timeout of its own."""
+        other = copy.copy(self)
+        other.timeout_s, other.timeout_ns = timeout_s, int(timeout_s * 1e9)
+        return other
 
     def last(self, rank: int) -> Record | None:
         found = self.history(rank)

@@ -44,12 +44,16 @@ TORCH_TESTS = [
 ]
 
 
-def on_backend(folder: Path, body: Callable[[int], Any], size: int = 2) -> list[Any]:
+def on_backend(
+    folder: Path, body: Callable[[int], Any], size: int = 2, ends_well: bool = True
+) -> list[Any]:
     """Run `body(rank)` in processes whose default group is "shoal"; what it gives, by rank."""
     context = torch.multiprocessing.get_context("fork")
     pairs = [context.Pipe() for _ in range(size)]
     processes = [
-        context.Process(target=_main, args=(rank, size, folder / "store", pairs[rank][1], body))
+        context.Process(
+            target=_main, args=(rank, size, folder / "store", pairs[rank][1], body, ends_well)
+        )
         for rank in range(size)
     ]
     for process in processes:
@@ -59,6 +63,8 @@ def on_backend(folder: Path, body: Callable[[int], Any], size: int = 2) -> list[
         for ours, _ in pairs:
             assert ours.poll(60), "a rank does not answer"
             found.append(ours.recv())
+        for ours, _ in pairs:
+            ours.send("all have answered")
     finally:
         for process in processes:
             process.join(10)
@@ -69,7 +75,9 @@ def on_backend(folder: Path, body: Callable[[int], Any], size: int = 2) -> list[
     return found
 
 
-def _main(rank: int, size: int, store: Path, pipe: Any, body: Callable[[int], Any]) -> None:
+def _main(
+    rank: int, size: int, store: Path, pipe: Any, body: Callable[[int], Any], ends_well: bool
+) -> None:
     import traceback
 
     torch.set_num_threads(1)
@@ -80,7 +88,10 @@ def _main(rank: int, size: int, store: Path, pipe: Any, body: Callable[[int], An
     )  # fmt: skip
     try:
         pipe.send(body(rank))
-        dist.barrier()
+        if ends_well:
+            dist.barrier()
+        else:  # stay until all answers have been read
+            pipe.recv()
     except BaseException:
         pipe.send(traceback.format_exc())
     dist.destroy_process_group()
@@ -184,21 +195,96 @@ def test_objects_futures_subgroups_and_messages(tmp_path: Path) -> None:
     assert on_backend(tmp_path, body) == [[things, 6.0, 5.0, 1], [things, 6.0, 1]]
 
 
-def test_a_monitored_barrier_names_who_did_not_come(tmp_path: Path) -> None:
-    def body(rank: int) -> str:
-        world = dist.group.WORLD
-        assert world is not None
-        world.monitored_barrier(timedelta(seconds=20))
-        dist.barrier()
-        if rank == 1:
-            return ""
-        try:
-            world.monitored_barrier(timedelta(seconds=0.2))
-        except RuntimeError as error:
-            return str(error)
-        return "nothing was raised"
+def _error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
 
-    assert "Rank 1 failed to pass monitoredBarrier" in on_backend(tmp_path, body)[0]
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_a_monitored_barrier_names_who_did_not_come(tmp_path: Path, everyone: bool) -> None:
+    def body(rank: int) -> str:
+        dist.monitored_barrier(timeout=timedelta(seconds=20))
+        pair = dist.new_group([0, 1])
+        if rank < 2:
+            dist.monitored_barrier(pair)
+        dist.barrier()
+        if rank:
+            return ""
+        short = timedelta(seconds=0.2)
+        return _error_of(lambda: dist.monitored_barrier(timeout=short, wait_all_ranks=everyone))
+
+    who = "Ranks 1, 2" if everyone else "Rank 1"
+    told = on_backend(tmp_path, body, size=3)[0]
+    assert f"{who} failed to pass monitoredBarrier in 200 ms" in told
+
+
+def test_monitored_barriers_of_other_backends_are_torchs_own(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        pair = dist.new_group([0, 1], backend="gloo")
+        dist.monitored_barrier(pair, timeout=timedelta(seconds=20))
+        dist.barrier()
+        if rank:
+            return ""
+        return _error_of(lambda: dist.monitored_barrier(pair, timedelta(seconds=0.2)))
+
+    assert "Rank 1 failed to pass monitoredBarrier in 200 ms" in on_backend(tmp_path, body)[0]
+
+
+def _barrier_of_a_group(rank: int) -> Any:
+    few = dist.new_group([0, 1], timeout=timedelta(seconds=0.2))
+    return lambda: dist.barrier(few)
+
+
+def _barrier_with_a_timeout(rank: int) -> Any:
+    return lambda: dist.barrier(timeout=timedelta(seconds=0.2))
+
+
+def _options_of_one_call(rank: int) -> Any:
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=0.2)
+    assert dist.group.WORLD is not None
+    return lambda: dist.group.WORLD.allreduce([torch.zeros(3)], options).wait()  # type: ignore[union-attr]
+
+
+def _timeout_of_a_wait(rank: int) -> Any:
+    work = dist.all_reduce(torch.zeros(3), async_op=True) if rank == 0 else None
+    return lambda: work and work.wait(timedelta(seconds=0.2))
+
+
+def _receive_with_a_timeout(rank: int) -> Any:
+    work = dist.irecv(torch.zeros(3), 1) if rank == 0 else None
+    return lambda: work and work.wait(timedelta(seconds=0.2))
+
+
+def _timeout_that_was_set(rank: int) -> Any:
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.2))
+    return dist.barrier
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (_barrier_of_a_group, "rank 0 lost rank 1 after 0.2 s in barrier #1 (no answer before"),
+        (_barrier_with_a_timeout, "rank 0 lost rank 1 after 0.2 s in barrier #"),
+        (_options_of_one_call, "rank 0 lost rank 1 after 0.2 s in all_reduce #"),
+        (_timeout_of_a_wait, "Timed out waiting 200ms"),
+        (_receive_with_a_timeout, "rank 0 lost rank 1 after 0.2 s in recv from 1, tag 0"),
+        (_timeout_that_was_set, "rank 0 lost rank 1 after 0.2 s in barrier #"),
+    ],
+)
+def test_timeouts(tmp_path: Path, given: Callable[[int], Any], sentence: str) -> None:
+    """Rank 1 does not call it; its answer comes before rank 0 has waited in vain."""
+
+    def body(rank: int) -> str:
+        dist.barrier()
+        call = given(rank)
+        return "" if rank else _error_of(call)
+
+    assert sentence in on_backend(tmp_path, body, ends_well=False)[0]
 
 
 @pytest.mark.parametrize("expected", [PeerLost, Desync])
