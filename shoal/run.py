@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from shoal.errors import BadInput
 from shoal.faults import faults_of
 from shoal.group.group import Group
+from shoal.group.hosts import HostsGroup
 from shoal.group.meeting import share_memory
 from shoal.group.scheduled import ScheduledGroup
 from shoal.group.shm_group import ShmGroup
@@ -110,7 +112,7 @@ class _Worker:
             tracer = self._tracer(group)
             progress = for_worker(self.rank, self.size, open_progress(os.environ))
             stack.callback(progress.close)
-            if isinstance(group, TorchGroup | ScheduledGroup | ShmGroup):
+            if isinstance(group, TorchGroup | ScheduledGroup | ShmGroup | HostsGroup):
                 group.tracer = tracer
             job = Job(
                 self.strategy,
@@ -188,7 +190,10 @@ class _Worker:
         with open_rendezvous(self.placement) as rendezvous:
             backend = choose_backend(self.device, self.placement)
             world = join_world(rendezvous, self.rank, self.size, backend, f"run {_calls}")
-            group = share_memory(world, self.rank) if self._on_one_host() else None
+            group = None
+            if self._shares_memory():
+                own = PrefixStore(f"memory of run {_calls}", world.get_group_store())
+                group = share_memory(own, self.rank, self.size)
             try:
                 yield group or self._over(world)
             finally:
@@ -208,12 +213,12 @@ class _Worker:
             TorchTransport(world), {"all_reduce": part.algorithm}, background=True
         )
 
-    def _on_one_host(self) -> bool:
-        """CPUs of one host go through its memory, unless an algorithm is named."""
+    def _shares_memory(self) -> bool:
+        """Ranks of a host go through its memory, unless NCCL or a named algorithm serves them."""
         assert self.placement is not None
         part = self.strategy.sync_for(self.size)
         named = isinstance(part, Ddp) and part.algorithm != "auto"
-        return self.device.type == "cpu" and self.placement.local_size == self.size and not named
+        return choose_backend(self.device, self.placement) == "gloo" and not named
 
     def _tracer(self, group: Group) -> Tracer:
         if not os.environ.get("SHOAL_TRACE_DIR"):

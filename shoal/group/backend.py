@@ -1,8 +1,8 @@
 """Shoal as a backend of torch.distributed: `dist.init_process_group("shoal")`.
 
-Ranks of one host go through shared memory, CUDA tensors by way of the host's memory (so several
-ranks can share a GPU). Ranks of several hosts, and installations without the native part, get
-Gloo instead, which is said once.
+Ranks of one host go through shared memory, those of several hosts over Gloo between the hosts;
+CUDA tensors by way of the host's memory (so several ranks can share a GPU). Ranks that share no
+host, and installations without the native part, get Gloo instead, which is said once.
 """
 
 # torch declares each method with several signatures; it calls the ones that are defined here
@@ -19,14 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.errors import BadInput, PeerLost
+from shoal.group.hosts import HostsGroup
 from shoal.group.lane import LaneWork
-from shoal.group.meeting import over_store, say_once
+from shoal.group.mail import Message, reserved_tag
+from shoal.group.meeting import share_memory
 from shoal.group.shm_group import ShmGroup
 from shoal.group.sparse import add_sparse
-from shoal.wire.segment import join
-from shoal.wire.shm import ANY_SOURCE, ShmWork
+from shoal.wire.shm import ANY_SOURCE
 
 _OPS = {
     dist.ReduceOp.SUM: "sum",
@@ -38,24 +40,23 @@ _OPS = {
     dist.ReduceOp.BOR: "or",
     dist.ReduceOp.BXOR: "xor",
 }
-_MONITOR = 1 << 62  # tags of monitored barriers
 _NO_TIMEOUT = timedelta(0)  # torch has -1 ms for "that of the group"
 Tensors = Sequence[Tensor]
+AnyGroup = ShmGroup | HostsGroup
 
 
-def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """What torch calls for `init_process_group("shoal")` and `new_group`, on every member."""
-    segment = join(over_store(store, rank, size), rank, size, timeout.total_seconds())
-    if segment is not None:
-        return ShoalProcessGroup(ShmGroup(segment))
-    say_once(rank)
+    group = share_memory(PrefixStore("shoal", store), rank, size, timeout.total_seconds())
+    if group is not None:
+        return ShoalProcessGroup(group, store)
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 class BackendWork(dist.Work):
     """One or several operations as a torch Work. Messages have no future, as with Gloo."""
 
-    def __init__(self, works: Sequence[LaneWork | ShmWork], tensors: Any):
+    def __init__(self, works: Sequence[LaneWork | Message], tensors: Any):
         super().__init__()
         self._works, self._tensors = works, tensors
         self._future: torch.futures.Future[Any] | None = None
@@ -86,7 +87,7 @@ class BackendWork(dist.Work):
 
     def _source_rank(self) -> int:
         last = self._works[-1]
-        return last.source if isinstance(last, ShmWork) else -1
+        return -1 if isinstance(last, LaneWork) else last.source
 
     source_rank = _source_rank
 
@@ -111,8 +112,9 @@ class BackendWork(dist.Work):
             self._future.set_exception(error)
 
     def _wait_until(self, timeout_s: float) -> None:
-        if isinstance(self._works[-1], ShmWork):
-            self._works[-1].wait(timeout_s)
+        last = self._works[-1]
+        if not isinstance(last, LaneWork):
+            last.wait(timeout_s)
             return
         arrived = threading.Event()
         self._lane_work().when_done(arrived.set)
@@ -130,10 +132,10 @@ def _named(op: Any) -> str:
 class ShoalProcessGroup(dist.ProcessGroup):
     """The collectives of torch.distributed, each one call of a `ShmGroup`."""
 
-    def __init__(self, group: ShmGroup):
+    def __init__(self, group: AnyGroup, store: Store | None = None):
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]
         self.group = group
-        self._name, self._barriers = "", 0
+        self._store, self._name, self._barriers = store, "", 0
 
     def getBackendName(self) -> str:
         return "shoal"
@@ -144,12 +146,17 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:
         return self._name
 
+    def get_group_store(self) -> Store | None:
+        return self._store
+
+    getStore = get_group_store
+
     def set_timeout(self, timeout: timedelta) -> None:
         self.group.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
-    def _for(self, opts: Any) -> ShmGroup:
+    def _for(self, opts: Any) -> AnyGroup:
         """The group, with the timeout that a call may have of its own."""
         if opts is None or (timeout := opts.timeout) <= _NO_TIMEOUT:
             return self.group
@@ -284,12 +291,13 @@ class ShoalProcessGroup(dist.ProcessGroup):
     ) -> None:
         """A barrier that says which ranks did not come; rank 0 looks after it."""
         self._barriers += 1
-        tag, token = _MONITOR + self._barriers, torch.zeros(1)
+        tag, token = reserved_tag(self._barriers), torch.zeros(1)
         limit_s = self.group.timeout_s if timeout is None else timeout.total_seconds()
         if self.group.rank:
-            self.group.send(token, 0, tag)
+            sent, answer = self.group.send(token, 0, tag), torch.zeros(1)
             try:
-                self.group.recv(token, 0, tag).wait(limit_s)
+                self.group.recv(answer, 0, tag).wait(limit_s)
+                sent.wait(limit_s)
             except PeerLost as error:
                 raise RuntimeError(
                     f"Rank {self.group.rank} successfully reached monitoredBarrier, but received "
@@ -303,18 +311,17 @@ class ShoalProcessGroup(dist.ProcessGroup):
                 f"{'Ranks' if wait_all_ranks else 'Rank'} {ranks} failed to pass monitoredBarrier "
                 f"in {limit_s * 1e3:.0f} ms"
             )
-        for peer in range(1, self.group.size):
-            self.group.send(token, peer, tag)
+        for going in [self.group.send(token, peer, tag) for peer in range(1, self.group.size)]:
+            going.wait(limit_s)
 
     def _missing(self, tag: int, token: Tensor, limit_s: float, all_of_them: bool) -> list[int]:
         missing: list[int] = []
         deadline_s = time.monotonic() + limit_s
-        for peer in range(1, self.group.size):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 and not missing:
-                raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {limit_s:g} s")
+        peers = range(1, self.group.size)
+        calls = [self.group.recv(token.clone(), peer, tag) for peer in peers]
+        for peer, call in zip(peers, calls, strict=True):
             try:
-                self.group.recv(token, peer, tag).wait(max(left_s, 0.001))
+                call.wait(max(deadline_s - time.monotonic(), 0.001))
             except PeerLost:
                 missing.append(peer)
                 if not all_of_them:
@@ -324,7 +331,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     monitoredBarrier: Callable[..., None] = monitored_barrier
 
 
-def _all_reduce(group: ShmGroup, data: Tensor, op: str) -> LaneWork:
+def _all_reduce(group: AnyGroup, data: Tensor, op: str) -> LaneWork:
     if not data.is_sparse:
         return group.combine("all_reduce", data, data, data.numel(), op)
     if op != "sum":

@@ -45,7 +45,7 @@ class TorchWork:
                 with self._tracer.span("wait", self._doing):
                     self._work.wait()
             except RuntimeError as error:
-                raise _told(error, self._rank, self._doing) from error
+                raise told(error, self._rank, self._doing) from error
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -184,7 +184,7 @@ class TorchGroup:
         try:
             work = call()
         except RuntimeError as error:
-            raise _told(error, self.rank, doing) from error
+            raise told(error, self.rank, doing) from error
         if self.tracer.enabled and work is not None:
             self._trace(work, name, start_ns, data)
         return TorchWork(work, self.rank, doing, finish, self.tracer)
@@ -203,7 +203,7 @@ class TorchGroup:
             return
 
 
-def _told(error: RuntimeError, rank: int, doing: str) -> ShoalError:
+def told(error: RuntimeError, rank: int, doing: str) -> ShoalError:
     """torch's word for it, as ours: who, doing what."""
     if tells_of_lost_peer(str(error)):
         return PeerLost(rank, None, f"{doing} ({_first_line(error)})")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -45,14 +47,23 @@ TORCH_TESTS = [
 
 
 def on_backend(
-    folder: Path, body: Callable[[int], Any], size: int = 2, ends_well: bool = True
+    folder: Path,
+    body: Callable[[int], Any],
+    size: int = 2,
+    ends_well: bool = True,
+    hosts: str = "aaaa",
+    gone: int | None = None,
 ) -> list[Any]:
-    """Run `body(rank)` in processes whose default group is "shoal"; what it gives, by rank."""
+    """Run `body(rank)` in processes whose default group is "shoal"; what it gives, by rank.
+
+    `hosts` tells for each rank where it is said to be; rank `gone` gives no answer.
+    """
     context = torch.multiprocessing.get_context("fork")
     pairs = [context.Pipe() for _ in range(size)]
     processes = [
         context.Process(
-            target=_main, args=(rank, size, folder / "store", pairs[rank][1], body, ends_well)
+            target=_main,
+            args=(rank, size, folder / "store", pairs[rank][1], body, ends_well, hosts[rank]),
         )
         for rank in range(size)
     ]
@@ -60,7 +71,7 @@ def on_backend(
         process.start()
     try:
         found = []
-        for ours, _ in pairs:
+        for ours, _ in pairs[:gone] + (pairs[gone + 1 :] if gone is not None else []):
             assert ours.poll(60), "a rank does not answer"
             found.append(ours.recv())
         for ours, _ in pairs:
@@ -76,11 +87,18 @@ def on_backend(
 
 
 def _main(
-    rank: int, size: int, store: Path, pipe: Any, body: Callable[[int], Any], ends_well: bool
+    rank: int,
+    size: int,
+    store: Path,
+    pipe: Any,
+    body: Callable[[int], Any],
+    ends_well: bool,
+    host: str,
 ) -> None:
     import traceback
 
     torch.set_num_threads(1)
+    os.environ["SHOAL_HOST_ID"] = host
     shoal.register_backend()
     dist.init_process_group(
         "shoal", init_method=f"file://{store}", rank=rank, world_size=size,
@@ -285,6 +303,59 @@ def test_timeouts(tmp_path: Path, given: Callable[[int], Any], sentence: str) ->
         return "" if rank else _error_of(call)
 
     assert sentence in on_backend(tmp_path, body, ends_well=False)[0]
+
+
+def test_ranks_of_several_hosts(tmp_path: Path) -> None:
+    """Ranks 0 and 1 share memory; rank 2 is elsewhere."""
+
+    def body(rank: int) -> list[Any]:
+        things: list[Any] = [None] * 3
+        dist.all_gather_object(things, rank * 10)
+        work = dist.all_reduce(torch.full((100_000,), float(rank + 1)), async_op=True)
+        doubled = work.get_future().then(lambda f: float(f.value()[0][0]) * 2).wait()
+        into, nearby = torch.zeros(1), torch.zeros(1)
+        dist.send(torch.tensor([rank + 5.0]), (rank + 1) % 3, tag=9)
+        dist.recv(into, (rank - 1) % 3, tag=9)
+        pair = dist.new_group([1, 2])
+        if rank:
+            dist.broadcast(nearby.fill_(rank), 2, group=pair)
+        dist.monitored_barrier(timeout=timedelta(seconds=20))
+        kind = type(dist.group.WORLD.group).__name__  # type: ignore[union-attr]
+        return [things, doubled, float(into), float(nearby), kind]
+
+    found = on_backend(tmp_path, body, size=3, hosts="aab")
+    for rank, (got, near) in enumerate([(7.0, 0.0), (5.0, 2.0), (6.0, 2.0)]):
+        assert found[rank] == [[0, 10, 20], 12.0, got, near, "HostsGroup"]
+
+
+def test_distributed_data_parallel_over_hosts(tmp_path: Path) -> None:
+    def body(rank: int) -> list[float]:
+        return trained(nn.parallel.DistributedDataParallel, 0 if rank == 2 else rank)
+
+    first, second, third = on_backend(tmp_path, body, size=3, hosts="aab")
+    assert first == second == third
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_is_killed_ends_the_work_on_every_host(tmp_path: Path, victim: int) -> None:
+    def body(rank: int) -> tuple[str, float]:
+        data = torch.ones(10_000)
+        try:
+            for step in range(10_000):
+                if rank == victim and step == 20:
+                    (tmp_path / "killed").write_text(str(time.monotonic()))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                dist.all_reduce(data)
+        except PeerLost as error:
+            return str(error), time.monotonic()
+        return "nothing was raised", 0.0
+
+    found = on_backend(tmp_path, body, size=4, ends_well=False, hosts="aabb", gone=victim)
+    killed_s = float((tmp_path / "killed").read_text())
+    for sentence, told_s in found:
+        assert " lost " in sentence and "all_reduce #21 over 2 hosts" in sentence, sentence
+        assert told_s - killed_s < 2
+    assert any("killed by signal 9 (SIGKILL)" in sentence for sentence, _ in found)
 
 
 @pytest.mark.parametrize("expected", [PeerLost, Desync])
