@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -363,11 +364,36 @@ def test_failures_are_runtime_errors_of_torch_users(expected: type) -> None:
     assert issubclass(expected, RuntimeError)
 
 
-def test_importing_shoal_after_torch_registers_and_alone_loads_no_torch() -> None:
-    both = "import torch.distributed as d, shoal; assert 'shoal' in d.Backend.backend_list"
-    alone = "import sys, shoal; assert 'torch' not in sys.modules"
-    for program in (both, alone):
-        subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+USE = """
+dist.init_process_group("shoal", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+data = torch.ones(3)
+dist.all_reduce(data)
+assert dist.get_backend() == "shoal" and data.tolist() == [1.0, 1.0, 1.0]
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "autoload"),
+    [
+        ("import sys, shoal; assert 'torch' not in sys.modules", "1"),
+        ("import sys, torch, torch.distributed as dist, shoal" + USE, "0"),
+        ("import sys, shoal, torch, torch.distributed as dist" + USE, "1"),
+        ("import sys, torch, torch.distributed as dist" + USE, "1"),
+        ("import sys, shoal; shoal.Job; import torch, torch.distributed as dist" + USE, "0"),
+    ],
+    ids=["alone it loads no torch", "after torch", "before torch", "never", "torch by shoal"],
+)
+def test_importing_shoal_registers_it(tmp_path: Path, program: str, autoload: str) -> None:
+    """Before torch, or without being imported at all, it takes an installed Shoal."""
+    if autoload == "1" and not entry_points(group="torch.backends", name="shoal"):
+        pytest.skip("Shoal is not installed here")
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "store")],
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload},
+    )
 
 
 @pytest.mark.timeout(600)
