@@ -320,8 +320,11 @@ class ShoalProcessGroup(dist.ProcessGroup):
         peers = range(1, self.group.size)
         calls = [self.group.recv(token.clone(), peer, tag) for peer in peers]
         for peer, call in zip(peers, calls, strict=True):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 and not missing:
+                raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {limit_s:g} s")
             try:
-                call.wait(max(deadline_s - time.monotonic(), 0.001))
+                call.wait(max(left_s, 0.001))
             except PeerLost:
                 missing.append(peer)
                 if not all_of_them:
