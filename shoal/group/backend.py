@@ -93,7 +93,7 @@ class BackendWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
-            self._future = torch.futures.Future()
+            self._future = torch.futures.Future(devices=_gpus_of(self._tensors))
             self._lane_work().when_done(self._fulfil)
         return self._future
 
@@ -120,6 +120,13 @@ class BackendWork(dist.Work):
         self._lane_work().when_done(arrived.set)
         if not arrived.wait(timeout_s):
             raise RuntimeError(f"Timed out waiting {timeout_s * 1e3:.0f}ms for an operation")
+
+
+def _gpus_of(tensors: Any) -> list[Any]:
+    """A future has to know the GPUs of its value."""
+    if isinstance(tensors, Tensor):
+        return [tensors.device] if tensors.is_cuda else []
+    return list(dict.fromkeys(gpu for each in tensors for gpu in _gpus_of(each)))
 
 
 def _named(op: Any) -> str:
