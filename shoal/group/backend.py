@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.errors import BadInput, PeerLost
+from shoal.group.anybody import Message
 from shoal.group.hosts import HostsGroup
 from shoal.group.lane import LaneWork
-from shoal.group.mail import Message, reserved_tag
+from shoal.group.mail import reserved_tag
 from shoal.group.meeting import share_memory
 from shoal.group.shm_group import ShmGroup
 from shoal.group.sparse import add_sparse

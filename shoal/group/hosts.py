@@ -20,10 +20,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.errors import BadInput, ShoalError
 from shoal.group.across import Across
+from shoal.group.anybody import Message
 from shoal.group.between import Between
 from shoal.group.group import Op
 from shoal.group.lane import Lane, LaneWork
-from shoal.group.mail import Mail, Message, as_global, reserved_tag
+from shoal.group.mail import Mail, as_global, reserved_tag
 from shoal.group.native import Side, reduced_as
 from shoal.group.operator import divide
 from shoal.group.places import Places

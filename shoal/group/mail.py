@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from shoal.errors import BadInput, Desync, PeerLost, ShoalError
+from shoal.group.anybody import Anybody, Message
 from shoal.group.native import Side
 from shoal.group.places import Places
 from shoal.group.shm_group import ShmGroup
@@ -19,18 +20,6 @@ from shoal.wire.shm import ANY_SOURCE, ShmWork
 _USER_TAGS = 1 << 30
 _RESERVED = 1 << 62  # tags from here on are the group's own, on every transport
 _SHORT = (1 << 29) - 1
-
-
-class Message(Protocol):
-    """A message under way."""
-
-    @property
-    def source(self) -> int:
-        """Where a received one came from; known when it is done."""
-        ...
-
-    def poll(self) -> bool: ...
-    def wait(self, timeout_s: float | None = None) -> None: ...
 
 
 class LocalMessage:
@@ -86,6 +75,7 @@ class Mail:
     def __init__(self, places: Places, inner: ShmGroup, mesh: Any):
         self._places, self._inner = places, inner
         self._open = mesh  # a ProcessGroupGloo of all ranks
+        self._anybody = Anybody(places, inner, self._post_for_anybody)
 
     @property
     def _mesh(self) -> Any:
@@ -107,14 +97,16 @@ class Mail:
 
     def recv(self, into: Tensor, src: int, tag: int) -> Message:
         if src == ANY_SOURCE:
-            raise BadInput(
-                "ranks of several hosts cannot receive from any source: name the rank that sends"
-            )
+            return self._anybody.recv(into, tag)
         if src in self._places.local:
             return LocalMessage(self._inner.recv(into, self._index(src), tag), self._places)
         side = Side(into)
-        post = lambda: self._mesh.recv([side.host], src, short_tag(tag))  # noqa: E731
-        return self._far(src, post, "recv from", tag, side)
+
+        def post() -> Message:
+            call = lambda: self._mesh.recv([side.host], src, short_tag(tag))  # noqa: E731
+            return self._far(src, call, "recv from", tag, side)
+
+        return self._anybody.claim(side, src, tag, post) or post()
 
     def _far(
         self, peer: int, post: Callable[[], Any], verb: str, tag: int, side: Side | None = None
@@ -124,6 +116,9 @@ class Mail:
             return FarMessage(post(), rank, peer, doing, side)
         except RuntimeError as error:
             raise told(error, rank, doing) from error
+
+    def _post_for_anybody(self, into: Tensor, tag: int) -> Any:
+        return self._mesh.recv_anysource([into], short_tag(tag))
 
     def _index(self, rank: int) -> int:
         return self._places.local.index(rank)

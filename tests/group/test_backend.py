@@ -321,12 +321,15 @@ def test_ranks_of_several_hosts(tmp_path: Path) -> None:
         if rank:
             dist.broadcast(nearby.fill_(rank), 2, group=pair)
         dist.monitored_barrier(timeout=timedelta(seconds=20))
+        if rank:
+            dist.send(nearby, 0, tag=11)
+        senders = [] if rank else sorted(dist.recv(nearby, tag=11) for _ in range(2))
         kind = type(dist.group.WORLD.group).__name__  # type: ignore[union-attr]
-        return [things, doubled, float(into), float(nearby), kind]
+        return [things, doubled, float(into), float(nearby), senders, kind]
 
     found = on_backend(tmp_path, body, size=3, hosts="aab")
-    for rank, (got, near) in enumerate([(7.0, 0.0), (5.0, 2.0), (6.0, 2.0)]):
-        assert found[rank] == [[0, 10, 20], 12.0, got, near, "HostsGroup"]
+    for rank, (got, senders) in enumerate([(7.0, [1, 2]), (5.0, []), (6.0, [])]):
+        assert found[rank] == [[0, 10, 20], 12.0, got, 2.0, senders, "HostsGroup"]
 
 
 def test_distributed_data_parallel_over_hosts(tmp_path: Path) -> None:

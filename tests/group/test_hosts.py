@@ -11,6 +11,7 @@ from shoal.group.hosts import HostsGroup
 from shoal.group.places import Places, host_id
 from shoal.observe.trace import Recorder
 from shoal.wire.segment import is_built
+from shoal.wire.shm import ANY_SOURCE
 from tests.group.conformance import CASES, check
 from tests.group.hosts import on_hosts
 
@@ -111,6 +112,69 @@ def test_lists_of_pieces() -> None:
 
     expected = [[[3.0 * rank] * 2, [float(rank)] * 2] for rank in range(3)]
     assert on_hosts("aab", work) == expected
+
+
+def test_receives_from_any_source_take_from_this_host_and_from_others() -> None:
+    def work(group: HostsGroup) -> list[tuple[int, float]]:
+        if group.rank:
+            group.send(torch.tensor([10.0 * group.rank]), 0, 7).wait()
+            return []
+        found = []
+        for _ in range(3):
+            data = torch.empty(1)
+            message = group.recv(data, ANY_SOURCE, 7)
+            message.wait()
+            found.append((message.source, float(data)))
+        return sorted(found)
+
+    assert on_hosts("aabb", work)[0] == [(1, 10.0), (2, 20.0), (3, 30.0)]
+
+
+def test_a_receive_from_one_rank_after_one_from_anybody_gets_its_message() -> None:
+    """Rank 0 hears its neighbour first, while Gloo still listens for anybody."""
+
+    def work(group: HostsGroup) -> list[tuple[int, float]]:
+        if group.rank == 1:
+            group.send(torch.tensor([1.0]), 0).wait()
+        elif group.rank >= 2:
+            token = torch.zeros(1)
+            for number in range(2):
+                group.recv(token, 0, tag=1).wait()
+                group.send(torch.tensor([10.0 * group.rank + number]), 0).wait()
+        if group.rank:
+            return []
+        found = []
+        for source in (ANY_SOURCE, 2, 3, 3, ANY_SOURCE):
+            if source > 0:
+                sent = group.send(torch.zeros(1), source, tag=1)
+            elif found:
+                sent = group.send(torch.zeros(1), 2, tag=1)
+            data = torch.empty(1)
+            message = group.recv(data, source)
+            message.wait()
+            if source > 0 or found:
+                sent.wait()
+            found.append((message.source, float(data)))
+        return found
+
+    wanted = [(1, 1.0), (2, 20.0), (3, 30.0), (3, 31.0), (2, 21.0)]
+    assert on_hosts("aabc", work)[0] == wanted
+
+
+def test_several_receives_from_anybody_under_way() -> None:
+    def work(group: HostsGroup) -> list[float]:
+        if group.rank:
+            for number in range(5):
+                group.send(torch.tensor([10.0 * group.rank + number]), 0).wait()
+            return []
+        found = [torch.empty(1) for _ in range(15)]
+        messages = [group.recv(data, ANY_SOURCE) for data in found]
+        for message in messages:
+            message.wait()
+        return sorted(float(data) for data in found)
+
+    wanted = [10.0 * rank + number for rank in (1, 2, 3) for number in range(5)]
+    assert on_hosts("aabb", work)[0] == wanted
 
 
 def test_a_collective_leaves_a_span() -> None:
