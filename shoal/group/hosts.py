@@ -214,7 +214,7 @@ class HostsGroup:
             for piece, part in zip(taken, torch.split(out, max(like.numel(), 1)), strict=False):
                 piece.detach().copy_(part.view(piece.shape))
 
-        return self._lane.submit(_Steps(hand_out))
+        return self._start(hand_out)
 
     def _flat(self, kind: str, out: Tensor, data: Tensor | None, op: str, root: int) -> None:
         if kind == "scatter":
@@ -312,7 +312,12 @@ class HostsGroup:
                 detail = f"{kind} over hosts {num_bytes} bytes"
                 self.tracer.add("reduce", start_ns, time.monotonic_ns(), "comm", detail)
 
-        return self._lane.submit(_Steps(run))
+        return self._start(run)
+
+    def _start(self, run: Callable[[], None]) -> LaneWork:
+        work = _Steps(self._lane, run)
+        self._lane.submit(work)
+        return work
 
     def _failed(self, error: RuntimeError, doing: str) -> Exception:
         """The group ends with its first failure, so that nobody waits for this rank in vain."""
@@ -343,14 +348,17 @@ class HostsGroup:
         return dict(enumerate(side.host.view(self.size, -1)))
 
 
-class _Steps:
+class _Steps(LaneWork):
     """What a collective does, as an operation of the lane."""
 
-    def __init__(self, run: Callable[[], None]):
-        self.run = run
+    __slots__ = ("_steps",)
 
-    def begin(self) -> bool:
-        return False
+    def __init__(self, lane: Lane, steps: Callable[[], None]):
+        super().__init__(lane)
+        self._steps = steps
+
+    def run(self) -> None:
+        self._steps()
 
 
 def _numbers(host: Tensor, op: str) -> tuple[Tensor, str]:
