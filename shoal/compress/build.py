@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from shoal.compress.compressor import Compressor
 from shoal.compress.halves import Bf16, Fp16
+from shoal.compress.onebit import OneBit
 from shoal.compress.powersgd import PowerSgd
-from shoal.compress.quantize import Int8, OneBit
+from shoal.compress.quantize import Int8
 from shoal.compress.topk import TopK
 from shoal.settings import read_setting
 

@@ -86,6 +86,14 @@ class FlatParams:
                 stop, wanted = piece.start, max(1, num_bytes // width)
         return [*cuts, slice(0, stop)]
 
+    def gaps(self) -> Tensor:
+        """The places between and behind parameters that belong to none of them."""
+        is_gap = torch.ones(self.size, dtype=torch.bool)
+        is_gap[: self.offset] = False
+        for piece in self.pieces:
+            is_gap[piece.start : piece.stop] = False
+        return is_gap.nonzero().view(-1).to(self.device)
+
     def shards(self, n: int) -> list[slice]:
         """`n` consecutive slices, cut at parameter boundaries, as equal in size as those allow.
 

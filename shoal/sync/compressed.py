@@ -30,15 +30,15 @@ class CompressedReduce(Sync):
         group: Group,
         bucket_bytes: int,
         compress: str,
-        feedback: bool = True,
     ):
         self.flat, self.update, self.group = flat, update, CountingGroup(group)
         buckets = flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
         flat.watch(buckets)
         bodies = [self._body(bucket) for bucket in buckets]
-        self.exchange: Exchange = make_exchange(compress, flat, self.group, bodies, feedback)
+        self.exchange: Exchange = make_exchange(compress, flat, self.group, bodies)
         self.traffic = Traffic(flat, self.group)
         self._under_way: list[Staged] = []
+        self._gaps = flat.gaps()
 
     def begin(self) -> None:
         self._under_way.clear()
@@ -51,6 +51,7 @@ class CompressedReduce(Sync):
 
     def finish(self) -> None:
         complete(self._under_way)
+        self.flat.grad[self._gaps] = 0.0  # unpacking leaves noise there, which would add up
         self.traffic.steps += 1
         self.flat.publish()
         self.update.apply()

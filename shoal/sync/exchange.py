@@ -57,6 +57,7 @@ class Exchange(Protocol):
 
     group: Group
     residual: Tensor
+    feedback: bool = True  # False: what compression loses is lost, to see what that does
 
     def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
         """Replace `x`, which lies at `at` of the buffer, by (about) the sum of everybody's."""
@@ -94,14 +95,11 @@ class Sharded(Exchange):
         group: Group,
         slices: Sequence[slice],
         compressor: Compressor,
-        feedback: bool = True,
     ):
-        self.group, self.compressor, self.feedback = group, compressor, feedback
+        self.group, self.compressor = group, compressor
         self.residual = _zeros(flat, flat.size)
-        self.owed = {
-            at.start: _zeros(flat, _shard(at.stop - at.start, group.size)) for at in slices
-        }
-        self._slices = slices
+        self._places = {at.start: self._place(at) for at in slices}
+        self.owed = {start: _zeros(flat, p.stop - p.start) for start, p in self._places.items()}
 
     def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
         size, shard = self.group.size, _shard(x.numel(), self.group.size)
@@ -112,20 +110,21 @@ class Sharded(Exchange):
             torch.sub(wanted, self._unpack(packed, x.numel()), out=self.residual[at])
         arrived = torch.empty_like(packed)
         yield self.group.all_to_all(arrived, packed)
-        total = self.owed[at.start].clone()
+        owed = self.owed[at.start]
+        total = F.pad(owed, (0, shard - owed.numel()))
         for message in arrived:
             total += self.compressor.unpack(message, shard)
         answer = self.compressor.pack(total)
         if self.feedback:
-            torch.sub(total, self.compressor.unpack(answer, shard), out=self.owed[at.start])
+            total -= self.compressor.unpack(answer, shard)
+            owed.copy_(total[: owed.numel()])
         yield self.group.all_gather(packed, answer)
         x.copy_(self._unpack(packed, x.numel()))
 
     def state(self) -> dict[str, Tensor]:
         whole = torch.zeros_like(self.residual)
-        for at in self._slices:
-            place = self._place(at)
-            whole[place] = self.owed[at.start][: place.stop - place.start]
+        for start, place in self._places.items():
+            whole[place] = self.owed[start]
         self.group.reduce(whole, op=Op.SUM).wait()
         saved = super().state()
         return {**saved, "owed": whole} if self.group.rank == 0 else {}
@@ -135,9 +134,8 @@ class Sharded(Exchange):
         if "owed" not in tensors:
             return
         check_size(tensors["owed"], self.residual)
-        for at in self._slices:
-            place, own = self._place(at), self.owed[at.start].zero_()
-            own[: place.stop - place.start] = tensors["owed"][place]
+        for start, place in self._places.items():
+            self.owed[start].copy_(tensors["owed"][place])
 
     def _unpack(self, packed: Tensor, numel: int) -> Tensor:
         shard = _shard(numel, self.group.size)
@@ -153,10 +151,8 @@ class Sharded(Exchange):
 class Gathered(Exchange):
     """Everybody gets everybody's bytes, and adds them up in the order of ranks."""
 
-    def __init__(
-        self, flat: FlatParams, group: Group, compressor: Compressor, feedback: bool = True
-    ):
-        self.group, self.compressor, self.feedback = group, compressor, feedback
+    def __init__(self, flat: FlatParams, group: Group, compressor: Compressor):
+        self.group, self.compressor = group, compressor
         self.residual = _zeros(flat, flat.size)
 
     def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
@@ -182,9 +178,8 @@ class Factored(Exchange):
         flat: FlatParams,
         group: Group,
         factors: dict[int, PowerSgd],
-        feedback: bool = True,
     ):
-        self.group, self.factors, self.feedback = group, factors, feedback
+        self.group, self.factors = group, factors
         self.residual = _zeros(flat, flat.size)
 
     def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
@@ -198,7 +193,8 @@ class Factored(Exchange):
         if self.feedback:
             own = torch.cat([left[: factors.num_left], rest])
             torch.sub(wanted, factors.expand(own, right), out=self.residual[at])
-        yield self.group.all_reduce(right)
+        if factors.num_right:
+            yield self.group.all_reduce(right)
         factors.go_on_from(right)
         x.copy_(factors.expand(left, right))
 
@@ -220,20 +216,16 @@ def make_exchange(
     flat: FlatParams,
     group: Group,
     slices: Sequence[slice],
-    feedback: bool = True,
 ) -> Exchange:
-    """What `compress="…"` asks for, for these slices of the buffer.
-
-    Without `feedback` what compression loses is lost: only to see what difference it makes.
-    """
+    """What `compress="…"` asks for, for these slices of the buffer."""
     made = {at.start: make_compressor(text, *_layout(flat, at)) for at in slices}
     factors = {start: c for start, c in made.items() if isinstance(c, PowerSgd)}
     first = next(iter(made.values()))
     if factors:
-        return Factored(flat, group, factors, feedback)
+        return Factored(flat, group, factors)
     if isinstance(first, TopK):
-        return Gathered(flat, group, first, feedback)
-    return Sharded(flat, group, slices, first, feedback)
+        return Gathered(flat, group, first)
+    return Sharded(flat, group, slices, first)
 
 
 def check_size(saved: Tensor, own: Tensor) -> None:

@@ -62,6 +62,7 @@ class LocalSgd(Sync):
             make_exchange(compress, flat, self.group, [body]) if compress else None
         )
         self.traffic = Traffic(flat, self.group)
+        self._gaps = flat.gaps()
         self._loss: Tensor | None = None
         flat.notes_loss = True
 
@@ -116,6 +117,7 @@ class LocalSgd(Sync):
             body = slice(self.flat.offset, self.flat.size)
             works.append(Staged(self.exchange.sum(difference[body], body)))
         complete(works)
+        difference[self._gaps] = 0.0
         return loss[0].clone()
 
     def _average_statistics(self) -> None:
@@ -166,7 +168,7 @@ class LocalSgd(Sync):
         if "agreed" in saved:
             check_size(saved["agreed"], self.agreed)
             self.agreed.data.copy_(saved["agreed"])
-            self.since = int(saved["since"]) if "since" in saved else self.every
+            self.since = int(saved["since"].sum()) if "since" in saved else self.every
         if self.outer is not None:
             self._load_outer(self.outer, saved)
         if self.exchange is not None:
