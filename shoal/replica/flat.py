@@ -128,7 +128,7 @@ class FlatParams:
         ]
         self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
         width = self.data.element_size()
-        least = self.size if leave_bytes is None else -(-leave_bytes // width)
+        least = self.size + 1 if leave_bytes is None else -(-leave_bytes // width)
         self._left = {i for i, p in enumerate(self.params) if p.numel() >= least}
         self._runs = {
             b.start: list(self._cut_at(b, [i for i in members if i in self._left]))
