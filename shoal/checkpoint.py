@@ -109,7 +109,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             tied[name] = seen[key]
             continue
         seen[key] = name
-        tensors[name] = _on_cpu(value)
+        tensors[name] = on_cpu(value)
     return tensors, tied
 
 
@@ -150,7 +150,7 @@ def optimizer_tensors(
         name = names[id(p)]
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = _on_cpu(value)
+                tensors[f"{name}/{key}"] = on_cpu(value)
             else:
                 values.setdefault(name, {})[key] = value
     groups = [
@@ -239,7 +239,8 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, tuple) else 0
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A copy that shares no memory with anything."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 

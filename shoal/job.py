@@ -210,6 +210,7 @@ class Job:
         with ExitStack() as stack:
             for step in self._steps:
                 stack.enter_context(step.sync.whole(optimizer=True))
+            states = [step.sync.state() for step in self._steps]
             if self.rank != 0:
                 return
             document = {
@@ -220,7 +221,7 @@ class Job:
                 "workers": self.size,
                 "about": about or {},
             }
-            checkpoint.write(Path(path), snapshot(self._steps, document))
+            checkpoint.write(Path(path), snapshot(self._steps, states, document))
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, whatever strategy and number of workers saved it.
@@ -232,8 +233,6 @@ class Job:
         if not self._steps:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
         restore(self._steps, saved, path)
-        for step in self._steps:
-            step.sync.restored()
         self.steps = saved.document["steps"]
         self._feed.skip = self._feed.delivered = saved.document["batches"]
         self._clock = _Clock(self.steps)

@@ -23,6 +23,7 @@ from shoal.replica.batchnorm import (
     globalize,
     has_batchnorm,
     note_microbatches,
+    running_statistics,
     settle,
 )
 from shoal.replica.engine import Engine, Loss, MicroBatch, Precision
@@ -106,7 +107,8 @@ class Step:
         self.model = model.to(device)
         self.embeddings = bind_embeddings(self.model, optimizer, seed)
         self._check_embeddings(say)
-        presence = self._share_batchnorm(say)
+        part = strategy.sync_for(group.size)
+        presence = self._share_batchnorm(part.meets_every_step, say)
         self.flat = FlatParams(self.model.named_parameters())
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
@@ -119,8 +121,14 @@ class Step:
             tracer=tracer,
         )
         self.sync = build_sync(
-            strategy.sync_for(group.size),
-            Replica(self.flat, self.update, group, options.microbatches if options.exact else None),
+            part,
+            Replica(
+                self.flat,
+                self.update,
+                group,
+                options.microbatches if options.exact else None,
+                [] if part.meets_every_step else running_statistics(self.model),
+            ),
         )
         self.local_microbatches = options.local_microbatches(group.size)
         self.engine = Engine(
@@ -183,8 +191,14 @@ class Step:
         if self.options.clip_norm is not None:
             say("clip_norm bounds the gradient of the parameters; rows of shoal.Embedding are none")
 
-    def _share_batchnorm(self, say: Callable[[str], None]) -> Presence:
+    def _share_batchnorm(self, together: bool, say: Callable[[str], None]) -> Presence:
         if not has_batchnorm(self.model) or self.options.batchnorm == "local":
+            return Presence()
+        if not together:
+            say(
+                "BatchNorm sees each replica's own samples, because replicas train apart; its "
+                "running statistics are averaged when the weights are"
+            )
             return Presence()
         if self.options.exact or self.options.accumulate > 1:
             say(

@@ -31,6 +31,7 @@ from shoal.rules import (
     whole,
     write,
 )
+from shoal.settings import outer_settings
 
 
 class _EveryValue(Container[object]):
@@ -44,7 +45,8 @@ EVERY_VALUE = _EveryValue()
 # at its default only (so list `size`, which has none); an unlisted part does not work at all.
 BUILT: dict[str, dict[str, Container[object]]] = {
     "single": {},
-    "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": (None,)},
+    "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": EVERY_VALUE},
+    "localsgd": {"every": EVERY_VALUE, "outer": EVERY_VALUE, "compress": EVERY_VALUE},
 }
 
 
@@ -110,6 +112,11 @@ class Part:
 
 class SyncPart(Part):
     """How replicas agree."""
+
+    @property
+    def meets_every_step(self) -> bool:
+        """Whether replicas hold the same weights in every step, so that BatchNorm can share."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,14 @@ class Localsgd(SyncPart):
     every: Annotated[int, whole(1)] = 16
     outer: Annotated[str | None, optional(_OUTER)] = None
     compress: Annotated[str | None, optional(_COMPRESS)] = None
+
+    @property
+    def meets_every_step(self) -> bool:
+        return self.every == 1
+
+    def _check_together(self) -> None:
+        if self.outer is not None:
+            outer_settings(self.outer)
 
 
 @dataclass(frozen=True)
@@ -295,8 +310,10 @@ class Strategy:
     def is_synchronous(self) -> bool:
         """Whether the result should be the single-device one, up to rounding."""
         match self.sync:
-            case Hogwild() | Localsgd():
+            case Hogwild():
                 return False
+            case Localsgd(every=every, outer=outer, compress=compress):
+                return every == 1 and outer is None and compress is None  # for plain SGD
             case Gossip(graph=graph, mode=mode):
                 return graph == "complete" and mode == "sync"
             case Ps(relaxations=relaxations, compress=compress):

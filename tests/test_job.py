@@ -122,7 +122,8 @@ def test_a_report_counts_this_rank_s_own_steps_and_samples(world: World) -> None
     assert [report["steps"] for report in reports] == [4, 4]
     assert [report["samples"] for report in reports] == [8, 12]  # 2 and 3 of every 5
     assert all(report["samples_per_s"] > 0 and report["steps_per_s"] > 0 for report in reports)
-    assert reports[0]["sync"] == [{}] and json.dumps(reports)
+    sent = {"steps": 4, "bytes_sent": 6400, "bytes_per_step": 1600, "ddp_bytes_per_step": 1600}
+    assert reports[0]["sync"] == [sent] and json.dumps(reports)
 
 
 def test_faults_surround_the_computing_of_a_step() -> None:

@@ -12,11 +12,11 @@ ROOT = Path(shoal.__file__).parent
 # From the ground up. A package stands for all its files that are not named by themselves.
 LAYERS = [
     ["errors", "observe.trace", "tree"],
-    ["rules", "notation", "strategy", "schedules", "faults"],
+    ["rules", "notation", "settings", "strategy", "schedules", "faults"],
     ["cluster"],
     ["plan"],
     ["wire"],
-    ["group"],
+    ["group", "compress"],
     ["replica"],
     ["server"],
     ["embedding"],

@@ -465,7 +465,7 @@ def test_without_a_sync_part_more_than_one_replica_means_ddp() -> None:
 @pytest.mark.parametrize(
     "text",
     ["single", "ddp", "zero(3)", "ps", "ps(servers=4)", "mapreduce", "tp(2)", "ps + pp(2)",
-     'mapreduce(batch="mini")', 'gossip(graph="complete")'],
+     'mapreduce(batch="mini")', 'gossip(graph="complete")', "localsgd(every=1)"],
 )  # fmt: skip
 def test_synchronous_strategies_equal_a_single_device(text: str) -> None:
     assert parse(text).is_synchronous
@@ -475,7 +475,8 @@ def test_synchronous_strategies_equal_a_single_device(text: str) -> None:
     "text",
     ["hogwild", "localsgd", "gossip", "gossip + tp(2)", "ps(quorum=0.9)", "ps(staleness=0)",
      'ps(mode="async")', 'gossip(graph="complete", mode="async")', 'ddp(compress="fp16")',
-     'ps(compress="int8")', 'ddp(compress="topk(0.01)") + pp(2)'],
+     'ps(compress="int8")', 'ddp(compress="topk(0.01)") + pp(2)', "localsgd(every=2)",
+     'localsgd(every=1, outer="nesterov")', 'localsgd(every=1, compress="int8")'],
 )  # fmt: skip
 def test_the_other_strategies_do_not(text: str) -> None:
     assert not parse(text).is_synchronous

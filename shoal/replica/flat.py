@@ -54,6 +54,7 @@ class FlatParams:
         self.data = self._move()
         self.grad = torch.zeros(0, dtype=self.dtype, device=self.device)
         self.head = torch.zeros(self.head_size, dtype=self._head_dtype, device=self.device)
+        self.notes_loss = False  # whether somebody wants the loss in head[0]
         self.buckets_of_grad: list[slice] = []
         self._on_bucket: OnBucket | None = None
 
@@ -85,6 +86,14 @@ class FlatParams:
                 stop, wanted = piece.start, max(1, num_bytes // width)
         return [*cuts, slice(0, stop)]
 
+    def gaps(self) -> Tensor:
+        """The places between and behind parameters that belong to none of them."""
+        is_gap = torch.ones(self.size, dtype=torch.bool)
+        is_gap[: self.offset] = False
+        for piece in self.pieces:
+            is_gap[piece.start : piece.stop] = False
+        return is_gap.nonzero().view(-1).to(self.device)
+
     def shards(self, n: int) -> list[slice]:
         """`n` consecutive slices, cut at parameter boundaries, as equal in size as those allow.
 
@@ -109,7 +118,7 @@ class FlatParams:
         self.grad = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         if self._head_fits:
             self.head = self.grad[: self.head_size]
-        self.buckets_of_grad = list(buckets)
+        self.buckets_of_grad, self.notes_loss = list(buckets), True
         self._views = [self.grad[p.start : p.stop] for p in self.pieces]
         for i in range(len(self.params)):
             self._home(i)
@@ -119,7 +128,7 @@ class FlatParams:
         ]
         self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
         width = self.data.element_size()
-        least = self.size if leave_bytes is None else -(-leave_bytes // width)
+        least = self.size + 1 if leave_bytes is None else -(-leave_bytes // width)
         self._left = {i for i, p in enumerate(self.params) if p.numel() >= least}
         self._runs = {
             b.start: list(self._cut_at(b, [i for i in members if i in self._left]))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.errors import NotBuilt
+from torch import Tensor
+
+from shoal.errors import BadInput, NotBuilt
 from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
-from shoal.strategy import Ddp, Single, SyncPart
+from shoal.strategy import Ddp, Localsgd, Single, SyncPart
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.compressed import CompressedReduce
 from shoal.sync.exact import ExactReduce
 from shoal.sync.local import LocalUpdate
+from shoal.sync.localsgd import LocalSgd
 from shoal.sync.sync import Sync
 from shoal.sync.update import Update
 
@@ -25,19 +30,38 @@ class Replica:
     update: Update
     group: Group
     exact_microbatches: int | None = None  # the same bits at any number of replicas
+    statistics: Sequence[Tensor] = ()  # of BatchNorm, where replicas keep their own
 
 
 def build_sync(part: SyncPart, replica: Replica) -> Sync:
     """Chosen once, when a step is built; nothing asks again inside a step."""
     flat, update, group = replica.flat, replica.update, replica.group
+    _check(part, replica)
     match part:
         case Single() | Ddp() if replica.exact_microbatches is not None:
             return ExactReduce(flat, update, group, replica.exact_microbatches, _bytes(part))
         case Single():
             return LocalUpdate(flat, update)
-        case Ddp():
+        case Ddp(compress=None):
             return AllReduce(flat, update, group, _bytes(part))
+        case Ddp(compress=str(compress)):
+            return CompressedReduce(flat, update, group, _bytes(part), compress)
+        case Localsgd(every=every, outer=outer, compress=compress):
+            return LocalSgd(flat, update, group, every, outer, compress, replica.statistics)
     raise NotBuilt(f"{part} is not built yet: this version has no runtime for it")
+
+
+def _check(part: SyncPart, replica: Replica) -> None:
+    compress = getattr(part, "compress", None)
+    if replica.exact_microbatches is not None and (compress or isinstance(part, Localsgd)):
+        raise BadInput(
+            f"exact=True adds up every gradient in full, which {part} does not do: take ddp"
+        )
+    if compress and isinstance(part, Ddp) and replica.update.scaler is not None:
+        raise BadInput(
+            f'{part} and precision="fp16" exclude each other: the scale of such gradients changes '
+            'between steps, and so would what is left to send; take precision="bf16"'
+        )
 
 
 def _bytes(part: SyncPart) -> int:

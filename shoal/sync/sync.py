@@ -52,6 +52,14 @@ class Sync(Protocol):
         """A checkpoint was loaded into the model and the optimizer: take it for the truth."""
         return None
 
+    def state(self) -> dict[str, Tensor]:
+        """What else a checkpoint has to hold, by name. All ranks call it; rank 0's is saved."""
+        return {}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `state` gave, or what another strategy did; comes after `restored`."""
+        return None
+
     def report(self) -> dict[str, Any]:
         """What happened in this run, for machines: JSON-able."""
         return {}
