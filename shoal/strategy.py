@@ -31,6 +31,7 @@ from shoal.rules import (
     whole,
     write,
 )
+from shoal.schedules import edges
 
 
 class _EveryValue(Container[object]):
@@ -45,6 +46,7 @@ EVERY_VALUE = _EveryValue()
 BUILT: dict[str, dict[str, Container[object]]] = {
     "single": {},
     "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": (None,)},
+    "gossip": {"graph": EVERY_VALUE, "mode": EVERY_VALUE},
 }
 
 
@@ -63,9 +65,17 @@ _COMPRESS = text_like(
     '"fp16", "bf16", "int8", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
     rf"fp16|bf16|int8|onebit|topk\({_FRACTION}\)|powersgd\(rank=[1-9][0-9]{{0,5}}\)",
 )
-_GRAPH = text_like(
-    f"one of {', '.join(GRAPHS)}, or a path that ends in .txt, .csv or .edges",
-    "|".join(GRAPHS) + r"|.+\.(txt|csv|edges)",
+_GRAPH_TEXT = text_like(
+    f"one of {', '.join(GRAPHS)}, a path that ends in .txt, .csv or .edges, edges such as "
+    '"edges:0-1,1-2,2-0", or a networkx graph',
+    "|".join(GRAPHS)
+    + r"|random-regular\(degree=[0-9]{1,3}(, ?seed=[0-9]{1,9})?\)"
+    + rf"|{edges.PATTERN}|(?!{edges.INLINE}).+\.(txt|csv|edges)",
+)
+_GRAPH = Rule(
+    _GRAPH_TEXT.allowed,
+    lambda value: edges.is_networkx(value) or _GRAPH_TEXT.accepts(value),
+    lambda value: edges.write_edges(value) if edges.is_networkx(value) else value,
 )
 _OUTER = text_like(
     'an optimizer such as "nesterov(lr=0.7)"',
@@ -110,6 +120,14 @@ class Part:
 
 class SyncPart(Part):
     """How replicas agree."""
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether replicas take every step together, from the same weights."""
+        return True
+
+    def check(self, replicas: int) -> None:
+        """Refuse what cannot work on so many replicas."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +188,23 @@ class Ps(SyncPart):
 
 @dataclass(frozen=True, kw_only=True)
 class Gossip(SyncPart):
-    """Replicas average their weights with their neighbours in a graph."""
+    """Replicas average their weights with their neighbours in a graph.
+
+    A networkx graph is kept as text, "edges:…"; its edge attribute "weight" is what a worker
+    takes of its neighbour's weights.
+    """
 
     graph: Annotated[str, _GRAPH] = "ring"
     mode: Annotated[str, _SYNC_OR_ASYNC] = "sync"
+
+    @property
+    def in_lockstep(self) -> bool:
+        return self.graph == "complete" and self.mode == "sync"
+
+    def check(self, replicas: int) -> None:
+        from shoal.schedules.mixing import mixing_for  # networkx: only where it is needed
+
+        mixing_for(self.graph, replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,8 +328,8 @@ class Strategy:
         match self.sync:
             case Hogwild() | Localsgd():
                 return False
-            case Gossip(graph=graph, mode=mode):
-                return graph == "complete" and mode == "sync"
+            case Gossip() as part:
+                return part.in_lockstep
             case Ps(relaxations=relaxations, compress=compress):
                 return not relaxations and compress is None
             case Ddp(compress=compress):
@@ -345,7 +376,9 @@ class Strategy:
             raise StrategyError(f"{self} needs at least {needed} workers, and {there}")
         if workers % needed:
             raise StrategyError(f"{self} needs a multiple of {needed} workers, and {there}")
-        return Layout(workers // needed, tp_size, pp_size)
+        layout = Layout(workers // needed, tp_size, pp_size)
+        self.sync_for(layout.replicas).check(layout.replicas)
+        return layout
 
     def sync_for(self, replicas: int) -> SyncPart:
         """The sync part, or what its absence means for this many replicas."""
