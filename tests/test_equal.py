@@ -18,7 +18,7 @@ from shoal.strategy import parse
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 
-SYNCHRONOUS = ["ddp", "ddp(bucket_mb=0.0001)"]
+SYNCHRONOUS = ["ddp", "ddp(bucket_mb=0.0001)", 'gossip(graph="complete")']
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.errors import NotBuilt
+from torch import Tensor
+
+from shoal.errors import BadInput, NotBuilt
 from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
-from shoal.strategy import Ddp, Single, SyncPart
+from shoal.strategy import Ddp, Gossip, Single, SyncPart
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.exact import ExactReduce
 from shoal.sync.local import LocalUpdate
@@ -25,6 +28,8 @@ class Replica:
     update: Update
     group: Group
     exact_microbatches: int | None = None  # the same bits at any number of replicas
+    buffers: Sequence[Tensor] = ()  # what the model holds beside its parameters
+    say: Callable[[str], None] = lambda sentence: None
 
 
 def build_sync(part: SyncPart, replica: Replica) -> Sync:
@@ -37,6 +42,14 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
             return LocalUpdate(flat, update)
         case Ddp():
             return AllReduce(flat, update, group, _bytes(part))
+        case Gossip() if group.size == 1:
+            return LocalUpdate(flat, update)
+        case Gossip() if replica.exact_microbatches is not None:
+            raise BadInput(f"exact=True adds up all gradients, and {part} does not: take ddp")
+        case Gossip():
+            from shoal.sync.gossip import build_gossip  # networkx: only where it is needed
+
+            return build_gossip(part, flat, update, group, replica.buffers, replica.say)
     raise NotBuilt(f"{part} is not built yet: this version has no runtime for it")
 
 
