@@ -117,6 +117,7 @@ class Job:
         )
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)
+        self._feed.compares &= step.sync.waits
         for built in self.on_build:
             built(step)
         return step

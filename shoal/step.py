@@ -29,7 +29,7 @@ from shoal.replica.batchnorm import (
 from shoal.replica.engine import Engine, Loss, MicroBatch, Precision
 from shoal.replica.flat import FlatParams
 from shoal.schedules.pipeline import accumulate as accumulate_schedule
-from shoal.strategy import Strategy
+from shoal.strategy import Strategy, SyncPart
 from shoal.sync.build import Replica, build_sync
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
 from shoal.tree import Tree, map_tensors
@@ -102,13 +102,13 @@ class Step:
             if value is not None and not callable(value):
                 raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
         self.options, self.group, self.seed, self.count = options, group, seed, count
+        part = strategy.sync_for(group.size)
         if options.exact:
             _make_deterministic(device)
         self.model = model.to(device)
         self.embeddings = bind_embeddings(self.model, optimizer, seed)
         self._check_embeddings(say)
-        part = strategy.sync_for(group.size)
-        presence = self._share_batchnorm(part.meets_every_step, say)
+        presence = self._share_batchnorm(part, say)
         self.flat = FlatParams(self.model.named_parameters())
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
@@ -127,7 +127,9 @@ class Step:
                 self.update,
                 group,
                 options.microbatches if options.exact else None,
-                [] if part.meets_every_step else running_statistics(self.model),
+                [] if part.in_lockstep else running_statistics(self.model),
+                list(self.model.buffers()),
+                say,
             ),
         )
         self.local_microbatches = options.local_microbatches(group.size)
@@ -191,13 +193,13 @@ class Step:
         if self.options.clip_norm is not None:
             say("clip_norm bounds the gradient of the parameters; rows of shoal.Embedding are none")
 
-    def _share_batchnorm(self, together: bool, say: Callable[[str], None]) -> Presence:
+    def _share_batchnorm(self, part: SyncPart, say: Callable[[str], None]) -> Presence:
         if not has_batchnorm(self.model) or self.options.batchnorm == "local":
             return Presence()
-        if not together:
+        if self.group.size > 1 and not part.in_lockstep:
             say(
-                "BatchNorm sees each replica's own samples, because replicas train apart; its "
-                "running statistics are averaged when the weights are"
+                f"BatchNorm sees each replica's own samples under {part.name}; the mean of the "
+                "running statistics is tested and saved"
             )
             return Presence()
         if self.options.exact or self.options.accumulate > 1:
@@ -284,10 +286,13 @@ class Step:
     ) -> Sequence[float | Callable[[], Tensor]]:
         """Each micro-batch's share: its count over the count of the global batch.
 
-        Where the global count is not known, the ranks add it up while forward runs.
+        Where the global count is not known, the ranks add it up while forward runs, unless they
+        do not wait for each other: then each takes its part for an equal one.
         """
         if self.count is None and total is not None:
             return [count / total for count in counts]
+        if not self.sync.waits:
+            return [count / max(1e-300, sum(counts) * self.group.size) for count in counts]
         everybody = torch.tensor(float(sum(counts)), dtype=torch.float64).to(self.flat.device)
         work = self.group.all_reduce(everybody, Op.SUM)
 

@@ -31,6 +31,7 @@ from shoal.rules import (
     whole,
     write,
 )
+from shoal.schedules import edges
 from shoal.settings import outer_settings
 
 
@@ -47,6 +48,7 @@ BUILT: dict[str, dict[str, Container[object]]] = {
     "single": {},
     "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": EVERY_VALUE},
     "localsgd": {"every": EVERY_VALUE, "outer": EVERY_VALUE, "compress": EVERY_VALUE},
+    "gossip": {"graph": EVERY_VALUE, "mode": EVERY_VALUE},
 }
 
 
@@ -65,9 +67,17 @@ _COMPRESS = text_like(
     '"fp16", "bf16", "int8", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
     rf"fp16|bf16|int8|onebit|topk\({_FRACTION}\)|powersgd\(rank=[1-9][0-9]{{0,5}}\)",
 )
-_GRAPH = text_like(
-    f"one of {', '.join(GRAPHS)}, or a path that ends in .txt, .csv or .edges",
-    "|".join(GRAPHS) + r"|.+\.(txt|csv|edges)",
+_GRAPH_TEXT = text_like(
+    f"one of {', '.join(GRAPHS)}, a path that ends in .txt, .csv or .edges, edges such as "
+    '"edges:0-1,1-2,2-0", or a networkx graph',
+    "|".join(GRAPHS)
+    + r"|random-regular\(degree=[0-9]{1,3}(, ?seed=[0-9]{1,9})?\)"
+    + rf"|{edges.PATTERN}|(?!{edges.INLINE}).+\.(txt|csv|edges)",
+)
+_GRAPH = Rule(
+    _GRAPH_TEXT.allowed,
+    lambda value: edges.is_networkx(value) or _GRAPH_TEXT.accepts(value),
+    lambda value: edges.write_edges(value) if edges.is_networkx(value) else value,
 )
 _OUTER = text_like(
     'an optimizer such as "nesterov(lr=0.7)"',
@@ -114,9 +124,12 @@ class SyncPart(Part):
     """How replicas agree."""
 
     @property
-    def meets_every_step(self) -> bool:
-        """Whether replicas hold the same weights in every step, so that BatchNorm can share."""
+    def in_lockstep(self) -> bool:
+        """Whether replicas take every step together, from the same weights."""
         return True
+
+    def check(self, replicas: int) -> None:
+        """Refuse what cannot work on so many replicas."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +190,23 @@ class Ps(SyncPart):
 
 @dataclass(frozen=True, kw_only=True)
 class Gossip(SyncPart):
-    """Replicas average their weights with their neighbours in a graph."""
+    """Replicas average their weights with their neighbours in a graph.
+
+    A networkx graph is kept as text, "edges:…"; its edge attribute "weight" is what a worker
+    takes of its neighbour's weights.
+    """
 
     graph: Annotated[str, _GRAPH] = "ring"
     mode: Annotated[str, _SYNC_OR_ASYNC] = "sync"
+
+    @property
+    def in_lockstep(self) -> bool:
+        return self.graph == "complete" and self.mode == "sync"
+
+    def check(self, replicas: int) -> None:
+        from shoal.schedules.mixing import mixing_for  # networkx: only where it is needed
+
+        mixing_for(self.graph, replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +232,7 @@ class Localsgd(SyncPart):
     compress: Annotated[str | None, optional(_COMPRESS)] = None
 
     @property
-    def meets_every_step(self) -> bool:
+    def in_lockstep(self) -> bool:
         return self.every == 1
 
     def _check_together(self) -> None:
@@ -314,8 +340,8 @@ class Strategy:
                 return False
             case Localsgd(every=every, outer=outer, compress=compress):
                 return every == 1 and outer is None and compress is None  # for plain SGD
-            case Gossip(graph=graph, mode=mode):
-                return graph == "complete" and mode == "sync"
+            case Gossip() as part:
+                return part.in_lockstep
             case Ps(relaxations=relaxations, compress=compress):
                 return not relaxations and compress is None
             case Ddp(compress=compress):
@@ -362,7 +388,9 @@ class Strategy:
             raise StrategyError(f"{self} needs at least {needed} workers, and {there}")
         if workers % needed:
             raise StrategyError(f"{self} needs a multiple of {needed} workers, and {there}")
-        return Layout(workers // needed, tp_size, pp_size)
+        layout = Layout(workers // needed, tp_size, pp_size)
+        self.sync_for(layout.replicas).check(layout.replicas)
+        return layout
 
     def sync_for(self, replicas: int) -> SyncPart:
         """The sync part, or what its absence means for this many replicas."""

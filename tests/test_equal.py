@@ -18,7 +18,7 @@ from shoal.strategy import parse
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 
-SYNCHRONOUS = ["ddp", "ddp(bucket_mb=0.0001)"]
+SYNCHRONOUS = ["ddp", "ddp(bucket_mb=0.0001)", 'gossip(graph="complete")']
 # equal where the optimizer is linear in the gradient: SGD, without clipping
 LINEAR = [*SYNCHRONOUS, "localsgd(every=1)", 'localsgd(every=1, outer="sgd(lr=1)")']
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)

@@ -353,6 +353,9 @@ ps_parts = st.builds(
     st.sampled_from(["server", "worker"]),
     COMPRESS,
 )
+EDGES = st.lists(
+    st.tuples(st.integers(0, 999_999), st.sampled_from("->"), st.integers(0, 999_999)), min_size=1
+).map(lambda edges: "edges:" + ",".join(f"{a}{mark}{b}" for a, mark, b in edges))
 splittable = st.one_of(
     st.builds(single),
     st.builds(
@@ -363,7 +366,9 @@ splittable = st.one_of(
     ),
     st.builds(zero, st.integers(1, 3)),
     ps_parts,
-    st.builds(gossip, graph=st.sampled_from(GRAPHS) | NAMES.map(lambda n: n + ".csv"), mode=ROUND),
+    st.builds(
+        gossip, graph=st.sampled_from(GRAPHS) | NAMES.map(lambda n: n + ".csv") | EDGES, mode=ROUND
+    ),
     st.builds(
         localsgd,
         every=WHOLE,
@@ -523,9 +528,12 @@ def test_the_built_table_names_parts_and_options_that_exist() -> None:
         assert set(options) <= {option.name for option in fields(PARTS[name])}
 
 
-def test_the_notation_loads_neither_torch_nor_numpy() -> None:
+def test_the_notation_loads_neither_torch_nor_numpy_nor_networkx() -> None:
     """The command line reads strategies, and has to start quickly."""
-    code = "import sys, shoal.strategy; print({'torch', 'numpy'} & set(sys.modules))"
+    code = (
+        "import sys, shoal.strategy; shoal.strategy.parse('gossip'); "
+        "print({'torch', 'numpy', 'networkx'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

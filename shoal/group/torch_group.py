@@ -60,13 +60,22 @@ class TorchGroup:
         self._calls = 0
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:
+        sent = data.cpu() if self._is_staged(data) else data
         return self._start(
-            "send", data, lambda: dist.isend(data, group=self._group, group_dst=dst, tag=tag)
+            "send", data, lambda: dist.isend(sent, group=self._group, group_dst=dst, tag=tag)
         )
 
     def recv(self, into: Tensor, src: int, tag: int = 0) -> Work:
+        landing = torch.empty_like(into, device="cpu") if self._is_staged(into) else into
+
+        def finish() -> None:
+            into.copy_(landing)
+
         return self._start(
-            "receive", into, lambda: dist.irecv(into, group=self._group, group_src=src, tag=tag)
+            "receive",
+            into,
+            lambda: dist.irecv(landing, group=self._group, group_src=src, tag=tag),
+            None if landing is into else finish,
         )
 
     def broadcast(self, data: Tensor, root: int = 0) -> Work:
@@ -161,6 +170,10 @@ class TorchGroup:
         ranks = dist.get_process_group_ranks(self._group)
         backend = dist.get_backend(self._group)
         return TorchGroup(dist.new_group(ranks, backend=backend), self.tracer)
+
+    def _is_staged(self, data: Tensor) -> bool:
+        """Gloo sends no messages from the memory of a GPU: they go by way of the host's."""
+        return data.is_cuda and dist.get_backend(self._group) == "gloo"
 
     def _pieces(self, data: Tensor) -> list[Tensor]:
         return list(data.view(self.size, -1))

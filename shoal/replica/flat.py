@@ -54,7 +54,7 @@ class FlatParams:
         self.data = self._move()
         self.grad = torch.zeros(0, dtype=self.dtype, device=self.device)
         self.head = torch.zeros(self.head_size, dtype=self._head_dtype, device=self.device)
-        self.notes_loss = False  # whether somebody wants the loss in head[0]
+        self.notes_loss = False  # whether the engine leaves its loss in the head
         self.buckets_of_grad: list[slice] = []
         self._on_bucket: OnBucket | None = None
 
@@ -118,7 +118,7 @@ class FlatParams:
         self.grad = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         if self._head_fits:
             self.head = self.grad[: self.head_size]
-        self.buckets_of_grad, self.notes_loss = list(buckets), True
+        self.notes_loss, self.buckets_of_grad = True, list(buckets)
         self._views = [self.grad[p.start : p.stop] for p in self.pieces]
         for i in range(len(self.params)):
             self._home(i)

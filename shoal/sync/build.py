@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.errors import BadInput, NotBuilt
 from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
-from shoal.strategy import Ddp, Localsgd, Single, SyncPart
+from shoal.strategy import Ddp, Gossip, Localsgd, Single, SyncPart
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.compressed import CompressedReduce
 from shoal.sync.exact import ExactReduce
@@ -31,6 +31,8 @@ class Replica:
     group: Group
     exact_microbatches: int | None = None  # the same bits at any number of replicas
     statistics: Sequence[Tensor] = ()  # of BatchNorm, where replicas keep their own
+    buffers: Sequence[Tensor] = ()  # what the model holds beside its parameters
+    say: Callable[[str], None] = lambda sentence: None
 
 
 def build_sync(part: SyncPart, replica: Replica) -> Sync:
@@ -48,6 +50,14 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
             return CompressedReduce(flat, update, group, _bytes(part), compress)
         case Localsgd(every=every, outer=outer, compress=compress):
             return LocalSgd(flat, update, group, every, outer, compress, replica.statistics)
+        case Gossip() if group.size == 1:
+            return LocalUpdate(flat, update)
+        case Gossip() if replica.exact_microbatches is not None:
+            raise BadInput(f"exact=True adds up all gradients, and {part} does not: take ddp")
+        case Gossip():
+            from shoal.sync.gossip import build_gossip  # networkx: only where it is needed
+
+            return build_gossip(part, flat, update, group, replica.buffers, replica.say)
     raise NotBuilt(f"{part} is not built yet: this version has no runtime for it")
 
 

@@ -15,6 +15,7 @@ class Sync(Protocol):
     """
 
     every_microbatch: bool = False  # report buckets after each micro-batch, not only the last
+    waits: bool = True  # False: replicas go at their own pace, and no step asks all of them
     gradient_scale: float = 1.0
     """Factor on a micro-batch's share of the global loss when backward starts.
 

@@ -89,3 +89,12 @@ def test_verify_passes(tmp_path: Path, workers: str, precision: str) -> None:
 def test_digits_with_batchnorm_verify_on_two_workers_that_share_a_gpu(tmp_path: Path) -> None:
     done = shoal("verify", "digits", "-n", "2", "--device", "cuda", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_gossip_between_workers_that_share_a_gpu(tmp_path: Path, mode: str) -> None:
+    (tmp_path / "train.py").write_text(BACKEND)
+    workers = str(max(4, torch.cuda.device_count() + 1))
+    done = shoal("run", "train.py", "-n", workers, "-s", f'gossip(mode="{mode}")', cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "cuda:0" in done.stdout
