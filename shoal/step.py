@@ -28,7 +28,7 @@ from shoal.replica.batchnorm import (
 from shoal.replica.engine import Engine, Loss, MicroBatch, Precision
 from shoal.replica.flat import FlatParams
 from shoal.schedules.pipeline import accumulate as accumulate_schedule
-from shoal.strategy import Strategy
+from shoal.strategy import Ps, Strategy
 from shoal.sync.build import Replica, build_sync
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
 from shoal.tree import Tree, map_tensors
@@ -101,6 +101,8 @@ class Step:
             if value is not None and not callable(value):
                 raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
         self.options, self.group, self.seed, self.count = options, group, seed, count
+        part = strategy.sync_for(group.size)
+        self._waits = not isinstance(part, Ps) or part.waits_for_all  # for the other replicas
         if options.exact:
             _make_deterministic(device)
         self.model = model.to(device)
@@ -147,7 +149,15 @@ class Step:
 
     def __call__(self, batch: Any) -> Tensor:
         microbatches = self._cut(batch)
+        self.sync.share = _share(microbatches)
         self.sync.begin()
+        loss = self.sync.skip() if self.sync.passed else self._train(microbatches)
+        self.steps += 1
+        for callback in self.after:
+            callback(self, loss)
+        return loss
+
+    def _train(self, microbatches: list[MicroBatch]) -> Tensor:
         local = self._compute(microbatches, self.sync.reduce)
         self.sync.finish()
         if self.embeddings:
@@ -155,11 +165,7 @@ class Step:
             apply_embeddings(self.embeddings, lr, self.update.optimizer.defaults.get("lr"))
         if self.options.exact:
             settle(self.model, self.group)
-        self.steps += 1
-        loss = self.sync.loss(local)
-        for callback in self.after:
-            callback(self, loss)
-        return loss
+        return self.sync.loss(local)
 
     def add_up_differently(self, parts: int) -> None:
         """Compute the same step with additions in another order, to see what rounding does.
@@ -185,6 +191,9 @@ class Step:
 
     def _share_batchnorm(self, say: Callable[[str], None]) -> Presence:
         if not has_batchnorm(self.model) or self.options.batchnorm == "local":
+            return Presence()
+        if not self._waits:
+            say("BatchNorm statistics are those of each worker's own samples: nobody waits here")
             return Presence()
         if self.options.exact or self.options.accumulate > 1:
             say(
@@ -274,6 +283,9 @@ class Step:
         """
         if self.count is None and total is not None:
             return [count / total for count in counts]
+        if not self._waits:  # nobody adds up with the others: all parts count alike
+            own = max(float(sum(counts)), 1e-300) * self.group.size
+            return [count / own for count in counts]
         everybody = torch.tensor(float(sum(counts)), dtype=torch.float64).to(self.flat.device)
         work = self.group.all_reduce(everybody, Op.SUM)
 
@@ -289,6 +301,11 @@ class Step:
             place = self.group.rank * self.local_microbatches + m
             return mix(self.seed, 2, self.steps, place)
         return mix(self.seed, 3, self.steps, self.group.rank, m)
+
+
+def _share(microbatches: list[MicroBatch]) -> float:
+    """What this replica computes of the global batch, where it is known beforehand."""
+    return sum(m.weight for m in microbatches if not callable(m.weight))
 
 
 def _rows(tree: Tree, rows: range) -> Tree:

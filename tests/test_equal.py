@@ -18,7 +18,12 @@ from shoal.strategy import parse
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 
-SYNCHRONOUS = ["ddp", "ddp(bucket_mb=0.0001)"]
+SYNCHRONOUS = [
+    "ddp",
+    "ddp(bucket_mb=0.0001)",
+    'ps(placement="rank0")',
+    'ps(placement="workers", update="worker")',
+]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
@@ -35,6 +40,7 @@ def train(
     job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
     step = job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
     losses = [float(step(b)) for b in job.batches(dataset, batch_size, epochs=epochs)]
+    job.close()
     return losses, {name: t.detach().clone() for name, t in step.model.state_dict().items()}
 
 

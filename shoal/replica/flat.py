@@ -100,13 +100,21 @@ class FlatParams:
         cuts.append(self.size)
         return [slice(a, b) for a, b in itertools.pairwise(cuts)]
 
-    def watch(self, buckets: Sequence[slice], leave_bytes: int | None = None) -> None:
+    def watch(
+        self,
+        buckets: Sequence[slice],
+        leave_bytes: int | None = None,
+        memory: Tensor | None = None,
+    ) -> None:
         """From now on gradients are collected in `grad`, and `arm` reports full buckets.
 
         A gradient of at least `leave_bytes` is left in the tensor where backward has put it, which
         saves a copy: `tensors_of_bucket` then gives that tensor instead of the slice of `grad`.
+        `memory` of the same size, shared with somebody, may stand for memory of its own.
         """
-        self.grad = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        if memory is None:
+            memory = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        self.grad = memory
         if self._head_fits:
             self.head = self.grad[: self.head_size]
         self.buckets_of_grad = list(buckets)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from shoal.errors import NotBuilt
 from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
-from shoal.strategy import Ddp, Single, SyncPart
+from shoal.strategy import Ddp, Ps, Single, SyncPart
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.exact import ExactReduce
 from shoal.sync.local import LocalUpdate
+from shoal.sync.ps import join_servers
 from shoal.sync.sync import Sync
 from shoal.sync.update import Update
 
@@ -37,6 +38,8 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
             return LocalUpdate(flat, update)
         case Ddp():
             return AllReduce(flat, update, group, _bytes(part))
+        case Ps():
+            return join_servers(part, flat, update, group, replica.exact_microbatches)
     raise NotBuilt(f"{part} is not built yet: this version has no runtime for it")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -22,6 +23,10 @@ class Sync(Protocol):
     averaged instead, so that each replica trains on the mean over its own samples.
     """
 
+    share: float = 1.0  # of the global batch: what this replica is about to compute
+    passed: bool = False
+    """Set by `begin`: the others have done this step without this replica, which leaves it out."""
+
     def begin(self) -> None:
         """Weights are usable when this returns."""
         ...
@@ -33,6 +38,10 @@ class Sync(Protocol):
     def finish(self) -> None:
         """The update is done when this returns; the replica is ready for the next step."""
         ...
+
+    def skip(self) -> Tensor:
+        """The step was passed over; returns the latest loss that is known."""
+        return torch.zeros(())
 
     def loss(self, part: Tensor) -> Tensor:
         """The loss of the global batch, as far as known after `finish`.
