@@ -462,8 +462,8 @@ def test_without_a_sync_part_more_than_one_replica_means_ddp() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["single", "ddp", "zero(3)", "ps", "ps(servers=4)", "ps(staleness=0)", "mapreduce", "tp(2)", "ps + pp(2)",
-     'mapreduce(batch="mini")', 'gossip(graph="complete")'],
+    ["single", "ddp", "zero(3)", "ps", "ps(servers=4)", "ps(staleness=0)", "mapreduce",
+     "tp(2)", "ps + pp(2)",     'mapreduce(batch="mini")', 'gossip(graph="complete")'],
 )  # fmt: skip
 def test_synchronous_strategies_equal_a_single_device(text: str) -> None:
     assert parse(text).is_synchronous

@@ -265,7 +265,10 @@ class Holding:
             if self._counting and not self.spec.rule.needs_everyone:
                 latest = self._counting[-1].commit
                 assert latest is not None
-                self._complete(latest)
+                try:
+                    self._complete(latest)
+                except Lost as lost:
+                    self._fail(lost)
         self.changed.notify_all()
 
     def _complete(self, commit: Commit) -> None:

@@ -112,6 +112,8 @@ def follow(holding: Holding, model: int, secret: bytes) -> tuple[threading.Threa
         except (Closed, Refused) as error:
             if not holding.is_over:
                 holding.fail(f"the lead server has gone ({error})")
+        except Exception as error:
+            holding.fail(f"server {index} failed: {error!r}"[:4000])
         finally:
             connection.close()
 

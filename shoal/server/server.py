@@ -7,6 +7,7 @@ pull that has to wait for others: control (joining, meeting, leaving, counts), p
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -39,6 +40,7 @@ from shoal.server.shard import DTYPES, check_spec, parts_of
 
 MOST_STRANGERS = 64  # connections that have not proven the secret
 MOST_MODELS = 64
+MOST_REASONS = 64
 _SMALL_META_BYTES = 64 << 10
 _JOIN_S = 5.0
 
@@ -124,7 +126,7 @@ class Server:
             return
         key = min(self._strangers, key=lambda k: self._strangers[k][0])
         _, sock = self._strangers.pop(key)
-        self.refused["too many strangers"] += 1
+        self._count("too many strangers")
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
 
@@ -144,15 +146,21 @@ class Server:
         except Refused as error:
             self._refuse(connection, error)
         except (OSError, TimeoutError):
-            self.refused["silent or broken before hello"] += 1
+            self._count("silent or broken before hello")
         finally:
             self._forget(sock, connection)
 
     def _refuse(self, connection: Connection | None, error: Refused) -> None:
-        self.refused[str(error)[:80]] += 1
+        self._count(str(error))
         if connection is not None:
             with suppress(Closed, OSError):
                 connection.send(Header(Kind.ERROR), encode(Error(str(error)[:4000])))
+
+    def _count(self, reason: str) -> None:
+        """By kinds, of which there are few, whatever strangers think of."""
+        kind = re.sub(r"[0-9]+", "#", reason)[:80]
+        known = kind in self.refused or len(self.refused) < MOST_REASONS
+        self.refused[kind if known else "others"] += 1
 
     def _forget(self, sock: socket.socket, connection: Connection | None) -> None:
         with self.changed:
@@ -258,6 +266,12 @@ class Session:
                     self._answer(Kind.ERROR, encode(Error(lost.sentence, lost.worker)))
         except Closed:
             pass
+        except Refused:
+            raise
+        except Exception as error:  # in an optimizer, say: nobody shall wait for its update
+            if self.holding is not None:
+                self.holding.fail(f"server {self.holding.spec.index} failed: {error!r}"[:4000])
+            raise Refused(f"the server failed: {error!r}"[:4000]) from error
         finally:
             self._end()
 

@@ -242,8 +242,7 @@ class ParameterServer(Sync):
             self._arrive()
             self.client.wait_settled()
             self.client.meet()
-            self._pulling = self.client.pull(None, 0)
-            self._arrive()
+            self._take_newest()
         fills = optimizer and self.server_updates and self.group.rank == 0
         if fills:
             states = self.client.get_state()
@@ -278,6 +277,8 @@ class ParameterServer(Sync):
             return
         self._closed = failed = True
         try:
+            if not self.rule.needs_everyone:
+                self._take_newest()
             self.client.leave()
             if self.group.rank == 0:
                 self._stats = self.client.stats(final=True)
@@ -287,6 +288,11 @@ class ParameterServer(Sync):
         finally:
             self.client.close()
             self.hosts.close(failed)
+
+    def _take_newest(self) -> None:
+        self._arrive()
+        self._pulling = self.client.pull(None, 0)
+        self._arrive()
 
     def _give_weights(self) -> None:
         """Rank 0's weights, step and optimizer state are the truth from now on."""
