@@ -102,6 +102,7 @@ class Step:
                 raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
         self.options, self.group, self.seed, self.count = options, group, seed, count
         part = strategy.sync_for(group.size)
+        self._has_servers = isinstance(part, Ps)
         self._waits = not isinstance(part, Ps) or part.waits_for_all  # for the other replicas
         if options.exact:
             _make_deterministic(device)
@@ -124,6 +125,9 @@ class Step:
             strategy.sync_for(group.size),
             Replica(self.flat, self.update, group, options.microbatches if options.exact else None),
         )
+        store = self.sync.row_store()
+        if store is not None and self.embeddings:
+            bind_embeddings(self.model, optimizer, seed, store)
         self.local_microbatches = options.local_microbatches(group.size)
         self.engine = Engine(
             self.model,
@@ -159,13 +163,19 @@ class Step:
 
     def _train(self, microbatches: list[MicroBatch]) -> Tensor:
         local = self._compute(microbatches, self.sync.reduce)
+        if self.embeddings:  # before the end of the step, of which the rows are part
+            self._push_rows(any(m.real for m in microbatches))
         self.sync.finish()
-        if self.embeddings:
-            lr = self.update.lr(self.steps) if self.update.lr is not None else None
-            apply_embeddings(self.embeddings, lr, self.update.optimizer.defaults.get("lr"))
         if self.options.exact:
             settle(self.model, self.group)
         return self.sync.loss(local)
+
+    def _push_rows(self, real: bool) -> None:
+        if not real:  # a row that stood in was looked up, which is no use of it
+            for embedding in self.embeddings:
+                embedding.discard()
+        lr = self.update.lr(self.steps) if self.update.lr is not None else None
+        apply_embeddings(self.embeddings, lr, self.update.optimizer.defaults.get("lr"))
 
     def add_up_differently(self, parts: int) -> None:
         """Compute the same step with additions in another order, to see what rounding does.
@@ -182,8 +192,8 @@ class Step:
     def _check_embeddings(self, say: Callable[[str], None]) -> None:
         if not self.embeddings:
             return
-        if self.group.size > 1:
-            raise NotBuilt("shoal.Embedding trains on one worker in this version")
+        if self.group.size > 1 and not self._has_servers:
+            raise NotBuilt("shoal.Embedding trains on several workers under ps, not otherwise")
         if self.options.exact or self.options.precision == "fp16":
             raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')
         if self.options.clip_norm is not None:

@@ -127,14 +127,24 @@ class FlatParams:
         ]
         self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
         width = self.data.element_size()
-        least = self.size if leave_bytes is None else -(-leave_bytes // width)
-        self._left = {i for i, p in enumerate(self.params) if p.numel() >= least}
+        self._left = {
+            i
+            for i, p in enumerate(self.params)
+            if leave_bytes is not None and p.numel() * width >= leave_bytes
+        }
         self._runs = {
             b.start: list(self._cut_at(b, [i for i in members if i in self._left]))
             for b, members in zip(self.buckets_of_grad, self._members, strict=True)
         }
         for i, p in enumerate(self.params):
             p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
+
+    def live_in(self, memory: Tensor) -> None:
+        """Move the parameters into `memory` of the same size, which somebody else may write to."""
+        memory.copy_(self.data)
+        self.data = memory
+        for piece, p in zip(self.pieces, self.params, strict=True):
+            p.data = memory[piece.start : piece.stop].view(p.shape)
 
     def tensors_of_bucket(self, bucket: slice) -> list[Tensor]:
         """Where the gradients of a bucket are that was just reported; as many on every rank."""

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -81,6 +82,8 @@ class Link:
         try:
             self._connections[lane].send(self._header._replace(kind=kind, **fields), meta, *payload)
         except Closed as error:
+            with suppress(Closed):  # it may have said why
+                self._next(lane, kind)
             raise self._lost(kind, error) from error
 
     def send_descriptor(self, kind: Kind, meta: bytes, handle: int) -> None:
@@ -98,14 +101,15 @@ class Link:
         except Closed as error:
             raise self._lost(kind, error) from error
 
-    def answer_state(self) -> tuple[State, bytearray]:
+    def answer_any(self, lane: Lane, kind: Kind) -> tuple[bytes, bytearray]:
+        """Metadata and a payload of any length."""
         try:
-            header, meta = self._next("pull", Kind.STATE_GET)
+            header, meta = self._next(lane, kind)
             payload = bytearray(header.payload_bytes)
-            self._connections["pull"].read_into(memoryview(payload))
-            return decode(meta, State), payload
+            self._connections[lane].read_into(memoryview(payload))
+            return meta, payload
         except Closed as error:
-            raise self._lost(Kind.STATE_GET, error) from error
+            raise self._lost(kind, error) from error
 
     def close(self) -> None:
         for connection in self._connections.values():
@@ -335,7 +339,8 @@ class Client:
 
 def _get_state(link: Link) -> tuple[State, list[Tensor]]:
     link.send("pull", Kind.STATE_GET)
-    state, payload = link.answer_state()
+    meta, payload = link.answer_any("pull", Kind.STATE_GET)
+    state = decode(meta, State)
     tensors, at = [], 0
     flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0)
     for value in state.tensors:

@@ -58,7 +58,8 @@ class Connection:
         with self._writing:
             try:
                 sent = socket.send_fds(self.sock, [head], [descriptor])
-                self.sock.sendall(head[sent:])
+                if sent < len(head):
+                    self.sock.sendall(head[sent:])
             except OSError as error:
                 raise Closed(str(error)) from error
 
@@ -88,6 +89,14 @@ class Connection:
             done += count
         self.received_bytes += size
 
+    def pass_over(self, count: int) -> None:
+        """Read a payload that nobody wants."""
+        scratch = memoryview(bytearray(min(count, 1 << 20)))
+        while count:
+            part = scratch[: min(count, scratch.nbytes)]
+            self.read_into(part)
+            count -= part.nbytes
+
     def take_descriptor(self) -> int | None:
         """The open file that came with the latest frame, if one did; the caller closes it."""
         found = self._descriptors.pop() if self._descriptors else None
@@ -114,9 +123,10 @@ class Connection:
         return count
 
     def _drop_descriptors(self) -> None:
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors = []
+        # another thread may close the connection: nobody closes a descriptor twice
+        while self._descriptors:
+            with suppress(IndexError):
+                os.close(self._descriptors.pop())
 
     def _send_all(self, parts: list[memoryview]) -> None:
         views = [part.cast("B") for part in parts if part.nbytes]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -47,9 +47,11 @@ class Kind(enum.IntEnum):
     FOLLOW = 30
     ENTRY = 31
     NORMS = 32
-    TABLE_PULL = 40
-    TABLE_PUSH = 41
-    TABLE_MAKE = 42
+    TABLE_MAKE = 40
+    TABLE_PULL = 41
+    TABLE_PUSH = 42
+    TABLE_GET = 43
+    TABLE_SET = 44
 
 
 class Refused(ShoalError):
@@ -113,7 +115,8 @@ def verify(head: bytes | bytearray | memoryview, meta: bytes, header: Header) ->
 T = TypeVar("T")
 
 
-def encode(value: msgspec.Struct) -> bytes:
+def encode(value: Any) -> bytes:
+    """A struct or a dataclass as msgpack."""
     return msgspec.msgpack.encode(value)
 
 

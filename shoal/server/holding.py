@@ -14,8 +14,8 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,13 @@ from torch import Tensor
 from shoal.server.admission import Impossible, Ledger, Verdict
 from shoal.server.frames import Refused
 from shoal.server.messages import Ack, Commit, Entry, Pull, Pulled, Spec, State
+from shoal.server.rows import TableSpec
 from shoal.server.segment import Segment
 from shoal.server.shard import Shard, clip_factor
+from shoal.server.table import Table, add_up
 
 LOG_ENTRIES = 4096
+MOST_TABLES = 256
 # hands out an entry to the other servers / collects everybody's norms and gives the factor
 Agree = Callable[[Sequence[float], float], float]
 
@@ -37,6 +40,15 @@ class Lost(Exception):
     def __init__(self, sentence: str, worker: int | None):
         self.sentence, self.worker = sentence, worker
         super().__init__(sentence)
+
+
+class RowPush(NamedTuple):
+    """Gradients of rows of one table, from one worker; perhaps of none of them."""
+
+    table: str
+    ids: Tensor
+    grads: Tensor
+    lr: float
 
 
 @dataclass
@@ -56,6 +68,16 @@ class Member:
     left: bool = False
     met: int = 0
     lanes: set[str] = field(default_factory=set)
+    rows: list[RowPush] = field(default_factory=list)  # of the push that is being staged
+
+    def take_copy(self, source: Tensor) -> Tensor | None:
+        """Into the memory that it shares; or into some of its own, which is then to be sent."""
+        if self.inbox is not None:
+            self.inbox.copy_(source)
+            return None
+        if self.outbox is None:
+            self.outbox = torch.empty_like(source)
+        return self.outbox.copy_(source)
 
 
 class Holding:
@@ -75,6 +97,8 @@ class Holding:
         self.again = 0
         self.missed: Counter[int] = Counter()  # updates between a pull and its push
         self.ahead: Counter[int] = Counter()  # steps ahead of the slowest at a pull
+        self.tables: dict[str, Table] = {}
+        self._rows: list[tuple[int, RowPush]] = []  # by worker, for the update to come
         self._counting: list[Member] = []
         self._share = 0.0
 
@@ -179,27 +203,60 @@ class Holding:
             self._carry_out(entry)
             self.changed.notify_all()
 
+    # ------------------------------------------------------------------ rows of tables
+
+    def make_table(self, spec: TableSpec) -> None:
+        """Hold this server's rows of a table; harmless when they are held already."""
+        with self.changed:
+            held = self.tables.get(spec.name)
+            if held is None:
+                if len(self.tables) >= MOST_TABLES:
+                    raise Refused(f"a model of more than {MOST_TABLES} tables")
+                self.tables[spec.name] = Table(spec, self.spec.index, self.spec.servers)
+            elif replace(held.spec, optimizer=spec.optimizer) != spec:
+                raise Refused(f"there is another {spec} already, of other rows")
+            elif held.optimizer != spec.optimizer:
+                held.optimize(spec.optimizer)
+
+    def table(self, name: str) -> Table:
+        if name not in self.tables:
+            raise Refused(f"there is no table {name!r} here")
+        return self.tables[name]
+
+    def pull_rows(self, name: str, ids: Tensor) -> Tensor:
+        with self.changed:
+            return self.table(name).pull(ids)
+
+    def stage_rows(self, worker: int, sequence: int, push: RowPush) -> None:
+        """Part of a push; it counts if and when the push does."""
+        with self.changed:
+            member, table = self.members[worker], self.table(push.table)
+            if sequence <= member.watermark:
+                return
+            self.expect(member, sequence)
+            if len(member.rows) >= MOST_TABLES:
+                raise Refused("a push with too many tables")
+            table.check(push.ids, push.grads)
+            member.rows.append(push)
+
     # ------------------------------------------------------------------ weights
 
     def pull(self, worker: int, request: Pull) -> tuple[Pulled, Tensor, Tensor | None]:
         """Weights (or the summed gradient), once the rule allows; what of it has to be sent.
 
-        The copy is made under the lock, so it is of one version.
+        The copy is of one version: made under the lock, or where everybody is waited for, since
+        there the next update needs a push that this worker makes only after the answer.
         """
+        source = self.shard.data if self.spec.optimizer is not None else self.shard.sum
         with self.changed:
             self._wait(worker, lambda: self._may_take(request))
             member = self.members[worker]
-            source = self.shard.data if self.spec.optimizer is not None else self.shard.sum
-            if member.inbox is not None:
-                member.inbox.copy_(source)
-            else:
-                if member.outbox is None:
-                    member.outbox = torch.empty_like(source)
-                member.outbox.copy_(source)
-            slowest = None if self.ledger is None else self.ledger.slowest
-            if slowest is not None and request.step is not None:
-                self.ahead[max(0, request.step - slowest)] += 1
-            return Pulled(self.version, slowest), self.shard.head.clone(), member.outbox
+            pulled, head = self._note_pull(request), self.shard.head.clone()
+            if not self.spec.rule.needs_everyone:
+                return pulled, head, member.take_copy(source)
+        if member.inbox is None:
+            return pulled, head, source
+        return pulled, head, member.take_copy(source)
 
     def state(self) -> tuple[State, list[Tensor]]:
         with self.changed:
@@ -239,6 +296,12 @@ class Holding:
         if not ready():
             self._check()
             raise Lost(f"worker {worker} has left", None)
+
+    def _note_pull(self, request: Pull) -> Pulled:
+        slowest = None if self.ledger is None else self.ledger.slowest
+        if slowest is not None and request.step is not None:
+            self.ahead[max(0, request.step - slowest)] += 1
+        return Pulled(self.version, slowest)
 
     def _check(self) -> None:
         if self.failure is not None:
@@ -312,6 +375,7 @@ class Holding:
                 self._take(member)
             else:
                 member.consumed = entry.sequence
+                member.rows.clear()
         self.position = entry.position
         self.log.append(entry)
 
@@ -320,6 +384,8 @@ class Holding:
             self.shard.add(member.staged, member.heads, first=not self._counting)
             member.consumed = member.watermark
         self._counting.append(member)
+        self._rows += [(member.worker, push) for push in member.rows]
+        member.rows.clear()
 
     def _update(self, entry: Entry) -> None:
         if self.spec.rule.needs_everyone:
@@ -334,7 +400,20 @@ class Holding:
         if entry.bound is not None and self.spec.optimizer is not None:
             factor = self.agree(self.shard.norms(), entry.bound)
         self.shard.update(entry.lr, factor)
+        self._update_rows(entry.divisor)
         self.version = entry.version
+
+    def _update_rows(self, divisor: float) -> None:
+        """One update of each table that somebody has touched, here or on another server."""
+        found, self._rows = sorted(self._rows, key=lambda item: item[0]), []
+        for name in dict.fromkeys(push.table for _, push in found):
+            pushes = [push for _, push in found if push.table == name]
+            ids = torch.cat([push.ids for push in pushes])
+            grads = torch.cat([push.grads for push in pushes])
+            if divisor not in (0.0, 1.0):
+                grads = grads / divisor
+            table = self.tables[name]
+            table.push(*add_up(ids, grads), pushes[-1].lr, table.steps + 1)
 
 
 def _by_number(counts: Counter[int]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from shoal.server.admission import Count, Rule
 from shoal.server.optimizers import Named, Option
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
-Lane = Literal["control", "push", "pull", "follow"]
+Lane = Literal["control", "push", "pull", "rows", "follow"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 AnyDtype = Literal["float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
@@ -114,6 +114,23 @@ class State(Message, frozen=True):
     numbers: tuple[tuple[Count, str, bool | int | float | None], ...] = ()
     weights: bool = True
     options: Annotated[dict[str, Option], msgspec.Meta(max_length=64)] = {}  # lr, betas, …
+
+
+class Rows(Message, frozen=True):
+    """So many ids in the payload, int64; with gradients behind them where rows are pushed."""
+
+    table: Name
+    count: Count
+    lr: float = 0.0
+
+
+class Chunk(Message, frozen=True):
+    """Rows of a table as saved: ids, then a tensor for each of `keys`. Without keys: start anew."""
+
+    table: Name
+    count: Count
+    keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)]
+    steps: Count
 
 
 class Meet(Message, frozen=True):

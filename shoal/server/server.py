@@ -35,6 +35,7 @@ from shoal.server.messages import (
     State,
     Stats,
 )
+from shoal.server.row_requests import RowRequests
 from shoal.server.segment import attach, bytes_of
 from shoal.server.shard import DTYPES, check_spec, parts_of
 
@@ -42,6 +43,10 @@ MOST_STRANGERS = 64  # connections that have not proven the secret
 MOST_MODELS = 64
 MOST_REASONS = 64
 _SMALL_META_BYTES = 64 << 10
+_WITH_PAYLOAD = (
+    *(Kind.BUCKET, Kind.COMMIT, Kind.STATE_SET),
+    *(Kind.TABLE_PULL, Kind.TABLE_PUSH, Kind.TABLE_SET),
+)
 _JOIN_S = 5.0
 
 
@@ -228,6 +233,7 @@ class Session:
         self.model = header.model
         self.holding: Holding | None = None
         self.member: Member | None = None
+        self._rows = RowRequests(connection, self._here, self._answer)
         self._handlers = self._table()[self.lane]
 
     def _table(self) -> dict[str, dict[Kind, Callable[[Header, bytes], None]]]:
@@ -243,18 +249,25 @@ class Session:
                 Kind.BUCKET: self._bucket,
                 Kind.COMMIT: self._commit,
                 Kind.SETTLE: self._settle,
+                Kind.TABLE_PUSH: self._rows.push,
             },
             "pull": {
                 Kind.PULL: self._pull,
                 Kind.STATE_GET: self._state_get,
                 Kind.STATE_SET: self._state_set,
             },
+            "rows": {
+                Kind.TABLE_MAKE: self._rows.make,
+                Kind.TABLE_PULL: self._rows.pull,
+                Kind.TABLE_GET: self._rows.get,
+                Kind.TABLE_SET: self._rows.set,
+            },
             "follow": {Kind.FOLLOW: self._follow},
         }
 
     def run(self) -> None:
         try:
-            if self.lane in ("push", "pull"):
+            if self.lane in ("push", "pull", "rows"):
                 self._enter(self._known())
             while True:
                 most = MOST_META_BYTES if self._takes_long_meta() else _SMALL_META_BYTES
@@ -268,6 +281,8 @@ class Session:
             pass
         except Refused:
             raise
+        except BadInput as error:
+            raise Refused(str(error)) from error
         except Exception as error:  # in an optimizer, say: nobody shall wait for its update
             if self.holding is not None:
                 self.holding.fail(f"server {self.holding.spec.index} failed: {error!r}"[:4000])
@@ -282,11 +297,7 @@ class Session:
             raise Refused(f"worker {self.worker} speaks for worker {header.worker}")
         if header.model != self.model or header.epoch:
             raise Refused("a frame of another model or epoch")
-        if header.payload_bytes and header.kind not in (
-            Kind.BUCKET,
-            Kind.COMMIT,
-            Kind.STATE_SET,
-        ):
+        if header.payload_bytes and header.kind not in _WITH_PAYLOAD:
             raise Refused(f"{header.kind.name} has no payload")
 
     def _takes_long_meta(self) -> bool:
@@ -368,17 +379,10 @@ class Session:
         if start % width or count % width or start + count > staged.nbytes:
             raise Refused(f"{count} bytes at {start} do not fit {staged.nbytes} bytes of gradients")
         if header.sequence <= member.watermark:
-            self._pass_over(count)
+            self.connection.pass_over(count)
             return
         holding.expect(member, header.sequence)
         self.connection.read_into(staged[start : start + count])
-
-    def _pass_over(self, count: int) -> None:
-        scratch = memoryview(bytearray(min(count, 1 << 20)))
-        while count:
-            part = scratch[: min(count, scratch.nbytes)]
-            self.connection.read_into(part)
-            count -= part.nbytes
 
     def _commit(self, header: Header, meta: bytes) -> None:
         holding, member = self._here()
@@ -386,7 +390,7 @@ class Session:
         if header.payload_bytes != heads.nbytes:
             raise Refused(f"{header.payload_bytes} bytes of heads, and {heads.nbytes} fit")
         if header.sequence <= member.watermark:
-            self._pass_over(heads.nbytes)
+            self.connection.pass_over(heads.nbytes)
         else:
             holding.expect(member, header.sequence)
             self.connection.read_into(heads)

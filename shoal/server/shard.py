@@ -59,10 +59,12 @@ class Shard:
         """The sum of everybody's pushes, in an order that does not depend on their arrival."""
         for into, column in ((self.sum, 0), (self.head, 1)):
             parts = [push[column] for push in pushes]
-            if self._nodes is None:
-                into.copy_(parts[0][0])
-                for part in parts[1:]:
+            if self._nodes is None and len(parts) > 1:
+                torch.add(parts[0][0], parts[1][0], out=into)
+                for part in parts[2:]:
                     into.add_(part[0])
+            elif self._nodes is None:
+                into.copy_(parts[0][0])
             else:
                 known = {
                     node: part[i]

@@ -39,6 +39,7 @@ from shoal.server.client import Arrived, Client
 from shoal.server.hosts import Hosts, find_hosts
 from shoal.server.messages import Commit, Cut, Spec
 from shoal.server.optimizers import Named, name_of
+from shoal.server.remote_rows import ServerStore
 from shoal.server.shard import NAMES
 from shoal.server.slices import Place, cut
 from shoal.strategy import Ps
@@ -146,8 +147,14 @@ class ParameterServer(Sync):
         self._closed = False
         self._exact = None if microbatches is None else _Tree(microbatches, group)
         zero_copy = flat.device.type == "cpu" and self._exact is None
-        flat.watch(flat.buckets(BUCKET_BYTES), client.out[0] if zero_copy else None)
+        flat.watch(flat.buckets(BUCKET_BYTES), memory=client.out[0] if zero_copy else None)
         self._copies = not zero_copy
+        # the servers write only what this worker waits for, unless a pull is under way in a step
+        self._lives_in_inbox = (
+            flat.device.type == "cpu" and self.server_updates and rule.needs_everyone
+        )
+        if self._lives_in_inbox:
+            flat.live_in(client.inbox)
         self._give_weights()
 
     # ------------------------------------------------------------------ a step
@@ -222,7 +229,8 @@ class ParameterServer(Sync):
             self.pulls.append((self.update.steps, lead.slowest))
         with self.tracer.span("pull", f"version {lead.version}"):
             if self.server_updates:
-                self.flat.data[run].copy_(self.client.inbox[run])
+                if not self._lives_in_inbox:
+                    self.flat.data[run].copy_(self.client.inbox[run])
                 self.flat.drop_gradients()
             else:
                 self.flat.grad[run].copy_(self.client.inbox[run])
@@ -235,6 +243,9 @@ class ParameterServer(Sync):
             self.flat.drop_gradients()
 
     # ------------------------------------------------------------------ around a run
+
+    def row_store(self) -> ServerStore:
+        return ServerStore(self.client)
 
     @contextmanager
     def whole(self, optimizer: bool = False) -> Iterator[None]:

@@ -50,6 +50,10 @@ class Sync(Protocol):
         """
         return part
 
+    def row_store(self) -> Any:
+        """Where rows of embeddings live that all replicas share; None: in each replica."""
+        return None
+
     def whole(self, optimizer: bool = False) -> AbstractContextManager[None]:
         """While the block runs, the model of each rank holds the weights that count.
 

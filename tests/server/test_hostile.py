@@ -31,6 +31,8 @@ from shoal.server.messages import (
     State,
     Value,
 )
+from shoal.server.remote_rows import ServerStore
+from shoal.server.rows import RowOptimizer, TableSpec
 from shoal.server.secret import fresh_nonce, fresh_secret, proof
 from shoal.server.server import MOST_REASONS, MOST_STRANGERS, Server
 from tests.server.helpers import MODEL, SECRET, client_of, fill, servers, weights
@@ -420,4 +422,61 @@ def test_a_member_that_sends_damaged_frames_is_closed_every_time() -> None:
             assert is_closed_by_server(connection.sock)
             connection.close()
         assert resident_mb() - before < 50
+        control.close()
+
+
+# ---- rows of tables -----------------------------------------------------------------------------
+
+
+def _rows(table: str, ids: list[int], grads: int = 0, **change: int) -> tuple[bytes, bytes]:
+    meta = msgspec.msgpack.encode({"table": table, "count": len(ids), "lr": 0.1, **change})
+    return meta, struct.pack(f"<{len(ids)}q", *ids) + bytes(4 * grads)
+
+
+@pytest.mark.parametrize(
+    ("lane", "kind", "frame"),
+    [
+        ("rows", Kind.TABLE_PULL, _rows("t", [-1])),
+        ("rows", Kind.TABLE_PULL, _rows("t", [10])),
+        ("rows", Kind.TABLE_PULL, _rows("t", [2**62])),
+        ("rows", Kind.TABLE_PULL, _rows("u", [1])),
+        ("rows", Kind.TABLE_PULL, _rows("t", [1], count=2**61)),
+        ("rows", Kind.TABLE_PULL, _rows("t", [1], count=-1)),
+        ("push", Kind.TABLE_PUSH, _rows("t", [-3], 4)),
+        ("push", Kind.TABLE_PUSH, _rows("t", [11], 4)),
+        ("push", Kind.TABLE_PUSH, _rows("t", [1, 2], 4)),
+        ("push", Kind.TABLE_PUSH, _rows("t", [1], 4, count=2**60)),
+        ("rows", Kind.TABLE_MAKE, (b"\x81\xa4name\xa1x", b"")),
+        ("rows", Kind.TABLE_SET, _rows("t", [1], 4)),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(
+    lane: Lane, kind: Kind, frame: tuple[bytes, bytes]
+) -> None:
+    with victim() as (server, client):
+        before = resident_mb()
+        store = ServerStore(client)
+        store.create(TableSpec("t", 10, 4, optimizer=RowOptimizer("sgd", 0.1)))
+        start = store.pull("t", torch.arange(10))
+        control, connection, header = joined(server, client, lane)
+        meta, payload = frame
+        named = header._replace(kind=kind, payload_bytes=len(payload), sequence=1)
+        connection.sock.sendall(pack(named, meta) + payload)
+        connection.sock.settimeout(10.0)
+        assert connection.receive(1 << 16)[0].kind is Kind.ERROR
+        assert is_closed_by_server(connection.sock)
+        assert torch.equal(store.pull("t", torch.arange(10)), start)
+        assert resident_mb() - before < 50
+        connection.close()
+        control.close()
+
+
+@pytest.mark.parametrize("change", [{"num_rows": 2**62}, {"dim": 2**40}, {"num_rows": -1}])
+def test_tables_that_nobody_can_hold_are_refused(change: dict[str, int]) -> None:
+    with victim() as (server, client):
+        control, connection, header = joined(server, client, "rows")
+        table = {"name": "t", "num_rows": 10, "dim": 4, **change}
+        connection.send(header._replace(kind=Kind.TABLE_MAKE), msgspec.msgpack.encode(table))
+        assert connection.receive(1 << 16)[0].kind is Kind.ERROR
+        connection.close()
         control.close()

@@ -201,7 +201,7 @@ def test_a_quorum_goes_on_without_the_slow_worker(world: World, late: str, place
     kept, other = ("folded", "dropped") if late == "fold" else ("dropped", "folded")
     assert workers["2"][kept] >= 1
     assert sum(w[other] for w in workers.values()) == 0
-    assert found[2].skipped >= 7
+    assert found[2].skipped >= 6
     for rank, sync in enumerate(found):
         pushed = sum(workers[str(rank)].values())
         assert pushed + sync.skipped == 20
