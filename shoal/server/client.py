@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.errors import PeerLost, ShoalError
 from shoal.server import segment as shared
-from shoal.server.connection import CONNECT_S, Closed, Connection, connect
+from shoal.server.connection import Closed, Connection, connect
 from shoal.server.frames import MOST_META_BYTES, Header, Kind, decode, encode
 from shoal.server.handshake import introduce
 from shoal.server.lane import Lane as Thread
@@ -43,6 +43,7 @@ from shoal.server.segment import bytes_of
 from shoal.server.shard import DTYPES, parts_of
 
 T = TypeVar("T")
+START_S = 120.0
 
 
 class Link:
@@ -352,14 +353,14 @@ def _get_state(link: Link) -> tuple[State, list[Tensor]]:
 
 
 def _connect_patiently(address: str) -> Connection:
-    """A server process may still be starting."""
-    deadline = time.monotonic() + CONNECT_S
+    """A server process may still be starting, on a host that is busy with starting workers."""
+    deadline = time.monotonic() + START_S
     while True:
         try:
             return connect(address)
         except (FileNotFoundError, ConnectionRefusedError) as error:
             if time.monotonic() > deadline:
                 raise ShoalError(
-                    f"there is no server at {address} after {CONNECT_S:g} s: {error}"
+                    f"there is no server at {address} after {START_S:g} s: {error}"
                 ) from error
             time.sleep(0.02)
