@@ -29,7 +29,7 @@ from shoal.replica.batchnorm import (
 from shoal.replica.engine import Engine, Loss, MicroBatch, Precision
 from shoal.replica.flat import FlatParams
 from shoal.schedules.pipeline import accumulate as accumulate_schedule
-from shoal.strategy import Strategy, SyncPart
+from shoal.strategy import Ps, Strategy, SyncPart
 from shoal.sync.build import Replica, build_sync
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
 from shoal.tree import Tree, map_tensors
@@ -103,6 +103,7 @@ class Step:
                 raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
         self.options, self.group, self.seed, self.count = options, group, seed, count
         part = strategy.sync_for(group.size)
+        self._has_servers = isinstance(part, Ps)
         if options.exact:
             _make_deterministic(device)
         self.model = model.to(device)
@@ -132,6 +133,9 @@ class Step:
                 say,
             ),
         )
+        store = self.sync.row_store()
+        if store is not None and self.embeddings:
+            bind_embeddings(self.model, optimizer, seed, store)
         self.local_microbatches = options.local_microbatches(group.size)
         self.engine = Engine(
             self.model,
@@ -157,19 +161,29 @@ class Step:
 
     def __call__(self, batch: Any) -> Tensor:
         microbatches = self._cut(batch)
+        self.sync.share = _share(microbatches)
         self.sync.begin()
-        local = self._compute(microbatches, self.sync.reduce)
-        self.sync.finish()
-        if self.embeddings:
-            lr = self.update.lr(self.steps) if self.update.lr is not None else None
-            apply_embeddings(self.embeddings, lr, self.update.optimizer.defaults.get("lr"))
-        if self.options.exact:
-            settle(self.model, self.group)
+        loss = self.sync.skip() if self.sync.passed else self._train(microbatches)
         self.steps += 1
-        loss = self.sync.loss(local)
         for callback in self.after:
             callback(self, loss)
         return loss
+
+    def _train(self, microbatches: list[MicroBatch]) -> Tensor:
+        local = self._compute(microbatches, self.sync.reduce)
+        if self.embeddings:  # before the end of the step, of which the rows are part
+            self._push_rows(any(m.real for m in microbatches))
+        self.sync.finish()
+        if self.options.exact:
+            settle(self.model, self.group)
+        return self.sync.loss(local)
+
+    def _push_rows(self, real: bool) -> None:
+        if not real:  # a row that stood in was looked up, which is no use of it
+            for embedding in self.embeddings:
+                embedding.discard()
+        lr = self.update.lr(self.steps) if self.update.lr is not None else None
+        apply_embeddings(self.embeddings, lr, self.update.optimizer.defaults.get("lr"))
 
     def add_up_differently(self, parts: int) -> None:
         """Compute the same step with additions in another order, to see what rounding does.
@@ -186,8 +200,8 @@ class Step:
     def _check_embeddings(self, say: Callable[[str], None]) -> None:
         if not self.embeddings:
             return
-        if self.group.size > 1:
-            raise NotBuilt("shoal.Embedding trains on one worker in this version")
+        if self.group.size > 1 and not self._has_servers:
+            raise NotBuilt("shoal.Embedding trains on several workers under ps, not otherwise")
         if self.options.exact or self.options.precision == "fp16":
             raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')
         if self.options.clip_norm is not None:
@@ -291,8 +305,9 @@ class Step:
         """
         if self.count is None and total is not None:
             return [count / total for count in counts]
-        if not self.sync.waits:
-            return [count / max(1e-300, sum(counts) * self.group.size) for count in counts]
+        if not self.sync.waits:  # nobody adds up with the others: all parts count alike
+            own = max(float(sum(counts)), 1e-300) * self.group.size
+            return [count / own for count in counts]
         everybody = torch.tensor(float(sum(counts)), dtype=torch.float64).to(self.flat.device)
         work = self.group.all_reduce(everybody, Op.SUM)
 
@@ -308,6 +323,11 @@ class Step:
             place = self.group.rank * self.local_microbatches + m
             return mix(self.seed, 2, self.steps, place)
         return mix(self.seed, 3, self.steps, self.group.rank, m)
+
+
+def _share(microbatches: list[MicroBatch]) -> float:
+    """What this replica computes of the global batch, where it is known beforehand."""
+    return sum(m.weight for m in microbatches if not callable(m.weight))
 
 
 def _rows(tree: Tree, rows: range) -> Tree:

@@ -49,6 +49,10 @@ BUILT: dict[str, dict[str, Container[object]]] = {
     "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": EVERY_VALUE},
     "localsgd": {"every": EVERY_VALUE, "outer": EVERY_VALUE, "compress": EVERY_VALUE},
     "gossip": {"graph": EVERY_VALUE, "mode": EVERY_VALUE},
+    "ps": {
+        **dict.fromkeys(("mode", "quorum", "late", "staleness"), EVERY_VALUE),
+        **dict.fromkeys(("servers", "placement", "update"), EVERY_VALUE),
+    },
 }
 
 
@@ -173,6 +177,15 @@ class Ps(SyncPart):
         given['mode="async"'] = self.mode == "async"
         return [option for option, is_given in given.items() if is_given]
 
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether every worker is part of every step."""
+        return not self.relaxations or self.staleness == 0
+
+    @property
+    def in_lockstep(self) -> bool:
+        return self.waits_for_all
+
     def _check_together(self) -> None:
         if len(self.relaxations) > 1:
             raise StrategyError(
@@ -181,6 +194,11 @@ class Ps(SyncPart):
             )
         if self.late != "drop" and self.quorum is None:
             raise StrategyError(f'ps: late="{self.late}" needs quorum; else nothing is ever late')
+        if self.update == "worker" and not self.waits_for_all:
+            raise StrategyError(
+                f'ps: update="worker" and {self.relaxations[0]} exclude each other; workers that '
+                "update by themselves have to see every sum"
+            )
         if self.placement == "rank0" and self.servers > 1:
             raise StrategyError(
                 f'ps: servers={self.servers} and placement="rank0" exclude each other; '
@@ -342,8 +360,8 @@ class Strategy:
                 return every == 1 and outer is None and compress is None  # for plain SGD
             case Gossip() as part:
                 return part.in_lockstep
-            case Ps(relaxations=relaxations, compress=compress):
-                return not relaxations and compress is None
+            case Ps(waits_for_all=waits_for_all, compress=compress):
+                return waits_for_all and compress is None
             case Ddp(compress=compress):
                 return compress is None
         return True

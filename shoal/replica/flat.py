@@ -109,13 +109,21 @@ class FlatParams:
         cuts.append(self.size)
         return [slice(a, b) for a, b in itertools.pairwise(cuts)]
 
-    def watch(self, buckets: Sequence[slice], leave_bytes: int | None = None) -> None:
+    def watch(
+        self,
+        buckets: Sequence[slice],
+        leave_bytes: int | None = None,
+        memory: Tensor | None = None,
+    ) -> None:
         """From now on gradients are collected in `grad`, and `arm` reports full buckets.
 
         A gradient of at least `leave_bytes` is left in the tensor where backward has put it, which
         saves a copy: `tensors_of_bucket` then gives that tensor instead of the slice of `grad`.
+        `memory` of the same size, shared with somebody, may stand for memory of its own.
         """
-        self.grad = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        if memory is None:
+            memory = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        self.grad = memory
         if self._head_fits:
             self.head = self.grad[: self.head_size]
         self.notes_loss, self.buckets_of_grad = True, list(buckets)
@@ -128,14 +136,24 @@ class FlatParams:
         ]
         self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
         width = self.data.element_size()
-        least = self.size + 1 if leave_bytes is None else -(-leave_bytes // width)
-        self._left = {i for i, p in enumerate(self.params) if p.numel() >= least}
+        self._left = {
+            i
+            for i, p in enumerate(self.params)
+            if leave_bytes is not None and p.numel() * width >= leave_bytes
+        }
         self._runs = {
             b.start: list(self._cut_at(b, [i for i in members if i in self._left]))
             for b, members in zip(self.buckets_of_grad, self._members, strict=True)
         }
         for i, p in enumerate(self.params):
             p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
+
+    def live_in(self, memory: Tensor) -> None:
+        """Move the parameters into `memory` of the same size, which somebody else may write to."""
+        memory.copy_(self.data)
+        self.data = memory
+        for piece, p in zip(self.pieces, self.params, strict=True):
+            p.data = memory[piece.start : piece.stop].view(p.shape)
 
     def tensors_of_bucket(self, bucket: slice) -> list[Tensor]:
         """Where the gradients of a bucket are that was just reported; as many on every rank."""

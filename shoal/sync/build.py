@@ -10,12 +10,13 @@ from torch import Tensor
 from shoal.errors import BadInput, NotBuilt
 from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
-from shoal.strategy import Ddp, Gossip, Localsgd, Single, SyncPart
+from shoal.strategy import Ddp, Gossip, Localsgd, Ps, Single, SyncPart
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.compressed import CompressedReduce
 from shoal.sync.exact import ExactReduce
 from shoal.sync.local import LocalUpdate
 from shoal.sync.localsgd import LocalSgd
+from shoal.sync.ps import join_servers
 from shoal.sync.sync import Sync
 from shoal.sync.update import Update
 
@@ -58,6 +59,8 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
             from shoal.sync.gossip import build_gossip  # networkx: only where it is needed
 
             return build_gossip(part, flat, update, group, replica.buffers, replica.say)
+        case Ps():
+            return join_servers(part, flat, update, group, replica.exact_microbatches)
     raise NotBuilt(f"{part} is not built yet: this version has no runtime for it")
 
 

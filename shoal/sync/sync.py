@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -23,6 +24,10 @@ class Sync(Protocol):
     averaged instead, so that each replica trains on the mean over its own samples.
     """
 
+    share: float = 1.0  # of the global batch: what this replica is about to compute
+    passed: bool = False
+    """Set by `begin`: the others have done this step without this replica, which leaves it out."""
+
     def begin(self) -> None:
         """Weights are usable when this returns."""
         ...
@@ -35,12 +40,20 @@ class Sync(Protocol):
         """The update is done when this returns; the replica is ready for the next step."""
         ...
 
+    def skip(self) -> Tensor:
+        """The step was passed over; returns the latest loss that is known."""
+        return torch.zeros(())
+
     def loss(self, part: Tensor) -> Tensor:
         """The loss of the global batch, as far as known after `finish`.
 
         `part` is this replica's: the loss of its samples times their share of the batch.
         """
         return part
+
+    def row_store(self) -> Any:
+        """Where rows of embeddings live that all replicas share; None: in each replica."""
+        return None
 
     def whole(self, optimizer: bool = False) -> AbstractContextManager[None]:
         """While the block runs, the model of each rank holds the weights that count.

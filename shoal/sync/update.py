@@ -29,7 +29,7 @@ class Update:
         tracer: Tracer = OFF,
     ):
         self.named, self.params = named, [p for _, p in named]
-        self.optimizer = make_optimizer(factory, named)
+        self.factory, self.optimizer = factory, make_optimizer(factory, named)
         self.clip_norm, self.lr, self.scaler, self.tracer = clip_norm, lr, scaler, tracer
         self.steps = 0
         self._ratios = _ratios(self.optimizer)
@@ -37,7 +37,7 @@ class Update:
     def apply(self) -> None:
         with self.tracer.span("update"):
             if self.lr is not None:
-                self._set_lr(self.lr(self.steps))
+                self.set_lr(self.lr(self.steps))
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             if self.clip_norm is not None:
@@ -57,7 +57,7 @@ class Update:
         scaled: Tensor = self.scaler.scale(weight.float())
         return scaled
 
-    def _set_lr(self, value: float) -> None:
+    def set_lr(self, value: float) -> None:
         for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
             group["lr"] = value * ratio
 
