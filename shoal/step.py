@@ -129,7 +129,6 @@ class Step:
                 group,
                 options.microbatches if options.exact else None,
                 [] if part.in_lockstep else running_statistics(self.model),
-                list(self.model.buffers()),
                 say,
             ),
         )

@@ -32,7 +32,6 @@ class Replica:
     group: Group
     exact_microbatches: int | None = None  # the same bits at any number of replicas
     statistics: Sequence[Tensor] = ()  # of BatchNorm, where replicas keep their own
-    buffers: Sequence[Tensor] = ()  # what the model holds beside its parameters
     say: Callable[[str], None] = lambda sentence: None
 
 
@@ -53,12 +52,10 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
             return LocalSgd(flat, update, group, every, outer, compress, replica.statistics)
         case Gossip() if group.size == 1:
             return LocalUpdate(flat, update)
-        case Gossip() if replica.exact_microbatches is not None:
-            raise BadInput(f"exact=True adds up all gradients, and {part} does not: take ddp")
         case Gossip():
             from shoal.sync.gossip import build_gossip  # networkx: only where it is needed
 
-            return build_gossip(part, flat, update, group, replica.buffers, replica.say)
+            return build_gossip(part, flat, update, group, replica.statistics, replica.say)
         case Ps():
             return join_servers(part, flat, update, group, replica.exact_microbatches)
     raise NotBuilt(f"{part} is not built yet: this version has no runtime for it")
@@ -66,7 +63,7 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
 
 def _check(part: SyncPart, replica: Replica) -> None:
     compress = getattr(part, "compress", None)
-    if replica.exact_microbatches is not None and (compress or isinstance(part, Localsgd)):
+    if replica.exact_microbatches is not None and (compress or isinstance(part, Localsgd | Gossip)):
         raise BadInput(
             f"exact=True adds up every gradient in full, which {part} does not do: take ddp"
         )

@@ -18,8 +18,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,14 +27,16 @@ import torch
 from torch import Tensor
 
 from shoal.errors import BadInput
+from shoal.group.counting import CountingGroup
 from shoal.group.group import Group, Op
 from shoal.observe.trace import WAIT
 from shoal.replica.flat import FlatParams
 from shoal.schedules.mixing import Mixing, mixing_for
 from shoal.strategy import Gossip
-from shoal.sync.average import averaged, replica_tensors
 from shoal.sync.gossip_async import AsyncGossip
+from shoal.sync.mean import averaged, mean_state
 from shoal.sync.sync import Sync
+from shoal.sync.traffic import Traffic
 from shoal.sync.update import Update
 from shoal.wire.transport import Work
 
@@ -48,7 +50,7 @@ def build_gossip(
     flat: FlatParams,
     update: Update,
     group: Group,
-    buffers: Sequence[Tensor],
+    statistics: Sequence[Tensor],
     say: Callable[[str], None],
 ) -> Sync:
     """Read the graph, say what is to be expected of it, and choose how to mix."""
@@ -56,10 +58,10 @@ def build_gossip(
     _check_same(mixing, part, group, flat.device)
     say(f"gossip over {mixing.expectation}")
     if part.mode == "async":
-        return AsyncGossip(flat, update, group, mixing, buffers)
+        return AsyncGossip(flat, update, group, mixing, statistics)
     if mixing.is_uniform:
-        return MixGradients(flat, update, group, mixing)
-    return MixWeights(flat, update, group, mixing, buffers)
+        return MixGradients(flat, update, group, mixing, statistics)
+    return MixWeights(flat, update, group, mixing, statistics)
 
 
 class Neighbours:
@@ -67,7 +69,6 @@ class Neighbours:
 
     def __init__(self, group: Group, mixing: Mixing):
         self.group, self.mixing = group, mixing
-        self.bytes_sent = 0
         self._landing: dict[tuple[int, int], Tensor] = {}  # by place in line and turn
         self._sum = torch.zeros(0)
 
@@ -99,7 +100,6 @@ class Neighbours:
             for sends in (rank < peer, rank > peer):
                 if sends and peer in listeners:
                     works.append(self.group.send(chunk, peer, _TAG))
-                    self.bytes_sent += chunk.nbytes
                 elif not sends and peer in shares:
                     landing = self._buffer(len(terms), turn, chunk)
                     works.append(self.group.recv(landing, peer, _TAG))
@@ -124,11 +124,22 @@ class Neighbours:
 
 
 class MixGradients(Sync):
-    """Gradients are averaged with equal weights, by messages to all others, before the update."""
+    """Gradients are averaged with equal weights, by messages to all others, before the update.
 
-    def __init__(self, flat: FlatParams, update: Update, group: Group, mixing: Mixing):
-        self.flat, self.update, self.group, self.mixing = flat, update, group, mixing
-        self.neighbours = Neighbours(group, mixing)
+    `statistics` are those of BatchNorm, where replicas keep their own.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        update: Update,
+        group: Group,
+        mixing: Mixing,
+        statistics: Sequence[Tensor],
+    ):
+        self.flat, self.update, self.mixing = flat, update, mixing
+        self.group, self.statistics = CountingGroup(group), statistics
+        self.neighbours, self.traffic = Neighbours(self.group, mixing), Traffic(flat, self.group)
         self.gradient_scale = float(group.size)  # the mean of this is the sum of shares
         flat.watch([slice(0, flat.size)])
 
@@ -141,25 +152,32 @@ class MixGradients(Sync):
     def finish(self) -> None:
         peers = f"average gradients with {self.group.size - 1} others"
         with self.update.tracer.span(WAIT, peers):
-            self.neighbours.mix(self.flat.grad, self.update.steps)
+            self.neighbours.mix(self.flat.grad, self.traffic.steps)
             if self.flat.head_travels_alone:
-                self.neighbours.mix(self.flat.head, self.update.steps)
+                self.neighbours.mix(self.flat.head, self.traffic.steps)
         self.flat.publish()
         self.update.apply()
         self.flat.drop_gradients()
+        self.traffic.steps += 1
 
     def loss(self, part: Tensor) -> Tensor:
         return self.flat.head[0] * self.group.size
 
+    @contextmanager
+    def whole(self, optimizer: bool = False) -> Iterator[None]:
+        with self.group.uncounted(), averaged(self.statistics, self.group):
+            yield
+
     def report(self) -> dict[str, Any]:
-        return {"graph": self.mixing.name, "bytes_sent": self.neighbours.bytes_sent}
+        return {"graph": self.mixing.name, **self.traffic.report()}
 
 
 class MixWeights(Sync):
     """Each replica updates with its own gradients, then averages its weights with its neighbours'.
 
-    The weights that count are the mean of all replicas: that of the optimizer's state, too, for
-    a checkpoint. Every 50 steps the distance between replicas is measured, with one all-reduce.
+    The weights that count are the mean of all replicas, and so are BatchNorm's statistics and, in
+    a checkpoint, the optimizer's state. Every 50 steps the distance between replicas is measured,
+    with an all-reduce that is not counted as traffic.
     """
 
     def __init__(
@@ -168,12 +186,12 @@ class MixWeights(Sync):
         update: Update,
         group: Group,
         mixing: Mixing,
-        buffers: Sequence[Tensor],
+        statistics: Sequence[Tensor],
     ):
-        self.flat, self.update, self.group, self.mixing = flat, update, group, mixing
-        self.buffers, self.neighbours = buffers, Neighbours(group, mixing)
+        self.flat, self.update, self.mixing = flat, update, mixing
+        self.group, self.statistics = CountingGroup(group), statistics
+        self.neighbours, self.traffic = Neighbours(self.group, mixing), Traffic(flat, self.group)
         self.gradient_scale = float(group.size)
-        self.steps = 0
         self.distances: list[tuple[int, float]] = []
         self._loss: Tensor | None = None
         flat.notes_loss = True
@@ -189,27 +207,34 @@ class MixWeights(Sync):
         self.flat.drop_gradients()
         with self.update.tracer.span(WAIT, f"average weights with neighbours, {self.mixing.name}"):
             self._mix()
-        self.steps += 1
-        if self.steps % MEASURE_EVERY == 0:
+        self.traffic.steps += 1
+        if self.traffic.steps % MEASURE_EVERY == 0:
             self.measure()
 
     def loss(self, part: Tensor) -> Tensor:
         """The loss of the neighbours' samples and its own, weighted as their weights are."""
         return part * self.group.size if self._loss is None else self._loss
 
-    def whole(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        tensors = replica_tensors(self.flat, self.update, self.buffers, self.group, optimizer)
-        return averaged(tensors, self.group, self.flat.device)
+    @contextmanager
+    def whole(self, optimizer: bool = False) -> Iterator[None]:
+        with self.group.uncounted(), averaged([self.flat.data, *self.statistics], self.group):
+            states = mean_state(self.update.optimizer, self.group) if optimizer else []
+            try:
+                yield
+            finally:
+                for tensor, before in states:
+                    tensor.copy_(before)
 
     def measure(self) -> float:
         """How far replicas are from their mean, in root mean square; all ranks call it."""
         start_ns = time.monotonic_ns()
-        mean = self.flat.data.clone()
-        self.group.all_reduce(mean, Op.MEAN).wait()
-        apart = (self.flat.data - mean).double().square().sum()
-        self.group.all_reduce(apart, Op.MEAN).wait()
+        with self.group.uncounted():
+            mean = self.flat.data.clone()
+            self.group.all_reduce(mean, Op.MEAN).wait()
+            apart = (self.flat.data - mean).double().square().sum()
+            self.group.all_reduce(apart, Op.MEAN).wait()
         distance = math.sqrt(float(apart))
-        self.distances.append((self.steps, distance))
+        self.distances.append((self.traffic.steps, distance))
         end_ns = time.monotonic_ns()
         self.update.tracer.add(WAIT, start_ns, end_ns, "main", f"consensus distance {distance:.4g}")
         return distance
@@ -218,7 +243,7 @@ class MixWeights(Sync):
         return {
             "graph": self.mixing.name,
             "second_eigenvalue": self.mixing.second_eigenvalue,
-            "bytes_sent": self.neighbours.bytes_sent,
+            **self.traffic.report(),
             "consensus_distance": [list(pair) for pair in self.distances],
         }
 
@@ -233,11 +258,11 @@ class MixWeights(Sync):
 
     def _mix(self) -> None:
         if self.flat.head_travels_alone:
-            self.neighbours.mix(self.flat.data, self.steps)
+            self.neighbours.mix(self.flat.data, self.traffic.steps)
             return
         data = self.flat.data  # starts with room that the gradients' head takes up in `grad`
         data[0] = self.flat.head[0] * self.group.size
-        self.neighbours.mix(data, self.steps)
+        self.neighbours.mix(data, self.traffic.steps)
         self._loss = data[0].clone()
         data[0] = 0.0
 

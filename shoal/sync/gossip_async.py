@@ -22,7 +22,7 @@ from shoal.group.group import Group
 from shoal.observe.trace import WAIT
 from shoal.replica.flat import FlatParams
 from shoal.schedules.mixing import Mixing
-from shoal.sync.average import kept
+from shoal.sync.mean import kept
 from shoal.sync.sync import Sync
 from shoal.sync.update import Update
 from shoal.wire.board import Board, Bytes
@@ -38,7 +38,8 @@ class AsyncGossip(Sync):
     """A step writes the parameters once and reads those of the neighbours that are new.
 
     The weights that count are the mean of all workers that have not died, when they have come as
-    far as this one; so are buffers. The optimizer's state is that of the worker that saves.
+    far as this one, and so are BatchNorm's statistics. The optimizer's state is that of the worker
+    that saves.
     """
 
     waits = False
@@ -49,7 +50,7 @@ class AsyncGossip(Sync):
         update: Update,
         group: Group,
         mixing: Mixing,
-        buffers: Sequence[Tensor],
+        statistics: Sequence[Tensor],
     ):
         self.flat, self.update, self.mixing = flat, update, mixing
         self.rank, self.size = group.rank, group.size
@@ -60,7 +61,7 @@ class AsyncGossip(Sync):
         self.distances: list[tuple[int, float]] = []
         self._measure_at = MEASURE_EVERY
         self._seen = [0] * group.size
-        self._tensors = [flat.data, *(b for b in buffers if b.is_floating_point() and b.numel())]
+        self._tensors = [flat.data, *statistics]
         self._page, self._views = room_for(self._tensors)
         self._others = torch.empty_like(flat.data)
         self._loss: Tensor | None = None
@@ -111,7 +112,9 @@ class AsyncGossip(Sync):
         return {
             "graph": self.mixing.name,
             "second_eigenvalue": self.mixing.second_eigenvalue,
+            "steps": self.steps,
             "bytes_sent": self.bytes_sent,
+            "bytes_per_step": self.bytes_sent / max(1, self.steps),
             "bytes_read": self.bytes_read,
             "lost": sorted(self.lost),
             "steps_behind": self.behind / max(1, self.reads),

@@ -1,13 +1,35 @@
-"""The mean of what replicas' optimizers remember."""
+"""The mean of the replicas, for a while: what is evaluated and saved where they differ."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from shoal.group.group import Group, Op
+
+
+@contextmanager
+def kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Whatever the block does to these tensors, they have their values again afterwards."""
+    own = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, own, strict=True):
+            tensor.copy_(value)
+
+
+@contextmanager
+def averaged(tensors: Sequence[Tensor], group: Group) -> Iterator[None]:
+    """While the block runs, each tensor holds its mean over the ranks; all ranks call it."""
+    with kept(tensors):
+        for tensor in tensors:
+            group.all_reduce(tensor, Op.MEAN).wait()
+        yield
 
 
 def mean_state(optimizer: torch.optim.Optimizer, group: Group) -> list[tuple[Tensor, Tensor]]:
