@@ -18,7 +18,10 @@ from shoal.strategy import parse
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 
-SYNCHRONOUS = ["ddp", "ddp(bucket_mb=0.0001)", 'gossip(graph="complete")']
+SYNCHRONOUS = [
+    *("ddp", "ddp(bucket_mb=0.0001)", 'gossip(graph="complete")'),
+    *("zero(1)", "zero(2)", "zero(3)"),
+]
 # equal where the optimizer is linear in the gradient: SGD, without clipping
 LINEAR = [*SYNCHRONOUS, "localsgd(every=1)", 'localsgd(every=1, outer="sgd(lr=1)")']
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
@@ -37,7 +40,8 @@ def train(
     job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
     step = job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
     losses = [float(step(b)) for b in job.batches(dataset, batch_size, epochs=epochs)]
-    return losses, {name: t.detach().clone() for name, t in step.model.state_dict().items()}
+    with step.sync.whole():
+        return losses, {name: t.detach().clone() for name, t in step.model.state_dict().items()}
 
 
 def assert_equal_to_single(

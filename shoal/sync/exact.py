@@ -85,6 +85,10 @@ class ExactReduce(Sync):
         if self.flat.head_travels_alone:
             self.flat.head.copy_(self._agree(self._head))
         self.flat.publish()
+        self.apply()
+
+    def apply(self) -> None:
+        """The gradients are agreed and with the parameters."""
         self.update.apply()
         self.flat.drop_gradients()
 

@@ -49,6 +49,10 @@ class Sync(Protocol):
         """
         return nullcontext()
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """While the block runs, forward passes that all ranks make alike use the right weights."""
+        return self.whole()
+
     def restored(self) -> None:
         """A checkpoint was loaded into the model and the optimizer: take it for the truth."""
         return None
