@@ -328,7 +328,7 @@ class ShardedParams(FlatParams):
         if tensor.layout != torch.strided or tensor.dtype != self.dtype:
             return tensor
         at = tensor.untyped_storage().data_ptr()
-        offset = tensor.storage_offset()
+        offset = int(tensor.storage_offset())
         if at == self.own.untyped_storage().data_ptr():
             i = bisect.bisect(self._own_starts, offset + self.shard.start) - 1
             number = self._unit_of[i]

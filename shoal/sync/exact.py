@@ -92,6 +92,9 @@ class ExactReduce(Sync):
         self.update.apply()
         self.flat.drop_gradients()
 
+    def gradient_bytes(self) -> int:
+        return self.flat.grad.nbytes
+
     def loss(self, part: Tensor) -> Tensor:
         return self.flat.head[0].clone()
 

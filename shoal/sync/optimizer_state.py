@@ -21,8 +21,10 @@ from shoal.sync.update import Update, make_optimizer
 _LARGEST_BYTES = 256 << 20
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
-    + (torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+    for dtype in (
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
 }
 
 

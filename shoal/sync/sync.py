@@ -65,6 +65,10 @@ class Sync(Protocol):
         """Take back what `state` gave, or what another strategy did; comes after `restored`."""
         return None
 
+    def gradient_bytes(self) -> int:
+        """Memory that is kept for gradients now, besides what backward has left at parameters."""
+        return 0
+
     def report(self) -> dict[str, Any]:
         """What happened in this run, for machines: JSON-able."""
         return {}

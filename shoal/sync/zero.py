@@ -153,6 +153,10 @@ class ZeroReduce(Sync):
     def loss(self, part: Tensor) -> Tensor:
         return self._head[0].clone()
 
+    def gradient_bytes(self) -> int:
+        lent = [sent.memory for sent in self._sent if not self._is_kept(sent)]
+        return self._kept.nbytes + sum(memory.nbytes for memory in lent)
+
     def whole(self, optimizer: bool = False) -> AbstractContextManager[None]:
         return self.sharded.whole(optimizer)
 
@@ -166,7 +170,7 @@ class ZeroReduce(Sync):
         kept = self._kept_at
         if kept.start <= bucket.start < kept.stop and bucket.start not in self._taken:
             self._taken.add(bucket.start)
-            self._memory = self._kept[bucket.start - kept.start : bucket.stop - kept.start]
+            self._memory = self._place(bucket)
         else:
             self._memory = torch.empty(
                 bucket.stop - bucket.start, dtype=self.flat.dtype, device=self.flat.device
@@ -176,14 +180,18 @@ class ZeroReduce(Sync):
     def _settle(self, left: int) -> None:
         """Wait until at most `left` buckets are on their way; add up what came to its owner."""
         while len(self._sent) > left:
-            work, bucket, memory = self._sent.popleft()
+            sent = self._sent.popleft()
+            work, bucket, memory = sent
             work.wait()
-            if self._owner[bucket.start] == self.group.rank:
-                kept = self._kept[
-                    bucket.start - self._kept_at.start : bucket.stop - self._kept_at.start
-                ]
-                if kept.data_ptr() != memory.data_ptr():
-                    kept.add_(memory)
+            if self._owner[bucket.start] == self.group.rank and not self._is_kept(sent):
+                self._place(bucket).add_(memory)
+
+    def _place(self, bucket: slice) -> Tensor:
+        start = self._kept_at.start
+        return self._kept[bucket.start - start : bucket.stop - start]
+
+    def _is_kept(self, sent: _Sent) -> bool:
+        return _storage(sent.memory) == _storage(self._kept)
 
 
 class ExactZero(ExactReduce):
@@ -203,3 +211,7 @@ class ExactZero(ExactReduce):
 
     def evaluating(self) -> AbstractContextManager[None]:
         return self.sharded.evaluating()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
