@@ -24,6 +24,7 @@ from shoal.sync.update import NormOver, Update
 from shoal.sync.zero import ExactZero, ZeroReduce, norm_over, own_named
 
 DEFAULT_BUCKET_BYTES = 25 << 20
+SMALLEST_BUCKET_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
         case Zero() if replica.exact_microbatches is not None:
             return ExactZero(flat, update, group, replica.exact_microbatches, _bytes(part))
         case Zero(stage=stage):
-            return ZeroReduce(flat, update, group, stage, _bytes(part))
+            return ZeroReduce(flat, update, group, stage, _bytes_of_shards(flat, group))
     raise NotBuilt(f"{part} is not built yet: this version has no runtime for it")
 
 
@@ -135,3 +136,9 @@ def _check(part: SyncPart, replica: Replica) -> None:
 
 def _bytes(part: SyncPart) -> int:
     return int(part.bucket_mb * (1 << 20)) if isinstance(part, Ddp) else DEFAULT_BUCKET_BYTES
+
+
+def _bytes_of_shards(flat: FlatParams, group: Group) -> int:
+    """Buckets that are small beside a shard, since they need memory of their own."""
+    shard_bytes = flat.size * flat.data.element_size() // group.size
+    return min(DEFAULT_BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, shard_bytes // 16))
