@@ -156,6 +156,12 @@ class FlatParams:
             for run in self._runs[bucket.start]
         ]
 
+    def left_bytes(self) -> int:
+        """Memory of gradients that were left where backward has put them."""
+        grad = self.grad.untyped_storage().data_ptr()
+        views = [self._views[i] for i in self._left]
+        return sum(v.nbytes for v in views if v.untyped_storage().data_ptr() != grad)
+
     def arm(self, on_bucket: OnBucket) -> None:
         """The next backward is the last of this step: call `on_bucket(slice)` as buckets fill up.
 

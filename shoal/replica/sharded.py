@@ -84,6 +84,7 @@ class ShardedParams(FlatParams):
         self.model, self.group, self._on = model, group.duplicate(), device
         self._blank = blank
         self._is_whole = False
+        self.on_saved: Callable[[Tensor], Tensor] = lambda tensor: tensor  # for who counts
         super().__init__(model.named_parameters())
         self._make_units()
         self._watch_modules()
@@ -326,7 +327,7 @@ class ShardedParams(FlatParams):
     def _note(self, tensor: Tensor) -> Tensor | _Note:
         """Backward will need this tensor: if it is gathered, note where it lies instead."""
         if tensor.layout != torch.strided or tensor.dtype != self.dtype:
-            return tensor
+            return self.on_saved(tensor)
         at = tensor.untyped_storage().data_ptr()
         offset = int(tensor.storage_offset())
         if at == self.own.untyped_storage().data_ptr():
@@ -337,7 +338,7 @@ class ShardedParams(FlatParams):
         elif at in self._by_storage:
             number, run = self._by_storage[at]
         else:
-            return tensor
+            return self.on_saved(tensor)
         return _Note(number, run, tensor.shape, tensor.stride(), offset)
 
     def _find(self, saved: Tensor | _Note) -> Tensor:

@@ -117,7 +117,7 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
         case Zero() if replica.exact_microbatches is not None:
             return ExactZero(flat, update, group, replica.exact_microbatches, _bytes(part))
         case Zero(stage=stage):
-            return ZeroReduce(flat, update, group, stage, _bytes_of_shards(flat, group))
+            return ZeroReduce(flat, update, group, stage, bytes_of_shards(flat, group.size))
     raise NotBuilt(f"{part} is not built yet: this version has no runtime for it")
 
 
@@ -138,7 +138,7 @@ def _bytes(part: SyncPart) -> int:
     return int(part.bucket_mb * (1 << 20)) if isinstance(part, Ddp) else DEFAULT_BUCKET_BYTES
 
 
-def _bytes_of_shards(flat: FlatParams, group: Group) -> int:
+def bytes_of_shards(flat: FlatParams, replicas: int) -> int:
     """Buckets that are small beside a shard, since they need memory of their own."""
-    shard_bytes = flat.size * flat.data.element_size() // group.size
+    shard_bytes = flat.size * flat.data.element_size() // replicas
     return min(DEFAULT_BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, shard_bytes // 16))

@@ -53,6 +53,16 @@ def norm_over(flat: FlatParams, group: Group) -> Callable[[Tensor], Tensor]:
     return over
 
 
+def owned_buckets(flat: FlatParams, ranks: int, num_bytes: int) -> list[tuple[int, slice]]:
+    """Buckets with their owners, last one first; none crosses the border of a shard."""
+    first = min(num_bytes, FIRST_BUCKET_BYTES)
+    found: list[tuple[int, slice]] = []
+    for rank, shard in reversed(list(enumerate(flat.shards(ranks)))):
+        cuts = flat.buckets(num_bytes, None if found else first, shard)
+        found += [(rank, bucket) for bucket in cuts]
+    return found
+
+
 class _Sent(NamedTuple):
     work: Work
     bucket: slice
@@ -112,13 +122,9 @@ class ZeroReduce(Sync):
         self.flat, self.group = flat, group
         self.sharded = ShardedUpdate(flat, update, group)
         self.every_microbatch = stage > 1
-        first = min(bucket_bytes, FIRST_BUCKET_BYTES)
-        self._owner: dict[int, int] = {}
-        buckets: list[slice] = []
-        for rank, shard in reversed(list(enumerate(self.sharded.shards))):
-            for bucket in flat.buckets(bucket_bytes, None if buckets else first, shard):
-                self._owner[bucket.start] = rank
-                buckets.append(bucket)
+        owned = owned_buckets(flat, group.size, bucket_bytes)
+        self._owner = {bucket.start: rank for rank, bucket in owned}
+        buckets = [bucket for _, bucket in owned]
         self.shard = self.sharded.shards[group.rank]
         kept = slice(flat.offset, flat.size) if stage == 1 else self.shard
         self._kept = torch.zeros(kept.stop - kept.start, dtype=flat.dtype, device=flat.device)
