@@ -123,8 +123,8 @@ def _gradients(part: SyncPart, rank: int, replicas: int, flat: FlatParams) -> in
         most = max(sum(numel[i] for i in flat.inside(bucket)) for _, bucket in owned)
         if part.stage == 1:
             return (flat.size - flat.offset + most) * width
-        lent = sorted(b.stop - b.start for owner, b in owned if owner != rank)
-        kept = sum(b.stop - b.start for owner, b in owned if owner == rank)
+        lent: list[int] = sorted(b.stop - b.start for owner, b in owned if owner != rank)
+        kept: int = sum(b.stop - b.start for owner, b in owned if owner == rank)
         return (kept + sum(lent[-ON_THE_WAY:]) + most) * width
     size = int(part.bucket_mb * (1 << 20)) if isinstance(part, Ddp) else DEFAULT_BUCKET_BYTES
     large = {i for i, n in enumerate(numel) if n * width >= LARGE_BYTES}
