@@ -136,7 +136,13 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], tied: Any, where: P
         )
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(complete[name])
+            if not _is_elsewhere(tensor):
+                tensor.copy_(complete[name])
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """A parameter that another rank holds has a shape here and no memory for it."""
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 
 def optimizer_tensors(
@@ -183,19 +189,25 @@ def load_optimizer(
     by_index: dict[int, dict[str, Any]] = {}
     groups = rest.get("groups")
     saved_groups: list[Any] = groups if isinstance(groups, list) else []
-    for i, (packed, group) in enumerate(
-        zip(document["param_groups"], optimizer.param_groups, strict=True)
-    ):
+    for packed, group in zip(document["param_groups"], optimizer.param_groups, strict=True):
         group_names = [names[id(p)] for p in group["params"]]
         for index, name in zip(packed["params"], group_names, strict=True):
             if name in state:
                 by_index[index] = state[name]
-        if i < len(saved_groups) and not isinstance(saved_groups[i], dict):
-            raise CheckpointError(f"the checkpoint at {where} is damaged: its parameter groups")
-        if i < len(saved_groups) and saved_groups[i].get("params") == group_names:
-            _restore(packed, saved_groups[i], where)
+        if (saved_group := _group_of(group_names, saved_groups, where)) is not None:
+            _restore(packed, saved_group, where)
     document["state"] = by_index
     optimizer.load_state_dict(document)
+
+
+def _group_of(names: list[str], saved: list[Any], where: Path) -> dict[str, Any] | None:
+    """The saved group that holds these parameters; it may hold more, of other ranks."""
+    for group in saved:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            raise CheckpointError(f"the checkpoint at {where} is damaged: its parameter groups")
+        if set(names) <= {name for name in group["params"] if isinstance(name, str)}:
+            return group
+    return None
 
 
 def _state_by_name(

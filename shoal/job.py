@@ -194,7 +194,7 @@ class Job:
         was_training = model.training
         model.eval()
         try:
-            with step.sync.whole():
+            with step.sync.evaluating():
                 names, everything = self._evaluate(metric, step, data, batch_size)
         finally:
             model.train(was_training)

@@ -43,6 +43,8 @@ from shoal.launch.rendezvous import open_rendezvous
 from shoal.launch.run_dir import leave_report
 from shoal.launch.worker import die_with_launcher, open_progress
 from shoal.observe.capture import Capture, Enough
+from shoal.observe.estimate import estimate_from_environment
+from shoal.observe.probe import Probe
 from shoal.observe.progress import for_worker
 from shoal.observe.trace import OFF, Recorder, Tracer
 from shoal.strategy import Ddp, Part, Single, Strategy, as_strategy, require_built
@@ -114,17 +116,24 @@ class _Worker:
             stack.callback(progress.close)
             if isinstance(group, TorchGroup | ScheduledGroup | ShmGroup | HostsGroup):
                 group.tracer = tracer
-            job = Job(
-                self.strategy,
-                group,
-                device=self.device,
-                seed=self.seed,
-                progress=progress,
-                tracer=tracer,
-                faults=faults_of(os.environ, self.rank, self.size),
-                tally=self._tally(),
-            )
+
+            def make(kind: type[Job]) -> Job:
+                return kind(
+                    self.strategy,
+                    group,
+                    device=self.device,
+                    seed=self.seed,
+                    progress=progress,
+                    tracer=tracer,
+                    faults=faults_of(os.environ, self.rank, self.size),
+                    tally=self._tally(),
+                )
+
             try:
+                if estimate_from_environment(os.environ, train, make):
+                    self._note_end()
+                    return None
+                job = make(Job)
                 return self._train(train, job)
             except SystemExit as end:
                 if not end.code:
@@ -139,11 +148,14 @@ class _Worker:
 
     def _train(self, train: Callable[[Job], Any], job: Job) -> Any:
         capture = Capture.from_environment(os.environ, job)
+        probe = Probe.from_environment(os.environ, job)
         result = None
         with suppress(Enough):
             result = train(job)
         if capture is not None:
             capture.write()
+        if probe is not None:
+            probe.write()
         job.close()
         if self._is_ours:
             leave_report(os.environ["SHOAL_RUN_DIR"], self.rank, job.report())

@@ -66,9 +66,10 @@ def _restore_step(
     model, optimizer = (_named(prefix, part) for part in (saved.model, saved.optimizer))
     model = _restore_rows(step, model, rest.get("tables", {}), path)
     checkpoint.load_model(step.model, model, rest.get("tied"), path)
-    checkpoint.load_optimizer(
-        step.update.optimizer, step.flat.named, optimizer, rest.get("optimizer"), path
-    )
+    if step.update.named:  # else this rank trains no parameter
+        checkpoint.load_optimizer(
+            step.update.optimizer, step.flat.named, optimizer, rest.get("optimizer"), path
+        )
     step.steps = step.update.steps = rest["steps"]
     if step.update.scaler is not None and isinstance(rest.get("scaler"), dict):
         step.update.scaler.load_state_dict(rest["scaler"])

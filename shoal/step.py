@@ -27,10 +27,9 @@ from shoal.replica.batchnorm import (
     settle,
 )
 from shoal.replica.engine import Engine, Loss, MicroBatch, Precision
-from shoal.replica.flat import FlatParams
 from shoal.schedules.pipeline import accumulate as accumulate_schedule
 from shoal.strategy import Ps, Strategy, SyncPart
-from shoal.sync.build import Replica, build_sync
+from shoal.sync.build import Replica, build_sync, lay_out, ownership, place
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
 from shoal.tree import Tree, map_tensors
 
@@ -106,19 +105,23 @@ class Step:
         self._has_servers = isinstance(part, Ps)
         if options.exact:
             _make_deterministic(device)
-        self.model = model.to(device)
+        blank = place(part, model, group, device)
+        self.model = model
         self.embeddings = bind_embeddings(self.model, optimizer, seed)
         self._check_embeddings(say)
         presence = self._share_batchnorm(part, say)
-        self.flat = FlatParams(self.model.named_parameters())
+        self.flat = lay_out(part, model, group, device, blank)
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
+        own = ownership(part, self.flat, group, options.exact)
         self.update = Update(
-            self.flat.named,
+            own.named,
             optimizer,
             clip_norm=options.clip_norm,
             lr=lr,
             scaler=scaler,
+            norm_over=own.norm_over,
+            clipped=own.clipped,
             tracer=tracer,
         )
         self.sync = build_sync(
@@ -228,7 +231,8 @@ class Step:
         """Every rank starts from rank 0's parameters and buffers."""
         if self.group.size == 1:
             return
-        self.group.broadcast(self.flat.data).wait()
+        if self.flat.data.numel():
+            self.group.broadcast(self.flat.data).wait()
         trained = {id(p) for p in self.flat.params}
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
             if id(tensor) not in trained and tensor.numel():

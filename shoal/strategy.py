@@ -46,6 +46,7 @@ EVERY_VALUE = _EveryValue()
 # at its default only (so list `size`, which has none); an unlisted part does not work at all.
 BUILT: dict[str, dict[str, Container[object]]] = {
     "single": {},
+    "zero": {"stage": EVERY_VALUE},
     "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": EVERY_VALUE},
     "localsgd": {"every": EVERY_VALUE, "outer": EVERY_VALUE, "compress": EVERY_VALUE},
     "gossip": {"graph": EVERY_VALUE, "mode": EVERY_VALUE},

@@ -19,11 +19,9 @@ from tests.conftest import World
 from tests.models import convnet, mlp, samples
 
 SYNCHRONOUS = [
-    "ddp",
-    "ddp(bucket_mb=0.0001)",
-    'ps(placement="rank0")',
-    'ps(placement="workers", update="worker")',
-    'gossip(graph="complete")',
+    *("ddp", "ddp(bucket_mb=0.0001)", 'gossip(graph="complete")'),
+    *('ps(placement="rank0")', 'ps(placement="workers", update="worker")'),
+    *("zero(1)", "zero(2)", "zero(3)"),
 ]
 # equal where the optimizer is linear in the gradient: SGD, without clipping
 LINEAR = [*SYNCHRONOUS, "localsgd(every=1)", 'localsgd(every=1, outer="sgd(lr=1)")']
@@ -43,8 +41,10 @@ def train(
     job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
     step = job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
     losses = [float(step(b)) for b in job.batches(dataset, batch_size, epochs=epochs)]
+    with step.sync.whole():
+        found = {name: t.detach().clone() for name, t in step.model.state_dict().items()}
     job.close()
-    return losses, {name: t.detach().clone() for name, t in step.model.state_dict().items()}
+    return losses, found
 
 
 def assert_equal_to_single(

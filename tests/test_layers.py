@@ -28,6 +28,8 @@ LAYERS = [
     ["snapshot"],
     ["job"],
     ["observe.capture", "observe.report", "observe.verify"],
+    ["observe.estimate"],
+    ["observe.probe"],
     ["run"],
     ["examples"],
     ["bench"],

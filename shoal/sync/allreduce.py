@@ -48,6 +48,9 @@ class AllReduce(Sync):
         self.update.apply()
         self.flat.drop_gradients()
 
+    def gradient_bytes(self) -> int:
+        return self.flat.grad.nbytes + self.flat.left_bytes()
+
     def loss(self, part: Tensor) -> Tensor:
         return self.flat.head[0].clone()
 

@@ -53,8 +53,15 @@ class ExactReduce(Sync):
         if self.flat.head_travels_alone:
             self.flat.head.copy_(self._agree(self._head))
         self.flat.publish()
+        self.apply()
+
+    def apply(self) -> None:
+        """The gradients are agreed and with the parameters."""
         self.update.apply()
         self.flat.drop_gradients()
+
+    def gradient_bytes(self) -> int:
+        return self.flat.grad.nbytes
 
     def loss(self, part: Tensor) -> Tensor:
         return self.flat.head[0].clone()

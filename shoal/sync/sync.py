@@ -62,6 +62,10 @@ class Sync(Protocol):
         """
         return nullcontext()
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """While the block runs, forward passes that all ranks make alike use the right weights."""
+        return self.whole()
+
     def restored(self) -> None:
         """A checkpoint was loaded into the model and the optimizer: take it for the truth."""
         return None
@@ -73,6 +77,10 @@ class Sync(Protocol):
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `state` gave, or what another strategy did; comes after `restored`."""
         return None
+
+    def gradient_bytes(self) -> int:
+        """Memory that is kept for gradients now, besides what backward has left at parameters."""
+        return 0
 
     def report(self) -> dict[str, Any]:
         """What happened in this run, for machines: JSON-able."""

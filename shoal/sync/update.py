@@ -13,10 +13,16 @@ from shoal.observe.trace import OFF, Tracer
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 LearningRate = Callable[[int], float]
+NormOver = Callable[[Tensor], Tensor]
 
 
 class Update:
-    """Owns the optimizer. `lr(step)` is absolute; parameter groups keep their ratios to it."""
+    """Owns the optimizer. `lr(step)` is absolute; parameter groups keep their ratios to it.
+
+    `named` may be a part of the model, or nothing. `norm_over` then makes the sum of squares of
+    these gradients that of all of them, for clipping; or `clipped` names them all, where they are
+    at hand.
+    """
 
     def __init__(
         self,
@@ -26,11 +32,15 @@ class Update:
         clip_norm: float | None = None,
         lr: LearningRate | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        norm_over: NormOver | None = None,
+        clipped: list[nn.Parameter] | None = None,
         tracer: Tracer = OFF,
     ):
         self.named, self.params = named, [p for _, p in named]
-        self.factory, self.optimizer = factory, make_optimizer(factory, named)
+        self.factory = factory
+        self.optimizer = make_optimizer(factory, named) if named else _idle()
         self.clip_norm, self.lr, self.scaler, self.tracer = clip_norm, lr, scaler, tracer
+        self.norm_over, self.clipped = norm_over, self.params if clipped is None else clipped
         self.steps = 0
         self._ratios = _ratios(self.optimizer)
 
@@ -41,7 +51,7 @@ class Update:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             if self.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.params, self.clip_norm)
+                self._clip(self.clip_norm)
             if self.scaler is not None:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
@@ -56,6 +66,14 @@ class Update:
         # the scale stays float32: an fp16 loss could not hold it
         scaled: Tensor = self.scaler.scale(weight.float())
         return scaled
+
+    def _clip(self, bound: float) -> None:
+        if self.norm_over is None:
+            nn.utils.clip_grad_norm_(self.clipped, bound)
+            return
+        norm = nn.utils.get_total_norm([p.grad for p in self.clipped if p.grad is not None])
+        total = self.norm_over(norm.double().square()).sqrt().to(norm.dtype)
+        nn.utils.clip_grads_with_norm_(self.clipped, bound, total)
 
     def set_lr(self, value: float) -> None:
         for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
@@ -74,6 +92,11 @@ def make_optimizer(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BadInput("LBFGS computes the loss several times a step, which job.step cannot do")
     return optimizer
+
+
+def _idle() -> torch.optim.Optimizer:
+    """For a rank that owns no parameter: torch's optimizers refuse to have none."""
+    return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
 
 
 def _ratios(optimizer: torch.optim.Optimizer) -> list[float]:
