@@ -150,6 +150,7 @@ class Arrived:
 
     version: int
     slowest: int | None
+    fastest: int | None
     head: Tensor
 
 
@@ -335,7 +336,7 @@ class Client:
             into.append(bytes_of(self.inbox[spec.start : spec.stop]))
         link.send("pull", Kind.PULL, request)
         found = decode(link.answer("pull", Kind.PULL, into), Pulled)
-        return Arrived(found.version, found.slowest, head)
+        return Arrived(found.version, found.slowest, found.fastest, head)
 
 
 def _get_state(link: Link) -> tuple[State, list[Tensor]]:

@@ -95,6 +95,7 @@ class Pull(Message, frozen=True):
 class Pulled(Message, frozen=True):
     version: Count
     slowest: Count | None  # the clock of the slowest live worker, where the lead answers
+    fastest: Count | None  # and of the fastest
 
 
 class Value(Message, frozen=True):
