@@ -117,7 +117,7 @@ def _named(part: Ps, update: Update) -> Named | None:
             'precision="fp16" scales the loss, which the workers have to undo: use '
             'ps(update="worker") or precision="bf16"'
         )
-    return name_of(update.factory)
+    return name_of(update.optimizer, update.params)
 
 
 class ParameterServer(Sync):
