@@ -22,7 +22,7 @@ LAYERS = [
     ["embedding"],
     ["sync"],
     ["launch"],
-    ["data", "deal", "checkpoint"],
+    ["data", "deal", "items", "checkpoint"],
     ["observe.pace", "observe.progress"],
     ["feed", "step"],
     ["snapshot"],
