@@ -27,7 +27,7 @@ LAYERS = [
     ["feed", "step"],
     ["snapshot"],
     ["job"],
-    ["observe.capture", "observe.report", "observe.verify"],
+    ["observe.capture", "observe.contest", "observe.report", "observe.verify"],
     ["observe.estimate"],
     ["observe.probe"],
     ["run"],
