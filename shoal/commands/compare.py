@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+EXAMPLE_STEPS = 120
 WORKER = "shoal.commands.compare_worker"
 # What is compared unless told: one of each kind, and the options that change most. What this
 # version does not run, or so many workers cannot, is left out.
@@ -72,7 +73,12 @@ def compare(
     workers: Workers = 2,
     strategy: Strategies = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Stop each run after so many steps.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Stop each run after so many steps.",
+            show_default=f"{EXAMPLE_STEPS} for an example, else where the script ends",
+        ),
     ] = None,
     seed: Seed = None,
     device: Device = None,
@@ -84,6 +90,8 @@ def compare(
     """Train one model under several strategies and compare speed, traffic and result."""
     command = [sys.executable, "-m", WORKER, "PLAN", *_target(script, args)]
     names = _strategies(strategy, workers)
+    if steps is None and command[4].startswith("shoal.examples."):
+        steps = EXAMPLE_STEPS
     env = environment(as_strategy("single"), seed, device)
     with tempfile.TemporaryDirectory(prefix="shoal-compare-") as folder:
         entries = _entries(names, workers, Path(folder))
@@ -96,7 +104,7 @@ def compare(
         document = {"script": script, "workers": workers, "seed": seed or 0}
         print(json.dumps({**document, "runs": [outcome.to_json() for outcome in outcomes]}))
     else:
-        console = wide_console()
+        console = wide_console(140)
         console.print(_table(outcomes, f"{script} on {workers} workers"))
         for outcome in outcomes:
             if not outcome.ran:
@@ -113,8 +121,8 @@ def _target(script: str, args: Sequence[str] | None) -> list[str]:
 
 def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
     if given:
-        chosen = [str(strategy_for(text, workers)) for text in given]
-        return [text for text in dict.fromkeys(chosen) if text != "single"]
+        others = [text for text in given if as_strategy(text) != as_strategy("single")]
+        return list(dict.fromkeys(str(strategy_for(text, workers)) for text in others))
     found = []
     for text in FIELD:
         try:
@@ -248,7 +256,7 @@ def _table(outcomes: Sequence[Outcome], title: str) -> Table:
     metric = next((name for found in names for name in found if name != "loss"), None)
     tested = any("loss" in found for found in names)
     table = Table(title=title, box=box.SIMPLE_HEAD, title_style="bold")
-    table.add_column("strategy", no_wrap=True)
+    table.add_column("strategy", overflow="fold")
     heads = ["test loss" if tested else "loss"]
     heads += [] if metric is None else [metric or "metric"]
     heads += ["steps/s", "speed-up", "sent a step", "idle"]
