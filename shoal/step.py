@@ -221,7 +221,10 @@ class Step:
         if not self.embeddings:
             return
         if self.group.size > 1 and not self._has_servers:
-            raise NotBuilt("shoal.Embedding trains on several workers under ps, not otherwise")
+            raise NotBuilt(
+                "shoal.Embedding trains on several workers under ps, not otherwise; under hogwild "
+                "take nn.Embedding(sparse=True)"
+            )
         if self.options.exact or self.options.precision == "fp16":
             raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')
         if self.options.clip_norm is not None:
