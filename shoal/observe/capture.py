@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.checkpoint import model_tensors
+from shoal.data import WholeBatch
 from shoal.group.group import Op
 from shoal.job import Job
 from shoal.step import Step
@@ -98,6 +99,8 @@ def additions_in(step: Step) -> int:
     batch = step.latest
     if batch is None:
         return 1
+    if isinstance(batch, WholeBatch):
+        return batch.total
     tensors = [t for t in tensors_of(batch) if t.dim() > 0 and len(t)]
     positions = max(t.numel() // len(t) for t in tensors)
     return batch.total * positions

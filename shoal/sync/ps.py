@@ -277,6 +277,8 @@ class ParameterServer(Sync):
             "servers": self._stats,
             "skipped": self.skipped,
             "steps_ahead": {str(k): ahead[k] for k in sorted(ahead)},
+            "bytes_sent": sum(link.sent_bytes for link in self.client.links)
+            + self.client.laid_bytes,
             "sent_bytes": [link.sent_bytes for link in self.client.links],
             "received_bytes": [link.received_bytes for link in self.client.links],
             "shared_memory": self.client.shares_memory,
