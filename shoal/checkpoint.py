@@ -97,13 +97,13 @@ def read(path: Path) -> Checkpoint:
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Copies of all tensors of a model on the CPU, and the names that are tied to another."""
+    """Copies of a model's tensors that are here, on the CPU; the names tied to another."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     seen: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
     for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            continue
+        if not isinstance(value, Tensor) or value.device.type == "meta":
+            continue  # another worker has it
         key = (value.data_ptr(), value.shape, value.stride())
         if value.numel() and key in seen:
             tied[name] = seen[key]
@@ -163,6 +163,21 @@ def optimizer_tensors(
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "values": values}
 
 
+def join_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `optimizer_tensors` tells of the parts of a model, as if told of the whole.
+
+    Groups with the same settings are one.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for group in part["groups"]:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            joined = groups.setdefault(json.dumps(settings), {"params": [], **settings})
+            joined["params"] += [n for n in group["params"] if n not in joined["params"]]
+    values = {name: value for part in parts for name, value in part["values"].items()}
+    return {"class": parts[0]["class"], "groups": list(groups.values()), "values": values}
+
+
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
     named: list[tuple[str, nn.Parameter]],
@@ -183,19 +198,23 @@ def load_optimizer(
     by_index: dict[int, dict[str, Any]] = {}
     groups = rest.get("groups")
     saved_groups: list[Any] = groups if isinstance(groups, list) else []
-    for i, (packed, group) in enumerate(
-        zip(document["param_groups"], optimizer.param_groups, strict=True)
-    ):
+    if not all(isinstance(saved, dict) for saved in saved_groups):
+        raise CheckpointError(f"the checkpoint at {where} is damaged: its parameter groups")
+    for packed, group in zip(document["param_groups"], optimizer.param_groups, strict=True):
         group_names = [names[id(p)] for p in group["params"]]
         for index, name in zip(packed["params"], group_names, strict=True):
             if name in state:
                 by_index[index] = state[name]
-        if i < len(saved_groups) and not isinstance(saved_groups[i], dict):
-            raise CheckpointError(f"the checkpoint at {where} is damaged: its parameter groups")
-        if i < len(saved_groups) and saved_groups[i].get("params") == group_names:
-            _restore(packed, saved_groups[i], where)
+        for saved in saved_groups:
+            if _holds(saved.get("params"), group_names):
+                _restore(packed, saved, where)
     document["state"] = by_index
     optimizer.load_state_dict(document)
+
+
+def _holds(saved: Any, names: list[str]) -> bool:
+    """Whether a saved group is this one, or this one is a worker's part of it."""
+    return bool(names) and isinstance(saved, list) and all(name in saved for name in names)
 
 
 def _state_by_name(

@@ -23,9 +23,10 @@ from shoal.data import (
 from shoal.errors import BadInput
 from shoal.feed import Feed
 from shoal.group.group import Group
+from shoal.group.mesh import Mesh
 from shoal.observe.progress import Progress, Silent
 from shoal.observe.trace import OFF, Tracer
-from shoal.replica.engine import Loss, Precision, call
+from shoal.replica.engine import Loss, Precision
 from shoal.snapshot import restore, snapshot
 from shoal.step import Count, Step, StepOptions
 from shoal.strategy import Strategy, require_built
@@ -54,7 +55,8 @@ class Job:
         layout = strategy.layout(group.size)
         self.strategy, self.group, self.device, self.seed = strategy, group, device, seed
         self.rank, self.size = group.rank, group.size
-        self.replica, self.replicas = group.rank, layout.replicas
+        self.mesh = Mesh.of(group, layout)
+        self.replica, self.replicas = self.mesh.dp.rank, layout.replicas
         self.generator = torch.Generator().manual_seed(mix(seed, 4, self.replica))
         self.steps = 0
         self.on_build: list[Callable[[Step], None]] = []
@@ -64,7 +66,7 @@ class Job:
         self._progress, self._tracer = progress or Silent(), tracer
         self._said: set[str] = set()
         self._feed = Feed(
-            group, device, seed, lambda: self.steps, self._before_batch, self._say_once
+            self.mesh.dp, device, seed, lambda: self.steps, self._before_batch, self._say_once
         )
         self._clock = _Clock()
 
@@ -98,7 +100,7 @@ class Job:
             optimizer,
             options,
             strategy=self.strategy,
-            group=self.group,
+            mesh=self.mesh,
             device=self.device,
             seed=mix(self.seed, 5, len(self._steps)),
             lr=lr,
@@ -188,7 +190,7 @@ class Job:
                 sums, samples = self._evaluate_part(metric, step, data, batch_size)
         finally:
             model.train(was_training)
-        return self._mean_over_replicas(sums, samples)
+        return step.engine.share(self._mean_over_replicas(sums, samples, step))
 
     def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
         """Save the whole model, the optimizer and the place in the data under `path`.
@@ -200,7 +202,7 @@ class Job:
         with ExitStack() as stack:
             for step in self._steps:
                 stack.enter_context(step.sync.whole(optimizer=True))
-            if self.rank != 0:
+            if self.replica != 0:
                 return
             document = {
                 "steps": self.steps,
@@ -210,7 +212,9 @@ class Job:
                 "workers": self.size,
                 "about": about or {},
             }
-            checkpoint.write(Path(path), snapshot(self._steps, document))
+            saved = snapshot(self._steps, document)
+            if self.rank == 0:
+                checkpoint.write(Path(path), saved)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, whatever strategy and number of workers saved it.
@@ -278,7 +282,8 @@ class Job:
             inputs, targets = map_tensors(lambda t: t.to(self.device), tuple(batch))
             step.engine.presence.real = batch.parts[0] > 0
             with self._tracer.span("forward", "evaluate"):
-                found = metric(call(step.model, inputs), targets)
+                outputs = step.engine.predict(inputs)
+                found = metric(outputs, targets) if step.engine.is_last else {}
             for name, value in (found if isinstance(found, dict) else {"": found}).items():
                 number = torch.as_tensor(value, dtype=torch.float64, device=self.device)
                 if number.dim():
@@ -290,13 +295,15 @@ class Job:
             samples += batch.parts[0]
         return sums, samples
 
-    def _mean_over_replicas(self, sums: dict[str, Tensor], samples: float) -> Any:
+    def _mean_over_replicas(self, sums: dict[str, Tensor], samples: float, step: Step) -> Any:
+        if not step.engine.is_last:
+            return None
         if not sums:
             raise BadInput("job.evaluate got no samples")
         names = sorted(sums)
         total = torch.tensor(samples, dtype=torch.float64, device=self.device)
         everything = torch.stack([sums[name] for name in names] + [total])
-        self.group.all_reduce(everything).wait()
+        self.mesh.dp.all_reduce(everything).wait()
         means = (everything[:-1] / everything[-1]).tolist()
         return means[0] if names == [""] else dict(zip(names, means, strict=True))
 

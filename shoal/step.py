@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from shoal.data import Batch, Cut, mix, num_rows, take
 from shoal.embedding import apply_embeddings, bind_embeddings
 from shoal.errors import BadInput, NotBuilt
-from shoal.group.group import Group, Op
+from shoal.group.group import Op
+from shoal.group.mesh import Mesh
 from shoal.observe.trace import Tracer
 from shoal.replica.batchnorm import (
     Presence,
@@ -23,10 +24,11 @@ from shoal.replica.batchnorm import (
     note_microbatches,
     settle,
 )
-from shoal.replica.engine import Engine, Loss, MicroBatch, Precision
+from shoal.replica.engine import Loss, MicroBatch, Precision
 from shoal.replica.flat import FlatParams
+from shoal.replica.part import part_of_replica
 from shoal.schedules.pipeline import accumulate as accumulate_schedule
-from shoal.strategy import Strategy
+from shoal.strategy import Pp, Strategy
 from shoal.sync.build import Replica, build_sync
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
 from shoal.tree import Tree, map_tensors
@@ -65,6 +67,24 @@ class StepOptions:
                 "replicas do not divide: choose another microbatches or number of workers"
             )
 
+    def under(self, pp: Pp | None) -> StepOptions:
+        """With the micro-batches that a pipeline wants: its own word, or `accumulate`'s, or two
+        for each stage (one where there is no pipelining)."""
+        if pp is None or pp.size == 1:
+            return self
+        if self.precision == "fp16":
+            raise BadInput(f'{pp} has no scaling of losses for precision="fp16": take "bf16"')
+        if self.exact:
+            if pp.microbatches is not None:
+                raise BadInput(
+                    f"{pp}: with exact=True the micro-batches are those of job.step "
+                    f"(microbatches={self.microbatches}); leave them out here"
+                )
+            return self
+        default = 1 if pp.schedule == "inter-op" else 2 * pp.size
+        chosen = self.accumulate if self.accumulate > 1 else default
+        return replace(self, accumulate=pp.microbatches or chosen)
+
     def local_microbatches(self, replicas: int) -> int:
         return self.microbatches // replicas if self.exact else self.accumulate
 
@@ -85,7 +105,7 @@ class Step:
         options: StepOptions,
         *,
         strategy: Strategy,
-        group: Group,
+        mesh: Mesh,
         device: torch.device,
         seed: int,
         lr: LearningRate | None,
@@ -93,19 +113,23 @@ class Step:
         tracer: Tracer,
         say: Callable[[str], None],
     ):
+        group = mesh.dp
         options.check(group.size)
+        options = options.under(strategy.pp)
         for name, value in {"loss": loss, "lr": lr, "count": count}.items():
             if value is not None and not callable(value):
                 raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
         self.options, self.group, self.seed, self.count = options, group, seed, count
+        self.mesh = mesh
         if options.exact:
             _make_deterministic(device)
         self.model = model.to(device)
         self.embeddings = bind_embeddings(self.model, optimizer, seed)
         self._check_embeddings(say)
         presence = self._share_batchnorm(say)
-        self.flat = FlatParams(self.model.named_parameters())
         self._agree_on_start()
+        self.part = part_of_replica(self.model, strategy.pp, mesh.pp, device)
+        self.flat = FlatParams(self.part.named)
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
         self.update = Update(
             self.flat.named,
@@ -113,6 +137,7 @@ class Step:
             clip_norm=options.clip_norm,
             lr=lr,
             scaler=scaler,
+            total_norm=self.part.total_norm,
             tracer=tracer,
         )
         self.sync = build_sync(
@@ -120,11 +145,10 @@ class Step:
             Replica(self.flat, self.update, group, options.microbatches if options.exact else None),
         )
         self.local_microbatches = options.local_microbatches(group.size)
-        self.engine = Engine(
-            self.model,
+        self.engine = self.part.engine(
             loss,
             self.flat,
-            accumulate_schedule(1, 0, self.local_microbatches),
+            self.local_microbatches,
             precision=options.precision,
             every_microbatch=self.sync.every_microbatch,
             gradient_scale=self.sync.gradient_scale,
@@ -148,7 +172,7 @@ class Step:
         if self.options.exact:
             settle(self.model, self.group)
         self.steps += 1
-        loss = self.sync.loss(local)
+        loss = self.part.share(self.sync.loss(local))
         for callback in self.after:
             callback(self, loss)
         return loss
@@ -168,7 +192,7 @@ class Step:
     def _check_embeddings(self, say: Callable[[str], None]) -> None:
         if not self.embeddings:
             return
-        if self.group.size > 1:
+        if self.mesh.world.size > 1:
             raise NotBuilt("shoal.Embedding trains on one worker in this version")
         if self.options.exact or self.options.precision == "fp16":
             raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')
@@ -189,14 +213,12 @@ class Step:
 
     def _agree_on_start(self) -> None:
         """Every rank starts from rank 0's parameters and buffers."""
-        if self.group.size == 1:
+        if self.mesh.world.size == 1:
             return
-        self.group.broadcast(self.flat.data).wait()
-        trained = {id(p) for p in self.flat.params}
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            if id(tensor) not in trained and tensor.numel():
+            if tensor.numel():
                 whole = tensor.detach().contiguous()
-                self.group.broadcast(whole).wait()
+                self.mesh.world.broadcast(whole).wait()
                 tensor.detach().copy_(whole)
 
     def _cut(self, batch: Any) -> list[MicroBatch]:

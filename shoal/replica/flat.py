@@ -55,6 +55,7 @@ class FlatParams:
         self.grad = torch.zeros(0, dtype=self.dtype, device=self.device)
         self.head = torch.zeros(self.head_size, dtype=self._head_dtype, device=self.device)
         self.buckets_of_grad: list[slice] = []
+        self.late: set[int] = set()  # parameters whose gradient is not final before `flush`
         self._on_bucket: OnBucket | None = None
 
     @property
@@ -175,7 +176,7 @@ class FlatParams:
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
         def collect(p: Tensor) -> None:
-            if self._on_bucket is None:
+            if self._on_bucket is None or i in self.late:
                 return
             bucket = self._bucket_of[i]
             if bucket < self._next:

@@ -13,6 +13,7 @@ from shoal.observe.trace import OFF, Tracer
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 LearningRate = Callable[[int], float]
+TotalNorm = Callable[[list[nn.Parameter]], Tensor]
 
 
 class Update:
@@ -26,11 +27,14 @@ class Update:
         clip_norm: float | None = None,
         lr: LearningRate | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        total_norm: TotalNorm | None = None,
         tracer: Tracer = OFF,
     ):
+        """`total_norm` is asked for the norm of the whole gradient where this is a part of it."""
         self.named, self.params = named, [p for _, p in named]
         self.optimizer = make_optimizer(factory, named)
         self.clip_norm, self.lr, self.scaler, self.tracer = clip_norm, lr, scaler, tracer
+        self.total_norm = total_norm
         self.steps = 0
         self._ratios = _ratios(self.optimizer)
 
@@ -41,13 +45,19 @@ class Update:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             if self.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.params, self.clip_norm)
+                self._clip(self.clip_norm)
             if self.scaler is not None:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
             else:
                 self.optimizer.step()
             self.steps += 1
+
+    def _clip(self, most: float) -> None:
+        if self.total_norm is None:
+            nn.utils.clip_grad_norm_(self.params, most)
+        else:
+            nn.utils.clip_grads_with_norm_(self.params, most, self.total_norm(self.params))
 
     def scale(self, weight: Tensor) -> Tensor:
         """The factor to start backward with, so that fp16 gradients do not vanish."""

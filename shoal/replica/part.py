@@ -1,0 +1,101 @@
+"""What one worker has of a replica: all of it, or a stage."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import BadInput
+from shoal.group.group import Group, Op
+from shoal.group.parcel import Post
+from shoal.replica.engine import Engine, Loss
+from shoal.replica.flat import FlatParams
+from shoal.replica.norm import NormOverStages
+from shoal.replica.pipeline import PipelineEngine
+from shoal.replica.stages import Stages
+from shoal.replica.ties import Ties
+from shoal.schedules.pipeline import accumulate
+from shoal.schedules.pipeline_catalog import build
+from shoal.strategy import Pp
+from shoal.tree import Tree
+
+
+class Part:
+    """A whole replica. The model's parameters are all here, and nobody else is asked."""
+
+    total_norm: NormOverStages | None = None
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.named = list(model.named_parameters())
+
+    def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
+        return Engine(self.model, loss, flat, accumulate(1, 0, microbatches), **options)
+
+    def share(self, loss: Tensor) -> Tensor:
+        """The loss, on every worker of the replica."""
+        return loss
+
+    def collect(self, tree: Tree) -> list[Tree]:
+        """What the workers of the replica give, at the first of them; there alone it is whole."""
+        return [tree]
+
+
+class StagePart(Part):
+    """One stage of a pipeline; the model's other tensors are shapes without memory."""
+
+    def __init__(self, model: nn.Module, pp: Pp, group: Group, device: torch.device):
+        self.model, self.pp, self.group = model, pp, group
+        self.chunks = build(pp.schedule, group.size, 1, pp.chunks).chunks
+        self.stages = Stages(model, group.size, self.chunks, pp.cuts)
+        self._agree(device)
+        places = {p: place for place, p in enumerate(model.parameters())}
+        num_parameters = len(places)
+        self.named = self.stages.keep(group.rank)
+        self.post = Post(group, device)
+        self.ties = Ties(self.named, self.stages.holders, self.post)
+        self.total_norm = NormOverStages(
+            {p: places[p] for _, p in self.named}, num_parameters, group, self.ties.is_counted_here
+        )
+
+    def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
+        pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
+        return PipelineEngine(
+            *(self.stages, pipeline, self.post, self.ties, loss, flat),
+            recompute=self.pp.recompute,
+            **options,
+        )
+
+    def share(self, loss: Tensor) -> Tensor:
+        number = loss.double()
+        self.group.broadcast(number, root=self.group.size - 1).wait()
+        return number.to(loss.dtype)
+
+    def collect(self, tree: Tree) -> list[Tree]:
+        if self.group.rank != 0:
+            self.post.send(tree, 0, 0).wait()
+            return [tree]
+        return [tree, *(self.post.recv(stage, 0) for stage in range(1, self.group.size))]
+
+    def _agree(self, device: torch.device) -> None:
+        """All stages must have cut the same model at the same places."""
+        said = repr((self.stages.cuts, sorted(self.stages.holders.items())))
+        mine = torch.tensor([zlib.crc32(said.encode())], device=device)
+        low, high = mine.clone(), mine.clone()
+        self.group.all_reduce(low, Op.MIN).wait()
+        self.group.all_reduce(high, Op.MAX).wait()
+        if not torch.equal(low, high):
+            raise BadInput(
+                f"rank {self.group.rank} and another stage have built different models: every "
+                "worker has to build the same one, with the same layers"
+            )
+
+
+def part_of_replica(model: nn.Module, pp: Pp | None, group: Group, device: torch.device) -> Part:
+    """This worker's part; `group` are the stages of its replica."""
+    if pp is None or group.size == 1:
+        return Part(model)
+    return StagePart(model, pp, group, device)
