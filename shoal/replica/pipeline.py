@@ -77,6 +77,7 @@ class PipelineEngine(Engine):
         self._halves: dict[Where, Halves] = {}
         self._parts: dict[int, Tensor] = {}  # losses
         self._apart: dict[int, dict[nn.Parameter, Tensor]] = {}  # gradients of a micro-batch
+        self._streams: dict[Where, list[Tensor]] = {}
         self._sent: dict[int, list[tuple[int, Sent]]] = {}  # by peer, with the place of its taking
         self._note_total(torch.zeros((), device=self.flat.device))
         with own_random_streams(self.flat.device):
@@ -180,11 +181,19 @@ class PipelineEngine(Engine):
         virtual = self._virtual(action.chunk)
         given, _ = self.stages.arrange(micro.inputs)
         self.presence.real = micro.real
-        for generator in generators_of(self.flat.device):
-            generator.manual_seed(micro.seed + virtual)
+        self._seed(_where(action), micro.seed + (0 if self.every_microbatch else virtual))
         with self._autocast():
             outputs = self.stages.segment(virtual, given)(*inputs)
-            return self._loss_of(outputs, micro) if self._taker(action) is None else outputs
+            is_end = virtual == self.stages.parts - 1
+            return self._loss_of(outputs, micro) if is_end else outputs
+
+    def _seed(self, where: Where, seed: int) -> None:
+        """Randomness of its own for every stage and micro-batch; or what the stage before left."""
+        states = self._streams.get(where)
+        for i, generator in enumerate(generators_of(self.flat.device)):
+            generator.manual_seed(seed)
+            if states is not None:
+                generator.set_state(states[i].cpu())
 
     def _start(self, action: Action) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
         """What the inputs' gradients are wanted of; where backward starts, and with what."""
@@ -222,7 +231,7 @@ class PipelineEngine(Engine):
         finally:
             self.presence.again = False
             for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+                buffer.data.copy_(value)  # unseen by autograd, which holds it but does not read it
 
     # ------------------------------------------------------------------ messages
 
@@ -232,6 +241,8 @@ class PipelineEngine(Engine):
             return self.stages.arrange(micro.inputs)[1]
         virtual = self._virtual(action.chunk)
         taken: tuple[Any, ...] = self._take(giver, action, _FORWARD, virtual)
+        if self.every_microbatch:
+            taken, self._streams[_where(action)] = taken
         return taken
 
     def _take_gradients(self, action: Action) -> list[Tensor | None]:
@@ -241,8 +252,12 @@ class PipelineEngine(Engine):
 
     def _give(self, action: Action, outputs: Tree) -> None:
         taker = self._taker(action)
-        if taker is not None:
-            self._send(taker, action, _FORWARD, self._virtual(action.chunk) + 1, outputs)
+        if taker is None:
+            return
+        if self.every_microbatch:  # the same bits as on one worker: dropout goes on from here
+            states = [generator.get_state() for generator in generators_of(self.flat.device)]
+            outputs = (outputs, states)
+        self._send(taker, action, _FORWARD, self._virtual(action.chunk) + 1, outputs)
 
     def _give_gradients(self, action: Action, grads: Sequence[Tensor | None]) -> None:
         taker = self._taker(action)
