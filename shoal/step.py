@@ -157,13 +157,16 @@ class Step:
             tracer=tracer,
         )
         self.steps = 0
-        self._reversed = False
+        self._checked = self._reversed = False
         self.latest: Batch | None = None  # what job.batches has yielded last
         self.after: list[Callable[[Step, Tensor], None]] = []
 
     def __call__(self, batch: Any) -> Tensor:
         microbatches = self._cut(batch)
         self.sync.begin()
+        if not self._checked:
+            self.part.check(microbatches[0].inputs, self.engine)
+            self._checked = True
         local = self.engine.run(microbatches, self.sync.reduce)
         self.sync.finish()
         if self.embeddings:

@@ -374,3 +374,25 @@ def test_options_that_contradict_each_other_are_refused(world: World) -> None:
     assert "leave them out here" in refused(world, "pp(2, microbatches=4)", mlp, exact=True)
     assert 'take "bf16"' in refused(world, "pp(2)", mlp, precision="fp16")
     assert "1f1b has one chunk a stage, not 3" in refused(world, "pp(2, chunks=3)", mlp)
+
+
+class Counting(nn.Module):
+    """Its forward is another one every time, which tracing does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x) * self.calls
+        return x
+
+
+def test_stages_that_do_not_compute_what_the_model_does_are_refused(world: World) -> None:
+    models = [Counting(), Counting()]
+    with pytest.raises(BadInput, match=r"the stages of Counting, cut at layers\.1, do not compute"):
+        world(2, lambda g: train(g, "pp(2)", models[g.rank], samples(8), 8))

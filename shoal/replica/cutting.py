@@ -143,7 +143,7 @@ def _is_around_a_trunk(module: nn.Module) -> bool:
 
 
 def _has_blocks(container: nn.Module) -> bool:
-    kinds = Counter(type(child) for child in container.children() if any(child.parameters()))
+    kinds = Counter(type(child) for child in container.children() if list(child.parameters()))
     return any(count > 1 for count in kinds.values())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from shoal.errors import BadInput
 from shoal.group.group import Group, Op
@@ -15,12 +16,14 @@ from shoal.replica.engine import Engine, Loss
 from shoal.replica.flat import FlatParams
 from shoal.replica.norm import NormOverStages
 from shoal.replica.pipeline import PipelineEngine
-from shoal.replica.stages import Stages
+from shoal.replica.stages import Stages, keeping_modes, named_tensors
 from shoal.replica.ties import Ties
 from shoal.schedules.pipeline import accumulate
 from shoal.schedules.pipeline_catalog import build
 from shoal.strategy import Pp
-from shoal.tree import Tree
+from shoal.tree import Tree, tensors_of
+
+LARGEST_CHECKED_BYTES = 1 << 30
 
 
 class Part:
@@ -38,6 +41,9 @@ class Part:
     def share(self, loss: Tensor) -> Tensor:
         """The loss, on every worker of the replica."""
         return loss
+
+    def check(self, inputs: Any, engine: Engine) -> None:
+        """Raise `BadInput` unless the parts together compute what the model does."""
 
     def collect(self, tree: Tree) -> list[Tree]:
         """What the workers of the replica give, at the first of them; there alone it is whole."""
@@ -74,6 +80,31 @@ class StagePart(Part):
         self.group.broadcast(number, root=self.group.size - 1).wait()
         return number.to(loss.dtype)
 
+    @torch.no_grad()
+    def check(self, inputs: Any, engine: Engine) -> None:
+        """The first stage runs the model itself, once, with everybody's tensors, and compares.
+
+        A model that is too large for that is trusted.
+        """
+        if sum(t.nbytes for t in self.model.state_dict().values()) > LARGEST_CHECKED_BYTES:
+            return
+        mine = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
+        same = torch.ones(1, device=engine.flat.device)
+        with keeping_modes(self.model):
+            self.model.eval()
+            split = engine.share(tensors_of(engine.predict(inputs)))
+            tensors = {n: t for part in reversed(self.collect(mine)) for n, t in part.items()}
+            if self.group.rank == 0:
+                whole = functional_call(self.model, tensors, *_arguments(inputs))
+                same.fill_(_alike(tensors_of(whole), split))
+        self.group.broadcast(same).wait()
+        if not same:
+            raise BadInput(
+                f"the stages of {type(self.model).__name__}, cut at {', '.join(self.stages.cuts)}, "
+                "do not compute what the model does: its forward uses more than its inputs and "
+                "modules; put what is special about it into a module of its own"
+            )
+
     def collect(self, tree: Tree) -> list[Tree]:
         if self.group.rank != 0:
             self.post.send(tree, 0, 0).wait()
@@ -99,3 +130,21 @@ def part_of_replica(model: nn.Module, pp: Pp | None, group: Group, device: torch
     if pp is None or group.size == 1:
         return Part(model)
     return StagePart(model, pp, group, device)
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def _alike(whole: list[Tensor], split: list[Tensor]) -> bool:
+    """Equal but for rounding, which here is that of the same operations on the same numbers."""
+    if [t.shape for t in whole] != [t.shape for t in split]:
+        return False
+    for a, b in zip(whole, split, strict=True):
+        a, b = a.double(), b.double()
+        size = float(a.abs().max()) if a.numel() else 0.0
+        if not torch.allclose(a, b, rtol=0.0, atol=1e-3 * size, equal_nan=True):
+            return False
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -137,17 +138,28 @@ class Stages:
 
     def _find_holders(self) -> dict[str, tuple[int, ...]]:
         """The stages that use each tensor, in training or evaluation; nobody's is stage 0's."""
-        names = {id(tensor): self.aliases[name] for name, tensor in _named_tensors(self.model)}
+        names = {id(tensor): self.aliases[name] for name, tensor in named_tensors(self.model)}
         found: dict[str, set[int]] = {name: set() for name in names.values()}
-        was_training = self.model.training
-        for training in (not was_training, was_training):
-            self.model.train(training)
-            for virtual in range(self.parts):
-                stage = place_of(self.stages, virtual).stage
-                for _, tensor in _named_tensors(self.segment(virtual)):
-                    if id(tensor) in names:
-                        found[names[id(tensor)]].add(stage)
+        with keeping_modes(self.model):
+            for training in (True, False):
+                self.model.train(training)
+                for virtual in range(self.parts):
+                    stage = place_of(self.stages, virtual).stage
+                    for _, tensor in named_tensors(self.segment(virtual)):
+                        if id(tensor) in names:
+                            found[names[id(tensor)]].add(stage)
         return {name: tuple(sorted(stages)) or (0,) for name, stages in found.items()}
+
+
+@contextmanager
+def keeping_modes(model: nn.Module) -> Iterator[None]:
+    """Every module is as it was afterwards: training or evaluating."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
@@ -158,7 +170,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
                 yield module, own, f"{prefix}.{own}" if prefix else own
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for module, own, name in _tensors(model):
         yield name, getattr(module, own)
 
@@ -166,7 +178,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Every name of a tensor, and the first name of that same tensor."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(t), name) for name, t in _named_tensors(model)}
+    return {name: first.setdefault(id(t), name) for name, t in named_tensors(model)}
 
 
 def _replace_by_shape(module: nn.Module, own: str) -> None:
