@@ -18,7 +18,7 @@ from shoal.replica.stages import Stages
 
 def gpt(layers: int = 4) -> GPT:
     torch.manual_seed(0)
-    return GPT(Size(layers, 16, 2, 8, 1e-3))
+    return GPT(Size(layers, 64, 2, 8, 1e-3))
 
 
 @given(
