@@ -20,6 +20,7 @@ from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.job import Job
 from shoal.snapshot import whole_model
+from shoal.step import StepOptions
 from shoal.strategy import SCHEDULES, parse
 from tests.conftest import World
 from tests.models import samples
@@ -396,3 +397,19 @@ def test_stages_that_do_not_compute_what_the_model_does_are_refused(world: World
     models = [Counting(), Counting()]
     with pytest.raises(BadInput, match=r"the stages of Counting, cut at layers\.1, do not compute"):
         world(2, lambda g: train(g, "pp(2)", models[g.rank], samples(8), 8))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "microbatches"),
+    [
+        ("pp(2)", 1, 4),
+        ("pp(4)", 1, 8),
+        ("pp(2)", 3, 3),
+        ("pp(2, microbatches=5)", 3, 5),
+        ('pp(2, schedule="inter-op")', 1, 1),
+        ("ddp", 2, 2),
+    ],
+)
+def test_how_many_micro_batches(strategy: str, accumulate: int, microbatches: int) -> None:
+    options = StepOptions(accumulate=accumulate).under(parse(strategy).pp)
+    assert options.local_microbatches(1) == microbatches
