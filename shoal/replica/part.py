@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from shoal.errors import BadInput
 from shoal.group.group import Group, Op
+from shoal.group.mesh import Mesh
 from shoal.group.parcel import Post
 from shoal.replica.engine import Engine, Loss
 from shoal.replica.flat import FlatParams
@@ -29,14 +30,19 @@ LARGEST_CHECKED_BYTES = 1 << 30
 class Part:
     """A whole replica. The model's parameters are all here, and nobody else is asked."""
 
-    total_norm: NormOverStages | None = None
-
     def __init__(self, model: nn.Module):
         self.model = model
         self.named = list(model.named_parameters())
 
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
         return Engine(self.model, loss, flat, accumulate(1, 0, microbatches), **options)
+
+    def total_norm(self, shards: Group | None) -> NormOverStages | None:
+        """What knows the norm of the whole gradient, where this worker has a stage of it.
+
+        `shards` are the replicas that share it out among them, if they do.
+        """
+        return None
 
     def share(self, loss: Tensor) -> Tensor:
         """The loss, on every worker of the replica."""
@@ -53,19 +59,23 @@ class Part:
 class StagePart(Part):
     """One stage of a pipeline; the model's other tensors are shapes without memory."""
 
-    def __init__(self, model: nn.Module, pp: Pp, group: Group, device: torch.device):
-        self.model, self.pp, self.group = model, pp, group
+    def __init__(self, model: nn.Module, pp: Pp, mesh: Mesh, device: torch.device):
+        self.model, self.pp, self.group = model, pp, mesh.pp
+        group = mesh.pp
+        _take_from_rank_0(model, mesh.world)
         self.chunks = build(pp.schedule, group.size, 1, pp.chunks).chunks
         self.stages = Stages(model, group.size, self.chunks, pp.cuts)
         self._agree(device)
-        places = {p: place for place, p in enumerate(model.parameters())}
-        num_parameters = len(places)
+        self.places = {p: place for place, p in enumerate(model.parameters())}
         self.named = self.stages.keep(group.rank)
         self.post = Post(group, device)
         self.ties = Ties(self.named, self.stages.holders, self.post)
-        self.total_norm = NormOverStages(
-            {p: places[p] for _, p in self.named}, num_parameters, group, self.ties.is_counted_here
-        )
+        self.num_parameters = len(self.places)
+        self.places = {p: self.places[p] for _, p in self.named}
+
+    def total_norm(self, shards: Group | None) -> NormOverStages | None:
+        groups = [self.group] if shards is None else [shards, self.group]
+        return NormOverStages(self.places, self.num_parameters, groups, self.ties.is_counted_here)
 
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
         pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
@@ -125,11 +135,20 @@ class StagePart(Part):
             )
 
 
-def part_of_replica(model: nn.Module, pp: Pp | None, group: Group, device: torch.device) -> Part:
-    """This worker's part; `group` are the stages of its replica."""
-    if pp is None or group.size == 1:
+def part_of_replica(model: nn.Module, pp: Pp | None, mesh: Mesh, device: torch.device) -> Part:
+    """This worker's part of the model, which all have built."""
+    if pp is None or mesh.pp.size == 1:
         return Part(model)
-    return StagePart(model, pp, group, device)
+    return StagePart(model, pp, mesh, device)
+
+
+@torch.no_grad()
+def _take_from_rank_0(model: nn.Module, world: Group) -> None:
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.numel():
+            whole = tensor.detach().contiguous()
+            world.broadcast(whole).wait()
+            tensor.copy_(whole)
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
