@@ -26,9 +26,10 @@ def snapshot(
         saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
         saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
         saved.model |= _rows(step, f"{i}:")
-        saved.optimizer |= {
-            f"sync{i}:{name}": checkpoint.on_cpu(tensor) for name, tensor in states[i].items()
-        }
+        if step.mesh.pp.size == 1:  # what a sync keeps of a stage has no place in the whole
+            saved.optimizer |= {
+                f"sync{i}:{name}": checkpoint.on_cpu(tensor) for name, tensor in states[i].items()
+            }
         scaler = step.update.scaler
         saved.document["models"].append(
             {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, NotBuilt
 from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
@@ -111,6 +111,20 @@ def test_replicas_of_pipelines(world: World, schedule: str) -> None:
     strategy = f'ddp(bucket_mb=0.0001) + pp(2, schedule="{schedule}")'
     options = {"optimizer": ADAMW, "clip_norm": 1.0, "loss": next_token_loss}
     assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)  # the last batch is short
+
+
+@pytest.mark.parametrize("sync", ["zero(1)", "zero(2)", 'gossip(graph="complete")'])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+def test_other_syncs_of_pipelines(world: World, sync: str, schedule: str) -> None:
+    strategy = f'{sync} + pp(2, schedule="{schedule}")'
+    options = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
+    assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)
+
+
+def test_what_does_not_go_together_yet_is_refused(world: World) -> None:
+    for sync in ("ps", "zero(3)"):
+        with pytest.raises(NotBuilt, match=r"\+ pp\(2\) is not built yet"):
+            world(2, lambda g, s=sync: Job(parse(f"{s} + pp(2)"), g, device=torch.device("cpu")))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -298,8 +312,8 @@ def test_evaluating(world: World) -> None:
             assert training
 
 
-@pytest.mark.parametrize("first", ["single", "pp(2)", 'pp(2, schedule="interleaved")'])
-@pytest.mark.parametrize("second", ["single", "ddp", "pp(2)", 'pp(2, schedule="zb-h1")'])
+@pytest.mark.parametrize("first", ["single", "zero(1) + pp(2)", 'pp(2, schedule="interleaved")'])
+@pytest.mark.parametrize("second", ["single", "zero(3)", 'pp(2, schedule="zb-h1")'])
 def test_what_one_strategy_saved_another_loads(
     world: World, tmp_path: Path, first: str, second: str
 ) -> None:
@@ -312,13 +326,15 @@ def test_what_one_strategy_saved_another_loads(
             step(batch)
         if not resume:
             job.save(tmp_path / "saved")
-        return whole_model(step)[0]
+        with step.sync.whole():
+            return whole_model(step)[0]
 
     def run(strategy: str, steps: int, resume: bool) -> Any:
         if strategy == "single":
             return go(SoloGroup(), strategy, gpt(), steps, resume)
-        models = [gpt(), gpt()]
-        return world(2, lambda g: go(g, strategy, models[g.rank], steps, resume))[0]
+        size = 4 if "+" in strategy else 2
+        models = [gpt() for _ in range(size)]
+        return world(size, lambda g: go(g, strategy, models[g.rank], steps, resume))[0]
 
     run(first, 2, False)
     resumed = run(second, 4, True)
