@@ -97,13 +97,13 @@ def read(path: Path) -> Checkpoint:
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Copies of all tensors of a model on the CPU, and the names that are tied to another."""
+    """Copies of a model's tensors that are here, on the CPU; the names tied to another."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     seen: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
     for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            continue
+        if not isinstance(value, Tensor) or value.device.type == "meta":
+            continue  # another worker has it
         key = (value.data_ptr(), value.shape, value.stride())
         if value.numel() and key in seen:
             tied[name] = seen[key]
@@ -167,6 +167,21 @@ def optimizer_tensors(
         for group in optimizer.param_groups
     ]
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "values": values}
+
+
+def join_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `optimizer_tensors` tells of the parts of a model, as if told of the whole.
+
+    Groups with the same settings are one.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for group in part["groups"]:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            joined = groups.setdefault(json.dumps(settings), {"params": [], **settings})
+            joined["params"] += [n for n in group["params"] if n not in joined["params"]]
+    values = {name: value for part in parts for name, value in part["values"].items()}
+    return {"class": parts[0]["class"], "groups": list(groups.values()), "values": values}
 
 
 def load_optimizer(

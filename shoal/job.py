@@ -25,12 +25,13 @@ from shoal.errors import BadInput
 from shoal.faults import Faults
 from shoal.feed import Feed
 from shoal.group.group import Group
+from shoal.group.mesh import Mesh
 from shoal.group.survivors import Tally
 from shoal.items import map_reduce_over
 from shoal.observe.pace import Pace
 from shoal.observe.progress import Progress, Silent
 from shoal.observe.trace import OFF, Tracer
-from shoal.replica.engine import Loss, Precision, call
+from shoal.replica.engine import Loss, Precision
 from shoal.snapshot import restore, snapshot
 from shoal.step import Count, Step, StepOptions
 from shoal.strategy import Strategy, require_built
@@ -61,7 +62,8 @@ class Job:
         layout = strategy.layout(group.size)
         self.strategy, self.group, self.device, self.seed = strategy, group, device, seed
         self.rank, self.size = group.rank, group.size
-        self.replica, self.replicas = group.rank, layout.replicas
+        self.mesh = Mesh.of(group, layout)
+        self.replica, self.replicas = self.mesh.dp.rank, layout.replicas
         self.generator = torch.Generator().manual_seed(mix(seed, 4, self.replica))
         self.steps = 0
         self.on_build: list[Callable[[Step], None]] = []
@@ -70,12 +72,13 @@ class Job:
         self._steps: list[Step] = []
         self._progress, self._tracer = progress or Silent(), tracer
         self._faults = faults
-        self._tally = tally  # how to add up where ranks may be lost
+        # how to add up where ranks may be lost; the stages of a replica cannot be missed
+        self._tally = tally if layout.replicas == self.size else None
         self._said: set[str] = set()
         self._logged: dict[str, float | Tensor] = {}
         self._evaluated: dict[str, float] = {}
         self._feed = Feed(
-            group, device, seed, lambda: self.steps, self._before_batch, self._say_once
+            self.mesh.dp, device, seed, lambda: self.steps, self._before_batch, self._say_once
         )
         part = strategy.sync_for(self.replicas)
         self._feed.turns, self._feed.everything = part.takes_turns, part.takes_everything
@@ -111,7 +114,7 @@ class Job:
             optimizer,
             options,
             strategy=self.strategy,
-            group=self.group,
+            mesh=self.mesh,
             device=self.device,
             seed=mix(self.seed, 5, len(self._steps)),
             lr=lr,
@@ -205,9 +208,10 @@ class Job:
         model.eval()
         try:
             with step.sync.evaluating():
-                names, everything = self._evaluate(metric, step, data, batch_size)
+                found = self._evaluate(metric, step, data, batch_size)
         finally:
             model.train(was_training)
+        names, everything = step.engine.share(found)
         means = [value / everything[-1] for value in everything[:-1]]
         self._evaluated = dict(zip(names, means, strict=True))
         return means[0] if names == [""] else dict(self._evaluated)
@@ -232,7 +236,7 @@ class Job:
             for step in self._steps:
                 stack.enter_context(step.sync.whole(optimizer=True))
             states = [step.sync.state() for step in self._steps]
-            if self.rank != 0:
+            if self.replica != 0:
                 return
             document = {
                 "steps": self.steps,
@@ -242,7 +246,9 @@ class Job:
                 "workers": self.size,
                 "about": about or {},
             }
-            checkpoint.write(Path(path), snapshot(self._steps, states, document))
+            saved = snapshot(self._steps, states, document)
+            if self.rank == 0:
+                checkpoint.write(Path(path), saved)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, whatever strategy and number of workers saved it.
@@ -324,8 +330,10 @@ class Job:
             torch.arange(len(data)), tuple(range(self.replicas)), size or self._feed.batch_size
         )
         names, sums = self._evaluate_part(metric, step, deal.batches(data, self.replica))
+        if not step.engine.is_last:
+            return names, []
         if self._tally is None:
-            self.group.all_reduce(sums).wait()
+            self.mesh.dp.all_reduce(sums).wait()
             return names, sums.tolist()
         everything, missing = self._tally.add_up(sums.tolist(), deal.ranks)
         while len((deal := deal.without(missing)).samples):
@@ -344,7 +352,8 @@ class Job:
             inputs, targets = map_tensors(lambda t: t.to(self.device), tuple(batch))
             step.engine.presence.real = batch.parts[0] > 0
             with self._tracer.span("forward", "evaluate"):
-                found = metric(call(step.model, inputs), targets)
+                outputs = step.engine.predict(inputs)
+                found = metric(outputs, targets) if step.engine.is_last else {}
             for name, value in (found if isinstance(found, dict) else {"": found}).items():
                 number = torch.as_tensor(value, dtype=torch.float64, device=self.device)
                 if number.dim():
@@ -354,7 +363,7 @@ class Job:
                     )
                 sums[name] = sums.get(name, torch.zeros_like(number)) + number * batch.parts[0]
             samples += batch.parts[0]
-        if not sums:
+        if not sums and step.engine.is_last:
             raise BadInput("job.evaluate got no samples")
         names = sorted(sums)
         total = torch.tensor(samples, dtype=torch.float64, device=self.device)

@@ -21,14 +21,15 @@ def snapshot(
     """
     saved = checkpoint.Checkpoint({}, {}, {**document, "models": []})
     for i, step in enumerate(steps):
-        tensors, tied = checkpoint.model_tensors(step.model)
-        state, rest = checkpoint.optimizer_tensors(step.update.optimizer, step.flat.named)
+        tensors, tied = whole_model(step)
+        state, rest = whole_optimizer(step)
         saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
         saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
         saved.model |= _rows(step, f"{i}:")
-        saved.optimizer |= {
-            f"sync{i}:{name}": checkpoint.on_cpu(tensor) for name, tensor in states[i].items()
-        }
+        if step.mesh.pp.size == 1:  # what a sync keeps of a stage has no place in the whole
+            saved.optimizer |= {
+                f"sync{i}:{name}": checkpoint.on_cpu(tensor) for name, tensor in states[i].items()
+            }
         scaler = step.update.scaler
         saved.document["models"].append(
             {
@@ -40,6 +41,27 @@ def snapshot(
             }
         )
     return saved
+
+
+def whole_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """`checkpoint.model_tensors` of the whole model, at the first worker of a replica.
+
+    All workers of the replica call it; what the others get is their own part.
+    """
+    parts = step.part.collect(checkpoint.model_tensors(step.model))
+    found = {name: tensor for tensors, _ in reversed(parts) for name, tensor in tensors.items()}
+    tied = {name: other for _, pairs in parts for name, other in pairs.items()}
+    return {name: found[name] for name in step.model.state_dict() if name in found}, tied
+
+
+def whole_optimizer(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """`checkpoint.optimizer_tensors` of the whole model, in the same way."""
+    mine = checkpoint.optimizer_tensors(step.update.optimizer, step.flat.named)
+    parts = step.part.collect(mine)
+    if len(parts) == 1:
+        return mine
+    tensors = {name: tensor for state, _ in parts for name, tensor in state.items()}
+    return tensors, checkpoint.join_optimizers([rest for _, rest in parts])
 
 
 def restore(steps: list[Step], saved: checkpoint.Checkpoint, path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +16,8 @@ from shoal.data import Batch, Cut, WholeBatch, mix, num_rows, take
 from shoal.embedding import apply_embeddings, bind_embeddings
 from shoal.errors import BadInput, NotBuilt
 from shoal.faults import Faults, busy_s
-from shoal.group.group import Group, Op
+from shoal.group.group import Op
+from shoal.group.mesh import Mesh
 from shoal.observe.trace import Tracer
 from shoal.replica.batchnorm import (
     Presence,
@@ -26,9 +27,10 @@ from shoal.replica.batchnorm import (
     running_statistics,
     settle,
 )
-from shoal.replica.engine import Engine, Loss, MicroBatch, Precision
+from shoal.replica.engine import Loss, MicroBatch, Precision
+from shoal.replica.part import part_of_replica
 from shoal.schedules.pipeline import accumulate as accumulate_schedule
-from shoal.strategy import Ps, Strategy, SyncPart
+from shoal.strategy import Pp, Ps, Strategy, SyncPart
 from shoal.sync.build import Replica, build_sync, lay_out, ownership, place
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
 from shoal.tree import Tree, map_tensors
@@ -67,6 +69,24 @@ class StepOptions:
                 "replicas do not divide: choose another microbatches or number of workers"
             )
 
+    def under(self, pp: Pp | None) -> StepOptions:
+        """With the micro-batches that a pipeline wants: its own word, or `accumulate`'s, or two
+        for each stage (one where there is no pipelining)."""
+        if pp is None or pp.size == 1:
+            return self
+        if self.precision == "fp16":
+            raise BadInput(f'{pp} has no scaling of losses for precision="fp16": take "bf16"')
+        if self.exact:
+            if pp.microbatches is not None:
+                raise BadInput(
+                    f"{pp}: with exact=True the micro-batches are those of job.step "
+                    f"(microbatches={self.microbatches}); leave them out here"
+                )
+            return self
+        default = 1 if pp.schedule == "inter-op" else 2 * pp.size
+        chosen = self.accumulate if self.accumulate > 1 else default
+        return replace(self, accumulate=pp.microbatches or chosen)
+
     def local_microbatches(self, replicas: int) -> int:
         return self.microbatches // replicas if self.exact else self.accumulate
 
@@ -103,7 +123,7 @@ class Step:
         options: StepOptions,
         *,
         strategy: Strategy,
-        group: Group,
+        mesh: Mesh,
         device: torch.device,
         seed: int,
         lr: LearningRate | None,
@@ -112,11 +132,14 @@ class Step:
         say: Callable[[str], None],
         faults: Faults | None = None,
     ):
+        group = mesh.dp
         options.check(group.size)
+        options = options.under(strategy.pp)
         for name, value in {"loss": loss, "lr": lr, "count": count}.items():
             if value is not None and not callable(value):
                 raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
         self.options, self.group, self.seed, self.count = options, group, seed, count
+        self.mesh = mesh
         part = strategy.sync_for(group.size)
         self._has_servers = isinstance(part, Ps)
         if options.exact:
@@ -126,7 +149,8 @@ class Step:
         self.embeddings = bind_embeddings(self.model, optimizer, seed)
         self._check_embeddings(say)
         presence = self._share_batchnorm(part, say)
-        self.flat = lay_out(part, model, group, device, blank)
+        self.part = part_of_replica(self.model, strategy.pp, mesh, device)
+        self.flat = lay_out(part, model, group, device, blank, self.part.named)
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
         own = ownership(part, self.flat, group, options.exact)
@@ -138,6 +162,7 @@ class Step:
             scaler=scaler,
             norm_over=own.norm_over,
             clipped=own.clipped,
+            total_norm=self.part.total_norm(None if own.norm_over is None else group),
             tracer=tracer,
         )
         self.sync = build_sync(
@@ -155,11 +180,10 @@ class Step:
         if store is not None and self.embeddings:
             bind_embeddings(self.model, optimizer, seed, store)
         self.local_microbatches = options.local_microbatches(group.size)
-        self.engine = Engine(
-            self.model,
+        self.engine = self.part.engine(
             loss,
             self.flat,
-            accumulate_schedule(1, 0, self.local_microbatches),
+            self.local_microbatches,
             precision=options.precision,
             every_microbatch=self.sync.every_microbatch,
             gradient_scale=self.sync.gradient_scale,
@@ -174,6 +198,7 @@ class Step:
             )
         self.steps = 0
         self._reversed, self._everything = False, part.takes_everything
+        self._checked = False
         self.latest: Batch | None = None  # what job.batches has yielded last
         self.after: list[Callable[[Step, Tensor], None]] = []
 
@@ -190,13 +215,16 @@ class Step:
         return loss
 
     def _train(self, microbatches: Sequence[MicroBatch]) -> Tensor:
+        if not self._checked and self.mesh.pp.size > 1:
+            self.part.check(microbatches[0].inputs, self.engine)
+            self._checked = True
         local = self._compute(microbatches, self.sync.reduce)
         if self.embeddings:  # before the end of the step, of which the rows are part
             self._push_rows(self._everything or any(m.real for m in microbatches))
         self.sync.finish()
         if self.options.exact:
             settle(self.model, self.group)
-        return self.sync.loss(local)
+        return self.part.share(self.sync.loss(local))
 
     def _push_rows(self, real: bool) -> None:
         if not real:  # a row that stood in was looked up, which is no use of it
@@ -220,7 +248,7 @@ class Step:
     def _check_embeddings(self, say: Callable[[str], None]) -> None:
         if not self.embeddings:
             return
-        if self.group.size > 1 and not self._has_servers:
+        if self.mesh.world.size > 1 and not self._has_servers:
             raise NotBuilt(
                 "shoal.Embedding trains on several workers under ps, not otherwise; under hogwild "
                 "take nn.Embedding(sparse=True)"
@@ -258,7 +286,7 @@ class Step:
             self.group.broadcast(self.flat.data).wait()
         trained = {id(p) for p in self.flat.params}
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            if id(tensor) not in trained and tensor.numel():
+            if id(tensor) not in trained and tensor.numel() and tensor.device.type != "meta":
                 whole = tensor.detach().contiguous()
                 self.group.broadcast(whole).wait()
                 tensor.detach().copy_(whole)

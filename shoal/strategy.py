@@ -56,6 +56,9 @@ BUILT: dict[str, dict[str, Container[object]]] = {
         **dict.fromkeys(("mode", "quorum", "late", "staleness"), EVERY_VALUE),
         **dict.fromkeys(("servers", "placement", "update"), EVERY_VALUE),
     },
+    "pp": dict.fromkeys(
+        ("size", "schedule", "microbatches", "chunks", "recompute", "cuts"), EVERY_VALUE
+    ),
 }
 
 
@@ -473,6 +476,7 @@ def as_strategy(value: str | Strategy | Part) -> Strategy:
 
 def require_built(strategy: Strategy) -> None:
     """Refuse what the notation has and the runtime has not, before anything starts."""
+    _require_together(strategy)
     for part in strategy.parts:
         if part.name not in BUILT:
             raise NotBuilt(
@@ -486,6 +490,14 @@ def require_built(strategy: Strategy) -> None:
                     f"{part.name}({_write_option(option, value)}) is not built yet: {option.name} "
                     "is part of the notation, but this version has no runtime for that value"
                 )
+
+
+def _require_together(strategy: Strategy) -> None:
+    alone = isinstance(strategy.sync, Ps) or strategy.sync == Zero(3)
+    if alone and strategy.pp is not None and strategy.pp.size > 1:
+        raise NotBuilt(
+            f"{strategy.sync} + {strategy.pp} is not built yet: take ddp + {strategy.pp}"
+        )
 
 
 def parse(text: str) -> Strategy:

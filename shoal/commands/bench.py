@@ -67,6 +67,28 @@ def collectives(
 
 
 @app.command()
+def pipeline(
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 32,
+    microbatches: Annotated[int, typer.Option(min=1, help="Micro-batches in a batch.")] = 8,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
+    steps: Annotated[int, typer.Option(min=1, help="Steps a round.")] = 2,
+    idle: Annotated[bool, typer.Option(help="Also trace how long stages idle.")] = True,
+    as_json: Json = False,
+) -> None:
+    """ms a step: pp(2) against torch.distributed.pipelining; the idle share, traced and simulated.
+
+    Both ways run in the same two processes, in turn. Idling is traced on layers that sleep.
+    """
+    from shoal.commands.bench_pipeline import measure_idle, measure_steps, print_tables
+
+    found = measure_steps(batch_size, microbatches, rounds, steps)
+    shares = measure_idle() if idle else []
+    print(json.dumps({"results": found, "idle": shares})) if as_json else print_tables(
+        found, shares
+    )
+
+
+@app.command()
 def ps(
     against: Annotated[str, typer.Option(help="ray, rpc, or both with a comma.")] = "ray,rpc",
     size: Annotated[str, typer.Option(help="Bytes of the weights, such as 100MB.")] = "100MB",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -72,6 +72,10 @@ class CountingGroup:
 
     def duplicate(self) -> CountingGroup:
         return CountingGroup(self._group.duplicate())
+
+    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+        found = self._group.subgroup(ranks)
+        return None if found is None else CountingGroup(found)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shoal.errors import BadInput
 from shoal.wire.transport import Work
 
 
@@ -59,3 +61,15 @@ class Group(Protocol):
     def duplicate(self) -> Group:
         """The same ranks with an order of operations of their own; all ranks call it."""
         ...
+
+    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+        """The group of some of these ranks, in that order; None for a rank that is not in it.
+
+        All ranks call it, in the same order, as with `duplicate`.
+        """
+        ...
+
+
+def check_subgroup(ranks: Sequence[int], size: int) -> None:
+    if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
+        raise BadInput(f"a subgroup needs different ranks below {size}, not {list(ranks)}")

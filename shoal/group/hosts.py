@@ -22,7 +22,7 @@ from shoal.errors import BadInput, ShoalError
 from shoal.group.across import Across
 from shoal.group.anybody import Message
 from shoal.group.between import Between
-from shoal.group.group import Op
+from shoal.group.group import Group, Op, check_subgroup
 from shoal.group.lane import Lane, LaneWork
 from shoal.group.mail import Mail, as_global, reserved_tag
 from shoal.group.native import Side, reduced_as
@@ -56,6 +56,8 @@ class HostsGroup:
         self._mail = Mail(places, inner, _gloo("mesh", store, self.rank, self.size, timeout_s))
         self._calls, self._failures = itertools.count(1), list[Exception]()
         self._children: list[HostsGroup] = []
+        self._parts: list[HostsGroup] = []
+        self._subgroups = itertools.count()
         self._lane = Lane("shoal collectives over hosts")
         self.tracer = tracer
 
@@ -249,9 +251,26 @@ class HostsGroup:
         self._children.append(child)
         return child
 
+    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+        """The memory of a host where all are on it; else a group of hosts again."""
+        check_subgroup(ranks, self.size)
+        name = f"subgroup {next(self._subgroups)}"
+        hosts = [[r for r in ranks if r in host] for host in self.places.hosts]
+        here = [r for r in ranks if r in self.places.local]
+        local = self.places.local
+        inner = self.inner.subgroup([local.index(r) for r in here]) if here else None
+        if inner is None or len(here) == len(ranks):
+            return inner
+        numbers = tuple(tuple(map(list(ranks).index, host)) for host in hosts if host)
+        places = Places(numbers, list(ranks).index(self.rank))
+        store = PrefixStore(name, self._store)
+        child = HostsGroup(places, inner, store, self._timeout_s, self.tracer)
+        self._parts.append(child)
+        return child
+
     def close(self) -> None:
         """Leave. Operations that nobody has waited for are given up; safe to call twice."""
-        for child in self._children:
+        for child in [*self._children, *self._parts]:
             child.close()
         self._let_go()
         self._lane.close(_PATIENCE_S)

@@ -12,7 +12,7 @@ from shoal.errors import BadInput
 from shoal.group import binding
 from shoal.group.binding import Call, Place
 from shoal.group.choice import Choosable, Chooser
-from shoal.group.group import Group, Op
+from shoal.group.group import Group, Op, check_subgroup
 from shoal.group.interpreter import SEGMENT_BYTES, Interpreter, segments_for
 from shoal.group.measure import measure_link
 from shoal.group.memory import Memory
@@ -116,12 +116,7 @@ class ScheduledGroup:
         return self._child(self._transport)
 
     def subgroup(self, ranks: Sequence[int]) -> ScheduledGroup | None:
-        """The group of some of these ranks, in that order; None for a rank that is not in it.
-
-        All ranks call it, in the same order, as with `duplicate`.
-        """
-        if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.size)):
-            raise BadInput(f"a subgroup needs different ranks below {self.size}, not {ranks}")
+        check_subgroup(ranks, self.size)
         if self.rank not in ranks:
             self._children += 1
             return None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import BadInput, ShoalError
-from shoal.group.group import Op
+from shoal.group.group import Op, check_subgroup
 from shoal.group.lane import Lane, LaneWork
 from shoal.group.native import (
     KIND,
@@ -197,13 +197,8 @@ class ShmGroup:
         return found
 
     def subgroup(self, ranks: Sequence[int]) -> ShmGroup | None:
-        """The group of some of these ranks, in that order; None for a rank that is not in it.
-
-        All ranks call it, in the same order, as with `duplicate`.
-        """
         ranks = list(ranks)
-        if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.size)):
-            raise BadInput(f"a subgroup needs different ranks below {self.size}, not {ranks}")
+        check_subgroup(ranks, self.size)
         if self.rank not in ranks:
             for _ in range(2):
                 self._tell(b"")

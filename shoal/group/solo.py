@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.group.group import Group, Op
+from shoal.group.group import Group, Op, check_subgroup
 from shoal.wire.threads import DoneWork
 from shoal.wire.transport import Work
 
@@ -50,6 +52,10 @@ class SoloGroup:
         return DoneWork()
 
     def duplicate(self) -> Group:
+        return self
+
+    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+        check_subgroup(ranks, self.size)
         return self
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as meet
 
-from shoal.errors import PeerLost, ShoalError, tells_of_lost_peer
-from shoal.group.group import Group, Op
+from shoal.errors import BadInput, PeerLost, ShoalError, tells_of_lost_peer
+from shoal.group.group import Group, Op, check_subgroup
 from shoal.observe.trace import OFF, Tracer
 from shoal.wire.transport import Work
 
@@ -167,9 +167,27 @@ class TorchGroup:
         return self._start("barrier", None, lambda: dist.barrier(self._group, async_op=True))
 
     def duplicate(self) -> Group:
-        ranks = dist.get_process_group_ranks(self._group)
-        backend = dist.get_backend(self._group)
-        return TorchGroup(dist.new_group(ranks, backend=backend), self.tracer)
+        found = self.subgroup(range(self.size))
+        assert found is not None
+        return found
+
+    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+        """Ranks in ascending order, as torch keeps them."""
+        check_subgroup(ranks, self.size)
+        if list(ranks) != sorted(ranks):
+            raise BadInput(f"torch orders the ranks of a group: name them in order, not {ranks}")
+        everybody = dist.get_process_group_ranks(self._group)
+        # torch numbers groups in each process: either all processes make a group, or (with a name
+        # from its ranks) its members do, who then must have made equally many before
+        alone = len(everybody) < dist.get_world_size()
+        if alone and len(ranks) < self.size:
+            raise BadInput("over torch.distributed a group is cut out of the whole world")
+        group = dist.new_group(
+            [everybody[rank] for rank in ranks],
+            backend=dist.get_backend(self._group),
+            use_local_synchronization=alone,
+        )
+        return TorchGroup(group, self.tracer) if self.rank in ranks else None
 
     def _is_staged(self, data: Tensor) -> bool:
         """Gloo sends no messages from the memory of a GPU: they go by way of the host's."""

@@ -17,10 +17,10 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shoal.checkpoint import model_tensors
 from shoal.data import WholeBatch
 from shoal.group.group import Op
 from shoal.job import Job
+from shoal.snapshot import whole_model
 from shoal.step import Step
 from shoal.tree import tensors_of
 
@@ -70,13 +70,15 @@ class Capture:
 
     def _write_whole(self) -> None:
         apart = [self._distance_between_replicas(step) for step in self._seen]
-        if self.job.rank != 0:
+        if self.job.replica != 0:
             return
         tensors: dict[str, Tensor] = {}
         for i, step in enumerate(self._seen):
             prefix = f"{i}:" if len(self._seen) > 1 else ""
-            found, _ = model_tensors(step.model)
+            found, _ = whole_model(step)
             tensors |= {prefix + name: tensor for name, tensor in found.items()}
+        if self.job.rank != 0:
+            return
         save_file(tensors, self.folder / "final.safetensors")
         document = {
             "losses": self.losses,
@@ -89,9 +91,11 @@ class Capture:
 
     def _distance_between_replicas(self, step: Step) -> float:
         low, high = step.flat.data.clone(), step.flat.data.clone()
-        self.job.group.all_reduce(low, Op.MIN).wait()
-        self.job.group.all_reduce(high, Op.MAX).wait()
-        return float((high - low).abs().max())
+        step.mesh.dp.all_reduce(low, Op.MIN).wait()
+        step.mesh.dp.all_reduce(high, Op.MAX).wait()
+        furthest = (high - low).abs().max()
+        step.mesh.world.all_reduce(furthest, Op.MAX).wait()
+        return float(furthest)
 
 
 def additions_in(step: Step) -> int:

@@ -24,6 +24,7 @@ class Presence:
     """Whether the rows that now run through the model are real, or stand in for an empty part."""
 
     real = True
+    again = False  # computed a second time, for backward: nothing is to be noted
 
 
 class _Normalize(torch.autograd.Function):
@@ -160,6 +161,8 @@ class MicroBatchNorm(_BatchNorm):
         )
 
     def _note(self, x: Tensor) -> None:
+        if self._presence.again:
+            return
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         var, mean = torch.var_mean(wide, dim=_others(x), correction=1)
         self._seen.append(torch.cat([mean, var, mean.new_tensor([float(self._presence.real)])]))

@@ -63,7 +63,7 @@ class Engine:
         self.every_microbatch, self.loss_scale = every_microbatch, loss_scale
         self.gradient_scale = gradient_scale
         self.presence, self.tracer = presence or Presence(), tracer
-        self._autocast = _autocast(flat.device, precision)
+        self._autocast = autocast_for(flat.device, precision)
         self._do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
 
     def follow(self, actions: Sequence[Action]) -> None:
@@ -86,23 +86,35 @@ class Engine:
         assert self._total is not None
         return self._total
 
+    is_last = True  # the model's outputs and the loss are known here
+
+    def share(self, value: Any) -> Any:
+        """What is known where `is_last`, on every worker of the replica."""
+        return value
+
+    def predict(self, inputs: Any) -> Any:
+        """What the model makes of the inputs, for `job.evaluate`."""
+        return call(self.model, inputs)
+
     def _forward(self, m: int) -> None:
         micro = self._microbatches[m]
         if micro.skip:
             self._losses[m] = torch.zeros((), device=self.flat.device, requires_grad=True)
             return
         self.presence.real = micro.real
-        for generator in _generators(self.flat.device):
+        for generator in generators_of(self.flat.device):
             generator.manual_seed(micro.seed)
         with self.tracer.span("forward", "micro-batch"), self._autocast():
-            outputs = call(self.model, micro.inputs)
-            loss = _zero(outputs) if micro.weightless else self.loss(outputs, micro.targets)
+            self._losses[m] = self._loss_of(call(self.model, micro.inputs), micro)
+
+    def _loss_of(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        loss = _zero(outputs) if micro.weightless else self.loss(outputs, micro.targets)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise BadInput(
                 "the loss function has to return one number, the mean over the samples, and it "
                 f"returned {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}"
             )
-        self._losses[m] = loss
+        return loss
 
     def _backward(self, m: int) -> None:
         micro, loss = self._microbatches[m], self._losses.pop(m)
@@ -153,7 +165,7 @@ def own_random_streams(device: torch.device) -> Iterator[None]:
     A step draws from streams of its own (dropout), seeded per micro-batch; what the script draws
     between steps is then the same on every rank and at any number of them.
     """
-    generators = _generators(device)
+    generators = generators_of(device)
     states = [generator.get_state() for generator in generators]
     try:
         yield
@@ -168,14 +180,14 @@ def _zero(outputs: Any) -> Tensor:
     return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def generators_of(device: torch.device) -> list[torch.Generator]:
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return [torch.default_generator, torch.cuda.default_generators[index]]
     return [torch.default_generator]
 
 
-def _autocast(
+def autocast_for(
     device: torch.device, precision: Precision
 ) -> Callable[[], AbstractContextManager[Any]]:
     if precision == "fp32":

@@ -71,11 +71,16 @@ def place(part: SyncPart, model: nn.Module, group: Group, device: torch.device) 
 
 
 def lay_out(
-    part: SyncPart, model: nn.Module, group: Group, device: torch.device, blank: Blank
+    part: SyncPart,
+    model: nn.Module,
+    group: Group,
+    device: torch.device,
+    blank: Blank,
+    named: Sequence[tuple[str, nn.Parameter]],
 ) -> FlatParams:
-    """The parameters of a replica, as the strategy keeps them."""
+    """The parameters of a replica, as the strategy keeps them; `named` are those of this worker."""
     if not _shards_parameters(part, group):
-        return FlatParams(model.named_parameters())
+        return FlatParams(named)
     flat = ShardedParams(model, group, device, blank)
     trained = {id(p) for p in flat.params}
     for module in model.modules():  # what is not sharded

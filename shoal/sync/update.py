@@ -15,6 +15,7 @@ from shoal.server.optimizers import ratios
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 LearningRate = Callable[[int], float]
 NormOver = Callable[[Tensor], Tensor]
+TotalNorm = Callable[[list[nn.Parameter]], Tensor]
 
 
 class Update:
@@ -22,7 +23,7 @@ class Update:
 
     `named` may be a part of the model, or nothing. `norm_over` then makes the sum of squares of
     these gradients that of all of them, for clipping; or `clipped` names them all, where they are
-    at hand.
+    at hand. `total_norm` knows the norm of a gradient that is spread over stages.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Update:
         scaler: torch.amp.GradScaler | None = None,
         norm_over: NormOver | None = None,
         clipped: list[nn.Parameter] | None = None,
+        total_norm: TotalNorm | None = None,
         tracer: Tracer = OFF,
     ):
         self.named, self.params = named, [p for _, p in named]
@@ -42,6 +44,7 @@ class Update:
         self.optimizer = make_optimizer(factory, named) if named else _idle()
         self.clip_norm, self.lr, self.scaler, self.tracer = clip_norm, lr, scaler, tracer
         self.norm_over, self.clipped = norm_over, self.params if clipped is None else clipped
+        self.total_norm = total_norm
         self.steps = 0
         self._ratios = ratios(self.optimizer)
 
@@ -69,6 +72,9 @@ class Update:
         return scaled
 
     def _clip(self, bound: float) -> None:
+        if self.total_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.clipped, bound, self.total_norm(self.clipped))
+            return
         if self.norm_over is None:
             nn.utils.clip_grad_norm_(self.clipped, bound)
             return

@@ -264,6 +264,43 @@ def _on_duplicates(group: Group, waits: Callable[[list[int]], Iterable[int]]) ->
     return [*found, ("places", places, torch.tensor([[group.rank, group.size]] * 4))]
 
 
+def subgroups_count_from_zero(group: Group) -> Findings:
+    """Even and odd ranks by themselves; all ranks make both groups, and are in one of them."""
+    found = []
+    for start in (0, 1):
+        members = list(range(start, group.size, 2))
+        if not members:
+            continue
+        half = group.subgroup(members)
+        assert (half is None) == (group.rank not in members)
+        if half is None:
+            continue
+        place = torch.tensor([half.rank, half.size])
+        found.append(("place", place, torch.tensor([members.index(group.rank), len(members)])))
+        data = contribution(group.rank, (3,))
+        half.all_reduce(data).wait()
+        parts = [contribution(r, (3,)) for r in members]
+        found.append((f"sum of {members}", data, expected(parts, Op.SUM)))
+    return found
+
+
+def duplicates_of_subgroups(group: Group) -> Findings:
+    """Halves make duplicates side by side, then all ranks make one more."""
+    halves = [range(start, group.size, 2) for start in range(min(2, group.size))]
+    groups = [group.subgroup(half) for half in halves]
+    half = next(g for g in groups if g is not None)
+    twin, whole = half.duplicate(), group.duplicate()
+    data = [contribution(group.rank, (2,)) for _ in range(2)]
+    works = [twin.all_reduce(data[0]), whole.all_reduce(data[1])]
+    for work in works:
+        work.wait()
+    wanted = [
+        expected([contribution(r, (2,)) for r in ranks], Op.SUM)
+        for ranks in (halves[group.rank % 2], range(group.size))
+    ]
+    return [("twin", data[0], wanted[0]), ("whole", data[1], wanted[1])]
+
+
 def barriers_and_collectives_follow_each_other(group: Group) -> Findings:
     data = contribution(group.rank, (3,))
     for _ in range(3):
@@ -294,6 +331,8 @@ CASES: dict[str, Case] = {
         waiting_twice_changes_nothing,
         duplicates_have_an_order_of_their_own,
         duplicates_are_waited_for_in_contrary_orders,
+        subgroups_count_from_zero,
+        duplicates_of_subgroups,
         barriers_and_collectives_follow_each_other,
     )
 }

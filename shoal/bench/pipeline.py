@@ -1,0 +1,114 @@
+"""What a step of a pipeline costs: Shoal, and torch.distributed.pipelining on the same stages.
+
+Run by `shoal bench pipeline` in each of two workers. Both train their own copy of the same model,
+cut at the same block, on the same micro-batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional as F
+
+import shoal
+from shoal.bench.compare import Timing, alternate, ratios
+from shoal.examples.gpt import VOCABULARY, Block
+from shoal.strategy import Pp
+
+SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+WIDTH, HEADS, CONTEXT, BLOCKS = 128, 4, 64, 4
+
+
+def model() -> nn.Sequential:
+    """Blocks of a GPT between an embedding and a head."""
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH),
+        *(Block(WIDTH, HEADS) for _ in range(BLOCKS)),
+        nn.Linear(WIDTH, VOCABULARY),
+    )
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def torch_step(
+    whole: nn.Sequential, cut: int, rank: int, schedule: str, microbatches: int, batch: Any
+) -> Callable[[], None]:
+    """A training step of torch.distributed.pipelining over the world of this process."""
+    layers = list(whole)
+    module = nn.Sequential(*(layers[:cut] if rank == 0 else layers[cut:]))
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    runner = THEIRS[schedule](stage, n_microbatches=microbatches, loss_fn=loss)
+    optimizer = SGD(module.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if rank == 0:
+            runner.step(batch[0])
+        else:
+            runner.step(target=batch[1], losses=[])
+        optimizer.step()
+
+    return step
+
+
+def measure(job: shoal.Job, batch_size: int, rounds: int, steps: int) -> dict[str, Any]:
+    pp = job.strategy.pp
+    assert isinstance(pp, Pp) and pp.microbatches is not None
+    torch.manual_seed(0)
+    ours = model()
+    theirs = copy.deepcopy(ours)
+    tokens = torch.randint(0, VOCABULARY, (batch_size, CONTEXT))
+    batch = tokens, tokens.roll(-1, 1)
+    step = job.step(ours, loss, optimizer=SGD)
+    part = next(iter(job.batches([batch])))
+    cut = int(step.part.stages.cuts[0])  # type: ignore[attr-defined]
+    ways: dict[str, Callable[[], Any]] = {
+        "shoal": lambda: step(part),
+        "peer": torch_step(theirs, cut, job.rank, pp.schedule, pp.microbatches, batch),
+    }
+    times = alternate(ways, rounds, steps, lambda: job.group.barrier().wait())
+    found = ratios(times["shoal"], times["peer"])
+    return {
+        "schedule": pp.schedule,
+        "microbatches": pp.microbatches,
+        "workers": job.size,
+        "batch_size": batch_size,
+        "peer": "torch.distributed.pipelining",
+        "backend": dist.get_backend(),
+        "shoal": asdict(Timing.of(times["shoal"])),
+        "theirs": asdict(Timing.of(times["peer"])),
+        "ratio": {"median": found.median_ms, "low": found.low_ms, "high": found.high_ms},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--batch-size", "--rounds", "--steps"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    args = parser.parse_args()
+
+    def train(job: shoal.Job) -> None:
+        found = measure(job, args.batch_size, args.rounds, args.steps)
+        if job.rank == 0:
+            args.result.write_text(json.dumps(found))
+
+    shoal.run(train)
+
+
+if __name__ == "__main__":
+    main()

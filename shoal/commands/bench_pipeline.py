@@ -1,0 +1,70 @@
+"""How `shoal bench pipeline` starts its workers and shows what they found."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shoal.commands.target import environment, run_quietly
+from shoal.strategy import as_strategy
+
+PEERS = ("gpipe", "1f1b")
+IDLE = ("inter-op", "gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+def measure_steps(batch_size: int, microbatches: int, rounds: int, steps: int) -> list[Any]:
+    return [_measure(name, batch_size, microbatches, rounds, steps) for name in PEERS]
+
+
+def measure_idle() -> list[Any]:
+    from shoal.bench.idle import compare
+
+    found = []
+    for name in IDLE:
+        print(f"tracing {name}", file=sys.stderr, flush=True)
+        found.append(compare(name))
+    return found
+
+
+def print_tables(steps: list[Any], idle: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="ms a step on 2 workers: median (quartiles)")
+    for column in ("schedule", "shoal", "torch.distributed.pipelining", "theirs / shoal"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for r in steps:
+        table.add_row(
+            r["schedule"],
+            _spread(r["shoal"], "_ms"),
+            _spread(r["theirs"], "_ms"),
+            _spread(r["ratio"], ""),
+        )
+    Console().print(table)
+    table = Table(title="idle share of 4 stages, 8 micro-batches, layers that sleep")
+    for column in ("schedule", "simulated", "traced"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for r in idle:
+        shares = (r["simulated_idle"], r["traced_idle"])
+        table.add_row(r["schedule"], *(f"{share:.1%}" for share in shares))
+    Console().print(table)
+
+
+def _spread(found: dict[str, float], unit: str) -> str:
+    median, low, high = (found[key + unit] for key in ("median", "low", "high"))
+    return f"{median:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _measure(schedule: str, batch_size: int, microbatches: int, rounds: int, steps: int) -> Any:
+    print(f"measuring {schedule} on 2", file=sys.stderr, flush=True)
+    strategy = as_strategy(f'pp(2, schedule="{schedule}", microbatches={microbatches})')
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        result = Path(folder) / "result.json"
+        options = {"batch-size": batch_size, "rounds": rounds, "steps": steps}
+        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        command = [sys.executable, "-m", "shoal.bench.pipeline", *words, "--result", str(result)]
+        run_quietly(command, 2, environment(strategy, device="cpu"))
+        return json.loads(result.read_text())

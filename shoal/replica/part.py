@@ -1,0 +1,169 @@
+"""What one worker has of a replica: all of it, or a stage."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shoal.errors import BadInput
+from shoal.group.group import Group, Op
+from shoal.group.mesh import Mesh
+from shoal.group.parcel import Post
+from shoal.replica.engine import Engine, Loss
+from shoal.replica.flat import FlatParams
+from shoal.replica.norm import NormOverStages
+from shoal.replica.pipeline import PipelineEngine
+from shoal.replica.stages import Stages, keeping_modes, named_tensors
+from shoal.replica.ties import Ties
+from shoal.schedules.pipeline import accumulate
+from shoal.schedules.pipeline_catalog import build
+from shoal.strategy import Pp
+from shoal.tree import Tree, tensors_of
+
+LARGEST_CHECKED_BYTES = 1 << 30
+
+
+class Part:
+    """A whole replica. The model's parameters are all here, and nobody else is asked."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.named = list(model.named_parameters())
+
+    def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
+        return Engine(self.model, loss, flat, accumulate(1, 0, microbatches), **options)
+
+    def total_norm(self, shards: Group | None) -> NormOverStages | None:
+        """What knows the norm of the whole gradient, where this worker has a stage of it.
+
+        `shards` are the replicas that share it out among them, if they do.
+        """
+        return None
+
+    def share(self, loss: Tensor) -> Tensor:
+        """The loss, on every worker of the replica."""
+        return loss
+
+    def check(self, inputs: Any, engine: Engine) -> None:
+        """Raise `BadInput` unless the parts together compute what the model does."""
+
+    def collect(self, tree: Tree) -> list[Tree]:
+        """What the workers of the replica give, at the first of them; there alone it is whole."""
+        return [tree]
+
+
+class StagePart(Part):
+    """One stage of a pipeline; the model's other tensors are shapes without memory."""
+
+    def __init__(self, model: nn.Module, pp: Pp, mesh: Mesh, device: torch.device):
+        self.model, self.pp, self.group = model, pp, mesh.pp
+        group = mesh.pp
+        _take_from_rank_0(model, mesh.world)
+        self.chunks = build(pp.schedule, group.size, 1, pp.chunks).chunks
+        self.stages = Stages(model, group.size, self.chunks, pp.cuts)
+        self._agree(device)
+        self.places = {p: place for place, p in enumerate(model.parameters())}
+        self.named = self.stages.keep(group.rank)
+        self.post = Post(group, device)
+        self.ties = Ties(self.named, self.stages.holders, self.post)
+        self.num_parameters = len(self.places)
+        self.places = {p: self.places[p] for _, p in self.named}
+
+    def total_norm(self, shards: Group | None) -> NormOverStages | None:
+        groups = [self.group] if shards is None else [shards, self.group]
+        return NormOverStages(self.places, self.num_parameters, groups, self.ties.is_counted_here)
+
+    def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
+        pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
+        return PipelineEngine(
+            *(self.stages, pipeline, self.post, self.ties, loss, flat),
+            recompute=self.pp.recompute,
+            **options,
+        )
+
+    def share(self, loss: Tensor) -> Tensor:
+        number = loss.double()
+        self.group.broadcast(number, root=self.group.size - 1).wait()
+        return number.to(loss.dtype)
+
+    @torch.no_grad()
+    def check(self, inputs: Any, engine: Engine) -> None:
+        """The first stage runs the model itself, once, with everybody's tensors, and compares.
+
+        A model that is too large for that is trusted.
+        """
+        if sum(t.nbytes for t in self.model.state_dict().values()) > LARGEST_CHECKED_BYTES:
+            return
+        mine = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
+        same = torch.ones(1, device=engine.flat.device)
+        with keeping_modes(self.model):
+            self.model.eval()
+            split = engine.share(tensors_of(engine.predict(inputs)))
+            tensors = {n: t for part in reversed(self.collect(mine)) for n, t in part.items()}
+            if self.group.rank == 0:
+                whole = functional_call(self.model, tensors, *_arguments(inputs))
+                same.fill_(_alike(tensors_of(whole), split))
+        self.group.broadcast(same).wait()
+        if not same:
+            raise BadInput(
+                f"the stages of {type(self.model).__name__}, cut at {', '.join(self.stages.cuts)}, "
+                "do not compute what the model does: its forward uses more than its inputs and "
+                "modules; put what is special about it into a module of its own"
+            )
+
+    def collect(self, tree: Tree) -> list[Tree]:
+        if self.group.rank != 0:
+            self.post.send(tree, 0, 0).wait()
+            return [tree]
+        return [tree, *(self.post.recv(stage, 0) for stage in range(1, self.group.size))]
+
+    def _agree(self, device: torch.device) -> None:
+        """All stages must have cut the same model at the same places."""
+        said = repr((self.stages.cuts, sorted(self.stages.holders.items())))
+        mine = torch.tensor([zlib.crc32(said.encode())], device=device)
+        low, high = mine.clone(), mine.clone()
+        self.group.all_reduce(low, Op.MIN).wait()
+        self.group.all_reduce(high, Op.MAX).wait()
+        if not torch.equal(low, high):
+            raise BadInput(
+                f"rank {self.group.rank} and another stage have built different models: every "
+                "worker has to build the same one, with the same layers"
+            )
+
+
+def part_of_replica(model: nn.Module, pp: Pp | None, mesh: Mesh, device: torch.device) -> Part:
+    """This worker's part of the model, which all have built."""
+    if pp is None or mesh.pp.size == 1:
+        return Part(model)
+    return StagePart(model, pp, mesh, device)
+
+
+@torch.no_grad()
+def _take_from_rank_0(model: nn.Module, world: Group) -> None:
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.numel():
+            whole = tensor.detach().contiguous()
+            world.broadcast(whole).wait()
+            tensor.copy_(whole)
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def _alike(whole: list[Tensor], split: list[Tensor]) -> bool:
+    """Equal but for rounding, which here is that of the same operations on the same numbers."""
+    if [t.shape for t in whole] != [t.shape for t in split]:
+        return False
+    for a, b in zip(whole, split, strict=True):
+        a, b = a.double(), b.double()
+        size = float(a.abs().max()) if a.numel() else 0.0
+        if not torch.allclose(a, b, rtol=0.0, atol=1e-3 * size, equal_nan=True):
+            return False
+    return True

@@ -1,0 +1,192 @@
+"""Where a model is cut, and who holds what."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shoal.errors import BadInput
+from shoal.examples.gpt import GPT, Block, Size
+from shoal.replica.balance import cut_evenly
+from shoal.replica.stages import Stages
+
+
+def gpt(layers: int = 4) -> GPT:
+    torch.manual_seed(0)
+    return GPT(Size(layers, 64, 2, 8, 1e-3))
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=8).flatmap(
+        lambda costs: st.tuples(
+            st.just(costs),
+            st.lists(st.integers(1, max(1, len(costs) - 1)), unique=True).map(sorted),
+            st.integers(1, 4),
+        )
+    )
+)
+def test_no_cut_has_a_cheaper_dearest_part(case: tuple[list[int], list[int], int]) -> None:
+    costs, places, parts = case
+    places = [p for p in places if p < len(costs)]
+    found = cut_evenly(costs, places, [1.0] * len(places), parts)
+
+    def dearest(cuts: tuple[int, ...]) -> int:
+        edges = [0, *cuts, len(costs)]
+        return max(sum(costs[a:b]) for a, b in itertools.pairwise(edges))
+
+    every = list(itertools.combinations(places, parts - 1))
+    if not every:
+        assert found is None
+    else:
+        assert found is not None
+        assert dearest(tuple(found)) == min(map(dearest, every))
+
+
+def test_among_equals_the_cheapest_cut_is_taken() -> None:
+    assert cut_evenly([5, 0, 0, 5], [1, 2, 3], [3.0, 1.0, 2.0], 2) == [2]
+
+
+def test_a_gpt_is_cut_between_blocks() -> None:
+    assert Stages(gpt(4), 2).cuts == ("blocks.2",)
+    assert Stages(gpt(4), 4).cuts == ("blocks.1", "blocks.2", "blocks.3")
+    assert Stages(gpt(4), 2, chunks=2).cuts == ("blocks.1", "blocks.2", "blocks.3")
+
+
+def test_the_heavier_layers_get_a_stage_of_their_own() -> None:
+    widths = [8, 64, 64, 8, 8, 8]
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+    assert Stages(model, 3).cuts == ("1", "2")
+
+
+def test_blocks_are_opened_where_there_are_too_few_or_it_balances_better() -> None:
+    assert len(Stages(gpt(2), 4, chunks=2).cuts) == 7
+    assert Stages(nn.Sequential(*(Block(16, 2) for _ in range(3))), 2).cuts == ("1.norm2",)
+    assert Stages(nn.Sequential(*(Block(16, 2) for _ in range(7))), 2).cuts == ("3",)
+
+
+def test_a_tied_embedding_has_two_holders() -> None:
+    stages = Stages(gpt(4), 2)
+    assert stages.holders["tokens.weight"] == (0, 1)
+    assert stages.holders["positions.weight"] == (0,)
+    assert stages.holders["norm.weight"] == (1,)
+    assert {n for n, h in stages.holders.items() if len(h) > 1} == {"tokens.weight"}
+
+
+def test_a_tie_by_another_name_is_a_tie() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False))
+    model[2].weight = model[0].weight  # type: ignore[union-attr]
+    stages = Stages(model, 2)
+    assert stages.aliases["2.weight"] == "0.weight"
+    assert stages.holders["0.weight"] == (0, 1)
+    assert next(name for name, _ in stages.keep(1)) == "0.weight"
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_keeps_its_own_tensors_and_the_shapes_of_others(stage: int) -> None:
+    model = gpt(4)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    whole = sum(p.numel() for p in model.parameters())
+    stages = Stages(model, 2)
+    named = stages.keep(stage)
+    assert {name: p.shape for name, p in model.named_parameters()} == shapes
+    here = {n for n, p in model.named_parameters() if p.device.type != "meta"}
+    assert here == {name for name, _ in named}
+    assert sum(p.numel() for _, p in named) < whole / 2 + model.tokens.weight.numel()
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = block(x) * self.scale
+        return x
+
+
+class Outer(nn.Module):
+    """A trunk inside a module, as Hugging Face's models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.transformer, self.head = Inner(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.transformer(x)
+        return self.head(hidden), hidden
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(2, 1), (2, 2), (3, 1)])
+def test_a_trunk_inside_a_module_is_found(size: int, chunks: int) -> None:
+    model = Outer()
+    stages = Stages(model, size, chunks)
+    assert all(cut.startswith("transformer.h.") for cut in stages.cuts)
+    assert stages.holders["transformer.scale"] == tuple(range(size))
+    x = torch.randn(3, 4)
+    values: tuple[Tensor, ...] = (x,)
+    for virtual in range(stages.parts):
+        values = stages.segment(virtual)(*values)
+    for found, wanted in zip(values, model(x), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_training_and_evaluating_are_traced_apart() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(nn.functional.dropout(self.first(x), 0.9, self.training))
+            return out
+
+    model = Dropping()
+    model.second.eval()
+    stages = Stages(model, 2)
+    assert model.training and not model.second.training
+    x = torch.randn(50, 4)
+    model.eval()
+    assert torch.equal(stages.segment(1)(*stages.segment(0)(x)), model(x))
+    model.train()
+    dropped = stages.segment(1)(*stages.segment(0)(x))
+    assert len(dropped.unique(dim=0)) < 50
+
+
+def test_a_cut_may_open_a_block() -> None:
+    stages = Stages(gpt(2), 2, cuts=["blocks.0.mlp"])
+    assert stages.holders["blocks.0.attention.qkv.weight"] == (0,)
+    assert stages.holders["blocks.0.mlp.up.weight"] == (1,)
+    assert stages.holders["blocks.0.norm1.weight"] == (0,)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "said"),
+    [
+        (["blocks.9"], "the model has no such module; it has positions, blocks.0, blocks.1"),
+        ([""], "no such module"),
+        ([], "2 parts need 1 cuts, and there are 0"),
+        (["blocks.1", "blocks.2"], "2 parts need 1 cuts, and there are 2"),
+    ],
+)
+def test_cuts_that_make_no_sense_are_refused(cuts: list[str], said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        Stages(gpt(), 2, cuts=cuts)
+    assert said in str(caught.value)
+
+
+def test_cuts_are_in_the_order_of_the_forward() -> None:
+    with pytest.raises(BadInput, match="not in the order"):
+        Stages(gpt(), 3, cuts=["blocks.2", "blocks.1"])
+
+
+def test_inputs_that_the_model_does_not_take_are_refused() -> None:
+    with pytest.raises(BadInput, match="cannot be called with this batch"):
+        Stages(gpt(), 2).arrange({"words": torch.zeros(1)})

@@ -1,0 +1,431 @@
+"""Pipelines train the model that one worker trains."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from shoal.errors import BadInput, NotBuilt
+from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.snapshot import whole_model
+from shoal.step import StepOptions
+from shoal.strategy import SCHEDULES, parse
+from tests.conftest import World
+from tests.models import samples
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
+ADAMW = partial(adamw, lr=1e-2)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    widths = [6, 10, 8, 9, 7, 8, 6, 9, 3]
+    layers = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def gpt(layers: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(Size(layers, 8, 2, 6, 1e-2))
+
+
+def texts(n: int, context: int = 6) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (n, context), generator=generator)
+    return TensorDataset(tokens, tokens.roll(-1, 1))
+
+
+def train(
+    group: Group,
+    strategy: str,
+    model: nn.Module,
+    data: Any,
+    batch_size: int | None,
+    loss: Any = F.cross_entropy,
+    **options: Any,
+) -> tuple[list[float], dict[str, Tensor]]:
+    job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
+    step = job.step(model, loss, **{"optimizer": SGD, **options})
+    losses = [float(step(batch)) for batch in job.batches(data, batch_size)]
+    return losses, whole_model(step)[0]
+
+
+def assert_equal(
+    world: World,
+    size: int,
+    strategy: str,
+    make: Callable[[], nn.Module],
+    data: Any,
+    batch_size: int | None = 8,
+    exactly: bool = False,
+    **options: Any,
+) -> None:
+    models = [make() for _ in range(size)]
+    alone = train(SoloGroup(), "single", make(), data, batch_size, **options)
+    together = world(
+        size, lambda g: train(g, strategy, models[g.rank], data, batch_size, **options)
+    )
+    for losses, _ in together:
+        assert losses == (alone[0] if exactly else pytest.approx(alone[0], abs=2e-5))
+    whole = together[0][1]
+    assert list(whole) == list(alone[1])
+    for name, tensor in alone[1].items():
+        if exactly:
+            assert torch.equal(whole[name], tensor), name
+        else:
+            torch.testing.assert_close(whole[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_mlp_under_every_schedule(world: World, size: int, schedule: str) -> None:
+    strategy = f'pp({size}, schedule="{schedule}")'
+    assert_equal(world, size, strategy, mlp, samples(28), 12, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_gpt_with_tied_embedding_under_every_schedule(
+    world: World, size: int, schedule: str
+) -> None:
+    strategy = f'pp({size}, schedule="{schedule}", microbatches=4)'
+    make = partial(gpt, size)  # with two chunks a stage, blocks are cut, too
+    options = {"optimizer": ADAMW, "clip_norm": 1.0, "loss": next_token_loss}
+    assert_equal(world, size, strategy, make, texts(16), 8, **options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+def test_replicas_of_pipelines(world: World, schedule: str) -> None:
+    strategy = f'ddp(bucket_mb=0.0001) + pp(2, schedule="{schedule}")'
+    options = {"optimizer": ADAMW, "clip_norm": 1.0, "loss": next_token_loss}
+    assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)  # the last batch is short
+
+
+@pytest.mark.parametrize("sync", ["zero(1)", "zero(2)", 'gossip(graph="complete")'])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+def test_other_syncs_of_pipelines(world: World, sync: str, schedule: str) -> None:
+    strategy = f'{sync} + pp(2, schedule="{schedule}")'
+    options = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
+    assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)
+
+
+def test_what_does_not_go_together_yet_is_refused(world: World) -> None:
+    for sync in ("ps", "zero(3)"):
+        with pytest.raises(NotBuilt, match=r"\+ pp\(2\) is not built yet"):
+            world(2, lambda g, s=sync: Job(parse(f"{s} + pp(2)"), g, device=torch.device("cpu")))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_exact_gives_the_same_bits(world: World, schedule: str) -> None:
+    options = {"exact": True, "microbatches": 4, "optimizer": ADAMW, "clip_norm": 0.5}
+    strategy = f'pp(2, schedule="{schedule}")'
+    assert_equal(
+        world, 2, strategy, gpt, texts(16), 8, exactly=True, loss=next_token_loss, **options
+    )
+
+
+def test_exact_with_replicas_of_pipelines(world: World) -> None:
+    options = {"exact": True, "microbatches": 4, "optimizer": ADAMW, "clip_norm": 0.5}
+    assert_equal(
+        *(world, 4, "ddp + pp(2)", gpt, texts(14), 8),
+        exactly=True,
+        loss=next_token_loss,
+        **options,
+    )
+
+
+def dropping() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    )
+
+
+def test_exact_drops_the_same(world: World) -> None:
+    """One stage works at a time, since threads share the generator."""
+    options = {"exact": True, "microbatches": 4}
+    strategy = 'pp(2, schedule="inter-op", recompute=True, cuts=["2"])'
+    assert_equal(world, 2, strategy, dropping, samples(24), 12, exactly=True, **options)
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 7)),
+        *(nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3)),
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+def test_batchnorm_sees_micro_batches_as_with_accumulation(
+    world: World, schedule: str, recompute: bool
+) -> None:
+    strategy = f'pp(2, schedule="{schedule}", recompute={recompute})'
+    assert_equal(world, 2, strategy, normed, samples(48), 16, accumulate=4)
+    assert_equal(world, 4, f"ddp + {strategy}", normed, samples(48), 16, accumulate=4)
+    assert_equal(
+        *(world, 4, f"ddp + {strategy}", normed, samples(48), 16),
+        exactly=True,
+        exact=True,
+        microbatches=4,
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_recomputing_changes_nothing(world: World, schedule: str) -> None:
+    strategy = f'pp(2, schedule="{schedule}", recompute=True)'
+    assert_equal(world, 2, strategy, gpt, texts(16), 8, optimizer=ADAMW, loss=next_token_loss)
+
+
+def test_shapes_may_change_from_batch_to_batch(world: World) -> None:
+    data = [texts(rows, context).tensors for rows, context in [(8, 6), (8, 3), (5, 6), (2, 4)]]
+    for strategy in ("pp(2)", 'pp(2, schedule="interleaved")'):
+        assert_equal(world, 2, strategy, gpt, data, None, optimizer=ADAMW, loss=next_token_loss)
+
+
+def test_fewer_rows_than_micro_batches(world: World) -> None:
+    data = [tuple(t[:rows] for t in samples(8).tensors) for rows in (8, 1, 3)]
+    for strategy in ("pp(2)", 'pp(2, schedule="zb-h1")'):
+        assert_equal(world, 2, strategy, mlp, data, None)
+
+
+def test_counting_tokens(world: World) -> None:
+    tokens = texts(16).tensors[0] % 5
+    data = TensorDataset(tokens, tokens)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out.transpose(1, 2), y, ignore_index=0)
+
+    def count(batch: Any) -> Tensor:
+        return (batch[1] != 0).sum()
+
+    assert_equal(world, 4, "ddp + pp(2)", gpt, data, 8, loss=loss, count=count)
+
+
+class Skipping(nn.Module):
+    """Values that pass several cuts, one that needs no gradient, and an input used at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        first, skipped = x, x.sign()
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) * scale
+            if i == 0:
+                first = x
+        if mask is not None:
+            x = x * mask
+        rows = first.shape[0]
+        out: Tensor = self.head((x + first + skipped).view(rows, -1))
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_values_that_skip_stages(world: World, size: int, schedule: str) -> None:
+    for recompute in (False, True):
+        strategy = f'pp({size}, schedule="{schedule}", recompute={recompute})'
+        assert_equal(world, size, strategy, Skipping, samples(20), 10)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [lambda x: (x,), lambda x: (x, x.abs()), lambda x: {"x": x, "mask": x.abs()}],
+    ids=["tuple", "pair", "dict"],
+)
+def test_inputs_may_be_tuples_and_dicts(world: World, inputs: Callable[[Tensor], Any]) -> None:
+    x, y = samples(16).tensors
+    assert_equal(world, 2, "pp(2)", Skipping, [(inputs(x), y)] * 2, None)
+
+
+class Partly(nn.Module):
+    """The second half has a gradient for some batches only; `never` has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.halting, self.never = nn.Linear(6, 3), Halting(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.halting(self.first(x))
+        return out
+
+
+class Halting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.always(x)
+        return out + self.second(out) if x.mean() > 0.5 else out
+
+
+def test_a_parameter_without_gradient_is_left_alone(world: World) -> None:
+    for schedule in ("1f1b", "zb-h1"):
+        assert_equal(world, 2, f'pp(2, schedule="{schedule}")', Partly, samples(24), 8)
+
+
+def test_cuts_of_the_users(world: World) -> None:
+    strategy = 'pp(2, cuts=["blocks.1"])'
+    assert_equal(world, 2, strategy, gpt, texts(8), 8, loss=next_token_loss)
+
+
+def test_evaluating(world: World) -> None:
+    def body(group: Group, strategy: str, model: nn.Module) -> Any:
+        job = Job(parse(strategy), group, device=torch.device("cpu"))
+        step = job.step(model, next_token_loss, optimizer=ADAMW)
+        for batch in job.batches(texts(8), 8):
+            step(batch)
+        number = job.evaluate(next_token_loss, texts(11), batch_size=4)
+        several = job.evaluate(
+            lambda out, y: {"loss": next_token_loss(out, y), "first": out[:, 0, 0].mean()},
+            texts(11),
+            batch_size=4,
+        )
+        return number, several, model.training
+
+    alone = body(SoloGroup(), "single", gpt())
+    for size, strategy in ((2, "pp(2)"), (2, 'pp(2, schedule="bfs")'), (4, "ddp + pp(2)")):
+        models = [gpt() for _ in range(size)]
+        found = world(size, lambda g, s=strategy, m=models: body(g, s, m[g.rank]))
+        for number, several, training in found:
+            assert number == pytest.approx(alone[0], abs=1e-5)
+            assert several == pytest.approx(alone[1], abs=1e-5)
+            assert training
+
+
+@pytest.mark.parametrize("first", ["single", "zero(1) + pp(2)", 'pp(2, schedule="interleaved")'])
+@pytest.mark.parametrize("second", ["single", "zero(3)", 'pp(2, schedule="zb-h1")'])
+def test_what_one_strategy_saved_another_loads(
+    world: World, tmp_path: Path, first: str, second: str
+) -> None:
+    def go(group: Group, strategy: str, model: nn.Module, steps: int, resume: bool) -> Any:
+        job = Job(parse(strategy), group, device=torch.device("cpu"))
+        step = job.step(model, next_token_loss, optimizer=ADAMW)
+        if resume:
+            job.load(tmp_path / "saved")
+        for batch in job.batches(texts(32), 8, steps=steps):
+            step(batch)
+        if not resume:
+            job.save(tmp_path / "saved")
+        with step.sync.whole():
+            return whole_model(step)[0]
+
+    def run(strategy: str, steps: int, resume: bool) -> Any:
+        if strategy == "single":
+            return go(SoloGroup(), strategy, gpt(), steps, resume)
+        size = 4 if "+" in strategy else 2
+        models = [gpt() for _ in range(size)]
+        return world(size, lambda g: go(g, strategy, models[g.rank], steps, resume))[0]
+
+    run(first, 2, False)
+    resumed = run(second, 4, True)
+    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+    step = job.step(gpt(), next_token_loss, optimizer=ADAMW)
+    for batch in job.batches(texts(32), 8):
+        step(batch)
+    straight = whole_model(step)[0]
+    for name, tensor in straight.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def refused(world: World, strategy: str, make: Callable[[], nn.Module], **options: Any) -> str:
+    models = [make(), make()]
+
+    def body(group: Group) -> None:
+        job = Job(parse(strategy), group, device=torch.device("cpu"))
+        job.step(models[group.rank], F.cross_entropy, optimizer=SGD, **options)
+
+    with pytest.raises(BadInput) as caught:
+        world(2, body)
+    return str(caught.value)
+
+
+def test_what_cannot_be_split_is_refused(world: World) -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x) if x.sum() > 0 else x
+            return x
+
+    said = refused(world, "pp(2)", Looking)
+    assert "the forward of Looking cannot be cut into stages" in said
+    assert "put that part into a module of its own" in said
+    one = refused(world, "pp(2)", lambda: nn.Sequential(nn.Linear(6, 3)))
+    assert "Sequential cannot be cut into 2 parts: its forward calls 1 modules with some" in one
+    assert "stage 1 has no parameter to train" in refused(
+        world, 'pp(2, cuts=["1"])', lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh())
+    )
+
+
+def test_wrong_cuts_are_refused(world: World) -> None:
+    assert "the model has no such module" in refused(world, 'pp(2, cuts=["blocks.9"])', gpt)
+    assert "2 parts need 1 cuts, and there are 2" in refused(
+        world, 'pp(2, cuts=["blocks.1", "blocks.2"])', gpt
+    )
+
+
+def test_options_that_contradict_each_other_are_refused(world: World) -> None:
+    assert "leave them out here" in refused(world, "pp(2, microbatches=4)", mlp, exact=True)
+    assert 'take "bf16"' in refused(world, "pp(2)", mlp, precision="fp16")
+    assert "1f1b has one chunk a stage, not 3" in refused(world, "pp(2, chunks=3)", mlp)
+
+
+class Counting(nn.Module):
+    """Its forward is another one every time, which tracing does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x) * self.calls
+        return x
+
+
+def test_stages_that_do_not_compute_what_the_model_does_are_refused(world: World) -> None:
+    models = [Counting(), Counting()]
+    with pytest.raises(BadInput, match=r"the stages of Counting, cut at layers\.1, do not compute"):
+        world(2, lambda g: train(g, "pp(2)", models[g.rank], samples(8), 8))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "microbatches"),
+    [
+        ("pp(2)", 1, 4),
+        ("pp(4)", 1, 8),
+        ("pp(2)", 3, 3),
+        ("pp(2, microbatches=5)", 3, 5),
+        ('pp(2, schedule="inter-op")', 1, 1),
+        ("ddp", 2, 2),
+    ],
+)
+def test_how_many_micro_batches(strategy: str, accumulate: int, microbatches: int) -> None:
+    options = StepOptions(accumulate=accumulate).under(parse(strategy).pp)
+    assert options.local_microbatches(1) == microbatches
