@@ -28,7 +28,7 @@ from shoal.replica.engine import Loss, MicroBatch, Precision
 from shoal.replica.flat import FlatParams
 from shoal.replica.part import part_of_replica
 from shoal.schedules.pipeline import accumulate as accumulate_schedule
-from shoal.strategy import Pp, Strategy
+from shoal.strategy import Pp, Strategy, Tp
 from shoal.sync.build import Replica, build_sync
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
 from shoal.tree import Tree, map_tensors
@@ -85,6 +85,17 @@ class StepOptions:
         chosen = self.accumulate if self.accumulate > 1 else default
         return replace(self, accumulate=pp.microbatches or chosen)
 
+    def check_split(self, tp: Tp | None) -> None:
+        if tp is None or tp.size == 1:
+            return
+        if self.exact:
+            raise BadInput(
+                f"exact=True adds up as one worker does, and {tp} adds up the parts of a sum on "
+                "several: leave one of them out"
+            )
+        if self.precision == "fp16":
+            raise BadInput(f'{tp} has no scaling of losses for precision="fp16": take "bf16"')
+
     def local_microbatches(self, replicas: int) -> int:
         return self.microbatches // replicas if self.exact else self.accumulate
 
@@ -116,6 +127,7 @@ class Step:
         group = mesh.dp
         options.check(group.size)
         options = options.under(strategy.pp)
+        options.check_split(strategy.tp)
         for name, value in {"loss": loss, "lr": lr, "count": count}.items():
             if value is not None and not callable(value):
                 raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
@@ -128,7 +140,7 @@ class Step:
         self._check_embeddings(say)
         presence = self._share_batchnorm(say)
         self._agree_on_start()
-        self.part = part_of_replica(self.model, strategy.pp, mesh.pp, device)
+        self.part = part_of_replica(self.model, strategy, mesh, device)
         self.flat = FlatParams(self.part.named)
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
         self.update = Update(

@@ -45,6 +45,7 @@ EVERY_VALUE = _EveryValue()
 BUILT: dict[str, dict[str, Container[object]]] = {
     "single": {},
     "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": (None,)},
+    "tp": {"size": EVERY_VALUE, "plan": EVERY_VALUE},
     "pp": dict.fromkeys(
         ("size", "schedule", "microbatches", "chunks", "recompute", "cuts"), EVERY_VALUE
     ),

@@ -1,4 +1,4 @@
-"""The norm of a gradient whose parts are on several stages."""
+"""The norm of a gradient whose parts are on several workers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.group.group import Group
+from shoal.replica.tensor import TensorSplit
 
 
-class NormOverStages:
+class NormOverParts:
     """The norm of every tensor in its place among those of the whole model, then the norm of these.
 
     That is how torch computes the norm of a whole model, so the bits are the same. A tensor that
-    several stages hold counts on one of them. One all-reduce of a number a parameter.
+    several stages hold counts on one of them. One all-reduce of a number a parameter; another one
+    over the workers of tp, where the squares of the slices of a tensor are added up first.
     """
 
     def __init__(
@@ -24,6 +26,7 @@ class NormOverStages:
         group: Group,
         is_counted_here: Callable[[nn.Parameter], bool],
     ):
+        self.tensor: TensorSplit | None = None
         self._places, self._num, self._group = places, num_parameters, group
         self._counts = is_counted_here
 
@@ -35,6 +38,16 @@ class NormOverStages:
             found = torch._foreach_norm([p.grad for p in mine if p.grad is not None])
             places = torch.tensor([self._places[p] for p in mine], device=norms.device)
             norms[places] = torch.stack(list(found)).to(norms.dtype)
+        if self.tensor is not None:
+            norms = self._join_slices(norms, self.tensor)
         self._group.all_reduce(norms).wait()
         total: Tensor = torch.linalg.vector_norm(norms)
         return total
+
+    def _join_slices(self, norms: Tensor, tensor: TensorSplit) -> Tensor:
+        places = [place for p, place in self._places.items() if tensor.is_slice(p)]
+        is_slice = torch.zeros_like(norms, dtype=torch.bool)
+        is_slice[places] = True
+        squares = norms.square().where(is_slice, 0)
+        tensor.group.all_reduce(squares).wait()
+        return squares.sqrt().where(is_slice, norms)

@@ -1,4 +1,4 @@
-"""What one worker has of a replica: all of it, or a stage."""
+"""What one worker has of a replica: all of it, a stage, slices of its tensors, or both."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from torch.func import functional_call
 
 from shoal.errors import BadInput
 from shoal.group.group import Group, Op
+from shoal.group.mesh import Mesh
 from shoal.group.parcel import Post
+from shoal.group.solo import SoloGroup
 from shoal.replica.engine import Engine, Loss
 from shoal.replica.flat import FlatParams
-from shoal.replica.norm import NormOverStages
+from shoal.replica.logits import whole_tensors
+from shoal.replica.norm import NormOverParts
 from shoal.replica.pipeline import PipelineEngine
 from shoal.replica.stages import Stages, keeping_modes, named_tensors
+from shoal.replica.tensor import TensorSplit
+from shoal.replica.tensor_plan import plan_of
 from shoal.replica.ties import Ties
 from shoal.schedules.pipeline import accumulate
 from shoal.schedules.pipeline_catalog import build
-from shoal.strategy import Pp
+from shoal.strategy import Pp, Strategy
 from shoal.tree import Tree, tensors_of
 
 LARGEST_CHECKED_BYTES = 1 << 30
@@ -29,11 +34,27 @@ LARGEST_CHECKED_BYTES = 1 << 30
 class Part:
     """A whole replica. The model's parameters are all here, and nobody else is asked."""
 
-    total_norm: NormOverStages | None = None
+    total_norm: NormOverParts | None = None
+    tensor: TensorSplit | None = None
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.named = list(model.named_parameters())
+
+    def split_tensors(self, tensor: TensorSplit) -> None:
+        """From now on the parameters are slices."""
+        if self.total_norm is None:
+            places = {p: place for place, (_, p) in enumerate(self.named)}
+            self.total_norm = NormOverParts(places, len(places), SoloGroup(), lambda p: True)
+        self.tensor = self.total_norm.tensor = tensor
+
+    def join(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, by name, from the slices of the workers of tp, which all call it."""
+        return tensors if self.tensor is None else self.tensor.join(tensors)
+
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This worker's slices of whole tensors."""
+        return tensors if self.tensor is None else self.tensor.take(tensors)
 
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
         return Engine(self.model, loss, flat, accumulate(1, 0, microbatches), **options)
@@ -63,7 +84,7 @@ class StagePart(Part):
         self.named = self.stages.keep(group.rank)
         self.post = Post(group, device)
         self.ties = Ties(self.named, self.stages.holders, self.post)
-        self.total_norm = NormOverStages(
+        self.total_norm = NormOverParts(
             {p: places[p] for _, p in self.named}, num_parameters, group, self.ties.is_counted_here
         )
 
@@ -92,11 +113,11 @@ class StagePart(Part):
         same = torch.ones(1, device=engine.flat.device)
         with keeping_modes(self.model):
             self.model.eval()
-            split = engine.share(tensors_of(engine.predict(inputs)))
+            split = engine.share(tensors_of(whole_tensors(engine.predict(inputs))))
             tensors = {n: t for part in reversed(self.collect(mine)) for n, t in part.items()}
             if self.group.rank == 0:
                 whole = functional_call(self.model, tensors, *_arguments(inputs))
-                same.fill_(_alike(tensors_of(whole), split))
+                same.fill_(_alike(tensors_of(whole_tensors(whole)), split))
         self.group.broadcast(same).wait()
         if not same:
             raise BadInput(
@@ -125,11 +146,15 @@ class StagePart(Part):
             )
 
 
-def part_of_replica(model: nn.Module, pp: Pp | None, group: Group, device: torch.device) -> Part:
-    """This worker's part; `group` are the stages of its replica."""
-    if pp is None or group.size == 1:
-        return Part(model)
-    return StagePart(model, pp, group, device)
+def part_of_replica(model: nn.Module, strategy: Strategy, mesh: Mesh, device: torch.device) -> Part:
+    """This worker's part. Stages are cut, and layers chosen, while the model is whole."""
+    tp, pp = strategy.tp, strategy.pp
+    roles = plan_of(model, tp) if tp is not None and mesh.tp.size > 1 else {}
+    has_stages = mesh.pp.size > 1
+    part = StagePart(model, pp, mesh.pp, device) if pp and has_stages else Part(model)
+    if roles:
+        part.split_tensors(TensorSplit(model, roles, mesh.tp, device))
+    return part
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
