@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"shoal.{_HOME[name]}"), name)
     # `shoal.run` is a module as well as a function: keep the function under the name
     globals()[name] = value
+    _register_where_torch_is()  # if it has just been loaded
     return value
 
 
@@ -78,17 +80,22 @@ def register_backend() -> None:
 
     Importing shoal does it when torch is loaded; an installed Shoal is also found by torch itself.
     """
-    import torch.distributed as dist
+    from shoal.group.registration import register
 
-    if dist.is_available() and not hasattr(dist.Backend, "SHOAL"):
-        dist.Backend.register_backend("shoal", _create_backend, devices=["cpu", "cuda"])
-
-
-def _create_backend(*args: Any) -> Any:
-    from shoal.group.backend import create
-
-    return create(*args)
+    register()
 
 
-if "torch.distributed" in sys.modules:
-    register_backend()
+def _register_with_torch() -> None:
+    """The entry point "torch.backends", which `import torch` calls: it must never fail."""
+    try:
+        register_backend()
+    except Exception as error:
+        warnings.warn(f'torch.distributed has no backend "shoal": {error}', stacklevel=2)
+
+
+def _register_where_torch_is() -> None:
+    if hasattr(sys.modules.get("torch.distributed"), "Backend"):
+        register_backend()
+
+
+_register_where_torch_is()

@@ -109,7 +109,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             tied[name] = seen[key]
             continue
         seen[key] = name
-        tensors[name] = _on_cpu(value)
+        tensors[name] = on_cpu(value)
     return tensors, tied
 
 
@@ -136,7 +136,13 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], tied: Any, where: P
         )
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(complete[name])
+            if not _is_elsewhere(tensor):
+                tensor.copy_(complete[name])
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """A parameter that another rank holds has a shape here and no memory for it."""
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 
 def optimizer_tensors(
@@ -150,7 +156,7 @@ def optimizer_tensors(
         name = names[id(p)]
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = _on_cpu(value)
+                tensors[f"{name}/{key}"] = on_cpu(value)
             else:
                 values.setdefault(name, {})[key] = value
     groups = [
@@ -198,23 +204,25 @@ def load_optimizer(
     by_index: dict[int, dict[str, Any]] = {}
     groups = rest.get("groups")
     saved_groups: list[Any] = groups if isinstance(groups, list) else []
-    if not all(isinstance(saved, dict) for saved in saved_groups):
-        raise CheckpointError(f"the checkpoint at {where} is damaged: its parameter groups")
     for packed, group in zip(document["param_groups"], optimizer.param_groups, strict=True):
         group_names = [names[id(p)] for p in group["params"]]
         for index, name in zip(packed["params"], group_names, strict=True):
             if name in state:
                 by_index[index] = state[name]
-        for saved in saved_groups:
-            if _holds(saved.get("params"), group_names):
-                _restore(packed, saved, where)
+        if (saved_group := _group_of(group_names, saved_groups, where)) is not None:
+            _restore(packed, saved_group, where)
     document["state"] = by_index
     optimizer.load_state_dict(document)
 
 
-def _holds(saved: Any, names: list[str]) -> bool:
-    """Whether a saved group is this one, or this one is a worker's part of it."""
-    return bool(names) and isinstance(saved, list) and all(name in saved for name in names)
+def _group_of(names: list[str], saved: list[Any], where: Path) -> dict[str, Any] | None:
+    """The saved group that holds these parameters; it may hold more, of other ranks."""
+    for group in saved:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            raise CheckpointError(f"the checkpoint at {where} is damaged: its parameter groups")
+        if set(names) <= {name for name in group["params"] if isinstance(name, str)}:
+            return group
+    return None
 
 
 def _state_by_name(
@@ -258,7 +266,8 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, tuple) else 0
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A copy that shares no memory with anything."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 

@@ -43,11 +43,20 @@ class CheckFailed(ShoalError):
 class PeerLost(ShoalError, RuntimeError):
     """Another rank went away or fell silent in the middle of an operation.
 
-    A RuntimeError too, as torch.distributed's own failures are.
+    A RuntimeError too, as torch.distributed's own failures are. `exit_status` is the peer's, where
+    it is known: that of Popen.returncode, so -9 for SIGKILL.
     """
 
-    def __init__(self, rank: int, peer: int | None, doing: str, after_s: float | None = None):
+    def __init__(
+        self,
+        rank: int,
+        peer: int | None,
+        doing: str,
+        after_s: float | None = None,
+        exit_status: int | None = None,
+    ):
         self.rank, self.peer, self.doing, self.after_s = rank, peer, doing, after_s
+        self.exit_status = exit_status
         who = "a peer" if peer is None else f"rank {peer}"
         when = "" if after_s is None else f" after {after_s:g} s"
         super().__init__(
@@ -77,3 +86,11 @@ class WorkersFailed(ShoalError):
     def __init__(self, rank: int, exit_status: int, report: str):
         self.rank, self.exit_status, self.report = rank, exit_status, report
         super().__init__(f"worker {rank} failed with exit status {exit_status}\n{report}")
+
+
+class ServerFailed(ShoalError):
+    """A server process ended while workers needed it."""
+
+    def __init__(self, server: int, how: str):
+        self.server = server
+        super().__init__(f"server {server} {how}")

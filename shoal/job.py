@@ -20,10 +20,14 @@ from shoal.data import (
     DatasetBatches,
     mix,
 )
+from shoal.deal import Deal
 from shoal.errors import BadInput
+from shoal.faults import Faults
 from shoal.feed import Feed
 from shoal.group.group import Group
 from shoal.group.mesh import Mesh
+from shoal.group.survivors import Tally
+from shoal.observe.pace import Pace
 from shoal.observe.progress import Progress, Silent
 from shoal.observe.trace import OFF, Tracer
 from shoal.replica.engine import Loss, Precision
@@ -50,6 +54,8 @@ class Job:
         seed: int = 0,
         progress: Progress | None = None,
         tracer: Tracer = OFF,
+        faults: Faults | None = None,
+        tally: Tally | None = None,
     ):
         require_built(strategy)
         layout = strategy.layout(group.size)
@@ -64,11 +70,14 @@ class Job:
         self.dry = False  # a trial run: nothing is saved
         self._steps: list[Step] = []
         self._progress, self._tracer = progress or Silent(), tracer
+        self._faults = faults
+        # how to add up where ranks may be lost; the stages of a replica cannot be missed
+        self._tally = tally if layout.replicas == self.size else None
         self._said: set[str] = set()
         self._feed = Feed(
             self.mesh.dp, device, seed, lambda: self.steps, self._before_batch, self._say_once
         )
-        self._clock = _Clock()
+        self._clock, self._pace = _Clock(), Pace()
 
     def step(
         self,
@@ -107,9 +116,11 @@ class Job:
             count=count,
             tracer=self._tracer,
             say=self._say_once,
+            faults=self._faults,
         )
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)
+        self._feed.compares &= step.sync.waits
         for built in self.on_build:
             built(step)
         return step
@@ -186,11 +197,13 @@ class Job:
         was_training = model.training
         model.eval()
         try:
-            with step.sync.whole():
-                sums, samples = self._evaluate_part(metric, step, data, batch_size)
+            with step.sync.evaluating():
+                found = self._evaluate(metric, step, data, batch_size)
         finally:
             model.train(was_training)
-        return step.engine.share(self._mean_over_replicas(sums, samples, step))
+        names, everything = step.engine.share(found)
+        means = [value / everything[-1] for value in everything[:-1]]
+        return means[0] if names == [""] else dict(zip(names, means, strict=True))
 
     def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
         """Save the whole model, the optimizer and the place in the data under `path`.
@@ -202,6 +215,7 @@ class Job:
         with ExitStack() as stack:
             for step in self._steps:
                 stack.enter_context(step.sync.whole(optimizer=True))
+            states = [step.sync.state() for step in self._steps]
             if self.replica != 0:
                 return
             document = {
@@ -212,7 +226,7 @@ class Job:
                 "workers": self.size,
                 "about": about or {},
             }
-            saved = snapshot(self._steps, document)
+            saved = snapshot(self._steps, states, document)
             if self.rank == 0:
                 checkpoint.write(Path(path), saved)
 
@@ -226,8 +240,6 @@ class Job:
         if not self._steps:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
         restore(self._steps, saved, path)
-        for step in self._steps:
-            step.sync.restored()
         self.steps = saved.document["steps"]
         self._feed.skip = self._feed.delivered = saved.document["batches"]
         self._clock = _Clock(self.steps)
@@ -240,6 +252,15 @@ class Job:
             step.sync.close()
             for sentence in step.sync.summary():
                 self._say_once(sentence)
+
+    def report(self) -> dict[str, Any]:
+        """What happened on this rank, for machines: JSON-able."""
+        return {
+            "rank": self.rank,
+            "steps": self.steps,
+            **self._pace.read(),
+            "sync": [step.sync.report() for step in self._steps],
+        }
 
     # ------------------------------------------------------------------ what is behind it
 
@@ -255,9 +276,12 @@ class Job:
         for step in self._steps:
             step.latest = batch
         self._clock.samples += batch.total
+        self._pace.samples += sum(batch.parts)
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
-        self.steps = max(self.steps, step.steps)  # one step of a job may train several models
+        if step.steps > self.steps:  # one step of a job may train several models
+            self.steps = step.steps
+            self._pace.note()
 
     def _say_once(self, sentence: str) -> None:
         if self.rank == 0 and sentence not in self._said:
@@ -269,16 +293,36 @@ class Job:
             raise BadInput("job.evaluate comes after job.step: there is no model yet")
         return self._steps[-1]
 
-    def _evaluate_part(
+    def _evaluate(
         self, metric: Callable[[Any, Any], Any], step: Step, data: Any, size: int | None
-    ) -> tuple[dict[str, Tensor], float]:
-        """Sums of the metric over this replica's samples. Parts may be empty: no rank waits."""
-        cut = Cut(self.replica, self.replicas)
+    ) -> tuple[list[str], list[float]]:
+        """Names of the metric, and its sums over all samples, with their number at the end.
+
+        Where ranks may be lost, what they had is dealt out again until nothing is missing.
+        """
+        deal = Deal(
+            torch.arange(len(data)), tuple(range(self.replicas)), size or self._feed.batch_size
+        )
+        names, sums = self._evaluate_part(metric, step, deal.batches(data, self.replica))
+        if not step.engine.is_last:
+            return names, []
+        if self._tally is None:
+            self.mesh.dp.all_reduce(sums).wait()
+            return names, sums.tolist()
+        everything, missing = self._tally.add_up(sums.tolist(), deal.ranks)
+        while len((deal := deal.without(missing)).samples):
+            _, sums = self._evaluate_part(metric, step, deal.batches(data, self.replica))
+            more, missing = self._tally.add_up(sums.tolist(), deal.ranks)
+            everything = [a + b for a, b in zip(everything, more, strict=True)]
+        return names, everything
+
+    def _evaluate_part(
+        self, metric: Callable[[Any, Any], Any], step: Step, batches: DatasetBatches
+    ) -> tuple[list[str], Tensor]:
+        """Sums over this replica's samples. Parts may be empty: no rank waits."""
         sums: dict[str, Tensor] = {}
         samples = 0.0
-        for batch in DatasetBatches(
-            data, size or self._feed.batch_size, cut, torch.arange(len(data))
-        ):
+        for batch in batches:
             inputs, targets = map_tensors(lambda t: t.to(self.device), tuple(batch))
             step.engine.presence.real = batch.parts[0] > 0
             with self._tracer.span("forward", "evaluate"):
@@ -293,19 +337,11 @@ class Job:
                     )
                 sums[name] = sums.get(name, torch.zeros_like(number)) + number * batch.parts[0]
             samples += batch.parts[0]
-        return sums, samples
-
-    def _mean_over_replicas(self, sums: dict[str, Tensor], samples: float, step: Step) -> Any:
-        if not step.engine.is_last:
-            return None
-        if not sums:
+        if not sums and step.engine.is_last:
             raise BadInput("job.evaluate got no samples")
         names = sorted(sums)
         total = torch.tensor(samples, dtype=torch.float64, device=self.device)
-        everything = torch.stack([sums[name] for name in names] + [total])
-        self.mesh.dp.all_reduce(everything).wait()
-        means = (everything[:-1] / everything[-1]).tolist()
-        return means[0] if names == [""] else dict(zip(names, means, strict=True))
+        return names, torch.stack([sums[name] for name in names] + [total])
 
 
 class _Clock:

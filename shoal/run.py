@@ -8,33 +8,43 @@ shoal.run(train, workers=4)          start the script again as four workers, and
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from shoal.errors import BadInput
+from shoal.faults import faults_of
 from shoal.group.group import Group
+from shoal.group.hosts import HostsGroup
 from shoal.group.meeting import share_memory
 from shoal.group.scheduled import ScheduledGroup
 from shoal.group.shm_group import ShmGroup
 from shoal.group.solo import SoloGroup
+from shoal.group.survivors import Tally
 from shoal.group.torch_group import TorchGroup, join_world
 from shoal.job import Job
 from shoal.launch.environment import Placement, detect
 from shoal.launch.failures import report_failure, report_finished
 from shoal.launch.fork import fork
 from shoal.launch.local import launch
+from shoal.launch.losses import is_gone, tolerance_of
 from shoal.launch.rendezvous import open_rendezvous
+from shoal.launch.run_dir import leave_report
 from shoal.launch.worker import die_with_launcher, open_progress
 from shoal.observe.capture import Capture, Enough
+from shoal.observe.estimate import estimate_from_environment
+from shoal.observe.probe import Probe
 from shoal.observe.progress import for_worker
 from shoal.observe.trace import OFF, Recorder, Tracer
 from shoal.strategy import Ddp, Part, Single, Strategy, as_strategy, require_built
@@ -63,14 +73,14 @@ def run(
     wanted = environ.get("SHOAL_CALL")
     if wanted is not None and int(wanted) != _calls:
         return None  # this process was started for another call of shoal.run in the script
-    chosen = environ.get("SHOAL_STRATEGY") or strategy
     placement = detect(environ)
-    if placement is None and (workers or 1) > 1:
-        return _launch_self(train, as_strategy(chosen or "ddp"), workers or 1, seed, device)
-    several = placement is not None and placement.size > 1
+    size = placement.size if placement else workers or 1
+    chosen = environ.get("SHOAL_STRATEGY") or strategy or ("ddp" if size > 1 else "single")
+    if placement is None and size > 1:
+        return _launch_self(train, as_strategy(chosen), size, seed, device)
 
     def work() -> Any:
-        value = as_strategy(chosen or ("ddp" if several else "single"))
+        value = as_strategy(chosen)
         number = int(environ.get("SHOAL_SEED") or seed or 0)
         worker = _Worker(value, placement, number, environ.get("SHOAL_DEVICE") or device)
         return worker.run(train)
@@ -104,17 +114,26 @@ class _Worker:
             tracer = self._tracer(group)
             progress = for_worker(self.rank, self.size, open_progress(os.environ))
             stack.callback(progress.close)
-            if isinstance(group, TorchGroup | ScheduledGroup | ShmGroup):
+            if isinstance(group, TorchGroup | ScheduledGroup | ShmGroup | HostsGroup):
                 group.tracer = tracer
-            job = Job(
-                self.strategy,
-                group,
-                device=self.device,
-                seed=self.seed,
-                progress=progress,
-                tracer=tracer,
-            )
+
+            def make(kind: type[Job]) -> Job:
+                return kind(
+                    self.strategy,
+                    group,
+                    device=self.device,
+                    seed=self.seed,
+                    progress=progress,
+                    tracer=tracer,
+                    faults=faults_of(os.environ, self.rank, self.size),
+                    tally=self._tally(),
+                )
+
             try:
+                if estimate_from_environment(os.environ, train, make):
+                    self._note_end()
+                    return None
+                job = make(Job)
                 return self._train(train, job)
             except SystemExit as end:
                 if not end.code:
@@ -129,17 +148,35 @@ class _Worker:
 
     def _train(self, train: Callable[[Job], Any], job: Job) -> Any:
         capture = Capture.from_environment(os.environ, job)
+        probe = Probe.from_environment(os.environ, job)
         result = None
         with suppress(Enough):
             result = train(job)
         if capture is not None:
             capture.write()
+        if probe is not None:
+            probe.write()
         job.close()
+        if self._is_ours:
+            leave_report(os.environ["SHOAL_RUN_DIR"], self.rank, job.report())
         self._note_end()
         return result
 
+    @property
+    def _is_ours(self) -> bool:
+        """Whether our own launcher looks after this process."""
+        return self.placement is not None and self.placement.launcher == "shoal"
+
+    def _tally(self) -> Tally | None:
+        """Our launcher tells who is gone; under others a lost worker ends the run anyway."""
+        if not self._is_ours or not self.strategy.survives_loss:
+            return None
+        run_dir = Path(os.environ["SHOAL_RUN_DIR"])
+        folder = run_dir / f"tally-{_calls}"
+        return Tally(folder, self.rank, partial(is_gone, run_dir), patience_s=math.inf)
+
     def _note_end(self) -> None:
-        if self.placement is not None and self.placement.launcher == "shoal":
+        if self._is_ours:
             report_finished(os.environ["SHOAL_RUN_DIR"], self.rank)
 
     def _give_up(self, error: Exception) -> None:
@@ -148,7 +185,7 @@ class _Worker:
         Taking down the group may wait for a peer that waits for this one; the launcher ends
         the others and tells the first failure of all.
         """
-        if self.placement is not None and self.placement.launcher == "shoal":
+        if self._is_ours:
             _say_where(error)
             report_failure(os.environ["SHOAL_RUN_DIR"], self.rank, error)
             sys.stdout.flush()
@@ -165,7 +202,10 @@ class _Worker:
         with open_rendezvous(self.placement) as rendezvous:
             backend = choose_backend(self.device, self.placement)
             world = join_world(rendezvous, self.rank, self.size, backend, f"run {_calls}")
-            group = share_memory(world, self.rank) if self._on_one_host() else None
+            group = None
+            if self._shares_memory():
+                own = PrefixStore(f"memory of run {_calls}", world.get_group_store())
+                group = share_memory(own, self.rank, self.size)
             try:
                 yield group or self._over(world)
             finally:
@@ -185,12 +225,12 @@ class _Worker:
             TorchTransport(world), {"all_reduce": part.algorithm}, background=True
         )
 
-    def _on_one_host(self) -> bool:
-        """CPUs of one host go through its memory, unless an algorithm is named."""
+    def _shares_memory(self) -> bool:
+        """Ranks of a host go through its memory, unless NCCL or a named algorithm serves them."""
         assert self.placement is not None
         part = self.strategy.sync_for(self.size)
         named = isinstance(part, Ddp) and part.algorithm != "auto"
-        return self.device.type == "cpu" and self.placement.local_size == self.size and not named
+        return choose_backend(self.device, self.placement) == "gloo" and not named
 
     def _tracer(self, group: Group) -> Tracer:
         if not os.environ.get("SHOAL_TRACE_DIR"):
@@ -268,9 +308,10 @@ def _launch_self(
         env["SHOAL_SEED"] = str(seed)
     if device is not None:
         env["SHOAL_DEVICE"] = device
+    servers, tolerance = strategy.servers(workers), tolerance_of(strategy, workers)
     command = _own_command()
     if command is not None:
-        launch(command, workers, env={**os.environ, **env})
+        launch(command, workers, env={**os.environ, **env}, servers=servers, tolerance=tolerance)
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise BadInput(
@@ -284,7 +325,7 @@ def _launch_self(
         value = choose_device(device, placement)
         _Worker(strategy, placement, seed or 0, str(value)).run(train)
 
-    fork(body, workers, env)
+    fork(body, workers, env, servers=servers, tolerance=tolerance)
 
 
 def _own_command() -> list[str] | None:

@@ -12,8 +12,13 @@ from shoal.errors import BadInput, CheckpointError
 from shoal.step import Step
 
 
-def snapshot(steps: list[Step], document: dict[str, Any]) -> checkpoint.Checkpoint:
-    """The models and optimizers of all steps of a job, and what else `document` says of it."""
+def snapshot(
+    steps: list[Step], states: list[dict[str, Tensor]], document: dict[str, Any]
+) -> checkpoint.Checkpoint:
+    """The models and optimizers of all steps of a job, and what else `document` says of it.
+
+    `states` are those of the syncs, which all ranks have to be asked for.
+    """
     saved = checkpoint.Checkpoint({}, {}, {**document, "models": []})
     for i, step in enumerate(steps):
         tensors, tied = whole_model(step)
@@ -21,6 +26,11 @@ def snapshot(steps: list[Step], document: dict[str, Any]) -> checkpoint.Checkpoi
         saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
         saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
         saved.model |= _rows(step, f"{i}:")
+        if step.mesh.pp.size == step.mesh.tp.size == 1:
+            # what a sync keeps of a stage or of slices has no place in the whole
+            saved.optimizer |= {
+                f"sync{i}:{name}": checkpoint.on_cpu(tensor) for name, tensor in states[i].items()
+            }
         scaler = step.update.scaler
         saved.document["models"].append(
             {
@@ -68,6 +78,8 @@ def restore(steps: list[Step], saved: checkpoint.Checkpoint, path: Path) -> None
         )
     for i, (step, rest) in enumerate(zip(steps, models, strict=True)):
         _restore_step(step, f"{i}:", saved, rest, path)
+        step.sync.restored()
+        step.sync.load_state(_named(f"sync{i}:", saved.optimizer))
 
 
 def _restore_step(
@@ -76,16 +88,14 @@ def _restore_step(
     steps = rest.get("steps") if isinstance(rest, dict) else None
     if not isinstance(steps, int) or steps < 0:
         raise CheckpointError(f"the checkpoint at {path} is damaged: its models")
-    model, optimizer = (
-        {name.removeprefix(prefix): t for name, t in part.items() if name.startswith(prefix)}
-        for part in (saved.model, saved.optimizer)
-    )
+    model, optimizer = (_named(prefix, part) for part in (saved.model, saved.optimizer))
     model = _restore_rows(step, model, rest.get("tables", {}), path)
     model, optimizer = step.part.take(model), step.part.take(optimizer)
     checkpoint.load_model(step.model, model, rest.get("tied"), path)
-    checkpoint.load_optimizer(
-        step.update.optimizer, step.flat.named, optimizer, rest.get("optimizer"), path
-    )
+    if step.update.named:  # else this rank trains no parameter
+        checkpoint.load_optimizer(
+            step.update.optimizer, step.flat.named, optimizer, rest.get("optimizer"), path
+        )
     step.steps = step.update.steps = rest["steps"]
     if step.update.scaler is not None and isinstance(rest.get("scaler"), dict):
         step.update.scaler.load_state_dict(rest["scaler"])
@@ -118,3 +128,7 @@ def _restore_rows(
             raise CheckpointError(f"the checkpoint at {path} does not fit: {error}") from error
         tensors = {n: t for n, t in tensors.items() if not n.startswith(prefix)}
     return tensors
+
+
+def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from shoal.data import Batch, Cut, mix, num_rows, take
 from shoal.embedding import apply_embeddings, bind_embeddings
 from shoal.errors import BadInput, NotBuilt
+from shoal.faults import Faults, busy_s
 from shoal.group.group import Op
 from shoal.group.mesh import Mesh
 from shoal.observe.trace import Tracer
@@ -22,14 +24,14 @@ from shoal.replica.batchnorm import (
     globalize,
     has_batchnorm,
     note_microbatches,
+    running_statistics,
     settle,
 )
 from shoal.replica.engine import Loss, MicroBatch, Precision
-from shoal.replica.flat import FlatParams
 from shoal.replica.part import part_of_replica
 from shoal.schedules.pipeline import accumulate as accumulate_schedule
-from shoal.strategy import Pp, Strategy, Tp
-from shoal.sync.build import Replica, build_sync
+from shoal.strategy import Pp, Ps, Strategy, SyncPart, Tp
+from shoal.sync.build import Replica, build_sync, lay_out, ownership, place
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
 from shoal.tree import Tree, map_tensors
 
@@ -123,6 +125,7 @@ class Step:
         count: Count | None,
         tracer: Tracer,
         say: Callable[[str], None],
+        faults: Faults | None = None,
     ):
         group = mesh.dp
         options.check(group.size)
@@ -133,29 +136,45 @@ class Step:
                 raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
         self.options, self.group, self.seed, self.count = options, group, seed, count
         self.mesh = mesh
+        part = strategy.sync_for(group.size)
+        self._has_servers = isinstance(part, Ps)
         if options.exact:
             _make_deterministic(device)
-        self.model = model.to(device)
+        blank = place(part, model, group, device)
+        self.model = model
         self.embeddings = bind_embeddings(self.model, optimizer, seed)
         self._check_embeddings(say)
-        presence = self._share_batchnorm(say)
-        self._agree_on_start()
+        presence = self._share_batchnorm(part, say)
         self.part = part_of_replica(self.model, strategy, mesh, device)
-        self.flat = FlatParams(self.part.named)
+        self.flat = lay_out(part, model, group, device, blank, self.part.named)
+        self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
+        own = ownership(part, self.flat, group, options.exact)
         self.update = Update(
-            self.flat.named,
+            own.named,
             optimizer,
             clip_norm=options.clip_norm,
             lr=lr,
             scaler=scaler,
-            total_norm=self.part.total_norm,
+            norm_over=own.norm_over,
+            clipped=own.clipped,
+            total_norm=self.part.total_norm(None if own.norm_over is None else group),
             tracer=tracer,
         )
         self.sync = build_sync(
-            strategy.sync_for(group.size),
-            Replica(self.flat, self.update, group, options.microbatches if options.exact else None),
+            part,
+            Replica(
+                self.flat,
+                self.update,
+                group,
+                options.microbatches if options.exact else None,
+                [] if part.in_lockstep else running_statistics(self.model),
+                say,
+            ),
         )
+        store = self.sync.row_store()
+        if store is not None and self.embeddings:
+            bind_embeddings(self.model, optimizer, seed, store)
         self.local_microbatches = options.local_microbatches(group.size)
         self.engine = self.part.engine(
             loss,
@@ -168,6 +187,11 @@ class Step:
             presence=presence,
             tracer=tracer,
         )
+        self._compute = self.engine.run
+        if faults is not None:
+            self._compute = faults.around(
+                self.engine.run, lambda: self.steps + 1, _clock_of(device)
+            )
         self.steps = 0
         self._checked = self._reversed = False
         self.latest: Batch | None = None  # what job.batches has yielded last
@@ -175,22 +199,32 @@ class Step:
 
     def __call__(self, batch: Any) -> Tensor:
         microbatches = self._cut(batch)
+        self.sync.share = _share(microbatches)
         self.sync.begin()
-        if not self._checked:
-            self.part.check(microbatches[0].inputs, self.engine)
-            self._checked = True
-        local = self.engine.run(microbatches, self.sync.reduce)
-        self.sync.finish()
-        if self.embeddings:
-            lr = self.update.lr(self.steps) if self.update.lr is not None else None
-            apply_embeddings(self.embeddings, lr, self.update.optimizer.defaults.get("lr"))
-        if self.options.exact:
-            settle(self.model, self.group)
+        loss = self.sync.skip() if self.sync.passed else self._train(microbatches)
         self.steps += 1
-        loss = self.part.share(self.sync.loss(local))
         for callback in self.after:
             callback(self, loss)
         return loss
+
+    def _train(self, microbatches: list[MicroBatch]) -> Tensor:
+        if not self._checked:
+            self.part.check(microbatches[0].inputs, self.engine)
+            self._checked = True
+        local = self._compute(microbatches, self.sync.reduce)
+        if self.embeddings:  # before the end of the step, of which the rows are part
+            self._push_rows(any(m.real for m in microbatches))
+        self.sync.finish()
+        if self.options.exact:
+            settle(self.model, self.group)
+        return self.part.share(self.sync.loss(local))
+
+    def _push_rows(self, real: bool) -> None:
+        if not real:  # a row that stood in was looked up, which is no use of it
+            for embedding in self.embeddings:
+                embedding.discard()
+        lr = self.update.lr(self.steps) if self.update.lr is not None else None
+        apply_embeddings(self.embeddings, lr, self.update.optimizer.defaults.get("lr"))
 
     def add_up_differently(self, parts: int) -> None:
         """Compute the same step with additions in another order, to see what rounding does.
@@ -207,15 +241,21 @@ class Step:
     def _check_embeddings(self, say: Callable[[str], None]) -> None:
         if not self.embeddings:
             return
-        if self.mesh.world.size > 1:
-            raise NotBuilt("shoal.Embedding trains on one worker in this version")
+        if self.mesh.world.size > 1 and not self._has_servers:
+            raise NotBuilt("shoal.Embedding trains on several workers under ps, not otherwise")
         if self.options.exact or self.options.precision == "fp16":
             raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')
         if self.options.clip_norm is not None:
             say("clip_norm bounds the gradient of the parameters; rows of shoal.Embedding are none")
 
-    def _share_batchnorm(self, say: Callable[[str], None]) -> Presence:
+    def _share_batchnorm(self, part: SyncPart, say: Callable[[str], None]) -> Presence:
         if not has_batchnorm(self.model) or self.options.batchnorm == "local":
+            return Presence()
+        if self.group.size > 1 and not part.in_lockstep:
+            say(
+                f"BatchNorm sees each replica's own samples under {part.name}; the mean of the "
+                "running statistics is tested and saved"
+            )
             return Presence()
         if self.options.exact or self.options.accumulate > 1:
             say(
@@ -228,12 +268,15 @@ class Step:
 
     def _agree_on_start(self) -> None:
         """Every rank starts from rank 0's parameters and buffers."""
-        if self.mesh.world.size == 1:
+        if self.group.size == 1:
             return
+        if self.flat.data.numel():
+            self.group.broadcast(self.flat.data).wait()
+        trained = {id(p) for p in self.flat.params}
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            if tensor.numel():
+            if id(tensor) not in trained and tensor.numel() and tensor.device.type != "meta":
                 whole = tensor.detach().contiguous()
-                self.mesh.world.broadcast(whole).wait()
+                self.group.broadcast(whole).wait()
                 tensor.detach().copy_(whole)
 
     def _cut(self, batch: Any) -> list[MicroBatch]:
@@ -299,10 +342,14 @@ class Step:
     ) -> Sequence[float | Callable[[], Tensor]]:
         """Each micro-batch's share: its count over the count of the global batch.
 
-        Where the global count is not known, the ranks add it up while forward runs.
+        Where the global count is not known, the ranks add it up while forward runs, unless they
+        do not wait for each other: then each takes its part for an equal one.
         """
         if self.count is None and total is not None:
             return [count / total for count in counts]
+        if not self.sync.waits:  # nobody adds up with the others: all parts count alike
+            own = max(float(sum(counts)), 1e-300) * self.group.size
+            return [count / own for count in counts]
         everybody = torch.tensor(float(sum(counts)), dtype=torch.float64).to(self.flat.device)
         work = self.group.all_reduce(everybody, Op.SUM)
 
@@ -320,8 +367,25 @@ class Step:
         return mix(self.seed, 3, self.steps, self.group.rank, m)
 
 
+def _share(microbatches: list[MicroBatch]) -> float:
+    """What this replica computes of the global batch, where it is known beforehand."""
+    return sum(m.weight for m in microbatches if not callable(m.weight))
+
+
 def _rows(tree: Tree, rows: range) -> Tree:
     return map_tensors(lambda t: take(t, [rows]) if t.dim() else t, tree)
+
+
+def _clock_of(device: torch.device) -> Callable[[], float]:
+    """Reads the time that computing takes."""
+    if device.type != "cuda":
+        return busy_s
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.monotonic()
+
+    return read
 
 
 def _make_deterministic(device: torch.device) -> None:

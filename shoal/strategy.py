@@ -31,6 +31,8 @@ from shoal.rules import (
     whole,
     write,
 )
+from shoal.schedules import edges
+from shoal.settings import outer_settings
 
 
 class _EveryValue(Container[object]):
@@ -44,7 +46,14 @@ EVERY_VALUE = _EveryValue()
 # at its default only (so list `size`, which has none); an unlisted part does not work at all.
 BUILT: dict[str, dict[str, Container[object]]] = {
     "single": {},
-    "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": (None,)},
+    "zero": {"stage": EVERY_VALUE},
+    "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": EVERY_VALUE},
+    "localsgd": {"every": EVERY_VALUE, "outer": EVERY_VALUE, "compress": EVERY_VALUE},
+    "gossip": {"graph": EVERY_VALUE, "mode": EVERY_VALUE},
+    "ps": {
+        **dict.fromkeys(("mode", "quorum", "late", "staleness"), EVERY_VALUE),
+        **dict.fromkeys(("servers", "placement", "update"), EVERY_VALUE),
+    },
     "tp": {"size": EVERY_VALUE, "plan": EVERY_VALUE},
     "pp": dict.fromkeys(
         ("size", "schedule", "microbatches", "chunks", "recompute", "cuts"), EVERY_VALUE
@@ -67,9 +76,17 @@ _COMPRESS = text_like(
     '"fp16", "bf16", "int8", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
     rf"fp16|bf16|int8|onebit|topk\({_FRACTION}\)|powersgd\(rank=[1-9][0-9]{{0,5}}\)",
 )
-_GRAPH = text_like(
-    f"one of {', '.join(GRAPHS)}, or a path that ends in .txt, .csv or .edges",
-    "|".join(GRAPHS) + r"|.+\.(txt|csv|edges)",
+_GRAPH_TEXT = text_like(
+    f"one of {', '.join(GRAPHS)}, a path that ends in .txt, .csv or .edges, edges such as "
+    '"edges:0-1,1-2,2-0", or a networkx graph',
+    "|".join(GRAPHS)
+    + r"|random-regular\(degree=[0-9]{1,3}(, ?seed=[0-9]{1,9})?\)"
+    + rf"|{edges.PATTERN}|(?!{edges.INLINE}).+\.(txt|csv|edges)",
+)
+_GRAPH = Rule(
+    _GRAPH_TEXT.allowed,
+    lambda value: edges.is_networkx(value) or _GRAPH_TEXT.accepts(value),
+    lambda value: edges.write_edges(value) if edges.is_networkx(value) else value,
 )
 _OUTER = text_like(
     'an optimizer such as "nesterov(lr=0.7)"',
@@ -115,6 +132,14 @@ class Part:
 class SyncPart(Part):
     """How replicas agree."""
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether replicas take every step together, from the same weights."""
+        return True
+
+    def check(self, replicas: int) -> None:
+        """Refuse what cannot work on so many replicas."""
+
 
 @dataclass(frozen=True)
 class Single(SyncPart):
@@ -157,6 +182,15 @@ class Ps(SyncPart):
         given['mode="async"'] = self.mode == "async"
         return [option for option, is_given in given.items() if is_given]
 
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether every worker is part of every step."""
+        return not self.relaxations or self.staleness == 0
+
+    @property
+    def in_lockstep(self) -> bool:
+        return self.waits_for_all
+
     def _check_together(self) -> None:
         if len(self.relaxations) > 1:
             raise StrategyError(
@@ -165,6 +199,11 @@ class Ps(SyncPart):
             )
         if self.late != "drop" and self.quorum is None:
             raise StrategyError(f'ps: late="{self.late}" needs quorum; else nothing is ever late')
+        if self.update == "worker" and not self.waits_for_all:
+            raise StrategyError(
+                f'ps: update="worker" and {self.relaxations[0]} exclude each other; workers that '
+                "update by themselves have to see every sum"
+            )
         if self.placement == "rank0" and self.servers > 1:
             raise StrategyError(
                 f'ps: servers={self.servers} and placement="rank0" exclude each other; '
@@ -174,10 +213,23 @@ class Ps(SyncPart):
 
 @dataclass(frozen=True, kw_only=True)
 class Gossip(SyncPart):
-    """Replicas average their weights with their neighbours in a graph."""
+    """Replicas average their weights with their neighbours in a graph.
+
+    A networkx graph is kept as text, "edges:…"; its edge attribute "weight" is what a worker
+    takes of its neighbour's weights.
+    """
 
     graph: Annotated[str, _GRAPH] = "ring"
     mode: Annotated[str, _SYNC_OR_ASYNC] = "sync"
+
+    @property
+    def in_lockstep(self) -> bool:
+        return self.graph == "complete" and self.mode == "sync"
+
+    def check(self, replicas: int) -> None:
+        from shoal.schedules.mixing import mixing_for  # networkx: only where it is needed
+
+        mixing_for(self.graph, replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +253,14 @@ class Localsgd(SyncPart):
     every: Annotated[int, whole(1)] = 16
     outer: Annotated[str | None, optional(_OUTER)] = None
     compress: Annotated[str | None, optional(_COMPRESS)] = None
+
+    @property
+    def in_lockstep(self) -> bool:
+        return self.every == 1
+
+    def _check_together(self) -> None:
+        if self.outer is not None:
+            outer_settings(self.outer)
 
 
 @dataclass(frozen=True)
@@ -299,15 +359,44 @@ class Strategy:
     def is_synchronous(self) -> bool:
         """Whether the result should be the single-device one, up to rounding."""
         match self.sync:
-            case Hogwild() | Localsgd():
+            case Hogwild():
                 return False
-            case Gossip(graph=graph, mode=mode):
-                return graph == "complete" and mode == "sync"
-            case Ps(relaxations=relaxations, compress=compress):
-                return not relaxations and compress is None
+            case Localsgd(every=every, outer=outer, compress=compress):
+                return every == 1 and outer is None and compress is None  # for plain SGD
+            case Gossip() as part:
+                return part.in_lockstep
+            case Ps(waits_for_all=waits_for_all, compress=compress):
+                return waits_for_all and compress is None
             case Ddp(compress=compress):
                 return compress is None
         return True
+
+    @property
+    def survives_loss(self) -> bool:
+        """Whether the other workers go on when one is killed.
+
+        Where nobody waits for all, and no worker holds what the others need: each has a whole
+        replica, and none but rank 0 (see `needs`) may host a server.
+        """
+        if self.tp or self.pp:
+            return False
+        match self.sync:
+            case Ps(placement="workers"):
+                return False
+            case Ps(mode=mode, quorum=quorum, staleness=staleness):
+                return mode == "async" or (quorum or 1) < 1 or bool(staleness)
+            case Gossip(mode="async") | Hogwild():
+                return True
+        return False
+
+    def needs(self, rank: int) -> bool:
+        """Whether the run fails with this worker even if it survives the loss of others."""
+        return rank == 0 and isinstance(self.sync, Ps) and self.sync.placement == "rank0"
+
+    def servers(self, workers: int) -> int:
+        """How many processes a launcher has to start beside the workers."""
+        part = self.sync_for(workers)
+        return part.servers if isinstance(part, Ps) and part.placement == "servers" else 0
 
     def layout(self, workers: int) -> Layout:
         """Divide the workers: tp x pp of them make a replica, and none may be left over."""
@@ -322,7 +411,9 @@ class Strategy:
             raise StrategyError(f"{self} needs at least {needed} workers, and {there}")
         if workers % needed:
             raise StrategyError(f"{self} needs a multiple of {needed} workers, and {there}")
-        return Layout(workers // needed, tp_size, pp_size)
+        layout = Layout(workers // needed, tp_size, pp_size)
+        self.sync_for(layout.replicas).check(layout.replicas)
+        return layout
 
     def sync_for(self, replicas: int) -> SyncPart:
         """The sync part, or what its absence means for this many replicas."""
@@ -356,6 +447,7 @@ def as_strategy(value: str | Strategy | Part) -> Strategy:
 
 def require_built(strategy: Strategy) -> None:
     """Refuse what the notation has and the runtime has not, before anything starts."""
+    _require_together(strategy)
     for part in strategy.parts:
         if part.name not in BUILT:
             raise NotBuilt(
@@ -369,6 +461,13 @@ def require_built(strategy: Strategy) -> None:
                     f"{part.name}({_write_option(option, value)}) is not built yet: {option.name} "
                     "is part of the notation, but this version has no runtime for that value"
                 )
+
+
+def _require_together(strategy: Strategy) -> None:
+    alone = isinstance(strategy.sync, Ps) or strategy.sync == Zero(3)
+    for part in (strategy.tp, strategy.pp):
+        if alone and part is not None and part.size > 1:
+            raise NotBuilt(f"{strategy.sync} + {part} is not built yet: take ddp + {part}")
 
 
 def parse(text: str) -> Strategy:

@@ -113,13 +113,49 @@ if __name__ == "__main__":
 """
 )
 
+# Stands in for a strategy that survives losses: replicas that do not agree at all.
+_ALONE = """
+import shoal.strategy
+shoal.strategy.BUILT["hogwild"] = {}
+"""
+
+ELASTIC = (
+    HEAD
+    + _ALONE
+    + """
+import shoal.step
+from shoal.sync.local import LocalUpdate
+shoal.step.build_sync = lambda part, replica: LocalUpdate(replica.flat, replica.update)
+numbered = TensorDataset(data.tensors[0], torch.arange(103))
+
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd)
+    for batch in job.batches(data, batch_size=20, epochs=2):
+        step(batch)
+    found = job.evaluate(lambda outputs, numbers: numbers.double().mean(), numbered)
+    print("mean", found, flush=True)
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+)
+
 TINY_BATCH = PLAIN.replace("batch_size=20", "batch_size=1")
 
 
 def shoal(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user would."""
+    return _run("-m", "shoal.cli", *words, cwd=cwd, **env)
+
+
+def shoal_elastic(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The same, for ELASTIC."""
+    return _run("-c", _ALONE + "from shoal.cli import main; main()", *words, cwd=cwd)
+
+
+def _run(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "shoal.cli", *words],
+        [sys.executable, *words],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,

@@ -409,7 +409,7 @@ def test_a_step_that_rows_cannot_follow_is_refused(options: Any, complaint: str)
 
 def test_several_workers_without_servers_are_refused(world: World) -> None:
     models = [Bags(shoal.Embedding(20, 4)) for _ in range(2)]
-    with pytest.raises(NotBuilt, match=r"shoal\.Embedding trains on one worker"):
+    with pytest.raises(NotBuilt, match=r"shoal\.Embedding trains on several workers under ps"):
         world(
             2,
             lambda g: make_job(g).step(models[g.rank], nn.CrossEntropyLoss(), optimizer=SGD),

@@ -18,7 +18,13 @@ from shoal.strategy import parse
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 
-SYNCHRONOUS = ["ddp", "ddp(bucket_mb=0.0001)"]
+SYNCHRONOUS = [
+    *("ddp", "ddp(bucket_mb=0.0001)", 'gossip(graph="complete")'),
+    *('ps(placement="rank0")', 'ps(placement="workers", update="worker")'),
+    *("zero(1)", "zero(2)", "zero(3)"),
+]
+# equal where the optimizer is linear in the gradient: SGD, without clipping
+LINEAR = [*SYNCHRONOUS, "localsgd(every=1)", 'localsgd(every=1, outer="sgd(lr=1)")']
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
@@ -35,7 +41,10 @@ def train(
     job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
     step = job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
     losses = [float(step(b)) for b in job.batches(dataset, batch_size, epochs=epochs)]
-    return losses, {name: t.detach().clone() for name, t in step.model.state_dict().items()}
+    with step.sync.whole():
+        found = {name: t.detach().clone() for name, t in step.model.state_dict().items()}
+    job.close()
+    return losses, found
 
 
 def assert_equal_to_single(
@@ -58,18 +67,18 @@ def assert_equal_to_single(
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize("strategy", LINEAR)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_single_with_a_short_last_batch(world: World, size: int, strategy: str) -> None:
     assert_equal_to_single(world, size, strategy, mlp, samples(103), 20)
 
 
-@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize("strategy", LINEAR)
 def test_1003_samples_on_3_workers(world: World, strategy: str) -> None:
     assert_equal_to_single(world, 3, strategy, mlp, samples(1003), 64)
 
 
-@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize("strategy", LINEAR)
 def test_a_last_batch_with_fewer_samples_than_replicas(world: World, strategy: str) -> None:
     assert_equal_to_single(world, 4, strategy, mlp, samples(22), 10)
     assert_equal_to_single(world, 4, strategy, convnet, samples(22, (1, 4, 4)), 10)
@@ -91,11 +100,14 @@ def test_equals_single_with_options(world: World, strategy: str, options: dict[s
     assert_equal_to_single(world, 2, strategy, mlp, samples(50), 12, **options)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "localsgd(every=1)"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
-def test_batchnorm_sees_the_global_batch(world: World, size: int, accumulate: int) -> None:
+def test_batchnorm_sees_the_global_batch(
+    world: World, size: int, accumulate: int, strategy: str
+) -> None:
     data = samples(66, (1, 4, 4))
-    assert_equal_to_single(world, size, "ddp", convnet, data, 20, accumulate=accumulate)
+    assert_equal_to_single(world, size, strategy, convnet, data, 20, accumulate=accumulate)
 
 
 def test_local_batchnorm_differs_from_single(world: World) -> None:

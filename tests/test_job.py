@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.errors import BadInput, NotBuilt, ShoalError, StrategyError
+from shoal.faults import Faults
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
+from shoal.group.survivors import Tally
 from shoal.job import Job
 from shoal.observe.progress import Lines
 from shoal.strategy import parse
@@ -53,7 +56,7 @@ def test_a_job_knows_its_place(world: World) -> None:
 
 def test_what_has_no_runtime_or_no_sense_is_refused_at_once(world: World) -> None:
     with pytest.raises(NotBuilt, match="not built yet"):
-        Job(parse("gossip"), SoloGroup(), device=CPU)
+        Job(parse("tp(1)"), SoloGroup(), device=CPU)
     with pytest.raises(StrategyError):
         world(2, lambda group: Job(parse("single"), group, device=CPU))
 
@@ -80,6 +83,67 @@ def test_evaluate_is_the_metric_of_the_whole_dataset(
         wanted = loss_and_accuracy(mlp()(data.tensors[0]), data.tensors[1])
     for found in world(size, body):
         assert found == pytest.approx({k: float(v) for k, v in wanted.items()}, abs=1e-6)
+
+
+@pytest.mark.parametrize(("lost", "batch_size"), [((), 5), ((1,), 5), ((2, 1), 4), ((2,), 2)])
+def test_evaluate_covers_all_samples_when_ranks_are_lost(
+    world: World, tmp_path: Path, lost: tuple[int, ...], batch_size: int
+) -> None:
+    """A batch size of 2 leaves one of three ranks without a sample."""
+    data, models = samples(23), [mlp() for _ in range(4)]  # threads share the seed of torch
+    alone = job_of()
+    alone.step(models[3], F.cross_entropy, optimizer=SGD)
+    expected = alone.evaluate(loss_and_accuracy, data, batch_size)
+
+    def body(group: Group) -> Any:
+        job = job_of(group, tally=Tally(tmp_path, group.rank, lambda rank: rank in lost))
+        job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        if group.rank in lost:
+            return None
+        return [job.evaluate(loss_and_accuracy, data, batch_size) for _ in range(2)]
+
+    found = [result for result in world(3, body) if result is not None]
+    assert len(found) == 3 - len(lost)
+    assert all(result == found[0] for result in found)
+    for result in found[0]:
+        assert result == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_report_counts_this_rank_s_own_steps_and_samples(world: World) -> None:
+    def body(group: Group) -> dict[str, Any]:
+        job = job_of(group)
+        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(10), batch_size=5, epochs=2):
+            step(batch)
+        job.close()
+        return job.report()
+
+    reports = world(2, body)
+    assert [report["steps"] for report in reports] == [4, 4]
+    assert [report["samples"] for report in reports] == [8, 12]  # 2 and 3 of every 5
+    assert all(report["samples_per_s"] > 0 and report["steps_per_s"] > 0 for report in reports)
+    sent = {"steps": 4, "bytes_sent": 6400, "bytes_per_step": 1600, "ddp_bytes_per_step": 1600}
+    assert reports[0]["sync"] == [sent] and json.dumps(reports)
+
+
+def test_faults_surround_the_computing_of_a_step() -> None:
+    moments: list[str] = []
+
+    class Noted(Faults):
+        def around(self, run: Any, number: Any, clock_s: Any) -> Any:
+            def troubled(*args: Any) -> Any:
+                moments.append(f"before {number()}")
+                result = run(*args)
+                moments.append("after")
+                return result
+
+            return troubled
+
+    job = job_of(faults=Noted())
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    for batch in job.batches(samples(10), batch_size=5):
+        step(batch)
+    assert moments == ["before 1", "after", "before 2", "after"]
 
 
 def test_evaluate_gives_a_number_for_a_number() -> None:

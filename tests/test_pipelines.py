@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, NotBuilt
 from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.job import Job
 from shoal.snapshot import whole_model
+from shoal.step import StepOptions
 from shoal.strategy import SCHEDULES, parse
 from tests.conftest import World
 from tests.models import samples
@@ -100,7 +101,7 @@ def test_a_gpt_with_tied_embedding_under_every_schedule(
     world: World, size: int, schedule: str
 ) -> None:
     strategy = f'pp({size}, schedule="{schedule}", microbatches=4)'
-    make = partial(gpt, 8 if size == 4 else 4)
+    make = partial(gpt, size)  # with two chunks a stage, blocks are cut, too
     options = {"optimizer": ADAMW, "clip_norm": 1.0, "loss": next_token_loss}
     assert_equal(world, size, strategy, make, texts(16), 8, **options)
 
@@ -110,6 +111,20 @@ def test_replicas_of_pipelines(world: World, schedule: str) -> None:
     strategy = f'ddp(bucket_mb=0.0001) + pp(2, schedule="{schedule}")'
     options = {"optimizer": ADAMW, "clip_norm": 1.0, "loss": next_token_loss}
     assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)  # the last batch is short
+
+
+@pytest.mark.parametrize("sync", ["zero(1)", "zero(2)", 'gossip(graph="complete")'])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+def test_other_syncs_of_pipelines(world: World, sync: str, schedule: str) -> None:
+    strategy = f'{sync} + pp(2, schedule="{schedule}")'
+    options = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
+    assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)
+
+
+def test_what_does_not_go_together_yet_is_refused(world: World) -> None:
+    for sync in ("ps", "zero(3)"):
+        with pytest.raises(NotBuilt, match=r"\+ pp\(2\) is not built yet"):
+            world(2, lambda g, s=sync: Job(parse(f"{s} + pp(2)"), g, device=torch.device("cpu")))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -297,8 +312,8 @@ def test_evaluating(world: World) -> None:
             assert training
 
 
-@pytest.mark.parametrize("first", ["single", "pp(2)", 'pp(2, schedule="interleaved")'])
-@pytest.mark.parametrize("second", ["single", "ddp", "pp(2)", 'pp(2, schedule="zb-h1")'])
+@pytest.mark.parametrize("first", ["single", "zero(1) + pp(2)", 'pp(2, schedule="interleaved")'])
+@pytest.mark.parametrize("second", ["single", "zero(3)", 'pp(2, schedule="zb-h1")'])
 def test_what_one_strategy_saved_another_loads(
     world: World, tmp_path: Path, first: str, second: str
 ) -> None:
@@ -311,13 +326,15 @@ def test_what_one_strategy_saved_another_loads(
             step(batch)
         if not resume:
             job.save(tmp_path / "saved")
-        return whole_model(step)[0]
+        with step.sync.whole():
+            return whole_model(step)[0]
 
     def run(strategy: str, steps: int, resume: bool) -> Any:
         if strategy == "single":
             return go(SoloGroup(), strategy, gpt(), steps, resume)
-        models = [gpt(), gpt()]
-        return world(2, lambda g: go(g, strategy, models[g.rank], steps, resume))[0]
+        size = 4 if "+" in strategy else 2
+        models = [gpt() for _ in range(size)]
+        return world(size, lambda g: go(g, strategy, models[g.rank], steps, resume))[0]
 
     run(first, 2, False)
     resumed = run(second, 4, True)
@@ -357,9 +374,9 @@ def test_what_cannot_be_split_is_refused(world: World) -> None:
     assert "the forward of Looking cannot be cut into stages" in said
     assert "put that part into a module of its own" in said
     one = refused(world, "pp(2)", lambda: nn.Sequential(nn.Linear(6, 3)))
-    assert "Sequential cannot be cut into 2 parts: its forward calls 1 modules" in one
+    assert "Sequential cannot be cut into 2 parts: its forward calls 1 modules with some" in one
     assert "stage 1 has no parameter to train" in refused(
-        world, "pp(2)", lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh())
+        world, 'pp(2, cuts=["1"])', lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh())
     )
 
 
@@ -396,3 +413,19 @@ def test_stages_that_do_not_compute_what_the_model_does_are_refused(world: World
     models = [Counting(), Counting()]
     with pytest.raises(BadInput, match=r"the stages of Counting, cut at layers\.1, do not compute"):
         world(2, lambda g: train(g, "pp(2)", models[g.rank], samples(8), 8))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "microbatches"),
+    [
+        ("pp(2)", 1, 4),
+        ("pp(4)", 1, 8),
+        ("pp(2)", 3, 3),
+        ("pp(2, microbatches=5)", 3, 5),
+        ('pp(2, schedule="inter-op")', 1, 1),
+        ("ddp", 2, 2),
+    ],
+)
+def test_how_many_micro_batches(strategy: str, accumulate: int, microbatches: int) -> None:
+    options = StepOptions(accumulate=accumulate).under(parse(strategy).pp)
+    assert options.local_microbatches(1) == microbatches

@@ -156,6 +156,7 @@ NONSENSE = {
     "ps(mode='async', staleness=1)": 'ps: staleness and mode="async" exclude each other',
     "ps(quorum=0.5, staleness=0)": "ps: quorum and staleness exclude each other",
     "ps(late='fold')": 'ps: late="fold" needs quorum',
+    "ps(update='worker', quorum=0.5)": 'ps: update="worker" and quorum exclude each other',
     "ps(servers=2, placement='rank0')": "rank 0 has room for one server",
     "gossip(graph='blob')": "graph must be one of ring, torus",
     "gossip(graph='.txt')": "graph must be one of ring, torus",
@@ -335,7 +336,7 @@ FLAG = st.booleans()
 ROUND = st.sampled_from(["sync", "async"])
 FRACTION = st.floats(0, 1, exclude_min=True)
 ADMISSION = st.one_of(
-    st.fixed_dictionaries({}),
+    st.fixed_dictionaries({"update": st.sampled_from(["server", "worker"])}),
     st.fixed_dictionaries({"quorum": FRACTION, "late": st.sampled_from(["drop", "fold"])}),
     st.fixed_dictionaries({"staleness": st.integers(0, 10**9)}),
     st.fixed_dictionaries({"mode": st.just("async")}),
@@ -345,14 +346,14 @@ PLACE = st.one_of(
     st.fixed_dictionaries({"placement": st.just("rank0")}),
 )
 ps_parts = st.builds(
-    lambda admission, place, update, compress: ps(
-        **admission, **place, update=update, compress=compress
-    ),
+    lambda admission, place, compress: ps(**admission, **place, compress=compress),
     ADMISSION,
     PLACE,
-    st.sampled_from(["server", "worker"]),
     COMPRESS,
 )
+EDGES = st.lists(
+    st.tuples(st.integers(0, 999_999), st.sampled_from("->"), st.integers(0, 999_999)), min_size=1
+).map(lambda edges: "edges:" + ",".join(f"{a}{mark}{b}" for a, mark, b in edges))
 splittable = st.one_of(
     st.builds(single),
     st.builds(
@@ -363,7 +364,9 @@ splittable = st.one_of(
     ),
     st.builds(zero, st.integers(1, 3)),
     ps_parts,
-    st.builds(gossip, graph=st.sampled_from(GRAPHS) | NAMES.map(lambda n: n + ".csv"), mode=ROUND),
+    st.builds(
+        gossip, graph=st.sampled_from(GRAPHS) | NAMES.map(lambda n: n + ".csv") | EDGES, mode=ROUND
+    ),
     st.builds(
         localsgd,
         every=WHOLE,
@@ -464,8 +467,9 @@ def test_without_a_sync_part_more_than_one_replica_means_ddp() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["single", "ddp", "zero(3)", "ps", "ps(servers=4)", "mapreduce", "tp(2)", "ps + pp(2)",
-     'mapreduce(batch="mini")', 'gossip(graph="complete")'],
+    ["single", "ddp", "zero(3)", "ps", "ps(servers=4)", "ps(staleness=0)", "mapreduce",
+     "tp(2)", "ps + pp(2)", 'mapreduce(batch="mini")', 'gossip(graph="complete")',
+     "localsgd(every=1)"],
 )  # fmt: skip
 def test_synchronous_strategies_equal_a_single_device(text: str) -> None:
     assert parse(text).is_synchronous
@@ -473,9 +477,10 @@ def test_synchronous_strategies_equal_a_single_device(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["hogwild", "localsgd", "gossip", "gossip + tp(2)", "ps(quorum=0.9)", "ps(staleness=0)",
+    ["hogwild", "localsgd", "gossip", "gossip + tp(2)", "ps(quorum=0.9)", "ps(staleness=1)",
      'ps(mode="async")', 'gossip(graph="complete", mode="async")', 'ddp(compress="fp16")',
-     'ps(compress="int8")', 'ddp(compress="topk(0.01)") + pp(2)'],
+     'ps(compress="int8")', 'ddp(compress="topk(0.01)") + pp(2)', "localsgd(every=2)",
+     'localsgd(every=1, outer="nesterov")', 'localsgd(every=1, compress="int8")'],
 )  # fmt: skip
 def test_the_other_strategies_do_not(text: str) -> None:
     assert not parse(text).is_synchronous
@@ -522,8 +527,27 @@ def test_the_built_table_names_parts_and_options_that_exist() -> None:
         assert set(options) <= {option.name for option in fields(PARTS[name])}
 
 
-def test_the_notation_loads_neither_torch_nor_numpy() -> None:
+def test_the_notation_loads_neither_torch_nor_numpy_nor_networkx() -> None:
     """The command line reads strategies, and has to start quickly."""
-    code = "import sys, shoal.strategy; print({'torch', 'numpy'} & set(sys.modules))"
+    code = (
+        "import sys, shoal.strategy; shoal.strategy.parse('gossip'); "
+        "print({'torch', 'numpy', 'networkx'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "servers"),
+    [
+        ("ps", 1),
+        ("ps(servers=3)", 3),
+        ('ps(placement="rank0")', 0),
+        ('ps(placement="workers", servers=2)', 0),
+        ("ps(servers=2) + pp(2)", 2),
+        ("ddp", 0),
+        ("tp(2)", 0),
+    ],
+)
+def test_processes_beside_the_workers(text: str, servers: int) -> None:
+    assert parse(text).servers(4) == servers

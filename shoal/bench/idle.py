@@ -46,11 +46,14 @@ class Slow(nn.Module):
     def __init__(self, seconds: float):
         super().__init__()
         self.seconds = seconds
-        self.shift, self.scale = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
+        self.gain, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+        self.scale = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
         scale: Tensor = _Sleep.apply(self.scale, 0.0, self.seconds)  # type: ignore[no-untyped-call]
-        slept: Tensor = _Sleep.apply(x + self.shift, self.seconds, self.seconds)  # type: ignore[no-untyped-call]
+        # weights join before the sleep, so that it is on the way to inputs on the first stage, too
+        x = x * self.gain + self.shift
+        slept: Tensor = _Sleep.apply(x, self.seconds, self.seconds)  # type: ignore[no-untyped-call]
         return slept * scale
 
 
@@ -58,7 +61,7 @@ def compare(
     schedule: str,
     stages: int = 4,
     microbatches: int = 8,
-    action_s: float = 0.04,
+    action_s: float = 0.08,
     steps: int = 3,
 ) -> dict[str, Any]:
     """The idle share of a step, the median of `steps`, beside the simulated one.

@@ -88,6 +88,22 @@ def pipeline(
     )
 
 
+@app.command()
+def ps(
+    against: Annotated[str, typer.Option(help="ray, rpc, or both with a comma.")] = "ray,rpc",
+    size: Annotated[str, typer.Option(help="Bytes of the weights, such as 100MB.")] = "100MB",
+    rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats in a sparse pull.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Number of workers.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """ms a round of the parameter server: against Ray's example and torch.distributed.rpc."""
+    from shoal.commands.bench_ps import measure, print_table
+
+    found = measure(against.split(","), size, rows, rounds, workers)
+    print(json.dumps(found)) if as_json else print_table(found)
+
+
 def _measure(name: str, workers: int, rounds: int, device: str | None) -> Any:
     batch_size, steps = WORKLOADS[name]
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:

@@ -9,11 +9,15 @@ import typer
 from shoal.commands.target import (
     Device,
     Gpus,
+    Kill,
+    Report,
     ScriptArgs,
     Seed,
+    Slow,
     StrategyText,
     Trace,
     Workers,
+    add_faults,
     command_for,
     environment,
     run_shown,
@@ -31,9 +35,13 @@ def run(
     device: Device = None,
     gpus: Gpus = None,
     trace: Trace = None,
+    slow: Slow = None,
+    kill: Kill = None,
+    report: Report = None,
 ) -> None:
     """Run a training script on several workers of this host."""
     command = command_for(script, args)
     env = environment(strategy_for(strategy, workers), seed, device, gpus)
+    add_faults(env, slow, kill, workers)
     with traced(env, trace):
-        run_shown(command, workers, env)
+        run_shown(command, workers, env, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 import tempfile
@@ -14,7 +15,11 @@ from typing import Annotated
 import typer
 
 from shoal.errors import BadInput
-from shoal.launch.local import launch
+from shoal.faults import fault_variables
+from shoal.launch.account import account
+from shoal.launch.local import Ending, launch
+from shoal.launch.losses import tolerance_of
+from shoal.launch.output import OnProgress, Write, print_lines
 from shoal.observe.progress import Bar
 from shoal.strategy import Ddp, Strategy, as_strategy, require_built
 
@@ -37,6 +42,19 @@ Device = Annotated[
 Gpus = Annotated[str | None, typer.Option(help="The GPUs to use, such as 0,1.")]
 Trace = Annotated[
     Path | None, typer.Option(help="Write a Chrome trace here, and print where the time went.")
+]
+Slow = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Make a worker compute slower, such as 1:4x for worker 1, four times; repeatable."
+    ),
+]
+Kill = Annotated[
+    list[str] | None,
+    typer.Option(help="Kill a worker at a step, such as 2@50 for worker 2, step 50; repeatable."),
+]
+Report = Annotated[
+    Path | None, typer.Option(help="Write what happened, as JSON, when the run has succeeded.")
 ]
 ScriptArgs = Annotated[
     list[str] | None, typer.Argument(help="Arguments of the script, after --.", metavar="-- ARGS")
@@ -84,29 +102,71 @@ def environment(
     return env
 
 
-def run_shown(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None:
-    """Run workers with a live bar on a terminal, and with plain lines elsewhere."""
+def add_faults(
+    env: dict[str, str], slow: Sequence[str] | None, kill: Sequence[str] | None, workers: int
+) -> None:
+    """Tell the workers what trouble they are to make; refused here if it makes no sense."""
+    env.update(fault_variables(slow or (), kill or (), workers))
+
+
+def run_shown(
+    command: Sequence[str], workers: int, env: Mapping[str, str], report: Path | None = None
+) -> None:
+    """Run workers with a live bar on a terminal, and with plain lines elsewhere.
+
+    `env` is what `environment` has made: it names the strategy.
+    """
+    check_folder(report, "a report")
     try:
-        _run_shown(command, workers, env)
+        ending = _run_shown(command, workers, env)
     except KeyboardInterrupt:
         print("shoal: interrupted; all workers have ended", file=sys.stderr)
         raise
+    if report is not None:
+        document = account(env["SHOAL_STRATEGY"], workers, ending)
+        report.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _run_shown(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None:
+def _run_shown(command: Sequence[str], workers: int, env: Mapping[str, str]) -> Ending:
     if not sys.stdout.isatty():
-        launch(command, workers, env=env)
-        return
+        return _launch(command, workers, env, print_lines)
     bar = Bar()
     try:
-        launch(command, workers, env=env, write=bar.print, on_progress=bar.show)
+        return _launch(command, workers, env, bar.print, bar.show)
     finally:
         bar.close()
 
 
 def run_quietly(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None:
     """Run workers without a word; a failure still tells what it has to tell."""
-    launch(command, workers, env=env, write=lambda text, is_stderr: None)
+    _launch(command, workers, env, lambda text, is_stderr: None)
+
+
+def _launch(
+    command: Sequence[str],
+    workers: int,
+    env: Mapping[str, str],
+    write: Write,
+    on_progress: OnProgress | None = None,
+) -> Ending:
+    strategy = as_strategy(env["SHOAL_STRATEGY"])
+    return launch(
+        command,
+        workers,
+        env=env,
+        write=write,
+        on_progress=on_progress,
+        servers=strategy.servers(workers),
+        tolerance=tolerance_of(strategy, workers),
+    )
+
+
+def check_folder(file: Path | None, what: str) -> None:
+    """Refuse, before the run, a file that could not be written after it."""
+    if file is not None and not file.parent.is_dir():
+        raise BadInput(f"cannot write {what} to {file}: there is no folder {file.parent}")
+    if file is not None and file.is_dir():
+        raise BadInput(f"cannot write {what} to {file}: it is a folder")
 
 
 @contextmanager
@@ -115,8 +175,7 @@ def traced(env: dict[str, str], file: Path | None) -> Iterator[None]:
     if file is None:
         yield
         return
-    if not file.parent.is_dir():
-        raise BadInput(f"cannot write a trace to {file}: there is no folder {file.parent}")
+    check_folder(file, "a trace")
     with tempfile.TemporaryDirectory(prefix="shoal-trace-") as folder:
         env["SHOAL_TRACE_DIR"] = folder
         yield

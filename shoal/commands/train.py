@@ -15,11 +15,15 @@ from shoal.commands.target import (
     Device,
     Gpus,
     Json,
+    Kill,
+    Report,
     ScriptArgs,
     Seed,
+    Slow,
     StrategyText,
     Trace,
     Workers,
+    add_faults,
     command_for,
     environment,
     run_shown,
@@ -38,6 +42,9 @@ def train(
     device: Device = None,
     gpus: Gpus = None,
     trace: Trace = None,
+    slow: Slow = None,
+    kill: Kill = None,
+    report: Report = None,
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Where to save.", show_default="runs/EXAMPLE")
@@ -50,9 +57,10 @@ def train(
     extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
     command = command_for(example, extra)
     env = environment(strategy_for(strategy, workers), seed, device, gpus)
+    add_faults(env, slow, kill, workers)
     start_s = time.monotonic()
     with traced(env, trace):
-        run_shown(command, workers, env)
+        run_shown(command, workers, env, report)
     print(f"trained {example} in {time.monotonic() - start_s:.1f} s; saved in {out}")
 
 

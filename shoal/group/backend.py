@@ -1,8 +1,8 @@
 """Shoal as a backend of torch.distributed: `dist.init_process_group("shoal")`.
 
-Ranks of one host go through shared memory, CUDA tensors by way of the host's memory (so several
-ranks can share a GPU). Ranks of several hosts, and installations without the native part, get
-Gloo instead, which is said once.
+Ranks of one host go through shared memory, those of several hosts over Gloo between the hosts;
+CUDA tensors by way of the host's memory (so several ranks can share a GPU). Ranks that share no
+host, and installations without the native part, get Gloo instead, which is said once.
 """
 
 # torch declares each method with several signatures; it calls the ones that are defined here
@@ -19,14 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.errors import BadInput, PeerLost
+from shoal.group.anybody import Message
+from shoal.group.hosts import HostsGroup
 from shoal.group.lane import LaneWork
-from shoal.group.meeting import over_store, say_once
+from shoal.group.mail import reserved_tag
+from shoal.group.meeting import share_memory
 from shoal.group.shm_group import ShmGroup
 from shoal.group.sparse import add_sparse
-from shoal.wire.segment import join
-from shoal.wire.shm import ANY_SOURCE, ShmWork
+from shoal.wire.shm import ANY_SOURCE
 
 _OPS = {
     dist.ReduceOp.SUM: "sum",
@@ -38,23 +41,23 @@ _OPS = {
     dist.ReduceOp.BOR: "or",
     dist.ReduceOp.BXOR: "xor",
 }
-_MONITOR = 1 << 62  # tags of monitored barriers
+_NO_TIMEOUT = timedelta(0)  # torch has -1 ms for "that of the group"
 Tensors = Sequence[Tensor]
+AnyGroup = ShmGroup | HostsGroup
 
 
-def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """What torch calls for `init_process_group("shoal")` and `new_group`, on every member."""
-    segment = join(over_store(store, rank, size), rank, size, timeout.total_seconds())
-    if segment is not None:
-        return ShoalProcessGroup(ShmGroup(segment))
-    say_once(rank)
+    group = share_memory(PrefixStore("shoal", store), rank, size, timeout.total_seconds())
+    if group is not None:
+        return ShoalProcessGroup(group, store)
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 class BackendWork(dist.Work):
     """One or several operations as a torch Work. Messages have no future, as with Gloo."""
 
-    def __init__(self, works: Sequence[LaneWork | ShmWork], tensors: Any):
+    def __init__(self, works: Sequence[LaneWork | Message], tensors: Any):
         super().__init__()
         self._works, self._tensors = works, tensors
         self._future: torch.futures.Future[Any] | None = None
@@ -85,13 +88,13 @@ class BackendWork(dist.Work):
 
     def _source_rank(self) -> int:
         last = self._works[-1]
-        return last.source if isinstance(last, ShmWork) else -1
+        return -1 if isinstance(last, LaneWork) else last.source
 
     source_rank = _source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
-            self._future = torch.futures.Future()
+            self._future = torch.futures.Future(devices=_gpus_of(self._tensors))
             self._lane_work().when_done(self._fulfil)
         return self._future
 
@@ -110,13 +113,21 @@ class BackendWork(dist.Work):
             self._future.set_exception(error)
 
     def _wait_until(self, timeout_s: float) -> None:
-        if isinstance(self._works[-1], ShmWork):
-            self._works[-1].wait(timeout_s)
+        last = self._works[-1]
+        if not isinstance(last, LaneWork):
+            last.wait(timeout_s)
             return
         arrived = threading.Event()
         self._lane_work().when_done(arrived.set)
         if not arrived.wait(timeout_s):
             raise RuntimeError(f"Timed out waiting {timeout_s * 1e3:.0f}ms for an operation")
+
+
+def _gpus_of(tensors: Any) -> list[Any]:
+    """A future has to know the GPUs of its value."""
+    if isinstance(tensors, Tensor):
+        return [tensors.device] if tensors.is_cuda else []
+    return list(dict.fromkeys(gpu for each in tensors for gpu in _gpus_of(each)))
 
 
 def _named(op: Any) -> str:
@@ -129,10 +140,10 @@ def _named(op: Any) -> str:
 class ShoalProcessGroup(dist.ProcessGroup):
     """The collectives of torch.distributed, each one call of a `ShmGroup`."""
 
-    def __init__(self, group: ShmGroup):
+    def __init__(self, group: AnyGroup, store: Store | None = None):
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]
-        self.shm = group
-        self._name, self._barriers = "", 0
+        self.group = group
+        self._store, self._name, self._barriers = store, "", 0
 
     def getBackendName(self) -> str:
         return "shoal"
@@ -143,40 +154,49 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:
         return self._name
 
+    def get_group_store(self) -> Store | None:
+        return self._store
+
+    getStore = get_group_store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.group.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _for(self, opts: Any) -> AnyGroup:
+        """The group, with the timeout that a call may have of its own."""
+        if opts is None or (timeout := opts.timeout) <= _NO_TIMEOUT:
+            return self.group
+        return self.group.within(timeout.total_seconds())
+
     def shutdown(self) -> None:
-        self.shm.close()
+        self.group.close()
 
     abort = shutdown
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> BackendWork:
         op = "sum" if opts is None else _named(opts.reduceOp)
-        works = [self._all_reduce(tensor, op) for tensor in tensors]
+        group = self._for(opts)
+        works = [_all_reduce(group, tensor, op) for tensor in tensors]
         return BackendWork(works, list(tensors))
-
-    def _all_reduce(self, data: Tensor, op: str) -> LaneWork:
-        if not data.is_sparse:
-            return self.shm.combine("all_reduce", data, data, data.numel(), op)
-        if op != "sum":
-            raise BadInput(f"sparse tensors can be summed; the shoal backend has no {op} of them")
-        add_sparse(self.shm, data)
-        return self.shm.barrier()
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> BackendWork:
-        root = 0 if opts is None else opts.rootRank
-        return BackendWork([self.shm.broadcast(t, root) for t in tensors], list(tensors))
+        root, group = 0 if opts is None else opts.rootRank, self._for(opts)
+        return BackendWork([group.broadcast(t, root) for t in tensors], list(tensors))
 
     def reduce(self, tensors: Tensors, opts: Any) -> BackendWork:
-        op, root = _named(opts.reduceOp), opts.rootRank
-        works = [self.shm.combine("reduce", t, t, t.numel(), op, root) for t in tensors]
+        op, root, group = _named(opts.reduceOp), opts.rootRank, self._for(opts)
+        works = [group.combine("reduce", t, t, t.numel(), op, root) for t in tensors]
         return BackendWork(works, list(tensors))
 
     def allgather(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> BackendWork:
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.shm.in_pieces("all_gather", [data], outs) for outs, data in pairs]
+        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        works = [group.in_pieces("all_gather", [data], outs) for outs, data in pairs]
         return BackendWork(works, outputs)
 
     def allgather_coalesced(
@@ -187,34 +207,34 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return self.allgather(columns, inputs, opts)
 
     def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> BackendWork:
-        return BackendWork([self.shm.all_gather(output, data)], output)
+        return BackendWork([self._for(opts).all_gather(output, data)], output)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> BackendWork:
-        pairs = zip(outputs, inputs, strict=True)
-        return BackendWork([self.shm.all_gather(out, data) for out, data in pairs], outputs)
+        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        return BackendWork([group.all_gather(out, data) for out, data in pairs], outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> BackendWork:
         outs = outputs[0] if outputs else []
-        work = self.shm.in_pieces("gather", inputs, outs, root=opts.rootRank)
+        work = self._for(opts).in_pieces("gather", inputs, outs, root=opts.rootRank)
         return BackendWork([work], outputs)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> BackendWork:
         given = inputs[0] if inputs else []
-        work = self.shm.in_pieces("scatter", given, outputs, root=opts.rootRank)
+        work = self._for(opts).in_pieces("scatter", given, outputs, root=opts.rootRank)
         return BackendWork([work], outputs)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
     ) -> BackendWork:
         op = "sum" if opts is None else _named(opts.reduceOp)
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.shm.in_pieces("reduce_scatter", given, [out], op) for out, given in pairs]
+        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        works = [group.in_pieces("reduce_scatter", given, [out], op) for out, given in pairs]
         return BackendWork(works, outputs)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> BackendWork:
@@ -226,25 +246,23 @@ class ShoalProcessGroup(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> BackendWork:
         op = "sum" if opts is None else _named(opts.reduceOp)
-        pairs = zip(outputs, inputs, strict=True)
-        works = [
-            self.shm.combine("reduce_scatter", data, out, out.numel(), op) for out, data in pairs
-        ]
+        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        works = [group.combine("reduce_scatter", data, out, out.numel(), op) for out, data in pairs]
         return BackendWork(works, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> BackendWork:
-        sizes = {tensor.numel() for tensor in (*outputs, *inputs)}
+        sizes, group = {tensor.numel() for tensor in (*outputs, *inputs)}, self._for(opts)
         if len(sizes) == 1:
-            return BackendWork([self.shm.in_pieces("all_to_all", inputs, outputs)], outputs)
+            return BackendWork([group.in_pieces("all_to_all", inputs, outputs)], outputs)
         out = torch.empty(sum(t.numel() for t in outputs), dtype=outputs[0].dtype)
         taken, given = [t.numel() for t in outputs], [t.numel() for t in inputs]
         data = torch.cat([t.detach().reshape(-1).cpu() for t in inputs])
-        self.shm.all_to_all_uneven(out, data, taken, given).wait()
+        group.all_to_all_uneven(out, data, taken, given).wait()
         for tensor, part in zip(outputs, torch.split(out, taken), strict=True):
             tensor.copy_(part.view(tensor.shape))
-        return BackendWork([self.shm.barrier()], outputs)
+        return BackendWork([group.barrier()], outputs)
 
     def all_to_all_single(
         self,
@@ -255,21 +273,21 @@ class ShoalProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> BackendWork:
         if not output_splits and not input_splits:
-            return BackendWork([self.shm.all_to_all(output, data)], output)
-        taken = _elements(output, output_splits, self.shm.size)
-        given = _elements(data, input_splits, self.shm.size)
-        return BackendWork([self.shm.all_to_all_uneven(output, data, taken, given)], output)
+            return BackendWork([self._for(opts).all_to_all(output, data)], output)
+        taken = _elements(output, output_splits, self.group.size)
+        given = _elements(data, input_splits, self.group.size)
+        return BackendWork([self._for(opts).all_to_all_uneven(output, data, taken, given)], output)
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> BackendWork:
-        return BackendWork([self.shm.barrier()], [])
+        return BackendWork([self._for(opts).barrier()], [])
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> BackendWork:
-        return BackendWork([self.shm.send(tensor, dst, tag) for tensor in tensors], tensors)
+        return BackendWork([self.group.send(tensor, dst, tag) for tensor in tensors], tensors)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> BackendWork:
-        return BackendWork([self.shm.recv(tensor, src, tag) for tensor in tensors], tensors)
+        return BackendWork([self.group.recv(tensor, src, tag) for tensor in tensors], tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> BackendWork:
         return self.recv(tensors, ANY_SOURCE, tag)
@@ -281,15 +299,16 @@ class ShoalProcessGroup(dist.ProcessGroup):
     ) -> None:
         """A barrier that says which ranks did not come; rank 0 looks after it."""
         self._barriers += 1
-        tag, token = _MONITOR + self._barriers, torch.zeros(1)
-        limit_s = self.shm.segment.timeout_s if timeout is None else timeout.total_seconds()
-        if self.shm.rank:
-            self.shm.send(token, 0, tag)
+        tag, token = reserved_tag(self._barriers), torch.zeros(1)
+        limit_s = self.group.timeout_s if timeout is None else timeout.total_seconds()
+        if self.group.rank:
+            sent, answer = self.group.send(token, 0, tag), torch.zeros(1)
             try:
-                self.shm.recv(token, 0, tag).wait(limit_s)
+                self.group.recv(answer, 0, tag).wait(limit_s)
+                sent.wait(limit_s)
             except PeerLost as error:
                 raise RuntimeError(
-                    f"Rank {self.shm.rank} successfully reached monitoredBarrier, but received "
+                    f"Rank {self.group.rank} successfully reached monitoredBarrier, but received "
                     f"errors while waiting for send/recv from rank 0: {error}"
                 ) from error
             return
@@ -300,18 +319,20 @@ class ShoalProcessGroup(dist.ProcessGroup):
                 f"{'Ranks' if wait_all_ranks else 'Rank'} {ranks} failed to pass monitoredBarrier "
                 f"in {limit_s * 1e3:.0f} ms"
             )
-        for peer in range(1, self.shm.size):
-            self.shm.send(token, peer, tag)
+        for going in [self.group.send(token, peer, tag) for peer in range(1, self.group.size)]:
+            going.wait(limit_s)
 
     def _missing(self, tag: int, token: Tensor, limit_s: float, all_of_them: bool) -> list[int]:
         missing: list[int] = []
         deadline_s = time.monotonic() + limit_s
-        for peer in range(1, self.shm.size):
+        peers = range(1, self.group.size)
+        calls = [self.group.recv(token.clone(), peer, tag) for peer in peers]
+        for peer, call in zip(peers, calls, strict=True):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 and not missing:
                 raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {limit_s:g} s")
             try:
-                self.shm.recv(token, peer, tag).wait(max(left_s, 0.001))
+                call.wait(max(left_s, 0.001))
             except PeerLost:
                 missing.append(peer)
                 if not all_of_them:
@@ -319,6 +340,15 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return missing
 
     monitoredBarrier: Callable[..., None] = monitored_barrier
+
+
+def _all_reduce(group: AnyGroup, data: Tensor, op: str) -> LaneWork:
+    if not data.is_sparse:
+        return group.combine("all_reduce", data, data, data.numel(), op)
+    if op != "sum":
+        raise BadInput(f"sparse tensors can be summed; the shoal backend has no {op} of them")
+    add_sparse(group, data)
+    return group.barrier()
 
 
 def _elements(data: Tensor, splits: Sequence[int], size: int) -> list[int]:

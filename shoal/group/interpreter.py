@@ -106,7 +106,7 @@ class Interpreter:
                 work.wait()
         except PeerLost as lost:
             doing = f"{self.program.collective} round {step.round}, {lost.doing}"
-            raise PeerLost(lost.rank, lost.peer, doing, lost.after_s) from lost
+            raise PeerLost(lost.rank, lost.peer, doing, lost.after_s, lost.exit_status) from lost
 
     def _arrived(
         self, step: Step, segment: int, flight: _Flight

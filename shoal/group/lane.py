@@ -118,13 +118,16 @@ class Lane:
                 self._release()
             self._execute(next_)
 
-    def close(self) -> None:
-        """End the thread. What has not been begun is left undone."""
+    def close(self, patience_s: float | None = None) -> None:
+        """End the thread. What has not been begun is left undone.
+
+        An operation that nothing can interrupt is waited for no longer than `patience_s`.
+        """
         with self._lock:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(patience_s)
 
     def _execute(self, work: LaneWork) -> None:
         try:

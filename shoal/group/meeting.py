@@ -1,21 +1,20 @@
-"""How ranks find out whether they can share memory."""
+"""How ranks find out which of them can share memory, and become a group."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shoal.group.hosts import HostsGroup
+from shoal.group.places import Places, host_id
 from shoal.group.shm_group import ShmGroup
 from shoal.wire.segment import Exchange, is_built, join
 
-_ENTRY = 64
 _said = False
 
 
-def over_store(store: Any, rank: int, size: int) -> Exchange:
+def over_store(store: Store, rank: int, size: int) -> Exchange:
     """Ranks that meet at a torch store."""
     rounds = 0
 
@@ -28,28 +27,36 @@ def over_store(store: Any, rank: int, size: int) -> Exchange:
     return exchange
 
 
-def over_group(world: dist.ProcessGroup) -> Exchange:
-    """Ranks that have a process group already."""
+def share_memory(
+    store: Store, rank: int, size: int, timeout_s: float = 1800.0
+) -> ShmGroup | HostsGroup | None:
+    """A group that goes through memory wherever ranks share a host.
 
-    def exchange(said: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(said.ljust(_ENTRY)), dtype=torch.uint8)
-        everything = [torch.empty_like(own) for _ in range(dist.get_world_size(world))]
-        dist.all_gather(everything, own, group=world)
-        return [bytes(entry.tolist()).rstrip() for entry in everything]
-
-    return exchange
-
-
-def share_memory(world: dist.ProcessGroup, rank: int) -> ShmGroup | None:
-    """The ranks of `world` as a group through shared memory; None, and a word, if they cannot."""
-    segment = join(over_group(world), rank, dist.get_world_size(world))
-    if segment is None:
-        say_once(rank)
+    None on all ranks if there is no such host, or, with a word, one where it cannot be. Nobody
+    else may use `store`.
+    """
+    exchange = over_store(store, rank, size)
+    places = Places.of(exchange(host_id()), rank)
+    if len(places.hosts) == size > 1:
         return None
-    return ShmGroup(segment)
+    inner = _on_host(places, store, timeout_s)
+    answers = exchange(b"no" if inner is None else b"yes")
+    if inner is None or b"no" in answers:
+        if inner is not None:
+            inner.close()
+        _say_once(rank)
+        return None
+    return inner if len(places.hosts) == 1 else HostsGroup(places, inner, store, timeout_s)
 
 
-def say_once(rank: int) -> None:
+def _on_host(places: Places, store: Store, timeout_s: float) -> ShmGroup | None:
+    own = PrefixStore(f"host {places.host}", store)
+    width = len(places.local)
+    segment = join(over_store(own, places.index, width), places.index, width, timeout_s)
+    return None if segment is None else ShmGroup(segment)
+
+
+def _say_once(rank: int) -> None:
     global _said
     if rank == 0 and not _said:
         why = "between these ranks" if is_built() else "(Shoal was installed without a compiler)"

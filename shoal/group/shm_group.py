@@ -9,6 +9,7 @@ Results of a reduction are the same bits on every rank: contributions go in the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,6 +57,21 @@ class ShmGroup:
     @tracer.setter
     def tracer(self, tracer: Tracer) -> None:
         self._lane.tracer = tracer
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation waits for the other ranks."""
+        return self.segment.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self.segment.timeout_s, self.segment.timeout_ns = timeout_s, int(timeout_s * 1e9)
+
+    def within(self, timeout_s: float) -> ShmGroup:
+        """This group for a call with a timeout of its own; it is not to be kept."""
+        other = copy.copy(self)
+        other.segment = self.segment.within(timeout_s)
+        return other
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> ShmWork:
         return self.transport.send(Side(data).host, dst, tag)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.group.group import Op
-from shoal.group.shm_group import ShmGroup
+from shoal.group.group import Group, Op
 
 
-def add_sparse(group: ShmGroup, data: Tensor) -> None:
+def add_sparse(group: Group, data: Tensor) -> None:
     """`data` becomes the sum; each rank sends as many entries as the fullest has."""
     own = data.detach().coalesce().cpu()
     longest = torch.tensor([own.values().shape[0]])
@@ -23,7 +22,7 @@ def add_sparse(group: ShmGroup, data: Tensor) -> None:
     data.copy_(whole.coalesce())
 
 
-def _gathered(group: ShmGroup, rows: Tensor, room: int) -> Tensor:
+def _gathered(group: Group, rows: Tensor, room: int) -> Tensor:
     """Everybody's rows, filled up with zeros: an entry of value 0 at index 0 adds nothing."""
     own = rows.new_zeros(room, *rows.shape[1:])
     own[: rows.shape[0]] = rows

@@ -45,7 +45,7 @@ class TorchWork:
                 with self._tracer.span("wait", self._doing):
                     self._work.wait()
             except RuntimeError as error:
-                raise _told(error, self._rank, self._doing) from error
+                raise told(error, self._rank, self._doing) from error
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -60,13 +60,22 @@ class TorchGroup:
         self._calls = 0
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:
+        sent = data.cpu() if self._is_staged(data) else data
         return self._start(
-            "send", data, lambda: dist.isend(data, group=self._group, group_dst=dst, tag=tag)
+            "send", data, lambda: dist.isend(sent, group=self._group, group_dst=dst, tag=tag)
         )
 
     def recv(self, into: Tensor, src: int, tag: int = 0) -> Work:
+        landing = torch.empty_like(into, device="cpu") if self._is_staged(into) else into
+
+        def finish() -> None:
+            into.copy_(landing)
+
         return self._start(
-            "receive", into, lambda: dist.irecv(into, group=self._group, group_src=src, tag=tag)
+            "receive",
+            into,
+            lambda: dist.irecv(landing, group=self._group, group_src=src, tag=tag),
+            None if landing is into else finish,
         )
 
     def broadcast(self, data: Tensor, root: int = 0) -> Work:
@@ -180,6 +189,10 @@ class TorchGroup:
         )
         return TorchGroup(group, self.tracer) if self.rank in ranks else None
 
+    def _is_staged(self, data: Tensor) -> bool:
+        """Gloo sends no messages from the memory of a GPU: they go by way of the host's."""
+        return data.is_cuda and dist.get_backend(self._group) == "gloo"
+
     def _pieces(self, data: Tensor) -> list[Tensor]:
         return list(data.view(self.size, -1))
 
@@ -202,7 +215,7 @@ class TorchGroup:
         try:
             work = call()
         except RuntimeError as error:
-            raise _told(error, self.rank, doing) from error
+            raise told(error, self.rank, doing) from error
         if self.tracer.enabled and work is not None:
             self._trace(work, name, start_ns, data)
         return TorchWork(work, self.rank, doing, finish, self.tracer)
@@ -221,7 +234,7 @@ class TorchGroup:
             return
 
 
-def _told(error: RuntimeError, rank: int, doing: str) -> ShoalError:
+def told(error: RuntimeError, rank: int, doing: str) -> ShoalError:
     """torch's word for it, as ours: who, doing what."""
     if tells_of_lost_peer(str(error)):
         return PeerLost(rank, None, f"{doing} ({_first_line(error)})")

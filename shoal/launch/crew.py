@@ -1,4 +1,4 @@
-"""The worker processes of one run: started together, signalled as groups, all reaped.
+"""The processes of one role in a run: started together, signalled as groups, all reaped.
 
 Each worker leads a session of its own, so Ctrl-C in the terminal reaches the launcher alone,
 and a signal to the worker's group also reaches the children it has made (data loaders).
@@ -16,26 +16,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shoal.errors import BadInput
 
+Role = Literal["worker", "server"]
 _KILL_S = 2.5  # after SIGKILL only a worker that hangs in the kernel is still there
 
 
 class Exit(NamedTuple):
-    """A worker has ended."""
+    """A worker, or a server, has ended."""
 
     rank: int
     returncode: int  # as of Popen: -9 for SIGKILL
     noticed_ns: int
+    role: Role = "worker"
 
 
 class Crew:
     """Use as a block: at its end every worker and what is left of its group is killed."""
 
-    def __init__(self, on_exit: Callable[[Exit], None]):
-        self._on_exit = on_exit
+    def __init__(self, on_exit: Callable[[Exit], None], role: Role = "worker"):
+        self._on_exit, self._role = on_exit, role
         self._workers: list[subprocess.Popen[bytes]] = []
         self._waiters: list[threading.Thread] = []
 
@@ -86,7 +88,10 @@ class Crew:
         """From now on `on_exit` is called, from a thread, for each worker that ends."""
         for rank, worker in enumerate(self._workers):
             waiter = threading.Thread(
-                target=self._wait, args=(rank, worker), name=f"shoal-wait-{rank}", daemon=True
+                target=self._wait,
+                args=(rank, worker),
+                name=f"shoal-wait-{self._role}-{rank}",
+                daemon=True,
             )
             waiter.start()
             self._waiters.append(waiter)
@@ -100,7 +105,7 @@ class Crew:
 
     def _wait(self, rank: int, worker: subprocess.Popen[bytes]) -> None:
         returncode = _wait_unreaped(worker)
-        self._on_exit(Exit(rank, returncode, time.monotonic_ns()))
+        self._on_exit(Exit(rank, returncode, time.monotonic_ns(), self._role))
 
 
 def _wait_unreaped(worker: subprocess.Popen[bytes]) -> int:

@@ -22,7 +22,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shoal.errors import BadInput, PeerLost, ShoalError, WorkersFailed, tells_of_lost_peer
+from shoal.errors import (
+    BadInput,
+    PeerLost,
+    ServerFailed,
+    ShoalError,
+    WorkersFailed,
+    tells_of_lost_peer,
+)
+from shoal.launch.crew import Role
 
 _HEAD_START_NS = 300_000_000
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
@@ -41,13 +49,19 @@ class Report:
 
 @dataclass(frozen=True)
 class Death:
-    """A worker that ended badly, as the launcher knows it."""
+    """A worker that ended badly, or a server that ended at all, as the launcher knows it."""
 
     rank: int
     returncode: int  # as of Popen: -9 for SIGKILL
     noticed_ns: int
     report: Report | None = None
     stderr_tail: str = ""
+    role: Role = "worker"
+
+    @property
+    def is_loss(self) -> bool:
+        """Killed, or out of touch with the others; not by an error of its own code."""
+        return self.returncode < 0 if self.report is None else self.report.lost_peer
 
 
 def report_failure(run_dir: str | Path, rank: int, error: BaseException) -> None:
@@ -108,6 +122,8 @@ def as_error(death: Death, finished: Sequence[int] = ()) -> ShoalError:
 
     `finished` are workers that had ended well by then.
     """
+    if death.role == "server":
+        return _server_failed(death)
     if finished and _is_echo(death):
         return WorkersFailed(
             death.rank,
@@ -126,6 +142,13 @@ def as_error(death: Death, finished: Sequence[int] = ()) -> ShoalError:
     return WorkersFailed(rank, death.returncode, _failed(rank, report))
 
 
+def _server_failed(death: Death) -> ServerFailed:
+    code = death.returncode
+    how = f"ended with exit status {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+    says = f":\n{death.stderr_tail}" if death.stderr_tail else ""
+    return ServerFailed(death.rank, f"{how} while workers needed it{says}")
+
+
 def _failed(rank: int, report: Report) -> str:
     text = report.traceback.rstrip("\n") or "it wrote nothing to stderr"
     return f"worker {rank} failed (exit status {report.exit_status}):\n{text}"
@@ -133,12 +156,15 @@ def _failed(rank: int, report: Report) -> str:
 
 def _killed(death: Death) -> str:
     number = -death.returncode
-    try:
-        name = signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        name = f"signal {number}"
     says = f":\n{death.stderr_tail}" if number in _CRASHES and death.stderr_tail else ""
-    return f"worker {death.rank} was killed by {name}{says}"
+    return f"worker {death.rank} was killed by {signal_name(number)}{says}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _time_ns(death: Death) -> int:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
+
+
+def dearest(costs: Sequence[float], cuts: Sequence[int]) -> float:
+    """The largest sum of a part."""
+    return max(sum(costs[a:b]) for a, b in pairwise([0, *cuts, len(costs)]))
 
 
 def cut_evenly(
-    costs: Sequence[float], places: Sequence[int], prices: Sequence[float], parts: int
+    costs: Sequence[float],
+    places: Sequence[int],
+    prices: Sequence[float],
+    parts: int,
+    slack: float = 0.0,
 ) -> list[int] | None:
     """`parts - 1` of the `places` (ascending) to cut `costs` at; None if there are too few.
 
-    The largest sum of a part is as small as can be; among such cuts the sum of their `prices` is.
+    The largest sum of a part is as small as can be, or by `slack` of it larger; among such cuts
+    the sum of their `prices` is the smallest.
     """
     sums = [0.0]
     for cost in costs:
@@ -30,7 +41,7 @@ def cut_evenly(
             for before in range(left - 2, index)
         )
 
-    limit = least_top(len(ends) - 1, parts) * (1 + 1e-12)
+    limit = least_top(len(ends) - 1, parts) * (1 + slack + 1e-12)
 
     @cache
     def least_price(index: int, left: int) -> tuple[float, tuple[int, ...]]:

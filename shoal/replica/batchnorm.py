@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from shoal.group.group import Group
 
@@ -191,6 +191,16 @@ class MicroBatchNorm(_BatchNorm):
 
 def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, _PLAIN) for module in model.modules())
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """The running means and variances inside a model, each once."""
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, _NormBase) and module.running_mean is not None:
+            assert module.running_var is not None
+            found |= {id(t): t for t in (module.running_mean, module.running_var)}
+    return list(found.values())
 
 
 def globalize(model: nn.Module, group: Group) -> Presence:

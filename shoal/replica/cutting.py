@@ -24,7 +24,7 @@ from shoal.errors import BadInput
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-_tracing = threading.Lock()  # torch.fx changes nn.Module while it traces
+_tracing = threading.Lock()  # torch.fx changes nn.Module while it traces, for all threads
 
 
 class Operations:
@@ -75,6 +75,13 @@ class Operations:
         used = [self._attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
         return sum(value.numel() for value in used if isinstance(value, nn.Parameter))
 
+    def trains(self, node: fx.Node) -> bool:
+        """Whether it is a module with a parameter to train."""
+        if node.op != "call_module":
+            return False
+        module = self.model.get_submodule(str(node.target))
+        return any(p.requires_grad and p.numel() for p in module.parameters())
+
     def segment(self, start: int, stop: int) -> fx.GraphModule:
         """The operations from `start` to `stop` as a module.
 
@@ -109,11 +116,14 @@ def arguments(model: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in found if p.default is p.empty)
 
 
-def open_modules(model: nn.Module, cuts: Sequence[str]) -> set[str]:
-    """The names of modules that tracing looks into."""
+def open_modules(model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0) -> set[str]:
+    """The names of modules that tracing looks into: those around others, and around the cuts.
+
+    With `deeper`, blocks are opened too, so many levels of them.
+    """
     found = {""}
 
-    def visit(name: str, module: nn.Module) -> None:
+    def visit(name: str, module: nn.Module, deeper: int) -> None:
         kinds = Counter(type(child) for child in module.children())
         for own, child in module.named_children():
             full = f"{name}.{own}" if name else own
@@ -121,9 +131,12 @@ def open_modules(model: nn.Module, cuts: Sequence[str]) -> set[str]:
             wanted = any(cut.startswith(full + ".") for cut in cuts)
             if wanted or _is_container(child) or (not is_block and _is_around_a_trunk(child)):
                 found.add(full)
-                visit(full, child)
+                visit(full, child, deeper)
+            elif deeper > 0 and _is_users(child) and list(child.children()):
+                found.add(full)
+                visit(full, child, deeper - 1)
 
-    visit("", model)
+    visit("", model, deeper)
     return found
 
 
@@ -134,12 +147,14 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _is_around_a_trunk(module: nn.Module) -> bool:
-    if type(module).__module__.startswith("torch.nn."):
-        return False
-    return any(
+    return _is_users(module) and any(
         isinstance(inner, nn.Sequential | nn.ModuleList) and _has_blocks(inner)
         for inner in module.modules()
     )
+
+
+def _is_users(module: nn.Module) -> bool:
+    return not type(module).__module__.startswith("torch.nn.")
 
 
 def _has_blocks(container: nn.Module) -> bool:
@@ -150,7 +165,19 @@ def _has_blocks(container: nn.Module) -> bool:
 class _Tracer(fx.Tracer):
     def __init__(self, opened: set[str]):
         super().__init__()
-        self._opened = opened
+        self._opened, self._thread = opened, threading.get_ident()
+
+    def call_module(
+        self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:  # another thread computes meanwhile
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened

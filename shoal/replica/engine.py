@@ -145,7 +145,7 @@ class Engine:
             self._total = part
         else:
             self._total = self._total + part
-        if self.flat.buckets_of_grad:
+        if self.flat.notes_loss:
             self.flat.head[0] = self._total
 
 

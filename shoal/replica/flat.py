@@ -22,6 +22,7 @@ from shoal.errors import BadInput, ShoalError
 
 ALIGN_BYTES = 64  # a parameter starts on a cache line, in every process alike
 OnBucket = Callable[[slice], None]
+Room = Callable[[slice], Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,11 @@ class FlatParams:
         self.data = self._move()
         self.grad = torch.zeros(0, dtype=self.dtype, device=self.device)
         self.head = torch.zeros(self.head_size, dtype=self._head_dtype, device=self.device)
+        self.notes_loss = False  # whether the engine leaves its loss in the head
         self.buckets_of_grad: list[slice] = []
         self.late: set[int] = set()  # parameters whose gradient is not final before `flush`
         self._on_bucket: OnBucket | None = None
+        self._room: Room | None = None
 
     @property
     def _head_fits(self) -> bool:
@@ -72,19 +75,31 @@ class FlatParams:
         """True if the head is no part of `grad` and has to be exchanged by itself."""
         return not self._head_fits
 
-    def buckets(self, num_bytes: int, first_bytes: int | None = None) -> list[slice]:
+    def buckets(
+        self, num_bytes: int, first_bytes: int | None = None, within: slice | None = None
+    ) -> list[slice]:
         """Cut `grad` into slices of about `num_bytes`, at parameter boundaries, last one first.
 
-        The first bucket is smaller (`first_bytes`), so that communication starts early.
+        The first bucket is smaller (`first_bytes`), so that communication starts early. `within`
+        is a slice to cut instead of the whole, such as a shard.
         """
         width = self.data.element_size()
         wanted = max(1, (first_bytes or num_bytes) // width)
-        cuts, stop = [], self.size
+        begin, stop = (0, self.size) if within is None else (within.start, within.stop)
+        cuts = []
         for piece in reversed(self.pieces[1:]):
-            if stop - piece.start >= wanted:
+            if begin < piece.start < stop and stop - piece.start >= wanted:
                 cuts.append(slice(piece.start, stop))
                 stop, wanted = piece.start, max(1, num_bytes // width)
-        return [*cuts, slice(0, stop)]
+        return [*cuts, slice(begin, stop)] if begin < stop else cuts
+
+    def gaps(self) -> Tensor:
+        """The places between and behind parameters that belong to none of them."""
+        is_gap = torch.ones(self.size, dtype=torch.bool)
+        is_gap[: self.offset] = False
+        for piece in self.pieces:
+            is_gap[piece.start : piece.stop] = False
+        return is_gap.nonzero().view(-1).to(self.device)
 
     def shards(self, n: int) -> list[slice]:
         """`n` consecutive slices, cut at parameter boundaries, as equal in size as those allow.
@@ -101,27 +116,43 @@ class FlatParams:
         cuts.append(self.size)
         return [slice(a, b) for a, b in itertools.pairwise(cuts)]
 
-    def watch(self, buckets: Sequence[slice], leave_bytes: int | None = None) -> None:
+    def inside(self, where: slice) -> list[int]:
+        """Which parameters lie in a slice that is cut at their boundaries."""
+        return [i for i, p in enumerate(self.pieces) if where.start <= p.start < where.stop]
+
+    def watch(
+        self,
+        buckets: Sequence[slice],
+        leave_bytes: int | None = None,
+        memory: Tensor | None = None,
+        room: Room | None = None,
+    ) -> None:
         """From now on gradients are collected in `grad`, and `arm` reports full buckets.
 
         A gradient of at least `leave_bytes` is left in the tensor where backward has put it, which
         saves a copy: `tensors_of_bucket` then gives that tensor instead of the slice of `grad`.
+        `memory` of the same size, shared with somebody, may stand for memory of its own.
+        With `room` there is no `grad`: it is asked for the memory of a bucket when that is full.
         """
-        self.grad = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        if self._head_fits:
-            self.head = self.grad[: self.head_size]
-        self.buckets_of_grad = list(buckets)
-        self._views = [self.grad[p.start : p.stop] for p in self.pieces]
-        for i in range(len(self.params)):
-            self._home(i)
-        self._members = [
-            [i for i, piece in enumerate(self.pieces) if b.start <= piece.start < b.stop]
-            for b in self.buckets_of_grad
-        ]
+        self._room = room
+        if room is None:
+            if memory is None:
+                memory = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+            self.grad = memory
+            if self._head_fits:
+                self.head = self.grad[: self.head_size]
+            self._views = [self.grad[p.start : p.stop] for p in self.pieces]
+            for i in range(len(self.params)):
+                self._home(i)
+        self.notes_loss, self.buckets_of_grad = True, list(buckets)
+        self._members = [self.inside(bucket) for bucket in self.buckets_of_grad]
         self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
         width = self.data.element_size()
-        least = self.size if leave_bytes is None else -(-leave_bytes // width)
-        self._left = {i for i, p in enumerate(self.params) if p.numel() >= least}
+        self._left = {
+            i
+            for i, p in enumerate(self.params)
+            if leave_bytes is not None and p.numel() * width >= leave_bytes
+        }
         self._runs = {
             b.start: list(self._cut_at(b, [i for i in members if i in self._left]))
             for b, members in zip(self.buckets_of_grad, self._members, strict=True)
@@ -129,12 +160,25 @@ class FlatParams:
         for i, p in enumerate(self.params):
             p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
 
+    def live_in(self, memory: Tensor) -> None:
+        """Move the parameters into `memory` of the same size, which somebody else may write to."""
+        memory.copy_(self.data)
+        self.data = memory
+        for piece, p in zip(self.pieces, self.params, strict=True):
+            p.data = memory[piece.start : piece.stop].view(p.shape)
+
     def tensors_of_bucket(self, bucket: slice) -> list[Tensor]:
         """Where the gradients of a bucket are that was just reported; as many on every rank."""
         return [
             self.grad[run] if isinstance(run, slice) else self._views[run]
             for run in self._runs[bucket.start]
         ]
+
+    def left_bytes(self) -> int:
+        """Memory of gradients that were left where backward has put them."""
+        grad = self.grad.untyped_storage().data_ptr()
+        views = [self._views[i] for i in self._left]
+        return sum(v.nbytes for v in views if v.untyped_storage().data_ptr() != grad)
 
     def arm(self, on_bucket: OnBucket) -> None:
         """The next backward is the last of this step: call `on_bucket(slice)` as buckets fill up.
@@ -195,10 +239,13 @@ class FlatParams:
     def _release(self, bucket: int) -> None:
         """Copy the gradients of a bucket into `grad` and report it."""
         views, grads = [], []
+        where = self.buckets_of_grad[bucket]
+        memory = None if self._room is None else self._room(where)
         for i in self._members[bucket]:
             grad = self.params[i].grad
+            home = self._home(i) if memory is None else self.view(i, memory, where.start)
             if grad is None:
-                self._home(i).zero_()
+                home.zero_()
                 self.head[1 + i] = 0.0
                 self._arrived[i] = False
             else:
@@ -206,7 +253,7 @@ class FlatParams:
                 if i in self._left and _is_plain(grad, self.params[i]):
                     self._views[i] = grad
                     continue
-                views.append(self._home(i))
+                views.append(home)
                 grads.append(grad.to_dense() if grad.is_sparse else grad)
         if views:
             torch._foreach_copy_(views, grads)
@@ -214,12 +261,16 @@ class FlatParams:
             self.params[i].grad = None
         self._next = bucket + 1
         assert self._on_bucket is not None
-        self._on_bucket(self.buckets_of_grad[bucket])
+        self._on_bucket(where)
+
+    def view(self, i: int, memory: Tensor, start: int) -> Tensor:
+        """Parameter `i` (or its gradient) in memory that stands for the buffer from `start` on."""
+        piece = self.pieces[i]
+        return memory[piece.start - start : piece.stop - start].view(self.params[i].shape)
 
     def _home(self, i: int) -> Tensor:
         """The place of a gradient in `grad`, which is from now on where it is."""
-        piece = self.pieces[i]
-        self._views[i] = self.grad[piece.start : piece.stop].view(self.params[i].shape)
+        self._views[i] = self.view(i, self.grad, 0)
         return self._views[i]
 
     def _cut_at(self, bucket: slice, left: list[int]) -> Iterator[slice | int]:

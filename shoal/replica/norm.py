@@ -15,37 +15,47 @@ class NormOverParts:
     """The norm of every tensor in its place among those of the whole model, then the norm of these.
 
     That is how torch computes the norm of a whole model, so the bits are the same. A tensor that
-    several stages hold counts on one of them. One all-reduce of a number a parameter; another one
-    over the workers of tp, where the squares of the slices of a tensor are added up first.
+    several stages hold counts on one of them. An all-reduce of a number a parameter each over the
+    replicas, where each has a shard; over the workers of tp, where the squares of the slices of a
+    tensor are added up; and over the stages.
     """
 
     def __init__(
         self,
         places: Mapping[nn.Parameter, int],
         num_parameters: int,
-        group: Group,
         is_counted_here: Callable[[nn.Parameter], bool],
+        *,
+        shards: Group | None = None,
+        tensor: TensorSplit | None = None,
+        stages: Group | None = None,
     ):
-        self.tensor: TensorSplit | None = None
-        self._places, self._num, self._group = places, num_parameters, group
+        self._places, self._num = places, num_parameters
+        self._shards, self._tensor, self._stages = shards, tensor, stages
+        self._like = next(iter(places)).detach()
         self._counts = is_counted_here
 
     @torch.no_grad()
     def __call__(self, params: Sequence[nn.Parameter]) -> Tensor:
         mine = [p for p in params if p.grad is not None and self._counts(p)]
-        norms = torch.zeros(self._num, dtype=params[0].dtype, device=params[0].device)
+        norms = self._like.new_zeros(self._num)
         if mine:
             found = torch._foreach_norm([p.grad for p in mine if p.grad is not None])
             places = torch.tensor([self._places[p] for p in mine], device=norms.device)
             norms[places] = torch.stack(list(found)).to(norms.dtype)
-        if self.tensor is not None:
-            norms = self._join_slices(norms, self.tensor)
-        self._group.all_reduce(norms).wait()
+        if self._shards is not None:
+            self._shards.all_reduce(norms).wait()
+        if self._tensor is not None:
+            norms = self._join_slices(norms, self._tensor)
+        if self._stages is not None:
+            self._stages.all_reduce(norms).wait()
         total: Tensor = torch.linalg.vector_norm(norms)
         return total
 
     def _join_slices(self, norms: Tensor, tensor: TensorSplit) -> Tensor:
-        places = [place for p, place in self._places.items() if tensor.is_slice(p)]
+        places = [
+            place for p, place in self._places.items() if tensor.is_slice(p) and self._counts(p)
+        ]
         is_slice = torch.zeros_like(norms, dtype=torch.bool)
         is_slice[places] = True
         squares = norms.square().where(is_slice, 0)

@@ -13,7 +13,6 @@ from shoal.errors import BadInput
 from shoal.group.group import Group, Op
 from shoal.group.mesh import Mesh
 from shoal.group.parcel import Post
-from shoal.group.solo import SoloGroup
 from shoal.replica.engine import Engine, Loss
 from shoal.replica.flat import FlatParams
 from shoal.replica.logits import whole_tensors
@@ -32,21 +31,26 @@ LARGEST_CHECKED_BYTES = 1 << 30
 
 
 class Part:
-    """A whole replica. The model's parameters are all here, and nobody else is asked."""
+    """A whole replica. All layers are here, and where there is tp, slices of their parameters."""
 
-    total_norm: NormOverParts | None = None
     tensor: TensorSplit | None = None
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.named = list(model.named_parameters())
 
-    def split_tensors(self, tensor: TensorSplit) -> None:
-        """From now on the parameters are slices."""
-        if self.total_norm is None:
-            places = {p: place for place, (_, p) in enumerate(self.named)}
-            self.total_norm = NormOverParts(places, len(places), SoloGroup(), lambda p: True)
-        self.tensor = self.total_norm.tensor = tensor
+    def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
+        return Engine(self.model, loss, flat, accumulate(1, 0, microbatches), **options)
+
+    def total_norm(self, shards: Group | None) -> NormOverParts | None:
+        """What knows the norm of the whole gradient, where this worker has a part of it.
+
+        `shards` are the replicas that share it out among them, if they do.
+        """
+        if self.tensor is None:
+            return None
+        places = {p: place for place, (_, p) in enumerate(self.named)}
+        return NormOverParts(places, len(places), lambda p: True, shards=shards, tensor=self.tensor)
 
     def join(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors, by name, from the slices of the workers of tp, which all call it."""
@@ -55,9 +59,6 @@ class Part:
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """This worker's slices of whole tensors."""
         return tensors if self.tensor is None else self.tensor.take(tensors)
-
-    def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
-        return Engine(self.model, loss, flat, accumulate(1, 0, microbatches), **options)
 
     def share(self, loss: Tensor) -> Tensor:
         """The loss, on every worker of the replica."""
@@ -74,18 +75,26 @@ class Part:
 class StagePart(Part):
     """One stage of a pipeline; the model's other tensors are shapes without memory."""
 
-    def __init__(self, model: nn.Module, pp: Pp, group: Group, device: torch.device):
-        self.model, self.pp, self.group = model, pp, group
+    def __init__(self, model: nn.Module, pp: Pp, mesh: Mesh, device: torch.device):
+        self.model, self.pp, self.group = model, pp, mesh.pp
+        group = mesh.pp
+        _take_from_rank_0(model, mesh.world)
         self.chunks = build(pp.schedule, group.size, 1, pp.chunks).chunks
         self.stages = Stages(model, group.size, self.chunks, pp.cuts)
         self._agree(device)
-        places = {p: place for place, p in enumerate(model.parameters())}
-        num_parameters = len(places)
+        self.places = {p: place for place, p in enumerate(model.parameters())}
         self.named = self.stages.keep(group.rank)
         self.post = Post(group, device)
         self.ties = Ties(self.named, self.stages.holders, self.post)
-        self.total_norm = NormOverParts(
-            {p: places[p] for _, p in self.named}, num_parameters, group, self.ties.is_counted_here
+        self.num_parameters = len(self.places)
+        self.places = {p: self.places[p] for _, p in self.named}
+
+    def total_norm(self, shards: Group | None) -> NormOverParts | None:
+        return NormOverParts(
+            *(self.places, self.num_parameters, self.ties.is_counted_here),
+            shards=shards,
+            tensor=self.tensor,
+            stages=self.group,
         )
 
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
@@ -147,14 +156,30 @@ class StagePart(Part):
 
 
 def part_of_replica(model: nn.Module, strategy: Strategy, mesh: Mesh, device: torch.device) -> Part:
-    """This worker's part. Stages are cut, and layers chosen, while the model is whole."""
+    """This worker's part of the model, which all have built.
+
+    Stages are cut, and the layers that are split chosen, while the model is whole.
+    """
     tp, pp = strategy.tp, strategy.pp
     roles = plan_of(model, tp) if tp is not None and mesh.tp.size > 1 else {}
-    has_stages = mesh.pp.size > 1
-    part = StagePart(model, pp, mesh.pp, device) if pp and has_stages else Part(model)
+    if pp is not None and mesh.pp.size > 1:
+        part: Part = StagePart(model, pp, mesh, device)
+    else:
+        part = Part(model)
+        if roles:
+            _take_from_rank_0(model, mesh.world)
     if roles:
-        part.split_tensors(TensorSplit(model, roles, mesh.tp, device))
+        part.tensor = TensorSplit(model, roles, mesh.tp, device)
     return part
+
+
+@torch.no_grad()
+def _take_from_rank_0(model: nn.Module, world: Group) -> None:
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.numel():
+            whole = tensor.detach().contiguous()
+            world.broadcast(whole).wait()
+            tensor.copy_(whole)
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -313,7 +313,7 @@ class PipelineEngine(Engine):
 
     def _note_total(self, total: Tensor) -> None:
         self._total = total
-        if self.flat.buckets_of_grad:
+        if self.flat.notes_loss:
             self.flat.head[0] = total
 
     def _set_apart(self, action: Action) -> None:
@@ -342,7 +342,7 @@ def _where(action: Action) -> Where:
 
 
 def _tag(virtual: int, microbatch: int, direction: int = _FORWARD) -> int:
-    """Below 2^31, as Gloo wants it, for up to 4096 virtual stages and 65536 micro-batches."""
+    """Below 2^30, as groups want it, for up to 4096 virtual stages and 65535 micro-batches."""
     return (microbatch << 12 | virtual) << 2 | direction
 
 

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from shoal.errors import BadInput
-from shoal.replica.balance import cut_evenly
+from shoal.replica.balance import cut_evenly, dearest
 from shoal.replica.cutting import Operations, arguments, open_modules
 from shoal.schedules.pipeline import place_of
 from shoal.tree import Tree
+
+_DEEPEST = 3  # levels of blocks to look into
+_MUCH_CHEAPER = 0.85
+_SLACK = 0.02  # how much dearer a part may be where fewer values cross the cuts
 
 
 class Stages:
@@ -115,26 +119,51 @@ class Stages:
         return tuple(cuts)
 
     def _candidates(self) -> dict[str, int]:
-        """The modules that forward calls, each with the place of its first call."""
+        """The modules that can begin a part, each with the place of its first call.
+
+        Each has something to train, and so has what is before the first of them.
+        """
+        operations = self._trace(self._required)
         found: dict[str, int] = {}
-        for place, node in enumerate(self._trace(self._required).nodes):
-            if node.op == "call_module" and place > 0:
+        for place, node in enumerate(operations.nodes):
+            if operations.trains(node):
                 found.setdefault(str(node.target), place)
-        return found
+        return dict(list(found.items())[1:])
 
     def _choose(self) -> tuple[str, ...]:
+        """Between blocks, or inside of them where that makes the dearest part much cheaper."""
+        chosen: tuple[float, set[str], tuple[str, ...]] | None = None
+        for deeper in range(_DEEPEST):
+            self._opened = open_modules(self.model, deeper=deeper)
+            self._operations.clear()
+            try:
+                cost, cuts = self._cut_evenly()
+            except BadInput:
+                if chosen is None and deeper == _DEEPEST - 1:
+                    raise
+                continue
+            if chosen is None or cost < _MUCH_CHEAPER * chosen[0]:
+                chosen = cost, self._opened, cuts
+        assert chosen is not None
+        _, self._opened, cuts = chosen
+        self._operations.clear()
+        return cuts
+
+    def _cut_evenly(self) -> tuple[float, tuple[str, ...]]:
+        """The cost of the dearest part, and the cuts."""
         operations = self._trace(self._required)
         names = {place: name for name, place in self._candidates().items()}
-        costs = [operations.cost(node) for node in operations.nodes]
+        costs = [float(operations.cost(node)) for node in operations.nodes]
         slight = max(1.0, sum(costs)) * 1e-6  # what has no weights takes some time, too
+        costs = [cost + slight for cost in costs]
         prices = [float(len(operations.crossing(place))) for place in names]
-        found = cut_evenly([cost + slight for cost in costs], list(names), prices, self.parts)
+        found = cut_evenly(costs, list(names), prices, self.parts, slack=_SLACK)
         if found is None:
             raise BadInput(
                 f"{type(self.model).__name__} cannot be cut into {self.parts} parts: its forward "
-                f"calls {len(names) + 1} modules one after the other"
+                f"calls {len(names) + 1} modules with something to train"
             )
-        return tuple(names[place] for place in found)
+        return dearest(costs, found), tuple(names[place] for place in found)
 
     def _find_holders(self) -> dict[str, tuple[int, ...]]:
         """The stages that use each tensor, in training or evaluation; nobody's is stage 0's."""

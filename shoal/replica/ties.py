@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shoal.group.parcel import Post
 
-_TAG = (1 << 31) - 1  # tags of messages between stages are smaller
+_TAG = (1 << 30) - 1  # tags of messages between stages are smaller
 
 
 class Ties:

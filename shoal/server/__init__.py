@@ -1,1 +1,1 @@
-"""The parameter server."""
+"""The parameter server: weights that live in servers, and workers that push and pull."""

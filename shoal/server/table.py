@@ -61,6 +61,11 @@ class Table:
             if value:
                 self._state[name][: self._used] = value
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The tensors of a chunk beside its ids."""
+        return ("rows", *self._state)
+
     def pull(self, ids: Tensor) -> Tensor:
         """Copies of rows, [n, dim]. Ids may repeat."""
         return self._rows.index_select(0, self._places(ids))
@@ -130,10 +135,11 @@ class Table:
             raise BadInput(f"{self.spec} cannot have been updated {steps} times")
         self.clear()
         for chunk in chunks:
-            self._load(chunk)
+            self.load_chunk(chunk)
         self.steps = steps
 
-    def _load(self, chunk: Mapping[str, Tensor]) -> None:
+    def load_chunk(self, chunk: Mapping[str, Tensor]) -> None:
+        """Take over the rows of this shard from what was saved."""
         wanted = {"ids", "rows", *self._state}
         if set(chunk) != wanted:
             raise BadInput(
@@ -154,11 +160,7 @@ class Table:
         """Where rows lie; those that are used for the first time are made."""
         self.spec.check(ids)
         owners, slots = self.spec.place(ids, self.shards)
-        if (owners != self.shard).any():
-            stray = int(ids[int(np.argmax(owners != self.shard))])
-            raise BadInput(
-                f"row {stray} of {self.spec} does not live on shard {self.shard} of {self.shards}"
-            )
+        self._check_owners(owners, ids)
         places = self._index[slots]
         if not places.all():
             fresh = places == 0
@@ -176,6 +178,19 @@ class Table:
                 self._state[name][part] = value
         self._index[slots[first]] = np.arange(part.start + 1, part.stop + 1, dtype=np.int32)
         self._used = part.stop
+
+    def check(self, ids: Tensor, grads: Tensor) -> None:
+        """Refuse ids that do not live here, and gradients that do not belong to them."""
+        self.spec.check(ids)
+        self._check_rows("gradients", ids, grads)
+        self._check_owners(self.spec.place(ids, self.shards)[0], ids)
+
+    def _check_owners(self, owners: Ids, ids: Tensor) -> None:
+        if (owners != self.shard).any():
+            stray = int(ids[int(np.argmax(owners != self.shard))])
+            raise BadInput(
+                f"row {stray} of {self.spec} does not live on shard {self.shard} of {self.shards}"
+            )
 
     def _check_rows(self, what: str, ids: Tensor, rows: Tensor) -> None:
         shape = (ids.numel(), self.spec.dim)

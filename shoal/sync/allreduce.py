@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from shoal.group.counting import CountingGroup
 from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
 from shoal.sync.sync import Sync
+from shoal.sync.traffic import Traffic
 from shoal.sync.update import Update
 from shoal.wire.transport import Work
 
@@ -22,7 +26,8 @@ class AllReduce(Sync):
     """
 
     def __init__(self, flat: FlatParams, update: Update, group: Group, bucket_bytes: int):
-        self.flat, self.update, self.group = flat, update, group
+        self.flat, self.update, self.group = flat, update, CountingGroup(group)
+        self.traffic = Traffic(flat, self.group)
         self._under_way: list[Work] = []
         flat.watch(flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)), LARGE_BYTES)
 
@@ -38,9 +43,16 @@ class AllReduce(Sync):
     def finish(self) -> None:
         for work in self._under_way:
             work.wait()
+        self.traffic.steps += 1
         self.flat.publish()
         self.update.apply()
         self.flat.drop_gradients()
 
+    def gradient_bytes(self) -> int:
+        return self.flat.grad.nbytes + self.flat.left_bytes()
+
     def loss(self, part: Tensor) -> Tensor:
         return self.flat.head[0].clone()
+
+    def report(self) -> dict[str, Any]:
+        return self.traffic.report()

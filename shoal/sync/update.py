@@ -13,11 +13,17 @@ from shoal.observe.trace import OFF, Tracer
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 LearningRate = Callable[[int], float]
+NormOver = Callable[[Tensor], Tensor]
 TotalNorm = Callable[[list[nn.Parameter]], Tensor]
 
 
 class Update:
-    """Owns the optimizer. `lr(step)` is absolute; parameter groups keep their ratios to it."""
+    """Owns the optimizer. `lr(step)` is absolute; parameter groups keep their ratios to it.
+
+    `named` may be a part of the model, or nothing. `norm_over` then makes the sum of squares of
+    these gradients that of all of them, for clipping; or `clipped` names them all, where they are
+    at hand. `total_norm` knows the norm of a gradient that is spread over stages.
+    """
 
     def __init__(
         self,
@@ -27,13 +33,16 @@ class Update:
         clip_norm: float | None = None,
         lr: LearningRate | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        norm_over: NormOver | None = None,
+        clipped: list[nn.Parameter] | None = None,
         total_norm: TotalNorm | None = None,
         tracer: Tracer = OFF,
     ):
-        """`total_norm` is asked for the norm of the whole gradient where this is a part of it."""
         self.named, self.params = named, [p for _, p in named]
-        self.optimizer = make_optimizer(factory, named)
+        self.factory = factory
+        self.optimizer = make_optimizer(factory, named) if named else _idle()
         self.clip_norm, self.lr, self.scaler, self.tracer = clip_norm, lr, scaler, tracer
+        self.norm_over, self.clipped = norm_over, self.params if clipped is None else clipped
         self.total_norm = total_norm
         self.steps = 0
         self._ratios = _ratios(self.optimizer)
@@ -41,7 +50,7 @@ class Update:
     def apply(self) -> None:
         with self.tracer.span("update"):
             if self.lr is not None:
-                self._set_lr(self.lr(self.steps))
+                self.set_lr(self.lr(self.steps))
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             if self.clip_norm is not None:
@@ -53,12 +62,6 @@ class Update:
                 self.optimizer.step()
             self.steps += 1
 
-    def _clip(self, most: float) -> None:
-        if self.total_norm is None:
-            nn.utils.clip_grad_norm_(self.params, most)
-        else:
-            nn.utils.clip_grads_with_norm_(self.params, most, self.total_norm(self.params))
-
     def scale(self, weight: Tensor) -> Tensor:
         """The factor to start backward with, so that fp16 gradients do not vanish."""
         if self.scaler is None:
@@ -67,7 +70,18 @@ class Update:
         scaled: Tensor = self.scaler.scale(weight.float())
         return scaled
 
-    def _set_lr(self, value: float) -> None:
+    def _clip(self, bound: float) -> None:
+        if self.total_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.clipped, bound, self.total_norm(self.clipped))
+            return
+        if self.norm_over is None:
+            nn.utils.clip_grad_norm_(self.clipped, bound)
+            return
+        norm = nn.utils.get_total_norm([p.grad for p in self.clipped if p.grad is not None])
+        total = self.norm_over(norm.double().square()).sqrt().to(norm.dtype)
+        nn.utils.clip_grads_with_norm_(self.clipped, bound, total)
+
+    def set_lr(self, value: float) -> None:
         for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
             group["lr"] = value * ratio
 
@@ -84,6 +98,11 @@ def make_optimizer(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BadInput("LBFGS computes the loss several times a step, which job.step cannot do")
     return optimizer
+
+
+def _idle() -> torch.optim.Optimizer:
+    """For a rank that owns no parameter: torch's optimizers refuse to have none."""
+    return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
 
 
 def _ratios(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -942,6 +942,22 @@ static void forget(Group *g, Op *op) {
     free(op);
 }
 
+/* Take back a receive that nothing has come for; 0 where something has. Nobody may wait for it. */
+static int withdraw(Group *g, Op *op) {
+    pthread_mutex_lock(&g->lock);
+    if (op->state < 0) progress(g);
+    Op **at = &g->recvs;
+    while (*at && *at != op) at = &(*at)->next;
+    int untouched = *at && op->state < 0 && !op->taken;
+    if (untouched) {
+        *at = op->next;
+        atomic_fetch_sub(&g->pending, 1);
+    }
+    pthread_mutex_unlock(&g->lock);
+    if (untouched) free(op);
+    return untouched;
+}
+
 static int missing_peer(Group *g, const Op *op) {
     for (int rank = 0; rank < g->size; rank++)
         if ((op->peer == rank || (op->peer < 0 && rank != g->rank)) && is_gone(g, rank)) return rank;
@@ -1155,6 +1171,13 @@ static PyObject *py_watch(ARGS) {
     return answer(0);
 }
 
+/* What holds a peer's process, or -1. */
+static PyObject *py_pidfd(ARGS) {
+    NEED(2) GROUP(g)
+    int rank = small(args[1]);
+    return answer(rank >= 0 && rank < g->size ? g->pidfds[rank] : -1);
+}
+
 static Call call_from(PyObject *const *args) {
     Call c = {.kind = small(args[1]), .in = (const u8 *)number(args[2]), .out = (u8 *)number(args[3]),
               .count = number(args[4]), .dtype = small(args[5]), .op = small(args[6]),
@@ -1275,6 +1298,11 @@ static PyObject *py_forget(ARGS) {
     return answer(0);
 }
 
+static PyObject *py_withdraw(ARGS) {
+    NEED(2) GROUP(g)
+    return PyBool_FromLong(withdraw(g, PyLong_AsVoidPtr(args[1])));
+}
+
 static PyObject *py_serve(ARGS) {
     NEED(1) GROUP(g)
     Py_BEGIN_ALLOW_THREADS
@@ -1304,9 +1332,9 @@ static PyObject *py_detach(ARGS) {
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
-    METHOD(create), METHOD(attach), METHOD(watch), METHOD(collective), METHOD(start), METHOD(finish),
+    METHOD(create), METHOD(attach), METHOD(watch), METHOD(pidfd), METHOD(collective), METHOD(start), METHOD(finish),
     METHOD(failure), METHOD(history), METHOD(tune), METHOD(post), METHOD(state), METHOD(wait),
-    METHOD(forget), METHOD(serve), METHOD(stop), METHOD(leave), METHOD(detach), {NULL, NULL, 0, NULL}};
+    METHOD(forget), METHOD(withdraw), METHOD(serve), METHOD(stop), METHOD(leave), METHOD(detach), {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shm", NULL, -1, methods,
                                     NULL, NULL, NULL, NULL};

@@ -6,11 +6,13 @@ so nothing can be left behind. It is open to the same user only.
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 from collections.abc import Callable
 
 from shoal.errors import Desync, PeerLost, ShoalError
+from shoal.wire import exits
 from shoal.wire.records import Record, dump
 
 try:
@@ -30,7 +32,8 @@ class Segment:
     def __init__(self, handle: object, rank: int, size: int, timeout_s: float):
         self.handle, self.rank, self.size = handle, rank, size
         self.timeout_s, self.timeout_ns = timeout_s, int(timeout_s * 1e9)
-        self.closed = self._told = False
+        self.closed = False
+        self._told: list[str] = []
 
     def check(self, outcome: int, doing: str = "") -> None:
         """Raise what `outcome` stands for; the first time, show the last operations of all."""
@@ -38,9 +41,15 @@ class Segment:
             return
         error = self._error(outcome, doing)
         if not self._told and outcome != CLOSED:
-            self._told = True
+            self._told.append(str(error))
             dump(self, str(error))
         raise error
+
+    def within(self, timeout_s: float) -> Segment:
+        """The same for a call with a timeout of its own."""
+        other = copy.copy(self)
+        other.timeout_s, other.timeout_ns = timeout_s, int(timeout_s * 1e9)
+        return other
 
     def last(self, rank: int) -> Record | None:
         found = self.history(rank)
@@ -54,8 +63,11 @@ class Segment:
         """The error that tells of `peer`, with the last that it did."""
         last = self.last(peer)
         its = "none yet" if last is None else f"{last}, {'ended' if last.end_ns else 'begun'}"
-        late = "" if after_s is None else "no answer before the timeout ended; "
-        return PeerLost(self.rank, peer, f"{doing} ({late}its last operation: {its})", after_s)
+        end, status = "no answer before the timeout ended", None
+        if after_s is None:
+            end, status = self._end_of(peer)
+        said = f"{doing} ({end}; its last operation: {its})"
+        return PeerLost(self.rank, peer, said, after_s, status)
 
     def tune(self, direct_bytes: int, spins: int = -1) -> None:
         """Up to where everybody reads all in a reduction; how long to spin before sleeping."""
@@ -82,6 +94,14 @@ class Segment:
             calls = {rank: self._call(rank, seq) for rank in (first, second)}
             return Desync(first, calls[first], second, calls[second])
         return self.lost(lost, doing, self.timeout_s if outcome == LATE else None)
+
+    def _end_of(self, peer: int) -> tuple[str, int | None]:
+        """A rank may also have closed the group, and its process live on."""
+        pidfd = _shm.pidfd(self.handle, peer)
+        status = exits.exit_status(pidfd)
+        if status is None and pidfd >= 0 and not exits.has_ended(pidfd):
+            return "it has left the group", None
+        return exits.told(status), status
 
     def _call(self, rank: int, seq: int) -> str:
         found = [record for record in self.history(rank) if record.seq == seq]

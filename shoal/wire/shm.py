@@ -27,12 +27,12 @@ class ShmWork:
     """A message under way. It holds its tensor until it is done."""
 
     def __init__(self, transport: ShmTransport, op: int, data: Tensor, is_send: bool, doing: str):
-        self._transport, self._op, self._data, self._doing = transport, op, data, doing
+        self._transport, self.op, self._data, self._doing = transport, op, data, doing
         self.after: Callable[[], None] | None = None
         self.source, self.is_done, self.is_send = -1, False, is_send
 
     def poll(self) -> bool:
-        if not self.is_done and _shm.state(self._transport.segment.handle, self._op) >= 0:
+        if not self.is_done and _shm.state(self._transport.segment.handle, self.op) >= 0:
             self.wait()
         return self.is_done
 
@@ -41,9 +41,9 @@ class ShmWork:
             return
         segment = self._transport.segment
         timeout_ns = segment.timeout_ns if timeout_s is None else int(timeout_s * 1e9)
-        outcome, peer, num_bytes = _shm.wait(segment.handle, self._op, timeout_ns)
+        outcome, peer, num_bytes = _shm.wait(segment.handle, self.op, timeout_ns)
         self.is_done = True
-        self._transport.release(self, self._op)
+        self._transport.release(self, self.op)
         self.source = peer
         if outcome == WRONG_SIZE:
             raise ShoalError(
@@ -89,6 +89,13 @@ class ShmTransport:
         for op in list(self._under_way):
             _shm.forget(self.segment.handle, op)
         self._under_way.clear()
+
+    def withdraw(self, work: ShmWork) -> bool:
+        """Take back a receive that nothing has come for. Nobody may wait for it meanwhile."""
+        if work.is_done or not _shm.withdraw(self.segment.handle, work.op):
+            return False
+        del self._under_way[work.op]
+        return True
 
     def release(self, work: ShmWork, op: int) -> None:
         if self._under_way.pop(op, None) is not None:

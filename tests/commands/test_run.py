@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import scripts
-from tests.scripts import shoal
+from tests.scripts import shoal, shoal_elastic
 
 
 def losses(text: str) -> list[tuple[str, float]]:
@@ -140,12 +141,20 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     [
         (["run", "train.py", "-n", "2", "-s", "dpp"], "did you mean 'ddp'"),
         (["run", "train.py", "-n", "3", "-s", "tp(2) + pp(2)"], "needs at least 4 workers"),
-        (["run", "train.py", "-n", "2", "-s", "gossip"], "gossip is not built yet"),
+        (["run", "train.py", "-n", "2", "-s", "tp(2)"], "tp is not built yet"),
+        (
+            ["run", "train.py", "-n", "4", "-s", 'gossip(graph="edges:0-1,2-3")'],
+            "its parts are the workers {0, 1}, {2, 3}",
+        ),
         (["run", "train.py", "-n", "2", "-s", 'ddp(algorithm="tre")'], "did you mean 'tree'"),
         (["run", "train.py", "-n", "2", "-s", "single"], "single runs on one worker"),
         (["run", "missing.py"], "there is no script 'missing.py'"),
         (["run", "train.py", "-n", "0"], "Invalid value for '--workers'"),
         (["run", "train.py", "--gpus", "a,b"], "--gpus takes numbers"),
+        (["run", "train.py", "-n", "2", "--slow", "2:4x"], "there is no worker 2"),
+        (["run", "train.py", "-n", "2", "--kill", "1:4"], "--kill takes a text such as 2@50"),
+        (["run", "train.py", "--report", "no/r.json"], "cannot write a report to no/r.json"),
+        (["train", "digits", "-n", "2", "--kill", "2@1"], "there is no worker 2"),
         (["train", "digit"], "there is no example 'digit'"),
         (["eval", "nowhere"], "there is no checkpoint at nowhere"),
         (["verify", "train.py", "-n", "2", "-s", "hogwild"], "hogwild"),
@@ -173,8 +182,6 @@ def test_a_batch_smaller_than_the_replicas_is_one_sentence_and_exit_status_2(
 
 
 def test_a_trace_tells_where_the_time_went(tmp_path: Path) -> None:
-    import json
-
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     done = shoal("run", "train.py", "-n", "2", "--trace", "trace.json", cwd=tmp_path)
     assert done.returncode == 0 and "computing" in done.stdout
@@ -182,3 +189,41 @@ def test_a_trace_tells_where_the_time_went(tmp_path: Path) -> None:
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == {0, 1}
     assert {"forward", "backward", "reduce", "wait", "update"} <= {e["name"] for e in spans}
+
+
+def test_a_killed_worker_of_a_synchronous_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    done = shoal("run", "train.py", "-n", "3", "--kill", "1@4", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("worker 1 was killed by SIGKILL")
+    assert [step for step, _ in losses(done.stdout)][-1:] == ["3/12"]
+
+
+def test_a_report_tells_what_happened_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    words = ["run", "train.py", "-n", "2", "--slow", "1:2x", "--report", "report.json"]
+    done = shoal(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["strategy"], report["workers"], report["steps"]) == ("ddp", 2, 12)
+    assert report["lost"] == []
+    assert [(rank["rank"], rank["steps"]) for rank in report["ranks"]] == [(0, 12), (1, 12)]
+    assert sum(rank["samples"] for rank in report["ranks"]) == 2 * 103
+
+
+def test_an_elastic_run_goes_on_without_a_killed_worker_and_evaluates_everything(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(scripts.ELASTIC)
+    words = ["run", "train.py", "-n", "3", "--kill", "1@3", "--report", "report.json"]
+    done = shoal_elastic(*words, "-s", "hogwild", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("shoal: ")]
+    assert told[0].startswith("shoal: worker 1 was killed by SIGKILL after ")
+    assert told[0].endswith("the others go on, as hogwild allows")
+    assert told[-1] == "shoal: finished by workers 0 and 2, without worker 1"
+    expected = f"mean {sum(range(103)) / 103}"
+    assert sorted(done.stdout.splitlines())[-2:] == [f"[0] {expected}", f"[2] {expected}"]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [loss["rank"] for loss in report["lost"]] == [1]
+    assert [rank and rank["steps"] for rank in report["ranks"]] == [12, None, 12]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.wire.segment import is_built
 from tests.scripts import HEAD, json_of, shoal
 
 pytestmark = [
@@ -23,7 +24,7 @@ def train(job):
     step = job.step(model(), loss, optimizer=sgd)
     for batch in job.batches(data, batch_size=20):
         value = step(batch)
-    job.print(dist.get_backend(), job.device, float(value))
+    job.print(dist.get_backend(), job.device, type(job.group).__name__, float(value))
 
 if __name__ == "__main__":
     shoal.run(train)
@@ -48,14 +49,15 @@ def test_gpt_learns_alone_in_every_precision(tmp_path: Path, precision: str) -> 
 def test_one_worker_under_ddp_goes_over_nccl(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BACKEND)
     done = shoal("run", "train.py", "-n", "1", "-s", "ddp", cwd=tmp_path)
-    assert done.stdout.split()[:2] == ["nccl", "cuda:0"], done.stderr
+    assert done.stdout.split()[:3] == ["nccl", "cuda:0", "TorchGroup"], done.stderr
 
 
-def test_workers_that_share_a_gpu_go_over_gloo(tmp_path: Path) -> None:
+def test_workers_that_share_a_gpu_go_through_the_hosts_memory(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BACKEND)
     workers = str(torch.cuda.device_count() + 1)
     done = shoal("run", "train.py", "-n", workers, "-s", "ddp", cwd=tmp_path)
-    assert done.stdout.removeprefix("[0] ").split()[:2] == ["gloo", "cuda:0"], done.stderr
+    words = done.stdout.removeprefix("[0] ").split()[:3]
+    assert words == ["gloo", "cuda:0", "ShmGroup" if is_built() else "TorchGroup"], done.stderr
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -87,3 +89,12 @@ def test_verify_passes(tmp_path: Path, workers: str, precision: str) -> None:
 def test_digits_with_batchnorm_verify_on_two_workers_that_share_a_gpu(tmp_path: Path) -> None:
     done = shoal("verify", "digits", "-n", "2", "--device", "cuda", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_gossip_between_workers_that_share_a_gpu(tmp_path: Path, mode: str) -> None:
+    (tmp_path / "train.py").write_text(BACKEND)
+    workers = str(max(4, torch.cuda.device_count() + 1))
+    done = shoal("run", "train.py", "-n", workers, "-s", f'gossip(mode="{mode}")', cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "cuda:0" in done.stdout

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.errors import PeerLost
 from shoal.group.group import Op
 from shoal.group.shm_group import ShmGroup
 from shoal.wire.segment import is_built
@@ -125,8 +126,40 @@ def test_a_rank_that_is_killed_is_told_by_the_others(attempt: int) -> None:
         for rank in {0, 1, 2} - {victim}:
             name, message, told_s = world.answer(rank)
             assert name == "PeerLost" and f"lost rank {victim}" in message, message
-            assert "its last operation: " in message
+            assert "(killed by signal 9 (SIGKILL); its last operation: " in message, message
             assert told_s - killed_s < PATIENCE_S
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_rank_that_exits_is_told_with_its_status(status: int) -> None:
+    def body(group: ShmGroup) -> tuple[str, int | None]:
+        if group.rank == 1:
+            os._exit(status)
+        try:
+            group.all_reduce(torch.zeros(2)).wait()
+        except PeerLost as error:
+            return str(error), error.exit_status
+        return "nothing was raised", None
+
+    with shm_world(2, body) as world:
+        message, told = world.answer(0)
+        assert told == status and f"(exit status {status}; its last operation: none" in message
+
+
+def test_a_rank_that_closes_the_group_and_lives_on_is_told() -> None:
+    def body(group: ShmGroup) -> str:
+        if group.rank == 1:
+            group.close()
+            signal.pause()
+        try:
+            group.all_reduce(torch.zeros(2)).wait()
+        except PeerLost as error:
+            return str(error)
+        return "nothing was raised"
+
+    with shm_world(2, body) as world:
+        assert "lost rank 1 in all_reduce #1" in (told := world.answer(0))
+        assert "(it has left the group; its last operation: none yet)" in told
 
 
 def _wait_for_moment(delay_s: float) -> None:

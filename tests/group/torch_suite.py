@@ -27,9 +27,7 @@ from torch.testing._internal.distributed.distributed_test import DistributedTest
 
 import shoal
 from shoal.group.backend import ShoalProcessGroup
-from shoal.group.meeting import over_store
-from shoal.group.shm_group import ShmGroup
-from shoal.wire.segment import join
+from shoal.group.meeting import share_memory
 
 # compares the name that DistributedDataParallel logs, so it is run under the own name
 UNDER_OWN_NAME = {"test_ddp_logging_data_cpu"}
@@ -37,9 +35,9 @@ UNDER_OWN_NAME = {"test_ddp_logging_data_cpu"}
 
 class StandIn(ShoalProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
-        segment = join(over_store(store, rank, size), rank, size, timeout.total_seconds())
-        assert segment is not None
-        super().__init__(ShmGroup(segment))
+        group = share_memory(store, rank, size, timeout.total_seconds())
+        assert group is not None
+        super().__init__(group)
         self.options = SimpleNamespace()
 
     def _set_sequence_number_for_group(self) -> None:

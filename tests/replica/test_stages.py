@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
-from shoal.examples.gpt import GPT, Size
+from shoal.examples.gpt import GPT, Block, Size
 from shoal.replica.balance import cut_evenly
 from shoal.replica.stages import Stages
 
 
 def gpt(layers: int = 4) -> GPT:
     torch.manual_seed(0)
-    return GPT(Size(layers, 16, 2, 8, 1e-3))
+    return GPT(Size(layers, 64, 2, 8, 1e-3))
 
 
 @given(
@@ -61,6 +61,12 @@ def test_the_heavier_layers_get_a_stage_of_their_own() -> None:
     widths = [8, 64, 64, 8, 8, 8]
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
     assert Stages(model, 3).cuts == ("1", "2")
+
+
+def test_blocks_are_opened_where_there_are_too_few_or_it_balances_better() -> None:
+    assert len(Stages(gpt(2), 4, chunks=2).cuts) == 7
+    assert Stages(nn.Sequential(*(Block(16, 2) for _ in range(3))), 2).cuts == ("1.norm2",)
+    assert Stages(nn.Sequential(*(Block(16, 2) for _ in range(7))), 2).cuts == ("3",)
 
 
 def test_a_tied_embedding_has_two_holders() -> None:
@@ -164,7 +170,7 @@ def test_a_cut_may_open_a_block() -> None:
 @pytest.mark.parametrize(
     ("cuts", "said"),
     [
-        (["blocks.9"], "the model has no such module; it has tokens, positions, dropout, blocks.0"),
+        (["blocks.9"], "the model has no such module; it has positions, blocks.0, blocks.1"),
         ([""], "no such module"),
         ([], "2 parts need 1 cuts, and there are 0"),
         (["blocks.1", "blocks.2"], "2 parts need 1 cuts, and there are 2"),

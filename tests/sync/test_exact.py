@@ -14,9 +14,10 @@ from shoal.errors import BadInput
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.job import Job
+from shoal.replica.addition import Node, add_up, halves, whole_subtrees
 from shoal.replica.flat import FlatParams
 from shoal.strategy import parse
-from shoal.sync.exact import ExactReduce, Node, add_up, halves, whole_subtrees
+from shoal.sync.exact import ExactReduce
 from shoal.sync.update import Update
 from tests.conftest import World
 from tests.models import mlp

@@ -62,10 +62,12 @@ static void messages(Group *g, u64 n, int round) {
     memset(given, g->rank + 1, n);
     Op *late = post(g, 1, given, n, next, (u64)round * 2);
     Op *early = post(g, 1, given, n, next, (u64)round * 2 + 1);
+    CHECK(withdraw(g, post(g, 0, found, n, -1, (u64)1 << 60)));
     for (u64 tag = 0; tag < 2; tag++) {
         Op *op = post(g, 0, found, n, tag ? before : -1, (u64)round * 2 + 1 - tag);
         CHECK(wait_op(g, op, PATIENCE_NS, &lost) == FINE && op->source == before);
         CHECK(n == 0 || (found[0] == before + 1 && found[n - 1] == before + 1));
+        CHECK(!withdraw(g, op));
         forget(g, op);
     }
     CHECK(wait_op(g, late, PATIENCE_NS, &lost) == FINE);

@@ -1,0 +1,150 @@
+"""What a parameter server costs: Shoal's, Ray's example and torch.distributed.rpc.
+
+Run by `shoal bench ps` in each of the workers of one run; all ways are measured alternately. A
+dense round is a push of gradients by every worker, one SGD step, and a pull of the new weights by
+every worker. A sparse pull asks for rows of a table; all workers ask at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shoal
+from shoal.bench.compare import Timing, alternate
+from shoal.bench.ps_peers import LR, RayPeer, RpcPeer, serve_rpc
+from shoal.embedding import RowStore
+from shoal.replica.flat import FlatParams
+from shoal.server.rows import RowOptimizer, TableSpec
+from shoal.sync.build import Replica, build_sync
+from shoal.sync.sync import Sync
+from shoal.sync.update import Update
+
+TABLE_ROWS, DIM = 1_000_000, 64
+Ways = dict[str, Callable[[], Any]]
+
+
+class Ours:
+    """One worker of Shoal's parameter server, without a model around it."""
+
+    def __init__(self, job: shoal.Job, numel: int):
+        self.parameter = nn.Parameter(torch.zeros(numel))
+        self.gradient = torch.ones(numel)
+        self.flat = FlatParams([("weight", self.parameter)])
+        update = Update(self.flat.named, partial(torch.optim.SGD, lr=LR))
+        part = job.strategy.sync_for(job.size)
+        self.sync: Sync = build_sync(part, Replica(self.flat, update, job.group))
+        self.sync.share = 1 / job.size
+        store: RowStore | None = self.sync.row_store()
+        assert store is not None
+        self.store = store
+        store.create(TableSpec("rows", TABLE_ROWS, DIM, optimizer=RowOptimizer("sgd", LR)))
+
+    def dense(self) -> None:
+        self.sync.begin()
+        self.parameter.grad = self.gradient
+        self.flat.arm(self.sync.reduce)
+        self.flat.flush()
+        self.sync.finish()
+
+    def sparse(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.store.pull("rows", ids)
+
+
+def measure(job: shoal.Job, args: argparse.Namespace) -> Any:
+    torch.set_num_threads(1)
+    numel = args.bytes // 4
+    against = [peer for peer in args.against.split(",") if peer]
+    ids = torch.randint(0, TABLE_ROWS, (args.rows,), generator=job.generator)
+    with ExitStack() as stack:
+        ours = Ours(job, numel)
+        stack.callback(ours.sync.close)
+        dense: Ways = {"shoal": ours.dense}
+        sparse: Ways = {"shoal": lambda: ours.sparse(ids)}
+        if "rpc" in against:
+            _add_rpc(stack, job, numel, ids, dense, sparse)
+        if "ray" in against:
+            _add_ray(stack, job, numel, ids, dense, sparse)
+        barrier = partial(_meet, job)
+        return {
+            "workers": job.size,
+            "bytes": args.bytes,
+            "rows": args.rows,
+            "dense_ms": _medians(alternate(dense, args.rounds, 1, barrier, barrier)),
+            "sparse_ms": _medians(alternate(sparse, args.rounds, 20, barrier, barrier)),
+        }
+
+
+def _meet(job: shoal.Job) -> None:
+    job.group.barrier().wait()
+
+
+def _medians(times: dict[str, list[float]]) -> dict[str, Any]:
+    return {name: asdict(Timing.of(values)) for name, values in times.items()}
+
+
+def _add_rpc(
+    stack: ExitStack, job: shoal.Job, numel: int, ids: torch.Tensor, dense: Ways, sparse: Ways
+) -> None:
+    method = f"file://{os.environ['SHOAL_RUN_DIR']}/rpc"
+    if job.rank == 0:
+        words = ["--serve-rpc", method, "--workers", str(job.size), "--bytes", str(numel * 4)]
+        server = subprocess.Popen([sys.executable, "-m", "shoal.bench.ps", *words])
+        stack.callback(server.wait)
+        stack.callback(server.terminate)
+    peer = RpcPeer(job.rank, job.size, method)
+    stack.callback(peer.close)
+    gradient, weights = torch.ones(numel), torch.zeros(numel)
+    dense["rpc"] = lambda: weights.copy_(peer.dense(gradient))
+    sparse["rpc"] = lambda: peer.sparse(ids)
+
+
+def _add_ray(
+    stack: ExitStack, job: shoal.Job, numel: int, ids: torch.Tensor, dense: Ways, sparse: Ways
+) -> None:
+    """Ray's workers are its own processes; rank 0 drives them, and the others stand by."""
+    dense["ray"], sparse["ray"] = lambda: None, lambda: None
+    if job.rank == 0:
+        peer = RayPeer(job.size, numel, TABLE_ROWS, DIM)
+        stack.callback(peer.close)
+        wanted = ids.numpy()
+        dense["ray"], sparse["ray"] = peer.dense, lambda: peer.sparse(wanted)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--against", default="")
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--serve-rpc")
+    parser.add_argument("--workers", type=int)
+    args = parser.parse_args()
+    if args.serve_rpc:
+        torch.set_num_threads(1)
+        serve_rpc(args.workers, args.serve_rpc, args.bytes // 4, TABLE_ROWS, DIM)
+        return
+
+    def train(job: shoal.Job) -> None:
+        found = measure(job, args)
+        if job.rank == 0:
+            args.result.write_text(json.dumps(found))
+
+    shoal.run(train)
+
+
+if __name__ == "__main__":
+    main()

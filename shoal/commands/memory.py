@@ -1,0 +1,103 @@
+"""`shoal memory`: what a worker needs under a strategy, estimated, and measured if asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from shoal.commands.common import wide_console
+from shoal.commands.target import (
+    Device,
+    Json,
+    ScriptArgs,
+    Seed,
+    StrategyText,
+    Workers,
+    command_for,
+    environment,
+    run_quietly,
+)
+from shoal.commands.units import show_bytes
+from shoal.errors import BadInput
+from shoal.strategy import Strategy, as_strategy, require_built
+
+COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
+
+
+def memory(
+    script: Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")],
+    args: ScriptArgs = None,
+    workers: Workers = 1,
+    strategy: StrategyText = None,
+    measure: Annotated[
+        bool, typer.Option(help="Also train two steps under the strategy and measure.")
+    ] = False,
+    seed: Seed = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what each worker holds: parameters, gradients, optimizer state, activations."""
+    command = command_for(script, args)
+    value = as_strategy(strategy or ("ddp" if workers > 1 else "single"))
+    value.layout(workers)
+    if measure:
+        require_built(value)
+    with tempfile.TemporaryDirectory(prefix="shoal-memory-") as name:
+        folder = Path(name)
+        document = _estimate(command, value, workers, folder)
+        if measure:
+            env = environment(value, seed, device)
+            env |= {"SHOAL_PROBE_DIR": name, "SHOAL_PROBE_STEPS": "2"}
+            run_quietly(command, workers, env)
+            document["measured"] = [
+                json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)
+            ]
+    if as_json:
+        print(json.dumps({"script": script, "strategy": str(value), **document}))
+    else:
+        _print(document, f"{script} under {value} on {workers} workers")
+
+
+def _estimate(command: list[str], strategy: Strategy, workers: int, folder: Path) -> dict[str, Any]:
+    env = environment(as_strategy("single"), device="cpu")
+    env |= {
+        "SHOAL_ESTIMATE_DIR": str(folder),
+        "SHOAL_ESTIMATE_STRATEGY": str(strategy),
+        "SHOAL_ESTIMATE_WORKERS": str(workers),
+    }
+    run_quietly(command, 1, env)
+    file = folder / "estimate.json"
+    if not file.is_file():
+        raise BadInput(
+            "the script has ended without a training step: it has to call shoal.run(train), "
+            "and train has to call the function that job.step returns"
+        )
+    found = json.loads(file.read_text())
+    return {"estimated": found["workers"], "unknown": found["unknown"]}
+
+
+def _print(document: dict[str, Any], title: str) -> None:
+    table = Table(title=f"memory of each worker: {title}", title_justify="left")
+    table.add_column("worker")
+    for column in (*COLUMNS, "together"):
+        table.add_column(column, justify="right")
+    measured = document.get("measured")
+    for rank, row in enumerate(document["estimated"]):
+        table.add_row(f"{rank} estimated", *_cells(row))
+        if measured:
+            table.add_row(f"{rank} measured", *_cells(measured[rank]), end_section=True)
+    wide_console().print(table)
+    for why in document["unknown"]:
+        print(f"activations cannot be told without running the model: {why}", file=sys.stderr)
+
+
+def _cells(row: dict[str, int | None]) -> list[str]:
+    numbers = [row[column] for column in COLUMNS]
+    together = sum(number for number in numbers if number is not None)
+    return [*("?" if n is None else show_bytes(n) for n in numbers), show_bytes(together)]

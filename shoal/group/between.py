@@ -1,0 +1,104 @@
+"""Collectives of Gloo among one rank of each host. Every call returns when it is done."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from shoal.errors import ShoalError
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "and": dist.ReduceOp.BAND,
+    "or": dist.ReduceOp.BOR,
+    "xor": dist.ReduceOp.BXOR,
+}
+
+
+class Between:
+    """Flat tensors in the host's memory; ranks here are those of hosts."""
+
+    def __init__(self, gloo: Any):
+        self._open = gloo  # a ProcessGroupGloo; torch's stubs know few of its methods
+        self._timeout_s = 0.0
+
+    @property
+    def _gloo(self) -> Any:
+        if self._open is None:
+            raise ShoalError("this group is closed")
+        return self._open
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self._gloo.set_timeout(timedelta(seconds=timeout_s))
+
+    def close(self) -> None:
+        """Without its last user Gloo closes its connections, which wakes up the other side."""
+        self._open = None
+
+    def within(self, timeout_s: float) -> Between:
+        other = copy.copy(self)
+        other._timeout_s = timeout_s
+        return other
+
+    def barrier(self) -> None:
+        self._gloo.barrier(self._limited(dist.BarrierOptions())).wait()
+
+    def broadcast(self, data: Tensor, root: int) -> None:
+        options = self._limited(dist.BroadcastOptions())
+        options.rootRank, options.rootTensor = root, 0
+        self._gloo.broadcast([_as_bytes(data)], options).wait()
+
+    def all_gather(self, out: Tensor, data: Tensor) -> None:
+        """`out` has a row for each host."""
+        rows = list(_as_bytes(out).view(out.shape[0], -1))
+        options = self._limited(AllgatherOptions())
+        self._gloo.allgather([rows], [_as_bytes(data)], options).wait()
+
+    def all_reduce(self, data: Tensor, op: str) -> None:
+        options = self._limited(dist.AllreduceOptions())
+        options.reduceOp = _OPS[op]
+        given = _widened(data)
+        self._gloo.allreduce([given], options).wait()
+        _brought_back(data, given)
+
+    def reduce(self, data: Tensor, op: str, root: int) -> None:
+        options = self._limited(dist.ReduceOptions())
+        options.reduceOp, options.rootRank, options.rootTensor = _OPS[op], root, 0
+        given = _widened(data)
+        self._gloo.reduce([given], options).wait()
+        _brought_back(data, given)
+
+    def reduce_scatter(self, out: Tensor, data: Tensor, op: str) -> None:
+        options = self._limited(dist.ReduceScatterOptions())
+        options.reduceOp = _OPS[op]
+        taken = _widened(out)
+        self._gloo._reduce_scatter_base(taken, _widened(data).view(-1), options).wait()
+        _brought_back(out, taken)
+
+    def _limited(self, options: Any) -> Any:
+        if self._timeout_s:
+            options.timeout = timedelta(seconds=self._timeout_s)
+        return options
+
+
+def _as_bytes(data: Tensor) -> Tensor:
+    return data.view(-1).view(torch.uint8)
+
+
+def _widened(data: Tensor) -> Tensor:
+    """Gloo does not know numbers of 16 bits that are whole."""
+    return data.int() if data.dtype == torch.int16 else data
+
+
+def _brought_back(data: Tensor, result: Tensor) -> None:
+    if result is not data:
+        data.copy_(result)

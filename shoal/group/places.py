@@ -1,0 +1,74 @@
+"""Which ranks of a group share a host."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+
+def host_id() -> bytes:
+    """Equal on ranks that can share memory: one kernel, one user, one set of process numbers.
+
+    SHOAL_HOST_ID says it instead: for tests, and for containers that share a kernel but no memory.
+    """
+    words = [os.environ.get("SHOAL_HOST_ID", "")]
+    if not words[0]:
+        words = [socket.gethostname(), str(os.getuid()), *_kernel()]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:32].encode()
+
+
+def _kernel() -> list[str]:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [boot, str(os.stat("/proc/self/ns/pid").st_ino)]
+    except OSError:  # not Linux: its name must do
+        return []
+
+
+@dataclass(frozen=True)
+class Places:
+    """The ranks of each host, and which of all ranks this one is.
+
+    hosts ((0, 1), (2, 3)), rank 2:  host 1, index 0
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @classmethod
+    def of(cls, ids: Sequence[bytes], rank: int) -> Places:
+        """`ids` says for every rank where it is; hosts are in the order of their first ranks."""
+        found: dict[bytes, list[int]] = {}
+        for peer, name in enumerate(ids):
+            found.setdefault(name, []).append(peer)
+        return cls(tuple(tuple(ranks) for ranks in found.values()), rank)
+
+    @cached_property
+    def host(self) -> int:
+        return self.host_of(self.rank)
+
+    @cached_property
+    def index(self) -> int:
+        """Which of its host's ranks this one is."""
+        return self.local.index(self.rank)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return self.hosts[self.host]
+
+    @cached_property
+    def size(self) -> int:
+        return sum(len(ranks) for ranks in self.hosts)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """All hosts have equally many ranks."""
+        return len({len(ranks) for ranks in self.hosts}) == 1
+
+    def host_of(self, rank: int) -> int:
+        return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)

@@ -1,0 +1,66 @@
+"""Models that were built on the meta device: shapes without memory.
+
+    with torch.device("meta"):
+        model = Net()
+
+Each module that has parameters or buffers there is filled by its own `reset_parameters`, in the
+order of `model.modules()`, on the CPU. For modules that initialise themselves that way when they
+are made, in the order in which they are registered, this gives the model that building it on the
+CPU gives after the same seed. What a model does to its parameters afterwards (in its own
+`__init__`) is not repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import BadInput
+
+
+class Blank:
+    """The modules of a model that are still to be filled."""
+
+    def __init__(self, model: nn.Module):
+        """Take parameters off the meta device, without memory yet; tied ones stay tied."""
+        self._modules: dict[int, str] = {}
+        made: dict[int, nn.Parameter] = {}
+        for name, module in model.named_modules():
+            own = [*module._parameters.items(), *module._buffers.items()]
+            if not any(t is not None and t.is_meta for _, t in own):
+                continue
+            if not callable(getattr(module, "reset_parameters", None)):
+                raise BadInput(
+                    f"{name or 'the model'} ({type(module).__name__}) was built on the meta device "
+                    "and has no reset_parameters to fill it with: build the model on the CPU"
+                )
+            self._modules[id(module)] = name
+            for key, p in module._parameters.items():
+                if p is not None and p.is_meta:
+                    if id(p) not in made:
+                        nothing = torch.zeros((), dtype=p.dtype).expand(p.shape)
+                        made[id(p)] = nn.Parameter(nothing, p.requires_grad)
+                    module._parameters[key] = made[id(p)]
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    def fill(self, module: nn.Module) -> None:
+        """Give a module memory and its start values, if it has none yet."""
+        if self._modules.pop(id(module), None) is None:
+            return
+        for p in module._parameters.values():
+            if p is not None and _is_placeholder(p):
+                p.data = torch.empty(p.shape, dtype=p.dtype)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.zeros_like(buffer, device="cpu")
+        module.reset_parameters()  # type: ignore[operator]
+
+    def fill_all(self, model: nn.Module) -> None:
+        for module in model.modules():
+            self.fill(module)
+
+
+def _is_placeholder(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()

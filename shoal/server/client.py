@@ -1,0 +1,366 @@
+"""A worker's side: what it pushes to and pulls from all servers of one model.
+
+Requests of one connection are carried out in order by a thread of their own, beside the
+computation; whoever needs the outcome waits for its future.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shoal.errors import PeerLost, ShoalError
+from shoal.server import segment as shared
+from shoal.server.connection import Closed, Connection, connect
+from shoal.server.frames import MOST_META_BYTES, Header, Kind, decode, encode
+from shoal.server.handshake import introduce
+from shoal.server.lane import Lane as Thread
+from shoal.server.messages import (
+    Ack,
+    Commit,
+    Error,
+    Lane,
+    Meet,
+    Message,
+    Pull,
+    Pulled,
+    Spec,
+    State,
+    Stats,
+)
+from shoal.server.segment import bytes_of
+from shoal.server.shard import DTYPES, parts_of
+
+T = TypeVar("T")
+START_S = 120.0
+
+
+class Link:
+    """The three connections of one worker to one server."""
+
+    def __init__(self, rank: int, index: int, address: str, secret: bytes, header: Header):
+        self.rank, self.index, self.address = rank, index, address
+        self._secret, self._header = secret, header
+        self._connections: dict[Lane, Connection] = {}
+        self._threads: dict[Lane, Thread] = {}
+        self.open("control")
+
+    def open(self, lane: Lane) -> None:
+        connection = _connect_patiently(self.address)
+        self._connections[lane] = connection
+        introduce(connection, self._secret, lane, self._header)
+        self._threads[lane] = Thread(f"shoal-ps-{lane}-{self.index}")
+
+    @property
+    def is_unix(self) -> bool:
+        return self._connections["control"].is_unix
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(c.sent_bytes for c in self._connections.values())
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(c.received_bytes for c in self._connections.values())
+
+    def later(self, lane: Lane, do: Callable[[], T]) -> Future[T]:
+        return self._threads[lane].do(do)
+
+    def send(
+        self, lane: Lane, kind: Kind, meta: bytes = b"", *payload: memoryview, **fields: int
+    ) -> None:
+        try:
+            self._connections[lane].send(self._header._replace(kind=kind, **fields), meta, *payload)
+        except Closed as error:
+            with suppress(Closed):  # it may have said why
+                self._next(lane, kind)
+            raise self._lost(kind, error) from error
+
+    def send_descriptor(self, kind: Kind, meta: bytes, handle: int) -> None:
+        try:
+            self._connections["control"].send_descriptor(
+                self._header._replace(kind=kind), meta, handle
+            )
+        except Closed as error:
+            raise self._lost(kind, error) from error
+
+    def answer(self, lane: Lane, kind: Kind, into: Sequence[memoryview] = ()) -> bytes:
+        """The metadata of the answer to a request of `kind`; its payload goes into `into`."""
+        try:
+            return self._take(lane, kind, into)
+        except Closed as error:
+            raise self._lost(kind, error) from error
+
+    def answer_any(self, lane: Lane, kind: Kind) -> tuple[bytes, bytearray]:
+        """Metadata and a payload of any length."""
+        try:
+            header, meta = self._next(lane, kind)
+            payload = bytearray(header.payload_bytes)
+            self._connections[lane].read_into(memoryview(payload))
+            return meta, payload
+        except Closed as error:
+            raise self._lost(kind, error) from error
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        for thread in self._threads.values():
+            thread.close()
+
+    def _take(self, lane: Lane, kind: Kind, into: Sequence[memoryview]) -> bytes:
+        header, meta = self._next(lane, kind)
+        expected = sum(view.nbytes for view in into)
+        if header.payload_bytes != expected:
+            raise ShoalError(
+                f"server {self.index} answered {kind.name} with {header.payload_bytes} bytes, "
+                f"and {expected} were expected"
+            )
+        for view in into:
+            self._connections[lane].read_into(view)
+        return meta
+
+    def _next(self, lane: Lane, kind: Kind) -> tuple[Header, bytes]:
+        header, meta = self._connections[lane].receive(MOST_META_BYTES)
+        if header.kind is Kind.ERROR:
+            error = decode(meta, Error)
+            doing = f"{kind.name.lower()} of server {self.index}"
+            if error.lost is not None:
+                raise PeerLost(self.rank, error.lost, doing)
+            raise ShoalError(f"rank {self.rank}, {doing}: {error.sentence}")
+        return header, meta
+
+    def _lost(self, kind: Kind, error: Exception) -> PeerLost:
+        return PeerLost(self.rank, None, f"{kind.name.lower()} of server {self.index} ({error})")
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What a pull has brought; the weights stand in the client's inbox."""
+
+    version: int
+    slowest: int | None
+    head: Tensor
+
+
+class Client:
+    """All servers of one model, from one worker. `specs` has one entry a server."""
+
+    def __init__(
+        self,
+        rank: int,
+        model: int,
+        addresses: Sequence[str],
+        secret: bytes,
+        specs: Sequence[Spec],
+    ):
+        self.rank, self.specs = rank, list(specs)
+        first = self.specs[0]
+        self.dtype, self.head_dtype = DTYPES[first.dtype], DTYPES[first.head_dtype]
+        self.parts, self.size = parts_of(first), first.size
+        self.sequence = self._met = 0
+        self._settling: list[Future[Any]] = []
+        header = Header(Kind.HELLO, rank, model, secrets.randbits(63))
+        self.links: list[Link] = []
+        self.shares_memory = False
+        self._handle: int | None = None
+        try:
+            for index, address in enumerate(addresses):
+                self.links.append(Link(rank, index, address, secret, header))
+            self._make_memory()
+            for link, spec in zip(self.links, self.specs, strict=True):
+                self._join(link, spec)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._close_handle()
+
+    # ------------------------------------------------------------------ pushing
+
+    def push(self, run: slice) -> None:
+        """These elements of `out` are final: send them to whoever holds them, in the background."""
+        if self.shares_memory:
+            return
+        for link, spec in zip(self.links, self.specs, strict=True):
+            start, stop = max(run.start, spec.start), min(run.stop, spec.stop)
+            if start < stop:
+                self._later_push(link, spec, start, stop)
+
+    def commit(self, commit: Commit, heads: Tensor) -> Ack:
+        """The push is whole: everybody has it, then the lead decides about it."""
+        self.sequence += 1
+        return self.send_commit(commit, heads, self.sequence)
+
+    def send_commit(self, commit: Commit, heads: Tensor, sequence: int) -> Ack:
+        meta, payload = encode(commit), bytes_of(heads)
+        staged = [self._later_commit(link, meta, payload, sequence) for link in self.links[1:]]
+        for future in staged:
+            future.result()
+        return self._later_commit(self.links[0], meta, payload, sequence).result()
+
+    def settle(self, position: int) -> None:
+        """Ask for the moment when nobody needs this push any more; `wait_settled` waits."""
+        self._settling = [
+            link.later("push", lambda link=link: self._settle(link, position))  # type: ignore[misc]
+            for link in self.links[1:]
+        ]
+
+    def wait_settled(self) -> None:
+        for future in self._settling:
+            future.result()
+        self._settling = []
+
+    # ------------------------------------------------------------------ pulling
+
+    def pull(self, step: int | None, version: int) -> list[Future[Arrived]]:
+        """Ask all servers at once; the lead's answer comes first in the list."""
+        request = encode(Pull(step, version))
+        return [
+            link.later("pull", lambda link=link, spec=spec: self._pull(link, spec, request))  # type: ignore[misc]
+            for link, spec in zip(self.links, self.specs, strict=True)
+        ]
+
+    def get_state(self) -> list[tuple[State, list[Tensor]]]:
+        """The optimizer state of every server."""
+        futures = [link.later("pull", lambda link=link: _get_state(link)) for link in self.links]  # type: ignore[misc]
+        return [future.result() for future in futures]
+
+    def set_state(self, states: Sequence[tuple[State, list[Tensor]]], weights: Tensor) -> None:
+        """Give every server the weights and its part of the optimizer state."""
+        futures = []
+        for link, spec, (state, tensors) in zip(self.links, self.specs, states, strict=True):
+            payload = [bytes_of(weights[spec.start : spec.stop]), *map(bytes_of, tensors)]
+
+            def do(link: Link = link, state: State = state, parts: Any = tuple(payload)) -> bytes:
+                link.send("pull", Kind.STATE_SET, encode(state), *parts)
+                return link.answer("pull", Kind.STATE_SET)
+
+            futures.append(link.later("pull", do))
+        for future in futures:
+            future.result()
+
+    # ------------------------------------------------------------------ around it
+
+    def meet(self) -> None:
+        """Wait for all live workers, at the lead."""
+        self._met += 1
+        self.request(self.links[0], Kind.MEET, Meet(self._met))
+
+    def stats(self, final: bool = False) -> list[dict[str, Any]]:
+        """The counts of every server; with `final`, when all workers are done."""
+        return [
+            msgspec.msgpack.decode(self.request(link, Kind.STATS, Stats(final)))
+            for link in self.links
+        ]
+
+    def leave(self) -> None:
+        for link in reversed(self.links):  # the lead last: it decides until then
+            self.request(link, Kind.LEAVE)
+
+    def request(self, link: Link, kind: Kind, message: Message | None = None) -> bytes:
+        link.send("control", kind, b"" if message is None else encode(message))
+        return link.answer("control", kind)
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+
+    # ------------------------------------------------------------------ one server
+
+    def _make_memory(self) -> None:
+        made = None
+        if all(link.is_unix for link in self.links):
+            made = shared.make(self.dtype, self.size, self.parts)
+        if made is not None:
+            memory, self._handle = made
+            self.out, self.inbox = memory.out, memory.inbox
+            self.shares_memory = True
+        else:
+            self.out = torch.zeros(self.parts, self.size, dtype=self.dtype)
+            self.inbox = torch.zeros(self.size, dtype=self.dtype)
+
+    def _close_handle(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def _join(self, link: Link, spec: Spec) -> None:
+        if self._handle is not None:
+            link.send_descriptor(Kind.SETUP, encode(spec), self._handle)
+        else:
+            link.send("control", Kind.SETUP, encode(spec))
+        link.answer("control", Kind.SETUP)
+        link.open("push")
+        link.open("pull")
+
+    def _later_push(self, link: Link, spec: Spec, start: int, stop: int) -> None:
+        width, sequence = self.dtype.itemsize, self.sequence + 1
+        for part in range(self.parts):
+            at = (part * (spec.stop - spec.start) + start - spec.start) * width
+            payload = bytes_of(self.out[part, start:stop])
+
+            def do(at: int = at, payload: memoryview = payload) -> None:
+                link.send("push", Kind.BUCKET, b"", payload, sequence=sequence, argument=at)
+
+            link.later("push", do)
+
+    def _later_commit(
+        self, link: Link, meta: bytes, payload: memoryview, sequence: int
+    ) -> Future[Ack]:
+        def do() -> Ack:
+            link.send("push", Kind.COMMIT, meta, payload, sequence=sequence)
+            return decode(link.answer("push", Kind.COMMIT), Ack)
+
+        return link.later("push", do)
+
+    def _settle(self, link: Link, position: int) -> None:
+        link.send("push", Kind.SETTLE, argument=position)
+        link.answer("push", Kind.SETTLE)
+
+    def _pull(self, link: Link, spec: Spec, request: bytes) -> Arrived:
+        head = torch.empty(1 + spec.parameters, dtype=self.head_dtype)
+        into = [bytes_of(head)]
+        if not self.shares_memory:
+            into.append(bytes_of(self.inbox[spec.start : spec.stop]))
+        link.send("pull", Kind.PULL, request)
+        found = decode(link.answer("pull", Kind.PULL, into), Pulled)
+        return Arrived(found.version, found.slowest, head)
+
+
+def _get_state(link: Link) -> tuple[State, list[Tensor]]:
+    link.send("pull", Kind.STATE_GET)
+    meta, payload = link.answer_any("pull", Kind.STATE_GET)
+    state = decode(meta, State)
+    tensors, at = [], 0
+    flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0)
+    for value in state.tensors:
+        dtype = DTYPES[value.dtype]
+        end = at + math.prod(value.shape) * dtype.itemsize
+        tensors.append(flat[at:end].clone().view(dtype).reshape(value.shape))
+        at = end
+    return state, tensors
+
+
+def _connect_patiently(address: str) -> Connection:
+    """A server process may still be starting, on a host that is busy with starting workers."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            return connect(address)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            if time.monotonic() > deadline:
+                raise ShoalError(
+                    f"there is no server at {address} after {START_S:g} s: {error}"
+                ) from error
+            time.sleep(0.02)

@@ -1,0 +1,128 @@
+"""What travels between a worker and a server: a fixed header, a little metadata, raw bytes.
+
+    0     4  6  8   12   16   24   32   40   48   56   60   64
+    magic |  |  |    |    |    |    |    |    |    |    |    metadata, payload
+          |  kind    |  model  |  sequence|  payload   check
+          version    worker    incarnation argument    metadata bytes
+             epoch                              bytes
+
+The check is a CRC of header and metadata. Lengths are compared with what the receiver knows
+before anything is allocated; metadata is msgpack of a declared type, never pickle.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from shoal.errors import ShoalError
+
+MAGIC, VERSION = b"SHOL", 1
+_FIELDS = struct.Struct("<4sHHIIQQQQQI")
+_CHECK = struct.Struct("<I")
+HEADER_BYTES = _FIELDS.size + _CHECK.size
+MOST_META_BYTES = 32 << 20  # names and shapes of the parameters of a very large model
+
+
+class Kind(enum.IntEnum):
+    CHALLENGE = 1
+    HELLO = 2
+    WELCOME = 3
+    ERROR = 4
+    OK = 5
+    SETUP = 10
+    BUCKET = 11
+    COMMIT = 12
+    SETTLE = 13
+    PULL = 14
+    STATE_GET = 15
+    STATE_SET = 16
+    MEET = 17
+    STATS = 18
+    LEAVE = 19
+    FOLLOW = 30
+    ENTRY = 31
+    NORMS = 32
+    TABLE_MAKE = 40
+    TABLE_PULL = 41
+    TABLE_PUSH = 42
+    TABLE_GET = 43
+    TABLE_SET = 44
+
+
+class Refused(ShoalError):
+    """Bytes that are no frame, or a frame that does not fit here."""
+
+
+class Header(NamedTuple):
+    kind: Kind
+    worker: int = 0
+    model: int = 0
+    incarnation: int = 0
+    sequence: int = 0
+    argument: int = 0
+    payload_bytes: int = 0
+    meta_bytes: int = 0
+    epoch: int = 0
+    check: int = 0
+
+
+def pack(header: Header, meta: bytes = b"") -> bytes:
+    """Header and metadata as bytes; the payload follows them."""
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        header.kind,
+        header.epoch,
+        header.worker,
+        header.model,
+        header.incarnation,
+        header.sequence,
+        header.argument,
+        header.payload_bytes,
+        len(meta),
+    )
+    return fields + _CHECK.pack(zlib.crc32(meta, zlib.crc32(fields))) + meta
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Header:
+    """The header in 64 bytes, checked for its form; the check itself needs the metadata."""
+    magic, version, kind, epoch, worker, model, inc, seq, argument, payload, meta = (
+        _FIELDS.unpack_from(data)
+    )
+    if magic != MAGIC:
+        raise Refused("this is no frame of Shoal")
+    if version != VERSION:
+        raise Refused(f"frame version {version}, and this side speaks {VERSION}")
+    try:
+        named = Kind(kind)
+    except ValueError as error:
+        raise Refused(f"there is no message of kind {kind}") from error
+    (check,) = _CHECK.unpack_from(data, _FIELDS.size)
+    return Header(named, worker, model, inc, seq, argument, payload, meta, epoch, check)
+
+
+def verify(head: bytes | bytearray | memoryview, meta: bytes, header: Header) -> None:
+    """Refuse a frame whose header or metadata was damaged on the way."""
+    if zlib.crc32(meta, zlib.crc32(memoryview(head)[: _FIELDS.size])) != header.check:
+        raise Refused("a frame was damaged on its way")
+
+
+T = TypeVar("T")
+
+
+def encode(value: Any) -> bytes:
+    """A struct or a dataclass as msgpack."""
+    return msgspec.msgpack.encode(value)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Metadata as `kind`; whatever else it holds is refused."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise Refused(f"metadata that is no {kind.__name__}: {error}") from error

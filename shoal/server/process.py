@@ -1,0 +1,66 @@
+"""A server as a process of its own: `python -m shoal.server.process`.
+
+    SHOAL_RUN_DIR        its socket is server-<index>.sock in there, and the secret is, too
+    SHOAL_SERVER_INDEX   which server of the run it is
+    SHOAL_SERVER_LISTEN  another address to listen at (tcp:HOST:PORT), for several hosts
+    SHOAL_SECRET         the secret, where there is no run directory with one
+
+It runs until it gets SIGTERM or SIGINT, or until its parent has gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    _die_with_parent()
+    stop = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop)
+    threads = _threads()
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+
+    from shoal.errors import BadInput
+    from shoal.server.hosts import socket_of
+    from shoal.server.secret import read_secret
+    from shoal.server.server import Server
+
+    torch.set_num_threads(threads)
+    try:
+        secret = read_secret(os.environ)
+        if secret is None:
+            raise BadInput("a server needs the secret of its run: set SHOAL_SECRET")
+        index = int(os.environ.get("SHOAL_SERVER_INDEX", "0"))
+        listen = os.environ.get("SHOAL_SERVER_LISTEN")
+        server = Server(listen or socket_of(os.environ.get("SHOAL_RUN_DIR", "."), index), secret)
+    except BadInput as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return 2
+    with server:
+        signal.sigwait(stop)
+    return 0
+
+
+def _threads() -> int:
+    """The cores, shared with the other servers alone: workers wait while servers update."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return max(1, cores // int(os.environ.get("SHOAL_SERVERS") or 1))
+
+
+def _die_with_parent() -> None:
+    """Also when the parent is killed (Linux)."""
+    parent = os.environ.get("SHOAL_SERVER_PARENT")
+    if sys.platform == "linux" and parent is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != int(parent):
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

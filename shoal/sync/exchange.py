@@ -1,0 +1,256 @@
+"""Sums over all replicas in compressed form, with what compression loses kept for later.
+
+Error feedback: what a replica could not send of a step (its residual) is added to what it sends
+in the next. Nothing is lost, only late; and everybody ends with the same bits, since everybody
+unpacks the same bytes.
+
+    Sharded     fp16 bf16 int8 onebit   shards to their owners, who add them up and send the sum
+                                        to all: 2·(p-1)/p of the packed size, as a ring all-reduce
+    Gathered    topk                    everybody's bytes to everybody: (p-1) times the packed size
+    Factored    powersgd                all-reduces of P and of Q
+
+A sum goes in stages, written as a generator: what it yields is under way while other things run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.compress.build import make_compressor
+from shoal.compress.compressor import Compressor
+from shoal.compress.powersgd import PowerSgd
+from shoal.compress.topk import TopK
+from shoal.errors import CheckpointError
+from shoal.group.group import Group, Op
+from shoal.replica.flat import FlatParams
+from shoal.wire.transport import Work
+
+
+class Staged:
+    """Stages of which the first is under way."""
+
+    def __init__(self, stages: Iterator[Work]):
+        self._stages = stages
+        self._work = next(stages, None)
+
+    def advance(self) -> bool:
+        """Finish the present stage and start the next; False when there is none."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = next(self._stages, None)
+        return self._work is not None
+
+
+def complete(under_way: Sequence[Staged]) -> None:
+    """Finish them all, side by side."""
+    while under_way:
+        under_way = [staged for staged in under_way if staged.advance()]
+
+
+class Exchange(Protocol):
+    """Adds up slices of a flat buffer over all replicas. All ranks call it in the same order."""
+
+    group: Group
+    residual: Tensor
+    feedback: bool = True  # False: what compression loses is lost, to see what that does
+
+    def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
+        """Replace `x`, which lies at `at` of the buffer, by (about) the sum of everybody's."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What has to be saved of all workers, at rank 0."""
+        residuals = self.residual.new_empty(self.group.size, self.residual.numel())
+        is_root = self.group.rank == 0
+        self.group.gather(residuals if is_root else None, self.residual).wait()
+        return {f"worker/{r}/residual": row for r, row in enumerate(residuals)} if is_root else {}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Everybody takes his own back; another number of workers shares the sum equally."""
+        found = [t for name, t in tensors.items() if name.endswith("/residual")]
+        for tensor in found:
+            check_size(tensor, self.residual)
+        own = tensors.get(f"worker/{self.group.rank}/residual")
+        if own is not None and len(found) == self.group.size:
+            self.residual.copy_(own)
+        else:
+            total = torch.stack(found).sum(0) if found else torch.zeros(())
+            self.residual.copy_(total / self.group.size)
+
+
+class Sharded(Exchange):
+    """Every rank owns a shard of each slice and packs its sum.
+
+    What the second packing loses is kept by the owner (`owed`) and added to its next sum.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        group: Group,
+        slices: Sequence[slice],
+        compressor: Compressor,
+    ):
+        self.group, self.compressor = group, compressor
+        self.residual = _zeros(flat, flat.size)
+        self._places = {at.start: self._place(at) for at in slices}
+        self.owed = {start: _zeros(flat, p.stop - p.start) for start, p in self._places.items()}
+
+    def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
+        size, shard = self.group.size, _shard(x.numel(), self.group.size)
+        wanted = x + self.residual[at]
+        rows = F.pad(wanted, (0, size * shard - x.numel())).view(size, shard)
+        packed = torch.stack([self.compressor.pack(row) for row in rows])
+        if self.feedback:
+            torch.sub(wanted, self._unpack(packed, x.numel()), out=self.residual[at])
+        arrived = torch.empty_like(packed)
+        yield self.group.all_to_all(arrived, packed)
+        owed = self.owed[at.start]
+        total = F.pad(owed, (0, shard - owed.numel()))
+        for message in arrived:
+            total += self.compressor.unpack(message, shard)
+        answer = self.compressor.pack(total)
+        if self.feedback:
+            total -= self.compressor.unpack(answer, shard)
+            owed.copy_(total[: owed.numel()])
+        yield self.group.all_gather(packed, answer)
+        x.copy_(self._unpack(packed, x.numel()))
+
+    def state(self) -> dict[str, Tensor]:
+        whole = torch.zeros_like(self.residual)
+        for start, place in self._places.items():
+            whole[place] = self.owed[start]
+        self.group.reduce(whole, op=Op.SUM).wait()
+        saved = super().state()
+        return {**saved, "owed": whole} if self.group.rank == 0 else {}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        super().load_state(tensors)
+        if "owed" not in tensors:
+            return
+        check_size(tensors["owed"], self.residual)
+        for start, place in self._places.items():
+            self.owed[start].copy_(tensors["owed"][place])
+
+    def _unpack(self, packed: Tensor, numel: int) -> Tensor:
+        shard = _shard(numel, self.group.size)
+        return torch.cat([self.compressor.unpack(row, shard) for row in packed])[:numel]
+
+    def _place(self, at: slice) -> slice:
+        """Where this rank's shard of a slice lies in the buffer."""
+        shard = _shard(at.stop - at.start, self.group.size)
+        start = min(at.stop, at.start + self.group.rank * shard)
+        return slice(start, min(at.stop, start + shard))
+
+
+class Gathered(Exchange):
+    """Everybody gets everybody's bytes, and adds them up in the order of ranks."""
+
+    def __init__(self, flat: FlatParams, group: Group, compressor: Compressor):
+        self.group, self.compressor = group, compressor
+        self.residual = _zeros(flat, flat.size)
+
+    def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
+        wanted = x + self.residual[at]
+        packed = self.compressor.pack(wanted)
+        if self.feedback:
+            torch.sub(wanted, self.compressor.unpack(packed, x.numel()), out=self.residual[at])
+        arrived = packed.new_empty(self.group.size, packed.numel())
+        yield self.group.all_gather(arrived, packed)
+        x.zero_()
+        for message in arrived:
+            x += self.compressor.unpack(message, x.numel())
+
+
+class Factored(Exchange):
+    """PowerSGD: the projections of all replicas are added up, P is made orthogonal, and so on.
+
+    A replica keeps what its own matrices have outside of the space that P spans.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        group: Group,
+        factors: dict[int, PowerSgd],
+    ):
+        self.group, self.factors = group, factors
+        self.residual = _zeros(flat, flat.size)
+
+    def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
+        factors = self.factors[at.start]
+        wanted = x + self.residual[at]
+        left = factors.project(wanted)
+        rest = left[factors.num_left :].clone()
+        yield self.group.all_reduce(left)
+        factors.orthogonalise(left)
+        right = factors.correlate(wanted, left)
+        if self.feedback:
+            own = torch.cat([left[: factors.num_left], rest])
+            torch.sub(wanted, factors.expand(own, right), out=self.residual[at])
+        if factors.num_right:
+            yield self.group.all_reduce(right)
+        factors.go_on_from(right)
+        x.copy_(factors.expand(left, right))
+
+    def state(self) -> dict[str, Tensor]:
+        bases = {f"basis/{start}": f.basis for start, f in self.factors.items() if f.num_right}
+        return {**super().state(), **bases}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Bases of other buckets are of no use: the iteration then starts anew."""
+        super().load_state(tensors)
+        for start, factors in self.factors.items():
+            basis = tensors.get(f"basis/{start}")
+            if basis is not None and basis.shape == factors.basis.shape:
+                factors.basis = basis.to(self.residual.device)
+
+
+def make_exchange(
+    text: str,
+    flat: FlatParams,
+    group: Group,
+    slices: Sequence[slice],
+) -> Exchange:
+    """What `compress="…"` asks for, for these slices of the buffer."""
+    made = {at.start: make_compressor(text, *_layout(flat, at)) for at in slices}
+    factors = {start: c for start, c in made.items() if isinstance(c, PowerSgd)}
+    first = next(iter(made.values()))
+    if factors:
+        return Factored(flat, group, factors)
+    if isinstance(first, TopK):
+        return Gathered(flat, group, first)
+    return Sharded(flat, group, slices, first)
+
+
+def check_size(saved: Tensor, own: Tensor) -> None:
+    if saved.numel() != own.numel():
+        raise CheckpointError(
+            "the checkpoint's state of the strategy is of another model: it has "
+            f"{saved.numel()} elements, and this one needs {own.numel()}"
+        )
+
+
+def _layout(flat: FlatParams, at: slice) -> tuple[list[tuple[int, Sequence[int]]], int]:
+    """Where the parameters of a slice lie in it, and how long it is."""
+    shapes: list[tuple[int, Sequence[int]]] = [
+        (piece.start - at.start, tuple(p.shape))
+        for piece, p in zip(flat.pieces, flat.params, strict=True)
+        if at.start <= piece.start < at.stop
+    ]
+    return shapes, at.stop - at.start
+
+
+def _zeros(flat: FlatParams, numel: int) -> Tensor:
+    """What is carried over has at least 24 bits of precision, whatever the parameters have."""
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    return torch.zeros(numel, dtype=dtype, device=flat.device)
+
+
+def _shard(numel: int, size: int) -> int:
+    return -(-numel // size)

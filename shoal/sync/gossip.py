@@ -1,0 +1,282 @@
+"""Decentralized training: every replica averages with its neighbours in a graph, and with nobody
+else.
+
+    step t, replica i       x_i <- update(x_i, gradient of i's samples)       on its own
+                            x_i <- sum over neighbours j of w[i, j] x_j       one message each way
+
+A step sends the parameters once to every listener: on a ring 2n bytes for n bytes of parameters,
+whatever the number of workers. The loss travels in front of them.
+
+Where all weights are equal (the complete graph, and a ring of two or three) replicas are equal
+after every step, and average their gradients before the update instead of their weights after
+it. It costs the same bytes, and it is ddp for every optimizer; averaged weights are so only for
+those that are linear in the gradient, which AdamW and clipping are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import BadInput
+from shoal.group.counting import CountingGroup
+from shoal.group.group import Group, Op
+from shoal.observe.trace import WAIT
+from shoal.replica.flat import FlatParams
+from shoal.schedules.mixing import Mixing, mixing_for
+from shoal.strategy import Gossip
+from shoal.sync.gossip_async import AsyncGossip
+from shoal.sync.mean import averaged, mean_state
+from shoal.sync.sync import Sync
+from shoal.sync.traffic import Traffic
+from shoal.sync.update import Update
+from shoal.wire.transport import Work
+
+CHUNK_BYTES = 4 << 20  # of the parameters: added up while the next chunk is under way
+MEASURE_EVERY = 50  # steps from one measurement of the distance between replicas to the next
+_TAG = 0x60551
+
+
+def build_gossip(
+    part: Gossip,
+    flat: FlatParams,
+    update: Update,
+    group: Group,
+    statistics: Sequence[Tensor],
+    say: Callable[[str], None],
+) -> Sync:
+    """Read the graph, say what is to be expected of it, and choose how to mix."""
+    mixing = mixing_for(part.graph, group.size)
+    _check_same(mixing, part, group, flat.device)
+    say(f"gossip over {mixing.expectation}")
+    if part.mode == "async":
+        return AsyncGossip(flat, update, group, mixing, statistics)
+    if mixing.is_uniform:
+        return MixGradients(flat, update, group, mixing, statistics)
+    return MixWeights(flat, update, group, mixing, statistics)
+
+
+class Neighbours:
+    """Takes weighted sums over neighbours, by messages to and from them alone."""
+
+    def __init__(self, group: Group, mixing: Mixing):
+        self.group, self.mixing = group, mixing
+        self._landing: dict[tuple[int, int], Tensor] = {}  # by place in line and turn
+        self._sum = torch.zeros(0)
+
+    def mix(self, data: Tensor, step: int) -> None:
+        """`data` becomes the weighted sum of the neighbours' and its own; chunk by chunk.
+
+        Terms go in the order of ranks, so that equal weights give equal bits everywhere.
+        """
+        shares = self.mixing.heard_by(self.group.rank, step)
+        listeners = self.mixing.listeners(self.group.rank, step)
+        before: Callable[[], None] | None = None
+        for turn, chunk in enumerate(torch.split(data, CHUNK_BYTES // data.element_size())):
+            works, terms = self._exchange(chunk, shares, listeners, turn % 2)
+            if before is not None:
+                before()
+            before = partial(self._settle, chunk, works, terms)
+        if before is not None:
+            before()
+
+    def _exchange(
+        self, chunk: Tensor, shares: dict[int, float], listeners: Sequence[int], turn: int
+    ) -> tuple[list[Work], list[tuple[float, Tensor]]]:
+        rank, works, terms = self.group.rank, [], []
+        for peer in sorted({*shares, *listeners}):
+            if peer == rank:
+                terms.append((shares[rank], chunk))
+                continue
+            # of two ranks the lower one sends first: NCCL runs messages of a pair in this order
+            for sends in (rank < peer, rank > peer):
+                if sends and peer in listeners:
+                    works.append(self.group.send(chunk, peer, _TAG))
+                elif not sends and peer in shares:
+                    landing = self._buffer(len(terms), turn, chunk)
+                    works.append(self.group.recv(landing, peer, _TAG))
+                    terms.append((shares[peer], landing))
+        return works, terms
+
+    def _buffer(self, place: int, turn: int, like: Tensor) -> Tensor:
+        found = self._landing.get((place, turn))
+        if found is None or found.numel() < like.numel() or found.dtype != like.dtype:
+            found = self._landing[place, turn] = torch.empty_like(like)
+        return found[: like.numel()]
+
+    def _settle(self, chunk: Tensor, works: list[Work], terms: list[tuple[float, Tensor]]) -> None:
+        for work in works:
+            work.wait()
+        if self._sum.numel() < chunk.numel() or self._sum.dtype != chunk.dtype:
+            self._sum = torch.empty_like(chunk)
+        total = self._sum[: chunk.numel()].zero_()
+        for share, term in terms:
+            total.add_(term, alpha=share)
+        chunk.copy_(total)
+
+
+class MixGradients(Sync):
+    """Gradients are averaged with equal weights, by messages to all others, before the update.
+
+    `statistics` are those of BatchNorm, where replicas keep their own.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        update: Update,
+        group: Group,
+        mixing: Mixing,
+        statistics: Sequence[Tensor],
+    ):
+        self.flat, self.update, self.mixing = flat, update, mixing
+        self.group, self.statistics = CountingGroup(group), statistics
+        self.neighbours, self.traffic = Neighbours(self.group, mixing), Traffic(flat, self.group)
+        self.gradient_scale = float(group.size)  # the mean of this is the sum of shares
+        flat.watch([slice(0, flat.size)])
+
+    def begin(self) -> None:
+        return None
+
+    def reduce(self, bucket: slice) -> None:
+        return None
+
+    def finish(self) -> None:
+        peers = f"average gradients with {self.group.size - 1} others"
+        with self.update.tracer.span(WAIT, peers):
+            self.neighbours.mix(self.flat.grad, self.traffic.steps)
+            if self.flat.head_travels_alone:
+                self.neighbours.mix(self.flat.head, self.traffic.steps)
+        self.flat.publish()
+        self.update.apply()
+        self.flat.drop_gradients()
+        self.traffic.steps += 1
+
+    def loss(self, part: Tensor) -> Tensor:
+        return self.flat.head[0] * self.group.size
+
+    @contextmanager
+    def whole(self, optimizer: bool = False) -> Iterator[None]:
+        with self.group.uncounted(), averaged(self.statistics, self.group):
+            yield
+
+    def report(self) -> dict[str, Any]:
+        return {"graph": self.mixing.name, **self.traffic.report()}
+
+
+class MixWeights(Sync):
+    """Each replica updates with its own gradients, then averages its weights with its neighbours'.
+
+    The weights that count are the mean of all replicas, and so are BatchNorm's statistics and, in
+    a checkpoint, the optimizer's state. Every 50 steps the distance between replicas is measured,
+    with an all-reduce that is not counted as traffic.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        update: Update,
+        group: Group,
+        mixing: Mixing,
+        statistics: Sequence[Tensor],
+    ):
+        self.flat, self.update, self.mixing = flat, update, mixing
+        self.group, self.statistics = CountingGroup(group), statistics
+        self.neighbours, self.traffic = Neighbours(self.group, mixing), Traffic(flat, self.group)
+        self.gradient_scale = float(group.size)
+        self.distances: list[tuple[int, float]] = []
+        self._loss: Tensor | None = None
+        flat.notes_loss = True
+
+    def begin(self) -> None:
+        return None
+
+    def reduce(self, bucket: slice) -> None:
+        return None
+
+    def finish(self) -> None:
+        self.update.apply()
+        self.flat.drop_gradients()
+        with self.update.tracer.span(WAIT, f"average weights with neighbours, {self.mixing.name}"):
+            self._mix()
+        self.traffic.steps += 1
+        if self.traffic.steps % MEASURE_EVERY == 0:
+            self.measure()
+
+    def loss(self, part: Tensor) -> Tensor:
+        """The loss of the neighbours' samples and its own, weighted as their weights are."""
+        return part * self.group.size if self._loss is None else self._loss
+
+    @contextmanager
+    def whole(self, optimizer: bool = False) -> Iterator[None]:
+        with self.group.uncounted(), averaged([self.flat.data, *self.statistics], self.group):
+            states = mean_state(self.update.optimizer, self.group) if optimizer else []
+            try:
+                yield
+            finally:
+                for tensor, before in states:
+                    tensor.copy_(before)
+
+    def measure(self) -> float:
+        """How far replicas are from their mean, in root mean square; all ranks call it."""
+        start_ns = time.monotonic_ns()
+        with self.group.uncounted():
+            mean = self.flat.data.clone()
+            self.group.all_reduce(mean, Op.MEAN).wait()
+            apart = (self.flat.data - mean).double().square().sum()
+            self.group.all_reduce(apart, Op.MEAN).wait()
+        distance = math.sqrt(float(apart))
+        self.distances.append((self.traffic.steps, distance))
+        end_ns = time.monotonic_ns()
+        self.update.tracer.add(WAIT, start_ns, end_ns, "main", f"consensus distance {distance:.4g}")
+        return distance
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "graph": self.mixing.name,
+            "second_eigenvalue": self.mixing.second_eigenvalue,
+            **self.traffic.report(),
+            "consensus_distance": [list(pair) for pair in self.distances],
+        }
+
+    def summary(self) -> list[str]:
+        if not self.distances:
+            return []
+        (first, far), (last, near) = self.distances[0], self.distances[-1]
+        return [
+            f"gossip: replicas were {far:.3g} from their mean after {first} steps"
+            + (f", {near:.3g} after {last}" if last > first else "")
+        ]
+
+    def _mix(self) -> None:
+        if self.flat.head_travels_alone:
+            self.neighbours.mix(self.flat.data, self.traffic.steps)
+            return
+        data = self.flat.data  # starts with room that the gradients' head takes up in `grad`
+        data[0] = self.flat.head[0] * self.group.size
+        self.neighbours.mix(data, self.traffic.steps)
+        self._loss = data[0].clone()
+        data[0] = 0.0
+
+
+def _check_same(mixing: Mixing, part: Gossip, group: Group, device: torch.device) -> None:
+    """Files may differ between hosts, and random graphs between versions of networkx."""
+    digest = hashlib.sha256(b"".join(m.tobytes() for m in mixing.matrices)).digest()
+    mine = torch.tensor([int.from_bytes(digest[:6], "big")], dtype=torch.int64, device=device)
+    first = mine.clone()
+    group.broadcast(first).wait()
+    differs = (first != mine).to(torch.int64)
+    group.all_reduce(differs, Op.MAX).wait()
+    if differs:
+        raise BadInput(
+            f"{part}: not all ranks have the same graph; give all hosts the same file and the same "
+            "version of networkx"
+        )

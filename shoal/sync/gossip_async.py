@@ -1,0 +1,221 @@
+"""Decentralized training at everybody's own pace, on one host.
+
+Each worker lays its weights out in memory that the others read (`wire/board.py`). After an update
+of its own it averages with what its neighbours have laid out since it last looked; the share of
+a neighbour that has nothing new goes to its own weights. So a slow worker holds up nobody, and
+one that has died is left out from then on: its neighbours keep its share themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import BadInput
+from shoal.group.group import Group
+from shoal.observe.trace import WAIT
+from shoal.replica.flat import FlatParams
+from shoal.schedules.mixing import Mixing
+from shoal.sync.mean import kept
+from shoal.sync.sync import Sync
+from shoal.sync.update import Update
+from shoal.wire.board import Board, Bytes
+from shoal.wire.segment import Exchange
+
+MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next
+_ENTRY = _ALIGN = 64
+_POLL_S = 0.002
+_PATIENCE_S = 60.0
+
+
+class AsyncGossip(Sync):
+    """A step writes the parameters once and reads those of the neighbours that are new.
+
+    The weights that count are the mean of all workers that have not died, when they have come as
+    far as this one, and so are BatchNorm's statistics. The optimizer's state is that of the worker
+    that saves.
+    """
+
+    waits = False
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        update: Update,
+        group: Group,
+        mixing: Mixing,
+        statistics: Sequence[Tensor],
+    ):
+        self.flat, self.update, self.mixing = flat, update, mixing
+        self.rank, self.size = group.rank, group.size
+        self.gradient_scale = float(group.size)
+        self.steps = self.bytes_sent = self.bytes_read = 0
+        self.lost: set[int] = set()
+        self.reads = self.behind = self.most_behind = 0  # how many, and by how many steps late
+        self.distances: list[tuple[int, float]] = []
+        self._measure_at = MEASURE_EVERY
+        self._seen = [0] * group.size
+        self._tensors = [flat.data, *statistics]
+        self._page, self._views = room_for(self._tensors)
+        self._others = torch.empty_like(flat.data)
+        self._loss: Tensor | None = None
+        flat.notes_loss = True
+        board = Board.meet(over(group, flat.device), self.rank, self.size, self._page.nbytes)
+        if board is None:
+            raise BadInput(
+                'gossip(mode="async") goes through the memory of one host, and these workers '
+                'share none: take mode="sync"'
+            )
+        self.board = board
+
+    def begin(self) -> None:
+        return None
+
+    def reduce(self, bucket: slice) -> None:
+        return None
+
+    def finish(self) -> None:
+        self.update.apply()
+        self.flat.drop_gradients()
+        data, has_room = self.flat.data, not self.flat.head_travels_alone
+        if has_room:
+            data[0] = self.flat.head[0] * self.size
+        with self.update.tracer.span(WAIT, "average with what neighbours have laid out"):
+            self._mix()
+            self._lay_out()
+        if has_room:
+            self._loss = data[0].clone()
+            data[0] = 0.0
+        self.steps += 1
+
+    def loss(self, part: Tensor) -> Tensor:
+        """Its own and, as far as it has read them, its neighbours' loss."""
+        return part * self.size if self._loss is None else self._loss
+
+    def restored(self) -> None:
+        self._lay_out()
+
+    @contextmanager
+    def whole(self, optimizer: bool = False) -> Iterator[None]:
+        with kept(self._tensors):
+            self._wait_for_others()
+            self._take_mean()
+            yield
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "graph": self.mixing.name,
+            "second_eigenvalue": self.mixing.second_eigenvalue,
+            "steps": self.steps,
+            "bytes_sent": self.bytes_sent,
+            "bytes_per_step": self.bytes_sent / max(1, self.steps),
+            "bytes_read": self.bytes_read,
+            "lost": sorted(self.lost),
+            "steps_behind": self.behind / max(1, self.reads),
+            "most_steps_behind": self.most_behind,
+            "distance_to_neighbours": [list(pair) for pair in self.distances],
+        }
+
+    def summary(self) -> list[str]:
+        if not self.reads:
+            return []
+        return [
+            f"gossip: what rank {self.rank} read of its neighbours was "
+            f"{self.behind / self.reads:.1f} steps behind on average, {self.most_behind} at most"
+        ]
+
+    def close(self) -> None:
+        self.board.close()
+
+    def _mix(self) -> None:
+        """x_i = (1 - what was taken) x_i + sum of w[i, j] x_j over neighbours with news."""
+        data, taken, apart = self.flat.data, 0.0, []
+        others = self._others.zero_()
+        for peer, share in self.mixing.heard_by(self.rank, self.steps).items():
+            theirs = None if peer == self.rank else self._read_news(peer)
+            if theirs is not None:
+                others.add_(theirs, alpha=share)
+                taken += share
+                if self.steps + 1 >= self._measure_at:
+                    apart.append(float((theirs - data)[self.flat.offset :].norm()))
+        data.mul_(1 - taken).add_(others)
+        if apart:
+            self._measure_at = self.steps + 1 + MEASURE_EVERY
+            self.distances.append((self.steps + 1, sum(apart) / len(apart)))
+
+    def _read_news(self, peer: int) -> Tensor | None:
+        version = self.board.read(peer, self._page, self._seen[peer])
+        if version is None:
+            self._note_loss_of(peer)
+            return None
+        self._seen[peer] = version
+        late = max(0, self.board.version(self.rank) - version)
+        self.reads, self.behind = self.reads + 1, self.behind + late
+        self.most_behind = max(self.most_behind, late)
+        self.bytes_read += self._page.nbytes
+        return self._views[0].to(self.flat.device)
+
+    def _lay_out(self) -> None:
+        for view, tensor in zip(self._views, self._tensors, strict=True):
+            view.copy_(tensor)
+        self.board.write(self._page)
+        self.bytes_sent += self._page.nbytes
+
+    def _note_loss_of(self, peer: int) -> None:
+        if peer not in self.lost and self.board.has_died(peer):
+            self.lost.add(peer)
+
+    def _wait_for_others(self) -> None:
+        """Until those that still run have laid out as many versions as this worker."""
+        mine, deadline = self.board.version(self.rank), time.monotonic() + _PATIENCE_S
+        for peer in range(self.size):
+            while self._is_behind(peer, mine) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+
+    def _is_behind(self, peer: int, version: int) -> bool:
+        if self.board.version(peer) >= version or self.board.has_closed(peer):
+            return False
+        self._note_loss_of(peer)
+        return peer not in self.lost
+
+    def _take_mean(self) -> None:
+        totals, count = [tensor.clone() for tensor in self._tensors], 1
+        for peer in range(self.size):
+            self._note_loss_of(peer)
+            if peer in self.lost or peer == self.rank:
+                continue
+            if self.board.read(peer, self._page) is not None:
+                count += 1
+                for total, view in zip(totals, self._views, strict=True):
+                    total.add_(view.to(total.device))
+        for tensor, total in zip(self._tensors, totals, strict=True):
+            tensor.copy_(total.div_(count))
+
+
+def room_for(tensors: Sequence[Tensor]) -> tuple[Bytes, list[Tensor]]:
+    """Host memory for a copy of these tensors: as bytes, and as tensors of their shapes."""
+    ends = list(itertools.accumulate(-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors))
+    page = torch.zeros(ends[-1], dtype=torch.uint8)
+    views = [
+        page[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip([0, *ends], tensors, strict=False)
+    ]
+    return page.numpy(), views
+
+
+def over(group: Group, device: torch.device) -> Exchange:
+    """Ranks tell each other some bytes by a collective."""
+
+    def exchange(said: bytes) -> list[bytes]:
+        own = torch.tensor(list(said.ljust(_ENTRY)), dtype=torch.uint8, device=device)
+        everything = own.new_empty(group.size, _ENTRY)
+        group.all_gather(everything, own).wait()
+        return [bytes(row).rstrip() for row in everything.tolist()]
+
+    return exchange

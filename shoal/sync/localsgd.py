@@ -1,0 +1,198 @@
+"""Local SGD and DiLoCo: replicas train alone for some steps, then agree on their weights.
+
+    agreed ──┬── replica 0: every steps ──┬── agreed - mean of (agreed - replica) ── …
+             └── replica 1: every steps ──┘   or the outer optimizer's step on that mean
+
+Replicas exchange how far they have come (agreed - own weights), which is what compresses well.
+An agreement costs what a step of ddp costs, so bytes go down by `every`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.group.counting import CountingGroup
+from shoal.group.group import Group, Op
+from shoal.replica.flat import FlatParams
+from shoal.sync.exchange import Exchange, Staged, check_size, complete, make_exchange
+from shoal.sync.mean import mean_state
+from shoal.sync.outer import make_outer
+from shoal.sync.sync import Sync
+from shoal.sync.traffic import Traffic
+from shoal.sync.update import Update
+
+
+class LocalSgd(Sync):
+    """`every` steps alone, then one average; with `outer` an optimizer's step on the difference.
+
+    With every=1 and an optimizer that is linear in the gradient (SGD, with momentum and weight
+    decay) it is ddp: momenta stay local, and their mean is ddp's momentum. Clipping and Adam are
+    not linear. `statistics` (BatchNorm's running ones) are averaged with the weights.
+
+    Evaluating and saving see the average of the replicas, also between two agreements, and
+    leave training as it was. A checkpoint holds that average, the mean of the inner optimizers'
+    states (rank 0's where replicas keep different ones), the weights agreed last, and the outer
+    optimizer's state; all replicas go on from it alike.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        update: Update,
+        group: Group,
+        every: int,
+        outer: str | None = None,
+        compress: str | None = None,
+        statistics: Sequence[Tensor] = (),
+    ):
+        self.flat, self.update, self.group = flat, update, CountingGroup(group)
+        self.every, self.statistics = every, statistics
+        self.gradient_scale = float(group.size)
+        self.agreed = nn.Parameter(flat.data.clone(), requires_grad=False)
+        self.since = 0
+        self.outer_name = outer.partition("(")[0] if outer else ""
+        self.outer = make_outer(outer, self.agreed) if outer else None
+        body = slice(flat.offset, flat.size)
+        self.exchange: Exchange | None = (
+            make_exchange(compress, flat, self.group, [body]) if compress else None
+        )
+        self.traffic = Traffic(flat, self.group)
+        self._gaps = flat.gaps()
+        self._loss: Tensor | None = None
+        flat.notes_loss = True
+
+    def begin(self) -> None:
+        self._loss = None
+
+    def reduce(self, bucket: slice) -> None:
+        return None
+
+    def finish(self) -> None:
+        self.update.apply()
+        self.flat.drop_gradients()
+        self.traffic.steps += 1
+        self.since += 1
+        if self.since >= self.every:
+            self._agree()
+
+    def loss(self, part: Tensor) -> Tensor:
+        """The loss of the global batch where replicas agree; else the mean over own samples.
+
+        Exactly that mean if all parts of the batch are equally large; ranks see different ones.
+        """
+        return part * self.group.size if self._loss is None else self._loss
+
+    def _agree(self) -> None:
+        difference = self.agreed.data - self.flat.data
+        self._loss = self._add_up(difference)
+        difference /= self.group.size
+        if self.outer is None:
+            self.agreed.data -= difference
+        else:
+            self.agreed.grad = difference
+            self.outer.step()
+            self.agreed.grad = None
+        self.flat.data.copy_(self.agreed.data)
+        self._average_statistics()
+        self.since = 0
+
+    def _add_up(self, difference: Tensor) -> Tensor:
+        """The sum of everybody's in place; returns the sum of the losses, which goes along."""
+        loss = self.flat.head[:1]
+        if self.exchange is None and self.flat.offset:
+            difference[0] = loss[0]
+            self.group.all_reduce(difference).wait()
+            loss = difference[:1].clone()
+            difference[0] = 0.0
+            return loss[0]
+        works = [Staged(iter([self.group.all_reduce(loss)]))]
+        if self.exchange is None:
+            works.append(Staged(iter([self.group.all_reduce(difference)])))
+        else:
+            body = slice(self.flat.offset, self.flat.size)
+            works.append(Staged(self.exchange.sum(difference[body], body)))
+        complete(works)
+        difference[self._gaps] = 0.0
+        return loss[0].clone()
+
+    def _average_statistics(self) -> None:
+        if self.statistics:
+            everything = torch.cat([t.reshape(-1) for t in self.statistics])
+            self.group.all_reduce(everything, Op.MEAN).wait()
+            _put(everything, self.statistics)
+
+    # ------------------------------------------------------------------ around a run
+
+    @contextmanager
+    def whole(self, optimizer: bool = False) -> Iterator[None]:
+        own = self.flat.data.clone(), [t.clone() for t in self.statistics]
+        with self.group.uncounted():
+            states = mean_state(self.update.optimizer, self.group) if optimizer else []
+            if self.since:
+                difference = self.agreed.data - self.flat.data
+                self.group.all_reduce(difference, Op.MEAN).wait()
+                torch.sub(self.agreed.data, difference, out=self.flat.data)
+                self._average_statistics()
+        try:
+            yield
+        finally:
+            self.flat.data.copy_(own[0])
+            for tensor, before in [*zip(self.statistics, own[1], strict=True), *states]:
+                tensor.copy_(before)
+
+    def restored(self) -> None:
+        self.agreed.data.copy_(self.flat.data)
+        self.since = 0
+
+    def state(self) -> dict[str, Tensor]:
+        saved = {"since": torch.tensor([self.since])}
+        if self.since:
+            saved["agreed"] = self.agreed.data
+        if self.outer is not None:
+            for key, value in self.outer.state[self.agreed].items():
+                if isinstance(value, Tensor):
+                    saved[f"{self.outer_name}/{key}"] = value
+        if self.exchange is not None:
+            with self.group.uncounted():
+                saved |= self.exchange.state()
+        return {f"weights/{name}": tensor for name, tensor in saved.items()}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        prefix = "weights/"
+        saved = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        if "agreed" in saved:
+            check_size(saved["agreed"], self.agreed)
+            self.agreed.data.copy_(saved["agreed"])
+            self.since = int(saved["since"].sum()) if "since" in saved else self.every
+        if self.outer is not None:
+            self._load_outer(self.outer, saved)
+        if self.exchange is not None:
+            self.exchange.load_state(saved)
+
+    def _load_outer(self, outer: torch.optim.Optimizer, saved: dict[str, Tensor]) -> None:
+        prefix = f"{self.outer_name}/"
+        for name, tensor in saved.items():
+            if name.startswith(prefix):
+                if tensor.dim():
+                    check_size(tensor, self.agreed)
+                outer.state[self.agreed][name.removeprefix(prefix)] = tensor.to(
+                    self.flat.device if tensor.dim() else "cpu", copy=True
+                )
+
+    def report(self) -> dict[str, Any]:
+        return self.traffic.report()
+
+    def summary(self) -> list[str]:
+        return self.traffic.summary()
+
+
+def _put(flat: Tensor, into: Sequence[Tensor]) -> None:
+    start = 0
+    for tensor in into:
+        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()

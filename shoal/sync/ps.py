@@ -1,0 +1,376 @@
+"""The parameter server, from a worker: gradients are pushed while backward runs, weights pulled.
+
+    begin    weights that the rule allows have arrived; staleness: the next pull goes out
+    reduce   this bucket lies in the memory shared with the servers, or goes out to them
+    finish   the push is whole: commit. Synchronous: wait for the new weights
+
+What the rules mean (`server/admission.py` decides):
+
+    ps                synchronous: the result of one device
+    ps(staleness=0)   the same
+    ps(quorum=q)      the update is the mean over the samples of the workers that were in time. A
+                      step that the others have done already is not computed any more
+    ps(staleness=k)   each push is applied as it comes; its share of the batch makes the pushes of
+                      one step together as long as one synchronous step. The next weights are on
+                      their way during a step, so they may lack this worker's latest push
+    ps(mode="async")  the same, and nobody waits
+
+The loss is that of the global batch where everybody is waited for, and else the worker's own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import BadInput, ShoalError
+from shoal.group.group import Group
+from shoal.replica.addition import Node, note_leaf, runs_of, whole_subtrees
+from shoal.replica.flat import FlatParams
+from shoal.server.admission import Rule
+from shoal.server.client import Arrived, Client
+from shoal.server.hosts import Hosts, find_hosts
+from shoal.server.messages import Commit, Cut, Spec
+from shoal.server.optimizers import Named, name_of
+from shoal.server.remote_rows import ServerStore
+from shoal.server.shard import NAMES
+from shoal.server.slices import Place, cut
+from shoal.strategy import Ps
+from shoal.sync.ps_state import cut_state, whole_state
+from shoal.sync.sync import Sync
+from shoal.sync.update import Update
+
+BUCKET_BYTES = 4 << 20
+
+
+def join_servers(
+    part: Ps,
+    flat: FlatParams,
+    update: Update,
+    group: Group,
+    microbatches: int | None,
+) -> ParameterServer:
+    """Find the servers, tell them what they hold, and give them the weights."""
+    rule = Rule.of(part, group.size)
+    named = _named(part, update)
+    if microbatches is not None and not rule.needs_everyone:
+        raise BadInput(f"exact=True needs every worker in every step, and {part} does not wait")
+    hosts = find_hosts(part, group)
+    try:
+        model = torch.tensor([secrets.randbits(62)])
+        group.broadcast(model).wait()
+        specs = specs_of(flat, rule, hosts.addresses, named, update.clip_norm, microbatches)
+        client = Client(group.rank, int(model), hosts.addresses, hosts.secret, specs)
+    except BaseException:
+        hosts.close(failed=True)
+        raise
+    return ParameterServer(flat, update, group, client, hosts, rule, microbatches)
+
+
+def specs_of(
+    flat: FlatParams,
+    rule: Rule,
+    addresses: Sequence[str],
+    named: Named | None,
+    clip_norm: float | None,
+    microbatches: int | None,
+) -> list[Spec]:
+    """What each server holds."""
+    places = [
+        Place(piece.name, piece.start, tuple(p.shape))
+        for piece, p in zip(flat.pieces, flat.params, strict=True)
+    ]
+    by_rows = microbatches is None and (named is None or named.is_elementwise)
+    return [
+        Spec(
+            index,
+            len(addresses),
+            addresses[0],
+            rule,
+            NAMES[flat.dtype],  # type: ignore[arg-type]
+            NAMES[flat.head.dtype],  # type: ignore[arg-type]
+            flat.size,
+            held.start,
+            held.stop,
+            len(flat.params),
+            tuple(Cut(*cutting) for cutting in held.cuttings),
+            microbatches,
+            named,
+            clip_norm if named is not None else None,
+        )
+        for index, held in enumerate(cut(places, flat.size, len(addresses), by_rows))
+    ]
+
+
+def _named(part: Ps, update: Update) -> Named | None:
+    if part.update == "worker":
+        return None
+    if update.scaler is not None:
+        raise BadInput(
+            'precision="fp16" scales the loss, which the workers have to undo: use '
+            'ps(update="worker") or precision="bf16"'
+        )
+    return name_of(update.factory)
+
+
+class ParameterServer(Sync):
+    """One worker of a model whose truth lives on servers."""
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        update: Update,
+        group: Group,
+        client: Client,
+        hosts: Hosts,
+        rule: Rule,
+        microbatches: int | None,
+    ):
+        self.flat, self.update, self.group = flat, update, group
+        self.client, self.hosts, self.rule = client, hosts, rule
+        self.tracer = update.tracer
+        self.waits = rule.needs_everyone
+        self.every_microbatch = microbatches is not None
+        self.server_updates = client.specs[0].optimizer is not None
+        self.pulls: list[tuple[int, int]] = []  # step, clock of the slowest worker at that time
+        self.skipped = 0
+        self._pulling: list[Future[Arrived]] = []
+        self._version = 0
+        self._loss = torch.zeros((), device=flat.device)
+        self._stats: list[dict[str, Any]] = []
+        self._closed = False
+        self._exact = None if microbatches is None else _Tree(microbatches, group)
+        zero_copy = flat.device.type == "cpu" and self._exact is None
+        flat.watch(flat.buckets(BUCKET_BYTES), memory=client.out[0] if zero_copy else None)
+        self._copies = not zero_copy
+        # the servers write only what this worker waits for, unless a pull is under way in a step
+        self._lives_in_inbox = (
+            flat.device.type == "cpu" and self.server_updates and rule.needs_everyone
+        )
+        if self._lives_in_inbox:
+            flat.live_in(client.inbox)
+        self._give_weights()
+
+    # ------------------------------------------------------------------ a step
+
+    def begin(self) -> None:
+        self._arrive()
+        self.client.wait_settled()
+        step = self.update.steps
+        self.passed = self.rule.quorum is not None and self._version > step
+        if self.rule.staleness is not None:
+            self._pulling = self.client.pull(step + 1, 0)
+        if self._exact is not None:
+            self._exact.begin()
+
+    def reduce(self, bucket: slice) -> None:
+        if self._exact is not None:
+            self._exact.note(bucket, self.flat)
+            return
+        if self._copies:
+            self.client.out[0, bucket].copy_(self.flat.grad[bucket])
+        self.client.push(bucket)
+
+    def finish(self) -> None:
+        step = self.update.steps
+        with self.tracer.span("push", f"step {step}"):
+            ack = self.client.commit(self._commit(step), self._heads())
+        if self.rule.needs_everyone:
+            self._pulling = self.client.pull(step + 1, step + 1)
+            self._arrive()
+        else:
+            self.client.settle(ack.position)
+            if self.rule.staleness is None:
+                self._pulling = self.client.pull(step + 1, step + 1 if self.rule.quorum else 0)
+            self.flat.drop_gradients()
+        if self.server_updates:
+            self.update.steps += 1
+
+    def skip(self) -> Tensor:
+        self.skipped += 1
+        self.update.steps += 1
+        return self._loss.clone()
+
+    def loss(self, part: Tensor) -> Tensor:
+        if not self.rule.needs_everyone:
+            self._loss = part / self.share if self.share else part
+        return self._loss.clone()
+
+    def _commit(self, step: int) -> Commit:
+        lr = None
+        if self.update.lr is not None and self.server_updates:
+            lr = float(self.update.lr(step))
+            self.update.set_lr(lr)
+        return Commit(step, self._version, self.share, lr)
+
+    def _heads(self) -> Tensor:
+        if self._exact is None:
+            return self.flat.head.detach().cpu().clone()[None]
+        heads = self._exact.write(self.client.out, self.flat)
+        self.client.push(slice(0, self.flat.size))
+        return heads
+
+    def _arrive(self) -> None:
+        """Take what was asked for, as soon as it is there."""
+        if not self._pulling:
+            return
+        with self.tracer.span("wait", "pull"):
+            found = [future.result() for future in self._pulling]
+        self._pulling = []
+        lead, run = found[0], slice(self.flat.offset, self.flat.size)
+        self._version = lead.version
+        if lead.slowest is not None:
+            self.pulls.append((self.update.steps, lead.slowest))
+        with self.tracer.span("pull", f"version {lead.version}"):
+            if self.server_updates:
+                if not self._lives_in_inbox:
+                    self.flat.data[run].copy_(self.client.inbox[run])
+                self.flat.drop_gradients()
+            else:
+                self.flat.grad[run].copy_(self.client.inbox[run])
+        if self.rule.needs_everyone:
+            self._loss = lead.head[0].to(self.flat.device)
+        if not self.server_updates:
+            self.flat.head.copy_(lead.head)
+            self.flat.publish()
+            self.update.apply()
+            self.flat.drop_gradients()
+
+    # ------------------------------------------------------------------ around a run
+
+    def row_store(self) -> ServerStore:
+        return ServerStore(self.client)
+
+    @contextmanager
+    def whole(self, optimizer: bool = False) -> Iterator[None]:
+        if not self.rule.needs_everyone:
+            self._arrive()
+            self.client.wait_settled()
+            self.client.meet()
+            self._take_newest()
+        fills = optimizer and self.server_updates and self.group.rank == 0
+        if fills:
+            states = self.client.get_state()
+            whole_state(self.update.optimizer, self.flat.params, self.client.specs, states)
+        if not self.rule.needs_everyone:
+            self.client.meet()
+        try:
+            yield
+        finally:
+            if fills:
+                self.update.optimizer.state.clear()
+
+    def restored(self) -> None:
+        self._give_weights()
+
+    def report(self) -> dict[str, Any]:
+        ahead = Counter(max(0, step - slowest) for step, slowest in self.pulls)
+        return {
+            "servers": self._stats,
+            "skipped": self.skipped,
+            "steps_ahead": {str(k): ahead[k] for k in sorted(ahead)},
+            "sent_bytes": [link.sent_bytes for link in self.client.links],
+            "received_bytes": [link.received_bytes for link in self.client.links],
+            "shared_memory": self.client.shares_memory,
+        }
+
+    def summary(self) -> list[str]:
+        return summary_of(self._stats, self.rule)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = failed = True
+        try:
+            if not self.rule.needs_everyone:
+                self._take_newest()
+            self.client.leave()
+            if self.group.rank == 0:
+                self._stats = self.client.stats(final=True)
+            failed = False
+        except ShoalError:
+            pass  # the step has told already why the servers cannot be asked
+        finally:
+            self.client.close()
+            self.hosts.close(failed)
+
+    def _take_newest(self) -> None:
+        self._arrive()
+        self._pulling = self.client.pull(None, 0)
+        self._arrive()
+
+    def _give_weights(self) -> None:
+        """Rank 0's weights, step and optimizer state are the truth from now on."""
+        self._version = steps = self.update.steps
+        if self.group.rank == 0:
+            states = [
+                cut_state(
+                    self.update.optimizer if self.server_updates else None,
+                    self.flat.params,
+                    spec,
+                    steps,
+                )
+                for spec in self.client.specs
+            ]
+            self.client.set_state(states, self.flat.data.detach().cpu())
+        if self.server_updates:
+            self.update.optimizer.state.clear()
+        self.client.meet()
+
+
+class _Tree:
+    """Gradients per micro-batch, added up in the order of a tree; whole subtrees are pushed."""
+
+    def __init__(self, microbatches: int, group: Group):
+        self.root = (0, microbatches)
+        self.run = runs_of(microbatches, group.size)[group.rank]
+        self.nodes = whole_subtrees(self.root, self.run)
+
+    def begin(self) -> None:
+        self._sums: dict[int, dict[Node, Tensor]] = {}
+        self._head: dict[Node, Tensor] = {}
+
+    def note(self, bucket: slice, flat: FlatParams) -> None:
+        note_leaf(
+            self.root, self.run[0], self._sums.setdefault(bucket.start, {}), flat.grad[bucket]
+        )
+        if bucket.start == 0:
+            note_leaf(self.root, self.run[0], self._head, flat.head)
+
+    def write(self, out: Tensor, flat: FlatParams) -> Tensor:
+        """Put the sums of the subtrees into `out`, one after the other; returns their heads."""
+        heads = torch.zeros(len(out), flat.head_size, dtype=flat.head.dtype)
+        for i, node in enumerate(self.nodes):
+            for bucket in flat.buckets_of_grad:
+                out[i, bucket].copy_(self._sums[bucket.start][node])
+            heads[i].copy_(self._head[node])
+        return heads
+
+
+def summary_of(stats: Sequence[dict[str, Any]], rule: Rule) -> list[str]:
+    """What the servers counted, in sentences."""
+    if not stats:
+        return []
+    lead, found = stats[0], []
+    if not rule.needs_everyone:
+        for worker, counts in lead["workers"].items():
+            words = [f"{counts['admitted']} pushes counted"]
+            if rule.quorum is not None:
+                words.append(f"{counts['folded']} folded into a later step")
+                words.append(f"{counts['dropped']} dropped as late")
+            found.append(f"worker {worker}: {', '.join(words)}")
+        missed = ", ".join(f"{k}: {v}" for k, v in lead["missed_updates"].items())
+        found.append(f"updates between a pull and its push, and how often: {missed}")
+    for index, server in enumerate(stats):
+        found.append(
+            f"server {index}: {server['updates']} updates, {server['requests']} requests, "
+            f"{server['received_bytes'] / 1e6:.1f} MB in, {server['sent_bytes'] / 1e6:.1f} MB out"
+        )
+    return found

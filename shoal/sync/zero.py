@@ -1,0 +1,223 @@
+"""ZeRO: every replica computes on its part of the batch and owns a part of the training state.
+
+    backward     bucket full ─▶ reduced to the rank that owns its parameters
+    update       each rank updates the parameters that it owns, with an optimizer of its own
+    then         (1, 2) owners broadcast their parameters; (3) they are gathered when used
+
+    kept by      parameters   gradients   optimizer state
+    zero(1)      all          all         1/n
+    zero(2)      all          1/n         1/n
+    zero(3)      1/n          1/n         1/n
+
+A shard is a run of whole parameters, so optimizers that look at a whole parameter (LAMB) work.
+A step moves each gradient once and each parameter once (zero(3): twice), as ddp does in total.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.group.group import Group
+from shoal.replica.flat import FlatParams
+from shoal.replica.sharded import ShardedParams
+from shoal.sync.exact import ExactReduce
+from shoal.sync.optimizer_state import gather_optimizer
+from shoal.sync.sync import Sync
+from shoal.sync.update import Update
+from shoal.wire.transport import Work
+
+FIRST_BUCKET_BYTES = 1 << 20
+ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept
+
+
+def own_named(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that this rank owns; none where there are more ranks than parameters."""
+    shard = flat.shards(group.size)[group.rank]
+    return [flat.named[i] for i in flat.inside(shard)]
+
+
+def norm_over(flat: FlatParams, group: Group) -> Callable[[Tensor], Tensor]:
+    """The sum of squares over all shards, from that of this one."""
+
+    def over(squares: Tensor) -> Tensor:
+        total = squares.to(flat.device)
+        group.all_reduce(total).wait()
+        return total
+
+    return over
+
+
+def owned_buckets(flat: FlatParams, ranks: int, num_bytes: int) -> list[tuple[int, slice]]:
+    """Buckets with their owners, last one first; none crosses the border of a shard."""
+    first = min(num_bytes, FIRST_BUCKET_BYTES)
+    found: list[tuple[int, slice]] = []
+    for rank, shard in reversed(list(enumerate(flat.shards(ranks)))):
+        cuts = flat.buckets(num_bytes, None if found else first, shard)
+        found += [(rank, bucket) for bucket in cuts]
+    return found
+
+
+class _Sent(NamedTuple):
+    work: Work
+    bucket: slice
+    memory: Tensor
+
+
+class ShardedUpdate:
+    """What the stages share after the gradients are agreed: who has which weights and state."""
+
+    def __init__(self, flat: FlatParams, update: Update, group: Group):
+        self.flat, self.update, self.group = flat, update, group
+        self.shards = flat.shards(group.size)
+
+    def apply(self) -> None:
+        self.update.apply()
+        self.flat.drop_gradients()
+        if isinstance(self.flat, ShardedParams):
+            self.flat.rest()
+            return
+        parts = [(r, self.flat.data[s]) for r, s in enumerate(self.shards) if s.start < s.stop]
+        for work in [self.group.broadcast(part, root=rank) for rank, part in parts]:
+            work.wait()
+
+    @contextmanager
+    def whole(self, optimizer: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            if isinstance(self.flat, ShardedParams):
+                stack.enter_context(self.flat.assembled(only=0 if optimizer else None))
+            if optimizer:
+                stack.enter_context(self._whole_optimizer())
+            yield
+
+    @contextmanager
+    def _whole_optimizer(self) -> Iterator[None]:
+        own = self.update.optimizer
+        self.update.optimizer = gather_optimizer(self.update, self.flat, self.group) or own
+        try:
+            yield
+        finally:
+            self.update.optimizer = own
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class ZeroReduce(Sync):
+    """Buckets lie inside shards and are reduced to their owners, in fixed order.
+
+    zero(1) keeps a gradient buffer of the whole model. zero(2) and zero(3) keep the owned shard;
+    other buckets get memory while they are on their way, at most two at a time, and micro-batches
+    are reduced one by one so that no whole gradient is ever kept.
+    """
+
+    def __init__(
+        self, flat: FlatParams, update: Update, group: Group, stage: int, bucket_bytes: int
+    ):
+        self.flat, self.group = flat, group
+        self.sharded = ShardedUpdate(flat, update, group)
+        self.every_microbatch = stage > 1
+        owned = owned_buckets(flat, group.size, bucket_bytes)
+        self._owner = {bucket.start: rank for rank, bucket in owned}
+        buckets = [bucket for _, bucket in owned]
+        self.shard = self.sharded.shards[group.rank]
+        kept = slice(flat.offset, flat.size) if stage == 1 else self.shard
+        self._kept = torch.zeros(kept.stop - kept.start, dtype=flat.dtype, device=flat.device)
+        self._kept_at = kept
+        self._last = buckets[-1].start
+        flat.watch(buckets, room=self._room)
+
+    def begin(self) -> None:
+        self._sent: deque[_Sent] = deque()
+        self._taken: set[int] = set()
+        self._heads: list[tuple[Work, Tensor]] = []
+
+    def reduce(self, bucket: slice) -> None:
+        memory = self._memory
+        work = self.group.reduce(memory, root=self._owner[bucket.start])
+        self._sent.append(_Sent(work, bucket, memory))
+        if bucket.start == self._last:
+            head = self.flat.head.clone()
+            self._heads.append((self.group.all_reduce(head), head))
+
+    def finish(self) -> None:
+        self._settle(0)
+        for work, _ in self._heads:
+            work.wait()
+        self._head = torch.stack([head for _, head in self._heads]).sum(0)
+        arrived = self._head[1:].tolist()
+        for i in self.flat.inside(self.shard):
+            grad = self.flat.view(i, self._kept, self._kept_at.start)
+            self.flat.params[i].grad = grad if arrived[i] > 0 else None
+        self.sharded.apply()
+
+    def loss(self, part: Tensor) -> Tensor:
+        return self._head[0].clone()
+
+    def gradient_bytes(self) -> int:
+        lent = [sent.memory for sent in self._sent if not self._is_kept(sent)]
+        return self._kept.nbytes + sum(memory.nbytes for memory in lent)
+
+    def whole(self, optimizer: bool = False) -> AbstractContextManager[None]:
+        return self.sharded.whole(optimizer)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return self.sharded.evaluating()
+
+    def _room(self, bucket: slice) -> Tensor:
+        """Memory for the gradients of a bucket: kept, or lent until they are with their owner."""
+        if self.every_microbatch:
+            self._settle(ON_THE_WAY - 1)
+        kept = self._kept_at
+        if kept.start <= bucket.start < kept.stop and bucket.start not in self._taken:
+            self._taken.add(bucket.start)
+            self._memory = self._place(bucket)
+        else:
+            self._memory = torch.empty(
+                bucket.stop - bucket.start, dtype=self.flat.dtype, device=self.flat.device
+            )
+        return self._memory
+
+    def _settle(self, left: int) -> None:
+        """Wait until at most `left` buckets are on their way; add up what came to its owner."""
+        while len(self._sent) > left:
+            sent = self._sent.popleft()
+            work, bucket, memory = sent
+            work.wait()
+            if self._owner[bucket.start] == self.group.rank and not self._is_kept(sent):
+                self._place(bucket).add_(memory)
+
+    def _place(self, bucket: slice) -> Tensor:
+        start = self._kept_at.start
+        return self._kept[bucket.start - start : bucket.stop - start]
+
+    def _is_kept(self, sent: _Sent) -> bool:
+        return _storage(sent.memory) == _storage(self._kept)
+
+
+class ExactZero(ExactReduce):
+    """The same bits as on one device: gradients are added up as there, whole on every rank."""
+
+    def __init__(
+        self, flat: FlatParams, update: Update, group: Group, microbatches: int, bucket_bytes: int
+    ):
+        super().__init__(flat, update, group, microbatches, bucket_bytes)
+        self.sharded = ShardedUpdate(flat, update, group)
+
+    def apply(self) -> None:
+        self.sharded.apply()
+
+    def whole(self, optimizer: bool = False) -> AbstractContextManager[None]:
+        return self.sharded.whole(optimizer)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return self.sharded.evaluating()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

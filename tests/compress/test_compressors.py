@@ -1,0 +1,175 @@
+"""Compressors: how many bytes, what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.compress.build import make_compressor
+from shoal.compress.compressor import Compressor
+from shoal.compress.onebit import OneBit
+from shoal.compress.powersgd import PowerSgd
+from shoal.compress.topk import TopK
+from shoal.errors import ShoalError
+
+FLAT = ["fp16", "bf16", "int8", "onebit", "topk(0.01)", "topk(1)"]
+SIZES = st.sampled_from([1, 7, 8, 255, 256, 257, 511, 512, 513, 2000])
+SCALES = st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 1e4, 1e30])
+
+
+def make(text: str, numel: int = 0) -> Compressor:
+    return make_compressor(text, [], numel)
+
+
+def numbers(numel: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+    """Sizes spread over three orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = 10 ** (3 * torch.rand(numel, generator=generator))
+    return torch.randn(numel, generator=generator) * spread * scale
+
+
+def there_and_back(text: str, x: Tensor) -> Tensor:
+    compressor = make(text, x.numel())
+    payload = compressor.pack(x)
+    assert payload.dtype == torch.uint8
+    assert payload.shape == (compressor.num_bytes(x.numel()),)
+    assert payload.numel() % 4 == 0
+    found = compressor.unpack(payload, x.numel())
+    assert found.shape == x.shape and found.dtype == torch.float32
+    return found
+
+
+@given(SIZES, SCALES, st.integers(0, 99))
+@settings(deadline=None)
+def test_halves_keep_8_and_11_bits(numel: int, scale: float, seed: int) -> None:
+    x = numbers(numel, scale, seed)
+    assert ((there_and_back("bf16", x) - x).abs() <= x.abs() * 2**-8).all()
+    tiny = x.abs().max() * 2**-39  # the smallest steps of fp16 below its largest number
+    assert ((there_and_back("fp16", x) - x).abs() <= x.abs() * 2**-11 + tiny).all()
+
+
+@given(SIZES, SCALES, st.integers(0, 99))
+@settings(deadline=None)
+def test_int8_is_off_by_half_a_step_of_its_chunk(numel: int, scale: float, seed: int) -> None:
+    x = numbers(numel, scale, seed)
+    off = (there_and_back("int8", x) - x).abs()
+    for chunk, error in zip(x.split(256), off.split(256), strict=True):
+        assert error.max() <= chunk.abs().max() / 254 * 1.001
+
+
+@given(SIZES, st.integers(0, 99))
+@settings(deadline=None)
+def test_onebit_always_comes_nearer(numel: int, seed: int) -> None:
+    x = numbers(numel, seed=seed)
+    assert (there_and_back("onebit", x) - x).norm() < x.norm()
+
+
+def test_onebit_loses_36_percent_of_the_square_whatever_the_shape() -> None:
+    """1 - 2/pi of it, of a bell curve as of few large elements among small ones."""
+    bell = torch.randn(64 * 512, generator=torch.Generator().manual_seed(0))
+    few = bell.clone()
+    few[::20] *= 100
+    for x in (bell, few):
+        lost = (there_and_back("onebit", x) - x).norm() ** 2 / x.norm() ** 2
+        assert float(lost) == pytest.approx(1 - 2 / math.pi, abs=0.02)
+
+
+@given(SIZES, st.integers(0, 99))
+@settings(deadline=None)
+def test_topk_keeps_the_largest_and_nothing_else(numel: int, seed: int) -> None:
+    x = numbers(numel, seed=seed)
+    found = there_and_back("topk(0.01)", x)
+    largest = x.abs().topk(math.ceil(0.01 * numel)).indices
+    wanted = torch.zeros(numel)
+    wanted[largest] = x[largest].bfloat16().float()
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("text", FLAT)
+def test_nothing_becomes_nothing_and_bytes_repeat(text: str) -> None:
+    assert (there_and_back(text, torch.zeros(700)) == 0).all()
+    x = numbers(700)
+    assert torch.equal(make(text).pack(x), make(text).pack(x.clone()))
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [("fp16", 2.0), ("bf16", 2.0), ("int8", 3.938), ("onebit", 31.03), ("topk(0.01)", 66.67)],
+)
+def test_a_million_elements_get_so_many_times_smaller(text: str, times: float) -> None:
+    n = 1 << 20
+    assert 4 * n / make(text).num_bytes(n) == pytest.approx(times, abs=0.01)
+
+
+@pytest.mark.parametrize("text", [*FLAT, "powersgd(rank=1)"])
+def test_a_message_of_another_length_is_refused(text: str) -> None:
+    compressor = make_compressor(text, [(0, (20, 30))], 600)
+    payload = compressor.pack(numbers(600))
+    for wrong in (payload[:-4], torch.cat([payload, payload[:4]]), payload.float()):
+        with pytest.raises(ShoalError, match="bytes was expected"):
+            compressor.unpack(wrong, 600)
+
+
+@pytest.mark.parametrize("index", [-1, 100, 2**31 - 1, -(2**31)])
+def test_an_element_that_is_not_there_is_refused(index: int) -> None:
+    payload = TopK(0.02).pack(numbers(100))
+    payload[:4] = torch.tensor([index], dtype=torch.int32).view(torch.uint8)
+    with pytest.raises(ShoalError, match="outside of 100"):
+        TopK(0.02).unpack(payload, 100)
+
+
+def test_onebit_rotates_differently_for_every_tensor() -> None:
+    seeds = {int(OneBit().pack(numbers(600, seed=s))[:4].view(torch.int32)) for s in range(20)}
+    assert len(seeds) == 20
+
+
+# ------------------------------------------------------------------------------ powersgd
+
+SHAPES = [(0, (40, 30)), (1200, (30,)), (1232, (8, 5, 5))]  # a gap of 2 before the last
+
+
+def test_powersgd_sends_r_times_n_plus_m_and_the_rest_as_it_is() -> None:
+    compressor = PowerSgd(4, SHAPES, 1440)
+    assert compressor.num_bytes(1440) == 4 * (4 * (40 + 30) + 30 + 4 * (8 + 25))
+    assert [(m.rows, m.columns) for m in compressor.matrices] == [(40, 30), (8, 25)]
+
+
+def test_a_matrix_that_would_not_get_smaller_is_left_as_it_is() -> None:
+    compressor = PowerSgd(4, [(0, (8, 8)), (64, (100, 1))], 164)  # 4·(8 + 8) = 64
+    assert compressor.matrices == []
+    x = numbers(164)
+    assert torch.equal(compressor.unpack(compressor.pack(x), 164), x)
+
+
+def test_a_matrix_of_low_rank_comes_back_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.zeros(1440)
+    x[:1200] = (
+        torch.randn(40, 3, generator=generator) @ torch.randn(3, 30, generator=generator)
+    ).view(-1)
+    x[1200:1230] = 7.0
+    compressor = PowerSgd(3, SHAPES, 1440)
+    torch.testing.assert_close(compressor.unpack(compressor.pack(x), 1440), x, atol=1e-4, rtol=0)
+
+
+def test_from_step_to_step_powersgd_finds_the_largest_directions() -> None:
+    """Of a matrix that stays, the error becomes that of the best matrix of this rank."""
+    matrix = numbers(1200).view(40, 30)
+    x = torch.cat([matrix.view(-1), torch.zeros(240)])
+    compressor = PowerSgd(4, SHAPES[:2], 1440)
+    for _ in range(30):
+        found = compressor.unpack(compressor.pack(x), 1440)
+    best = torch.linalg.svdvals(matrix)[4:].norm()
+    assert float((found - x).norm()) == pytest.approx(float(best), rel=0.02)
+
+
+def test_a_step_without_gradients_does_not_stop_powersgd() -> None:
+    compressor = PowerSgd(4, SHAPES[:1], 1200)
+    compressor.pack(torch.zeros(1200))
+    x = numbers(1200)
+    assert (compressor.unpack(compressor.pack(x), 1200) - x).norm() < 0.95 * x.norm()

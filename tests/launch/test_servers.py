@@ -1,0 +1,172 @@
+"""Processes beside the workers. Small scripts stand in for servers: nothing here loads torch."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import ServerFailed, WorkersFailed
+from shoal.launch.run_dir import run_directory
+from tests.launch.helpers import HOLD, Rope, Screen, launcher, run
+
+HEAD = """
+import os, signal, sys, time
+index, run_dir = int(os.environ["SHOAL_SERVER_INDEX"]), os.environ["SHOAL_RUN_DIR"]
+"""
+READY = "open(f'{run_dir}/ready-{index}', 'w').close()\n"
+WAIT_FOR_SERVERS = """
+for server in range(int(os.environ["SHOAL_SERVERS"])):
+    while not os.path.exists(f"{run_dir}/ready-{server}"): time.sleep(0.005)
+"""
+
+
+def server(script: str) -> list[str]:
+    return [sys.executable, "-c", HEAD + textwrap.dedent(script)]
+
+
+def run_with(servers: int, script: str, worker: str, workers: int = 2, **options: Any) -> Screen:
+    return run(worker, workers, servers=servers, server_command=server(script), **options)
+
+
+def test_servers_are_told_who_they_are_and_end_after_the_workers() -> None:
+    script = (
+        "print(index, os.environ['SHOAL_SERVERS'], os.environ['SHOAL_SIZE'], "
+        "'SHOAL_RANK' in os.environ, os.getsid(0) == os.getpid())\n"
+        "def end(*_): print('told to end'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n" + READY + "time.sleep(60)\n"
+    )
+    screen = run_with(2, script, WAIT_FOR_SERVERS + "print('worker')")
+    lines = screen.out.splitlines()
+    assert sorted(lines) == [
+        "[0] worker",
+        "[1] worker",
+        "[server 0] 0 2 2 False True",
+        "[server 0] told to end",
+        "[server 1] 1 2 2 False True",
+        "[server 1] told to end",
+    ]
+    ends = [lines.index(f"[server {i}] told to end") for i in (0, 1)]
+    assert min(ends) > max(lines.index("[0] worker"), lines.index("[1] worker"))
+
+
+def test_a_server_that_ignores_sigterm_is_killed(rope: Rope) -> None:
+    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HOLD + READY + "time.sleep(60)\n"
+    began = time.monotonic()
+    run_with(1, script, WAIT_FOR_SERVERS, env={"ROPE": str(rope.path)})
+    rope.wait_held(1)
+    rope.wait_released()
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        ("sys.exit('no room left') if index == 1 else time.sleep(60)", r"exit status 1 .*:\nno ro"),
+        ("os.kill(os.getpid(), 9) if index == 1 else time.sleep(60)", "was killed by SIGKILL"),
+    ],
+)
+def test_a_server_that_dies_fails_the_run_and_is_named(end: str, says: str) -> None:
+    with pytest.raises(ServerFailed, match=rf"^server 1 (ended with )?{says}") as caught:
+        run_with(2, end, "time.sleep(60)")
+    assert caught.value.server == 1
+
+
+def test_a_dead_server_wins_over_the_workers_that_lost_it() -> None:
+    worker = """
+        from shoal.errors import PeerLost
+        from shoal.launch.failures import report_failure
+        while not os.path.exists(run_dir + "/ready-0"): time.sleep(0.005)
+        report_failure(run_dir, rank, PeerLost(rank, None, "a pull"))
+        sys.exit(1)
+    """
+    with pytest.raises(ServerFailed, match=r"^server 0 was killed by SIGKILL while workers"):
+        run_with(1, READY + "os.kill(os.getpid(), 9)", worker)
+
+
+def test_a_worker_that_fails_ends_the_servers_too(rope: Rope) -> None:
+    script = HOLD + READY + "time.sleep(60)"
+    with pytest.raises(WorkersFailed, match="boom"):
+        worker = WAIT_FOR_SERVERS + "if rank == 1: raise ValueError('boom')\ntime.sleep(60)"
+        run_with(1, script, worker, env={"ROPE": str(rope.path)})
+    rope.wait_held(1)
+    rope.wait_released()
+
+
+def test_a_server_that_ends_well_before_the_workers_is_no_failure() -> None:
+    run_with(1, READY, WAIT_FOR_SERVERS + "print('done')")
+
+
+def test_servers_die_with_their_launcher(rope: Rope, tmp_path: Path) -> None:
+    script = "from shoal.launch.worker import die_with_launcher; die_with_launcher()\n"
+    script = HEAD + script + HOLD + "time.sleep(60)"
+    before = (
+        "import functools\n"
+        "launch = functools.partial(launch, servers=1, "
+        f"server_command=[sys.executable, '-c', {script!r}])\n"
+    )
+    worker = "from shoal.launch.worker import die_with_launcher; die_with_launcher()\n"
+    with launcher(worker + "time.sleep(60)", 1, rope, before) as process:
+        rope.wait_held(2)
+        process.kill()
+        rope.wait_released()
+
+
+def test_servers_in_an_interrupted_run_are_gone(rope: Rope, tmp_path: Path) -> None:
+    script = HEAD + HOLD + "time.sleep(60)"
+    before = (
+        "import functools\n"
+        "launch = functools.partial(launch, servers=2, "
+        f"server_command=[sys.executable, '-c', {script!r}])\n"
+    )
+    with launcher("time.sleep(60)", 1, rope, before) as process:
+        rope.wait_held(3)
+        process.terminate()
+        rope.wait_released()
+
+
+# ------------------------------------------------------------------------------- the secret
+
+
+def test_all_processes_of_a_run_read_one_secret_that_nobody_else_can() -> None:
+    read = "open(run_dir + '/secret').read(), oct(os.stat(run_dir + '/secret').st_mode)"
+    screen = run_with(
+        1, f"print({read}, flush=True)\n" + READY, WAIT_FOR_SERVERS + f"print({read})"
+    )
+    found = {line.partition("] ")[2] for line in screen.out.splitlines()}
+    assert len(found) == 1
+    secret, mode = found.pop().split()
+    assert mode == "0o100600" and len(bytes.fromhex(secret)) == 32
+
+
+def test_every_run_has_a_secret_of_its_own() -> None:
+    with run_directory() as one, run_directory() as other:
+        assert (one / "secret").read_text() != (other / "secret").read_text()
+
+
+def test_a_secret_that_is_there_already_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").write_text("known to somebody")
+    monkeypatch.setattr("tempfile.mkdtemp", lambda prefix: str(tmp_path))
+    with pytest.raises(FileExistsError), run_directory():
+        raise AssertionError("it was used")
+
+
+def test_it_works_in_a_thread() -> None:
+    screens: list[str] = []
+
+    def body() -> None:
+        screens.append(
+            run_with(1, READY + "time.sleep(60)", WAIT_FOR_SERVERS + "print(rank)", 1).out
+        )
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert screens == ["0\n"]

@@ -1,0 +1,59 @@
+"""Models that were built on the meta device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.errors import BadInput
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.replica.meta import Blank
+from shoal.strategy import parse
+from tests.models import convnet
+
+
+def test_filling_gives_the_model_that_building_gives() -> None:
+    """Convolutions, BatchNorm with its buffers, Linear: all initialise themselves."""
+    with torch.device("meta"):
+        model = convnet()
+    assert all(p.is_meta for p in model.parameters())
+    torch.manual_seed(0)
+    Blank(model).fill_all(model)
+    for (name, got), wanted in zip(
+        model.state_dict().items(), convnet().state_dict().values(), strict=True
+    ):
+        assert torch.equal(got, wanted), name
+
+
+def test_tied_parameters_stay_tied() -> None:
+    with torch.device("meta"):
+        one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+        two.weight = one.weight
+    model = nn.Sequential(one, two)
+    Blank(model).fill_all(model)
+    assert one.weight is two.weight and not one.weight.is_meta
+
+
+def test_a_job_trains_such_a_model() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(6, 3)
+    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+    step = job.step(model, nn.functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1))
+    batch = (torch.ones(4, 6), torch.zeros(4, dtype=torch.long))
+    assert float(step(batch)) > float(step(batch)) > 0
+
+
+def test_a_module_that_cannot_fill_itself_is_refused_by_name() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Bare())
+    with pytest.raises(BadInput, match=r"1 \(Bare\) was built on the meta device and has no reset"):
+        Blank(model)

@@ -1,0 +1,177 @@
+"""The weights of gossip: doubly stochastic, connected, and as fast as their eigenvalue says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import StrategyError
+from shoal.schedules.edges import write_edges
+from shoal.schedules.mixing import Mixing, mixing_for
+from shoal.strategy import GRAPHS, gossip, parse
+
+EVERYWHERE = [graph for graph in GRAPHS if graph != "hypercube"]
+
+
+def assert_doubly_stochastic(mixing: Mixing) -> None:
+    for weights in mixing.matrices:
+        assert weights.min() >= 0
+        np.testing.assert_allclose(weights.sum(axis=0), 1, atol=1e-12)
+        np.testing.assert_allclose(weights.sum(axis=1), 1, atol=1e-12)
+
+
+@given(graph=st.sampled_from(EVERYWHERE), workers=st.integers(1, 40))
+@settings(deadline=None)
+def test_every_named_graph_is_doubly_stochastic_and_converges(graph: str, workers: int) -> None:
+    mixing = mixing_for(graph, workers)
+    assert mixing.workers == workers
+    assert_doubly_stochastic(mixing)
+    assert mixing.second_eigenvalue < 1
+
+
+@given(dimension=st.integers(0, 6))
+def test_so_is_a_hypercube(dimension: int) -> None:
+    assert_doubly_stochastic(mixing_for("hypercube", 1 << dimension))
+
+
+@given(seed=st.integers(0, 10_000), workers=st.integers(3, 30))
+@settings(deadline=None)
+def test_so_is_any_connected_graph(seed: int, workers: int) -> None:
+    graph = nx.gnp_random_graph(workers, 0.3, seed=seed)
+    graph.add_edges_from(nx.path_graph(workers).edges)
+    assert_doubly_stochastic(mixing_for(write_edges(graph), workers))
+
+
+@given(hops=st.sets(st.integers(1, 9), min_size=1), workers=st.integers(10, 20))
+@settings(deadline=None)
+def test_so_is_a_directed_graph_with_as_many_edges_in_as_out(hops: set[int], workers: int) -> None:
+    graph = nx.DiGraph((i, (i + hop) % workers) for i in range(workers) for hop in {1, *hops})
+    assert_doubly_stochastic(mixing_for(write_edges(graph), workers))
+
+
+def test_metropolis_hastings_on_a_path_of_three() -> None:
+    """The one in the middle has two neighbours, so edges weigh 1/3."""
+    [weights] = mixing_for("edges:0-1,1-2", 3).matrices
+    third = 1 / 3
+    expected = [[2 * third, third, 0], [third, third, third], [0, third, 2 * third]]
+    np.testing.assert_allclose(weights, expected)
+
+
+def test_one_peer_takes_half_of_another_one_each_step() -> None:
+    mixing = mixing_for("one-peer", 4)
+    assert [mixing.heard_by(3, step) for step in range(3)] == [
+        {3: 0.5, 2: 0.5},
+        {3: 0.5, 1: 0.5},
+        {3: 0.5, 2: 0.5},
+    ]
+    assert [mixing.listeners(3, step) for step in range(2)] == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("graph", "workers", "expected"),
+    [
+        ("ring", 8, 1 / 3 + 2 / 3 * np.cos(2 * np.pi / 8)),
+        ("torus", 16, 1 / 5 + 4 / 5 * (1 + np.cos(np.pi / 2)) / 2),
+        ("hypercube", 16, 1 - 2 / 5),
+        ("exponential", 16, 3 / 5),  # (log n - 1) / (log n + 1)
+        ("star", 10, 1 - 1 / 10),
+        ("complete", 7, 0.0),
+        ("one-peer", 16, 0.0),
+    ],
+)
+def test_second_eigenvalues_are_the_known_ones(graph: str, workers: int, expected: float) -> None:
+    assert mixing_for(graph, workers).second_eigenvalue == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("graph", [*EVERYWHERE, "hypercube"])
+def test_repeated_mixing_contracts_by_the_second_eigenvalue(graph: str) -> None:
+    """Without gradients; over whole periods, from a random start, after the first ones."""
+    mixing = mixing_for(graph, 16)
+    x = np.random.RandomState(0).randn(16, 50)
+    mean, periods = x.mean(axis=0), 30
+    distances = []
+    for step in range(periods * len(mixing.matrices)):
+        x = mixing.at(step) @ x
+        distances.append(np.linalg.norm(x - x.mean(axis=0)))
+    np.testing.assert_allclose(x.mean(axis=0), mean, atol=1e-12)
+    if mixing.second_eigenvalue == 0:
+        assert distances[len(mixing.matrices) - 1] < 1e-12
+        return
+    rate = (distances[-1] / distances[9]) ** (1 / (len(distances) - 10))
+    assert rate == pytest.approx(mixing.second_eigenvalue, rel=0.02)
+
+
+def test_the_expectation_is_a_sentence() -> None:
+    assert mixing_for("ring", 8).expectation == (
+        "a ring of 8: a worker averages with 2 others a step; second eigenvalue 0.805: without "
+        "training the distance between replicas would shrink tenfold every 11 steps"
+    )
+    assert mixing_for("star", 4).expectation.startswith(
+        "a star of 4: a worker averages with 1 to 3 others a step"
+    )
+    assert mixing_for("one-peer", 8).expectation.endswith("would be equal after any 3 steps")
+
+
+def test_equal_weights_are_noticed_whatever_the_graph_is_called() -> None:
+    assert mixing_for("complete", 5).is_uniform and mixing_for("ring", 3).is_uniform
+    assert not mixing_for("ring", 4).is_uniform
+    assert not mixing_for("one-peer", 4).is_uniform
+
+
+def test_a_graph_in_two_parts_is_refused_with_its_parts() -> None:
+    with pytest.raises(StrategyError) as caught:
+        parse('gossip(graph="edges:0-1,2-3,3-4")').layout(5)
+    assert str(caught.value) == (
+        "gossip over the graph edges:0-1,2-3,3-4 cannot converge: it is not connected, its parts "
+        "are the workers {0, 1}, {2, 3, 4}; no path leads from one to another, so each would "
+        "train a model of its own"
+    )
+
+
+@pytest.mark.parametrize(
+    ("graph", "workers", "sentence"),
+    [
+        ("edges:0>1,1>2,2>1", 3, r"not strongly connected, its parts are the workers \{0\}, \{1, "),
+        ("edges:0-1", 3, r"its parts are the workers \{0, 1\}, \{2\}"),
+        ("edges:0-1:0,1-2:0.5", 3, r"its parts are the workers \{0\}, \{1, 2\}"),
+        ("edges:0-1,1-2", 2, "has a worker 2, and there are 2 replicas: 0 to 1"),
+        ("edges:0>1,1>2,2>0,0>2", 3, "worker 0 hears 1 others and is heard by 2"),
+        ("edges:0-1:0.5,1-2:0.6", 3, "row 1, what worker 1 takes of others.* adds up to 1.1"),
+        ("edges:0>1:0.5,1>2:0.5,2>0:0.25", 3, "column 0, what worker 0 gives to .* 1.25 instead"),
+        ("edges:0-1:0.5,1-1:0.4", 2, "row 1, .* adds up to 0.9 instead of 1"),
+        ("edges:0-1:1", 2, "its second eigenvalue is 1"),
+        ("hypercube", 6, "a power of two of replicas, and there are 6: take 4 or 8"),
+        ("random-regular(degree=3)", 5, "no connected graph of 5 replicas where each has 3"),
+        ("random-regular(degree=1)", 4, "no connected graph of 4 replicas where each has 1"),
+        ("ring", 513, "at most 512 replicas"),
+    ],
+)
+def test_what_cannot_converge_is_refused(graph: str, workers: int, sentence: str) -> None:
+    with pytest.raises(StrategyError, match=sentence):
+        gossip(graph=graph).check(workers)
+
+
+def test_given_weights_are_taken_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "weights.csv"
+    path.write_text("0 > 1 0.5\n1 > 2 0.5\n2 > 0 0.5\n")
+    [weights] = mixing_for(str(path), 3).matrices
+    np.testing.assert_array_equal(weights, [[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0.5, 0.5]])
+
+
+def test_a_random_regular_graph_depends_on_its_seed_alone() -> None:
+    one, again, other = (
+        mixing_for(f"random-regular(degree=3, seed={seed})", 16).matrices[0] for seed in (1, 1, 2)
+    )
+    assert np.array_equal(one, again) and not np.array_equal(one, other)
+    assert set((one > 0).sum(axis=0)) == {4}
+
+
+def test_a_torus_is_as_square_as_can_be() -> None:
+    assert mixing_for("torus", 12).name == "a torus of 3 x 4"
+    assert mixing_for("torus", 7).name == "a torus of 1 x 7"
+    assert np.allclose(mixing_for("torus", 7).matrices[0], mixing_for("ring", 7).matrices[0])

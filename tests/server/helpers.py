@@ -1,0 +1,76 @@
+"""Servers as threads, and clients of a small model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.replica.flat import FlatParams
+from shoal.server.admission import Rule
+from shoal.server.client import Client
+from shoal.server.messages import Commit
+from shoal.server.optimizers import Named
+from shoal.server.secret import fresh_secret
+from shoal.server.server import Server
+from shoal.sync.ps import specs_of
+
+SECRET = fresh_secret()
+MODEL = 7
+
+
+@contextmanager
+def servers(count: int = 1, tcp: bool = False) -> Iterator[list[Server]]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-ps-")))
+        addresses = [
+            "tcp:127.0.0.1:0" if tcp else f"unix:{folder}/server-{i}.sock" for i in range(count)
+        ]
+        yield [stack.enter_context(Server(address, SECRET)) for address in addresses]
+
+
+@contextmanager
+def launched(
+    monkeypatch: pytest.MonkeyPatch, count: int, tcp: bool = False
+) -> Iterator[list[Server]]:
+    """As if a launcher had started that many servers."""
+    with servers(count, tcp) as found:
+        monkeypatch.setenv("SHOAL_SERVERS", ",".join(server.address for server in found))
+        monkeypatch.setenv("SHOAL_SECRET", SECRET.hex())
+        yield found
+
+
+def flat_of() -> FlatParams:
+    torch.manual_seed(0)
+    return FlatParams(nn.Linear(3, 5).named_parameters())
+
+
+def client_of(
+    found: list[Server], rank: int, rule: Rule, secret: bytes = SECRET, **options: Any
+) -> Client:
+    flat = flat_of()
+    named = options.get("named", Named("SGD", {"lr": 1.0}))
+    addresses = [server.address for server in found]
+    specs = specs_of(flat, rule, addresses, named, options.get("clip_norm"), None)
+    return Client(rank, MODEL, addresses, secret, specs)
+
+
+def fill(client: Client, value: float) -> tuple[Commit, Tensor]:
+    """Gradients that are `value` everywhere, ready to be committed as the first step."""
+    client.out[0].fill_(value)
+    client.push(slice(0, client.size))
+    heads = torch.ones(1, 1 + client.specs[0].parameters)
+    return Commit(0, 0, 1.0), heads
+
+
+def weights(client: Client, version: int = 0) -> Tensor:
+    for future in client.pull(None, version):
+        future.result()
+    spec = client.specs
+    return client.inbox[spec[0].start : spec[-1].stop].clone()

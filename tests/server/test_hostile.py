@@ -1,0 +1,482 @@
+"""Bytes that mean harm: the server answers or closes, counts them, and serves the others."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from shoal.server import segment
+from shoal.server.admission import Rule
+from shoal.server.client import Client
+from shoal.server.connection import Connection, connect
+from shoal.server.frames import HEADER_BYTES, Header, Kind, Refused, encode, pack, unpack, verify
+from shoal.server.handshake import NotProven, introduce
+from shoal.server.messages import (
+    Challenge,
+    Commit,
+    Hello,
+    Lane,
+    Pull,
+    Spec,
+    State,
+    Value,
+)
+from shoal.server.remote_rows import ServerStore
+from shoal.server.rows import RowOptimizer, TableSpec
+from shoal.server.secret import fresh_nonce, fresh_secret, proof
+from shoal.server.server import MOST_REASONS, MOST_STRANGERS, Server
+from tests.server.helpers import MODEL, SECRET, client_of, fill, servers, weights
+
+ASYNC = Rule(2, at_once=True)
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@contextmanager
+def victim() -> Iterator[tuple[Server, Client]]:
+    """A server with one honest worker, which is served at the end as at the start."""
+    with servers() as found:
+        client = client_of(found, 0, ASYNC)
+        try:
+            before = weights(client)
+            yield found[0], client
+            assert torch.equal(weights(client), before)
+            assert client.commit(*fill(client, 1.0)).verdict == "admitted"
+            assert torch.any(weights(client) == -1.0)
+            client.leave()
+        finally:
+            client.close()
+
+
+def stranger(server: Server) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(server.address.removeprefix("unix:"))
+    sock.settimeout(10.0)
+    return sock
+
+
+def is_closed_by_server(sock: socket.socket) -> bool:
+    """Reads to the end; whatever the server says comes before it."""
+    with suppress(ConnectionResetError):
+        while sock.recv(1 << 16):
+            pass
+    return True
+
+
+def member(server: Server, lane: Lane, worker: int = 1) -> tuple[Connection, Header]:
+    """A connection that has proven the secret, of a worker that has joined."""
+    connection = connect(server.address)
+    header = Header(Kind.HELLO, worker, MODEL, 99)
+    introduce(connection, SECRET, lane, header)
+    return connection, header
+
+
+def joined(server: Server, client: Client, lane: Lane) -> tuple[Connection, Connection, Header]:
+    """Control and another connection of worker 1, whose gradients go over the wire."""
+    control, header = member(server, "control")
+    control.send(header._replace(kind=Kind.SETUP), encode(client.specs[0]))
+    assert control.receive(1 << 10)[0].kind is Kind.OK
+    other, _ = member(server, lane)
+    return control, other, header
+
+
+def refused(server: Server) -> int:
+    return sum(server.refused.values())
+
+
+def wait_refused(server: Server, count: int) -> None:
+    deadline = time.monotonic() + 10
+    while refused(server) < count:
+        assert time.monotonic() < deadline, "the server did not count it"
+        time.sleep(0.005)
+
+
+# ---- before the secret is proven ----------------------------------------------------------------
+
+
+def test_a_wrong_secret_is_refused() -> None:
+    with victim() as (server, _), pytest.raises(NotProven, match="does not prove the secret"):
+        client_of([server], 1, ASYNC, secret=fresh_secret())
+
+
+def test_a_server_without_the_secret_is_refused() -> None:
+    """The worker asks for a proof as well."""
+    ours, theirs = socket.socketpair()
+    with Connection(ours).sock, theirs:
+        fake, worker = Connection(theirs), Connection(ours)
+        fake.send(Header(Kind.CHALLENGE), encode(Challenge(fresh_nonce())))
+        fake.send(Header(Kind.WELCOME), msgspec.msgpack.encode({"proof": bytes(32)}))
+        with pytest.raises(NotProven, match="does not know the secret"):
+            introduce(worker, SECRET, "control", Header(Kind.HELLO))
+
+
+def test_no_frame_counts_before_hello() -> None:
+    with victim() as (server, client):
+        for kind in Kind:
+            if kind is Kind.HELLO:
+                continue
+            with stranger(server) as sock:
+                sock.sendall(pack(Header(kind, 0, MODEL), encode(client.specs[0])[:400]))
+                assert is_closed_by_server(sock)
+        wait_refused(server, len(Kind) - 1)
+
+
+def test_a_replayed_hello_is_refused() -> None:
+    with victim() as (server, _):
+        header = Header(Kind.HELLO, 1, MODEL, 5)
+        connection = connect(server.address)
+        _, meta = connection.receive(512)
+        nonce, own = msgspec.msgpack.decode(meta, type=Challenge).nonce, fresh_nonce()
+        said = (own, b"control", pack(header))
+        frame = pack(header, encode(Hello(own, "control", proof(SECRET, "worker", nonce, *said))))
+        connection.sock.sendall(frame)
+        assert connection.receive(512)[0].kind is Kind.WELCOME
+        with stranger(server) as sock:
+            sock.sendall(frame)  # what somebody has overheard
+            assert is_closed_by_server(sock)
+        assert server.refused["a hello that does not prove the secret"] == 1
+        connection.close()
+
+
+def test_200_connections_that_say_nothing() -> None:
+    with victim() as (server, client):
+        before = resident_mb()
+        silent = [stranger(server) for _ in range(200)]
+        assert torch.equal(weights(client), weights(client))
+        wait_refused(server, 200 - MOST_STRANGERS)
+        assert len(server._strangers) <= MOST_STRANGERS
+        assert resident_mb() - before < 50
+        for sock in silent:
+            sock.close()
+
+
+@pytest.mark.parametrize("field", ["payload", "meta"])
+@pytest.mark.parametrize("size", [2**63, 2**64 - 1, 1 << 31])
+def test_lengths_that_nobody_can_mean(field: str, size: int) -> None:
+    with victim() as (server, _):
+        before = resident_mb()
+        frame = bytearray(pack(Header(Kind.HELLO, 1, MODEL)))
+        if field == "payload":
+            struct.pack_into("<Q", frame, 48, size)
+        else:
+            struct.pack_into("<I", frame, 56, size & 0xFFFFFFFF)
+        with stranger(server) as sock:
+            sock.sendall(frame)
+            assert is_closed_by_server(sock)
+        assert resident_mb() - before < 50
+
+
+def test_bad_magic_and_truncated_frames() -> None:
+    with victim() as (server, _):
+        frame = pack(Header(Kind.HELLO, 1, MODEL), b"x" * 40)
+        for cut in range(0, len(frame), 5):
+            with stranger(server) as sock:
+                sock.sendall(frame[:cut])
+        with stranger(server) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
+            assert is_closed_by_server(sock)
+        assert server.refused["this is no frame of Shoal"] == 1
+
+
+# ---- from somebody who knows the secret, or has taken over who does -----------------------------
+
+
+Attack = Callable[[Connection, Header, Client], None]
+
+
+def _send(
+    kind: Kind, lane: Lane, meta: bytes = b"", payload: int = 0, **fields: int
+) -> tuple[Lane, Attack]:
+    def attack(connection: Connection, header: Header, client: Client) -> None:
+        named = header._replace(kind=kind, payload_bytes=payload, **fields)
+        connection.sock.sendall(pack(named, meta))
+
+    return lane, attack
+
+
+def _state(**change: object) -> bytes:
+    value = {"cut": 0, "key": "exp_avg", "dtype": "float32", "shape": [5, 3], **change}
+    return msgspec.msgpack.encode({"steps": 0, "tensors": [value]})
+
+
+ATTACKS: dict[str, tuple[Lane, Attack]] = {
+    "gradients beyond the slice": _send(Kind.BUCKET, "push", payload=400, sequence=1),
+    "an offset beyond the slice": _send(Kind.BUCKET, "push", payload=4, sequence=1, argument=2**63),
+    "half an element": _send(Kind.BUCKET, "push", payload=3, sequence=1),
+    "2**63 bytes of gradients": _send(Kind.BUCKET, "push", payload=2**63, sequence=1),
+    "a push of the future": _send(Kind.BUCKET, "push", payload=4, sequence=9),
+    "a head that is too long": _send(
+        Kind.COMMIT, "push", encode(Commit(0, 0, 1.0)), payload=10**9, sequence=1
+    ),
+    "a commit of no form": _send(Kind.COMMIT, "push", b"\xc1" * 9, payload=12, sequence=1),
+    "a negative step": _send(
+        Kind.COMMIT,
+        "push",
+        msgspec.msgpack.encode({"step": -1, "version": 0, "share": 1.0}),
+        payload=12,
+        sequence=1,
+    ),
+    "another worker's name": _send(Kind.PULL, "pull", encode(Pull(None, 0)), worker=0),
+    "another incarnation": _send(Kind.PULL, "pull", encode(Pull(None, 0)), incarnation=3),
+    "another model": _send(Kind.PULL, "pull", encode(Pull(None, 0)), model=8),
+    "another epoch": _send(Kind.PULL, "pull", encode(Pull(None, 0)), epoch=1),
+    "a push where one pulls": _send(Kind.COMMIT, "pull", encode(Commit(0, 0, 1.0))),
+    "a payload where none belongs": _send(Kind.PULL, "pull", encode(Pull(None, 0)), payload=2**40),
+    "state of 2**60 elements": _send(
+        Kind.STATE_SET, "pull", _state(shape=[2**20, 2**20, 2**20]), payload=16
+    ),
+    "an element count that overflows": _send(
+        Kind.STATE_SET, "pull", _state(shape=[2**62, 2**62, 2**62, 16]), payload=0
+    ),
+    "state of a negative shape": _send(Kind.STATE_SET, "pull", _state(shape=[-5, -3]), payload=60),
+    "state of a parameter that is not here": _send(
+        Kind.STATE_SET, "pull", _state(cut=77), payload=60
+    ),
+    "a dtype that is no number": _send(Kind.STATE_SET, "pull", _state(dtype="object"), payload=60),
+    "bytes that are not what the state says": _send(
+        Kind.STATE_SET,
+        "pull",
+        encode(State(0, (Value(0, "exp_avg", "float32", (5, 3)),))),
+        payload=8,
+    ),
+    "metadata of 2**31 bytes": (
+        "pull",
+        lambda connection, header, client: connection.sock.sendall(
+            pack(header._replace(kind=Kind.PULL))[:56] + struct.pack("<II", 2**31, 0)
+        ),
+    ),
+    "a field too many": _send(
+        Kind.PULL, "pull", msgspec.msgpack.encode({"step": None, "version": 0, "more": 1})
+    ),
+    "lists in lists in lists": _send(Kind.PULL, "pull", b"\x91" * 60_000),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_worker_that_means_harm_is_refused(name: str) -> None:
+    lane, attack = ATTACKS[name]
+    with victim() as (server, client):
+        before = resident_mb()
+        control, connection, header = joined(server, client, lane)
+        attack(connection, header, client)
+        connection.sock.settimeout(10.0)
+        answer, _ = connection.receive(1 << 16)
+        assert answer.kind is Kind.ERROR
+        assert is_closed_by_server(connection.sock)
+        assert refused(server) == 1
+        assert resident_mb() - before < 50
+        connection.close()
+        control.close()
+
+
+def _setup(connection: Connection, header: Header, spec: object, handle: int | None = None) -> None:
+    meta, named = msgspec.msgpack.encode(spec), header._replace(kind=Kind.SETUP)
+    if handle is None:
+        connection.send(named, meta)
+    else:
+        connection.send_descriptor(named, meta, handle)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size": 2**60, "stop": 2**60},
+        {"start": 2**61},
+        {"stop": 2**61},
+        {"dtype": "object"},
+        {"optimizer": {"name": "LBFGS", "options": {}}},
+        {"optimizer": {"name": "__class__", "options": {}}},
+        {"optimizer": {"name": "SGD", "options": {"lr": -1.0}}},
+        {"optimizer": {"name": "SGD", "options": {"nonsense": 1.0}}},
+        {"optimizer": {"name": "SGD", "options": {"lr": "0.1"}}},
+        {"microbatches": 3},
+        {"rule": {"workers": 2**40}},
+        {"parameters": 2**40},
+        {"cuts": [{"parameter": 0, "start": 0, "first_row": 0, "shape": [2**40]}]},
+        {"cuts": [{"parameter": 9, "start": 16, "first_row": 0, "shape": [1]}]},
+        {"cuts": [{"parameter": 0, "start": -16, "first_row": 0, "shape": [1]}]},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_model_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
+    with victim() as (server, client):
+        before = resident_mb()
+        connection = connect(server.address)
+        header = Header(Kind.HELLO, 0, MODEL + 1, 4)
+        introduce(connection, SECRET, "control", header)
+        spec = {**msgspec.to_builtins(client.specs[0]), **change}
+        _setup(connection, header, spec)
+        assert connection.receive(1 << 16)[0].kind is Kind.ERROR
+        assert MODEL + 1 not in server.models
+        assert resident_mb() - before < 50
+        connection.close()
+
+
+def test_memory_that_is_not_sealed_or_of_another_size_is_refused(tmp_path: Path) -> None:
+    with victim() as (server, client):
+        spec: Spec = client.specs[0]
+        right = segment.segment_bytes(client.dtype, spec.size, 1)
+        for name, size in {"unsealed": right, "short": right - 4, "file": right}.items():
+            if name == "file":
+                handle = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+            else:
+                handle = os.memfd_create(name, os.MFD_ALLOW_SEALING)
+            os.ftruncate(handle, size)
+            connection, header = member(server, "control")
+            _setup(connection, header, spec, handle)
+            assert connection.receive(1 << 16)[0].kind is Kind.ERROR, name
+            os.close(handle)
+            connection.close()
+
+
+def test_descriptors_do_not_pile_up() -> None:
+    with victim() as (server, client):
+        control, connection, header = joined(server, client, "pull")
+        open_before = len(os.listdir("/proc/self/fd"))
+        handle = os.memfd_create("many")
+        for _ in range(100):
+            meta = encode(Pull(None, 0))
+            connection.send_descriptor(header._replace(kind=Kind.PULL), meta, handle)
+            answer, _ = connection.receive(1 << 16)
+            connection.read_into(memoryview(bytearray(answer.payload_bytes)))
+        os.close(handle)
+        assert len(os.listdir("/proc/self/fd")) <= open_before + 1
+        connection.close()
+        control.close()
+
+
+# ---- bit flips ----------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_in_header_or_metadata_is_noticed() -> None:
+    """Every single bit of a frame, and 10,000 times several of them."""
+    meta = encode(Commit(3, 2, 0.25, 0.1))
+    frame = pack(Header(Kind.COMMIT, 1, MODEL, 99, 4, 0, 12), meta)
+    chance = random.Random(0)
+    cases = [[bit] for bit in range(8 * len(frame))]
+    cases += [chance.sample(range(8 * len(frame)), chance.randint(1, 8)) for _ in range(10_000)]
+    for bits in cases:
+        damaged = bytearray(frame)
+        for bit in bits:
+            damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Refused):
+            header = unpack(damaged)
+            if header.meta_bytes != len(meta):
+                raise Refused("another length")
+            verify(damaged[:HEADER_BYTES], bytes(damaged[HEADER_BYTES:]), header)
+
+
+def damaged(frame: bytes, chance: random.Random) -> bytes:
+    """The frame with one to eight bits flipped."""
+    copy = bytearray(frame)
+    for bit in chance.sample(range(8 * len(frame)), chance.randint(1, 8)):
+        copy[bit // 8] ^= 1 << bit % 8
+    return bytes(copy)
+
+
+def test_a_server_survives_10000_damaged_conversations() -> None:
+    """A connection each: a hello, or what a worker says after it, with some bits flipped."""
+    with victim() as (server, client):
+        before, chance = resident_mb(), random.Random(1)
+        header = Header(Kind.HELLO, 1, MODEL, 99)
+        frames = [
+            pack(header, encode(Hello(fresh_nonce(), "control", fresh_nonce()))),
+            pack(header._replace(kind=Kind.PULL), encode(Pull(None, 0))),
+            pack(header._replace(kind=Kind.SETUP), encode(client.specs[0])),
+            pack(header._replace(kind=Kind.BUCKET, sequence=1, payload_bytes=60)),
+        ]
+        for _ in range(10_000):
+            with stranger(server) as sock:
+                sock.sendall(damaged(chance.choice(frames), chance))
+                sock.shutdown(socket.SHUT_WR)
+                assert is_closed_by_server(sock)
+        wait_refused(server, 10_000)
+        assert len(server.refused) <= MOST_REASONS + 1, "kinds of refusal, not one for each"
+        assert resident_mb() - before < 50
+
+
+def test_a_member_that_sends_damaged_frames_is_closed_every_time() -> None:
+    with victim() as (server, client):
+        control, header = member(server, "control")
+        control.send(header._replace(kind=Kind.SETUP), encode(client.specs[0]))
+        control.receive(1 << 10)
+        before, chance = resident_mb(), random.Random(2)
+        frame = pack(header._replace(kind=Kind.PULL), encode(Pull(None, 0)))
+        for i in range(500):
+            connection, _ = member(server, "follow" if i % 2 else "pull")
+            connection.sock.sendall(damaged(frame, chance) + bytes(1000))
+            connection.sock.shutdown(socket.SHUT_WR)
+            assert is_closed_by_server(connection.sock)
+            connection.close()
+        assert resident_mb() - before < 50
+        control.close()
+
+
+# ---- rows of tables -----------------------------------------------------------------------------
+
+
+def _rows(table: str, ids: list[int], grads: int = 0, **change: int) -> tuple[bytes, bytes]:
+    meta = msgspec.msgpack.encode({"table": table, "count": len(ids), "lr": 0.1, **change})
+    return meta, struct.pack(f"<{len(ids)}q", *ids) + bytes(4 * grads)
+
+
+@pytest.mark.parametrize(
+    ("lane", "kind", "frame"),
+    [
+        ("rows", Kind.TABLE_PULL, _rows("t", [-1])),
+        ("rows", Kind.TABLE_PULL, _rows("t", [10])),
+        ("rows", Kind.TABLE_PULL, _rows("t", [2**62])),
+        ("rows", Kind.TABLE_PULL, _rows("u", [1])),
+        ("rows", Kind.TABLE_PULL, _rows("t", [1], count=2**61)),
+        ("rows", Kind.TABLE_PULL, _rows("t", [1], count=-1)),
+        ("push", Kind.TABLE_PUSH, _rows("t", [-3], 4)),
+        ("push", Kind.TABLE_PUSH, _rows("t", [11], 4)),
+        ("push", Kind.TABLE_PUSH, _rows("t", [1, 2], 4)),
+        ("push", Kind.TABLE_PUSH, _rows("t", [1], 4, count=2**60)),
+        ("rows", Kind.TABLE_MAKE, (b"\x81\xa4name\xa1x", b"")),
+        ("rows", Kind.TABLE_SET, _rows("t", [1], 4)),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(
+    lane: Lane, kind: Kind, frame: tuple[bytes, bytes]
+) -> None:
+    with victim() as (server, client):
+        before = resident_mb()
+        store = ServerStore(client)
+        store.create(TableSpec("t", 10, 4, optimizer=RowOptimizer("sgd", 0.1)))
+        start = store.pull("t", torch.arange(10))
+        control, connection, header = joined(server, client, lane)
+        meta, payload = frame
+        named = header._replace(kind=kind, payload_bytes=len(payload), sequence=1)
+        connection.sock.sendall(pack(named, meta) + payload)
+        connection.sock.settimeout(10.0)
+        assert connection.receive(1 << 16)[0].kind is Kind.ERROR
+        assert is_closed_by_server(connection.sock)
+        assert torch.equal(store.pull("t", torch.arange(10)), start)
+        assert resident_mb() - before < 50
+        connection.close()
+        control.close()
+
+
+@pytest.mark.parametrize("change", [{"num_rows": 2**62}, {"dim": 2**40}, {"num_rows": -1}])
+def test_tables_that_nobody_can_hold_are_refused(change: dict[str, int]) -> None:
+    with victim() as (server, client):
+        control, connection, header = joined(server, client, "rows")
+        table = {"name": "t", "num_rows": 10, "dim": 4, **change}
+        connection.send(header._replace(kind=Kind.TABLE_MAKE), msgspec.msgpack.encode(table))
+        assert connection.receive(1 << 16)[0].kind is Kind.ERROR
+        connection.close()
+        control.close()

@@ -1,0 +1,132 @@
+"""Pushes and pulls against servers in threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from shoal.errors import BadInput, PeerLost, ShoalError
+from shoal.server.admission import Rule
+from shoal.server.connection import Listener, connect
+from shoal.server.messages import Commit
+from tests.server.helpers import client_of, fill, servers, weights
+
+ASYNC = Rule(2, at_once=True)
+
+
+def drop(*clients: object) -> None:
+    for client in clients:
+        client.leave()  # type: ignore[attr-defined]
+    for client in clients:
+        client.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_push_moves_the_weights_of_all_servers(tcp: bool, count: int) -> None:
+    with servers(count, tcp) as found:
+        client = client_of(found, 0, Rule(1))
+        assert client.shares_memory is not tcp
+        assert client.commit(*fill(client, 2.0)).verdict == "admitted"
+        moved = weights(client, version=1)
+        used = torch.zeros_like(moved, dtype=torch.bool)
+        offset = client.specs[0].start
+        for spec in client.specs:
+            for cut in spec.cuts:
+                start = cut.start - offset
+                used[start : start + torch.Size(cut.shape).numel()] = True
+        assert torch.all(moved[used] == -2.0), "SGD with lr 1 on weights that were 0"
+        drop(client)
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_push_that_is_sent_again_is_not_applied_again(tcp: bool, count: int) -> None:
+    with servers(count, tcp) as found:
+        client, other = client_of(found, 0, ASYNC), client_of(found, 1, ASYNC)
+        ack = client.commit(*fill(client, 1.0))
+        client.settle(ack.position)
+        client.wait_settled()
+        once = weights(client)
+        client.sequence = 0
+        assert client.commit(*fill(client, 1.0)).verdict == "again"
+        assert torch.equal(weights(client), once)
+        client.settle(client.commit(Commit(1, 0, 1.0), fill(client, 1.0)[1]).position)
+        client.wait_settled()
+        assert torch.equal(weights(client), 2 * once)
+        report = found[0].models[7].report()
+        assert report["sent_again"] == 1
+        assert report["workers"]["0"] == {"admitted": 2, "folded": 0, "dropped": 0}
+        drop(client, other)
+
+
+def test_a_push_that_leaves_one_out_is_refused() -> None:
+    with servers() as found:
+        client = client_of(found, 0, Rule(1, at_once=True))
+        client.sequence = 4
+        with pytest.raises(ShoalError, match="push 5 after 0"):
+            client.commit(*fill(client, 1.0))
+        client.close()
+
+
+def test_a_worker_that_dies_ends_a_synchronous_run_for_the_others() -> None:
+    with servers() as found, ThreadPoolExecutor(1) as pool:
+        client, other = client_of(found, 0, Rule(2)), client_of(found, 1, Rule(2))
+        client.commit(*fill(client, 1.0))
+        waiting = pool.submit(weights, client, 1)
+        other.close()  # without leaving
+        with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+            waiting.result(10)
+        client.close()
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_worker_that_leaves_or_dies_lowers_the_quorum(leaves: bool, count: int) -> None:
+    with servers(count) as found, ThreadPoolExecutor(1) as pool:
+        rule = Rule(2, quorum=2)
+        client, other = client_of(found, 0, rule), client_of(found, 1, rule)
+        client.commit(*fill(client, 1.0))
+        waiting = pool.submit(weights, client, 1)
+        if leaves:
+            other.leave()
+        other.close()
+        assert torch.any(waiting.result(10) == -1.0)
+        assert found[0].models[7].report()["lost"] == ([] if leaves else [1])
+        drop(client)
+
+
+def test_a_server_that_ends_is_an_error_that_names_it() -> None:
+    with servers(2) as found:
+        client = client_of(found, 0, Rule(1))
+        found[1].close()
+        with pytest.raises(PeerLost, match="server 1"):
+            client.commit(*fill(client, 1.0))
+        client.close()
+
+
+def test_a_model_is_forgotten_when_its_workers_have_left() -> None:
+    with servers(2) as found:
+        for _ in range(3):
+            client = client_of(found, 0, Rule(1))
+            client.commit(*fill(client, 1.0))
+            drop(client)
+            assert all(server.wait_idle(10) for server in found)
+
+
+def test_workers_that_describe_the_model_differently_are_told() -> None:
+    with servers() as found:
+        client = client_of(found, 0, Rule(2))
+        with pytest.raises(ShoalError, match="do not describe it alike"):
+            client_of(found, 1, Rule(2, at_once=True))
+        client.close()
+
+
+def test_a_listener_beyond_loopback_asks_for_tls_or_a_word() -> None:
+    with pytest.raises(BadInput, match="SHOAL_TRUSTED_NETWORK=1"):
+        Listener("tcp:0.0.0.0:0", {})
+    Listener("tcp:0.0.0.0:0", {"SHOAL_TRUSTED_NETWORK": "1"}).close()
+    with pytest.raises(BadInput, match=r"unix:PATH or tcp:HOST:PORT"):
+        connect("tcp:nowhere")

@@ -1,0 +1,317 @@
+"""Gossip: who sends what to whom, what it converges to, and what is saved."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.errors import BadInput, StrategyError
+from shoal.examples import digits
+from shoal.group.group import Group
+from shoal.job import Job
+from shoal.observe.trace import Recorder
+from shoal.schedules.mixing import mixing_for
+from shoal.step import Step
+from shoal.strategy import parse
+from shoal.sync import gossip
+from shoal.sync.gossip import MixGradients, MixWeights, Neighbours
+from tests.conftest import World
+from tests.models import convnet, mlp, samples
+
+CPU = torch.device("cpu")
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def make(group: Group, model: nn.Module, strategy: str, **options: Any) -> tuple[Job, Step]:
+    job = Job(parse(strategy), group, device=CPU, seed=1)
+    return job, job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
+
+
+# ---- mixing alone -------------------------------------------------------------------------------
+@pytest.mark.parametrize("graph", ["ring", "torus", "exponential", "star", "one-peer"])
+def test_mixing_contracts_by_the_second_eigenvalue_and_keeps_the_mean(
+    world: World, graph: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By messages, in several chunks: the replicas are what the matrices say, step by step."""
+    monkeypatch.setattr(gossip, "CHUNK_BYTES", 256)
+    size, steps = 6, 12
+    mixing = mixing_for(graph, size)
+    start = torch.randn(size, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def body(group: Group) -> Tensor:
+        neighbours, data = Neighbours(group, mixing), start[group.rank].clone()
+        for step in range(steps):
+            neighbours.mix(data, step)
+        return data
+
+    found, expected = torch.stack(world(size, body)), start
+    for step in range(steps):
+        expected = torch.from_numpy(mixing.at(step)) @ expected
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.mean(0), start.mean(0), rtol=0, atol=1e-12)
+    shrunk = (found - start.mean(0)).norm() / (start - start.mean(0)).norm()
+    assert shrunk <= mixing.second_eigenvalue**steps * (4 if graph == "one-peer" else 1) + 1e-12
+
+
+def test_only_neighbours_are_sent_to(world: World) -> None:
+    def body(group: Group) -> set[int]:
+        sent: set[int] = set()
+        send = group.send
+
+        def noted(data: Tensor, dst: int, tag: int = 0) -> Any:
+            sent.add(dst)
+            return send(data, dst, tag)
+
+        group.send = noted  # type: ignore[method-assign]
+        Neighbours(group, mixing_for("ring", 5)).mix(torch.ones(10), 0)
+        return sent
+
+    assert world(5, body) == [{1, 4}, {0, 2}, {1, 3}, {2, 4}, {0, 3}]
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+def bytes_a_step(world: World, size: int, strategy: str) -> list[float]:
+    models = [mlp() for _ in range(size)]
+
+    def body(group: Group) -> float:
+        job, step = make(group, models[group.rank], strategy)
+        for batch in job.batches(samples(64), 32, epochs=2):
+            step(batch)
+        job.evaluate(F.cross_entropy, samples(8))  # no part of training
+        each: float = step.sync.report()["bytes_per_step"]
+        return each
+
+    return world(size, body)
+
+
+def test_bytes_on_a_ring_do_not_grow_with_the_workers(world: World) -> None:
+    at_4, at_8 = (bytes_a_step(world, size, "gossip") for size in (4, 8))
+    padded = 4 * 400  # 355 parameters, each tensor from a cache line on, and the loss
+    assert at_4 == [2 * padded] * 4
+    assert at_8 == [2 * padded] * 8
+
+
+def test_bytes_of_a_star_grow_at_its_root(world: World) -> None:
+    at_4, at_8 = (bytes_a_step(world, size, 'gossip(graph="star")') for size in (4, 8))
+    assert at_4[0] == 3 * at_4[1] and at_8[0] == 7 * at_8[1] and at_4[1] == at_8[1]
+
+
+# ---- training -----------------------------------------------------------------------------------
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def accuracies(world: World, strategy: str) -> tuple[list[float], list[dict[str, Any]]]:
+    """After 4 epochs of digits on 4 workers, as each of them tells it; and their reports."""
+    train_set, test_set = digits.load_digits()
+    models = [perceptron() for _ in range(4)]
+
+    def body(group: Group) -> tuple[float, dict[str, Any]]:
+        job, step = make(group, models[group.rank], strategy)
+        for batch in job.batches(train_set, 64, epochs=4):
+            step(batch)
+        found: float = job.evaluate(digits.metrics, test_set)["accuracy"]
+        job.close()
+        return found, step.sync.report()
+
+    results = world(4, body)
+    return [accuracy for accuracy, _ in results], [report for _, report in results]
+
+
+def test_sparse_graphs_reach_the_accuracy_of_ddp(world: World) -> None:
+    together, _ = accuracies(world, "ddp")
+    assert together[0] > 0.9
+    for graph in ("ring", "torus", "exponential"):
+        found, reports = accuracies(world, f'gossip(graph="{graph}")')
+        assert found == [found[0]] * 4  # everyone tests the mean of all replicas
+        assert found[0] > together[0] - 0.01
+        distances = reports[0]["consensus_distance"]
+        assert [step for step, _ in distances] == [50]
+        assert 0 < distances[0][1] < 1
+
+
+def test_on_equal_weights_gradients_are_averaged(world: World) -> None:
+    models = [mlp() for _ in range(4)]
+
+    def kind(group: Group, graph: str) -> type:
+        return type(make(group, models[group.rank], f'gossip(graph="{graph}")')[1].sync)
+
+    assert world(4, lambda g: kind(g, "complete")) == [MixGradients] * 4
+    assert world(4, lambda g: kind(g, "ring")) == [MixWeights] * 4
+    assert world(3, lambda g: kind(g, "ring")) == [MixGradients] * 3
+
+
+def test_the_loss_is_that_of_the_neighbours_samples(world: World) -> None:
+    """In the first step all replicas are equal: the mean over all of them is the global loss."""
+    models = [mlp() for _ in range(5)]
+
+    def first_loss(group: Group, strategy: str) -> float:
+        job, step = make(group, models[group.rank], strategy)
+        return float(step(next(iter(job.batches(samples(40), 40)))))
+
+    alike = world(5, lambda g: first_loss(g, "gossip"))
+    models = [mlp() for _ in range(5)]
+    whole = world(5, lambda g: first_loss(g, "ddp"))
+    assert sum(alike) / 5 == pytest.approx(whole[0], abs=1e-6)
+    assert len(set(alike)) == 5
+
+
+def test_batchnorm_is_each_replicas_own_and_its_mean_is_evaluated(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [convnet() for _ in range(4)]
+    data = samples(48, (1, 4, 4))
+
+    def body(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+        job, step = make(group, models[group.rank], "gossip")
+        for batch in job.batches(data, 16):
+            step(batch)
+        own = [b.clone() for b in step.model.buffers() if b.is_floating_point()]
+        with step.sync.whole():
+            mean = [b.clone() for b in step.model.buffers() if b.is_floating_point()]
+        back = [b for b in step.model.buffers() if b.is_floating_point()]
+        assert all(map(torch.equal, own, back))
+        return own, mean
+
+    found = world(4, body)
+    assert not torch.equal(found[0][0][0], found[1][0][0])
+    for i, mean in enumerate(found[2][1]):
+        torch.testing.assert_close(mean, torch.stack([own[i] for own, _ in found]).mean(0))
+    assert "BatchNorm sees each replica's own samples" in capsys.readouterr().err
+
+
+# ---- saving -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+def test_a_checkpoint_holds_the_mean_and_training_goes_on_from_where_it_was(
+    world: World, tmp_path: Path, optimizer: Any
+) -> None:
+    models = [mlp() for _ in range(4)]
+
+    def body(group: Group) -> tuple[Tensor, list[Tensor]]:
+        job, step = make(group, models[group.rank], "gossip", optimizer=optimizer)
+        for batch in job.batches(samples(48), 16):
+            step(batch)
+        before = step.flat.data.clone()
+        states = [t.clone() for t in moments(step)]
+        job.save(tmp_path / "model")
+        assert torch.equal(step.flat.data, before)
+        assert all(map(torch.equal, states, moments(step)))
+        return before, states
+
+    found = world(4, body)
+
+    def load(group: Group) -> tuple[Tensor, list[Tensor]]:
+        job, step = make(group, models[group.rank], "gossip", optimizer=optimizer)
+        job.load(tmp_path / "model")
+        return step.flat.data.clone(), [t.clone() for t in moments(step)]
+
+    mean = torch.stack([weights for weights, _ in found]).mean(0)
+    assert not torch.equal(found[0][0], found[1][0])
+    for weights, states in world(4, load):
+        torch.testing.assert_close(weights, mean)
+        for i, state in enumerate(states):
+            torch.testing.assert_close(state, torch.stack([s[i] for _, s in found]).mean(0))
+
+
+def moments(step: Step) -> list[Tensor]:
+    state = step.update.optimizer.state
+    return [t for p in step.flat.params for _, t in sorted(state[p].items()) if t is not None]
+
+
+def test_a_state_that_not_all_replicas_have_stays_out_of_the_mean(world: World) -> None:
+    class Halting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(6, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.first(x)
+            return out + self.second(out) if x[0, 0] > 5 else out
+
+    x, y = torch.zeros(8, 6), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+    x[:2, 0] = 10.0  # rank 0 alone uses the second layer
+    models = [Halting() for _ in range(4)]
+
+    def body(group: Group) -> int:
+        job, step = make(group, models[group.rank], "gossip")
+        for batch in job.batches([(x, y)]):
+            step(batch)
+        with step.sync.whole(optimizer=True):
+            return len(moments_there(step))
+
+    assert world(4, body) == [4, 2, 2, 2]
+
+
+def moments_there(step: Step) -> list[Tensor]:
+    state = step.update.optimizer.state
+    return [t for p in step.flat.params for t in state.get(p, {}).values() if t is not None]
+
+
+# ---- what is said and refused -------------------------------------------------------------------
+def test_what_to_expect_is_said_once(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    models = [mlp() for _ in range(4)]
+    world(4, lambda g: make(g, models[g.rank], "gossip") and None)
+    said = [line for line in capsys.readouterr().err.splitlines() if "eigenvalue" in line]
+    assert said == [
+        "shoal: gossip over a ring of 4: a worker averages with 2 others a step; second "
+        "eigenvalue 0.333: without training the distance between replicas would shrink tenfold "
+        "every 3 steps"
+    ]
+
+
+def test_the_distance_between_replicas_is_traced(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gossip, "MEASURE_EVERY", 2)
+    models = [mlp() for _ in range(4)]
+
+    def body(group: Group) -> list[str]:
+        tracer = Recorder(group.rank, 0)
+        job = Job(parse("gossip"), group, device=CPU, tracer=tracer)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(64), 16):
+            step(batch)
+        report = step.sync.report()["consensus_distance"]
+        assert [at for at, _ in report] == [2, 4]
+        assert step.sync.summary()[0].startswith("gossip: replicas were ")
+        return [s.detail for s in tracer.spans if "consensus" in s.detail]
+
+    details = world(4, body)
+    assert len(details[0]) == 2 and details[0][0].startswith("consensus distance 0.")
+
+
+def test_a_graph_that_differs_between_ranks_is_refused(world: World, tmp_path: Path) -> None:
+    for rank in range(4):
+        lines = "0 1\n1 2\n2 3\n3 0\n" + "0 2\n" * (rank == 3)
+        (tmp_path / f"{rank}.txt").write_text(lines)
+    models = [mlp() for _ in range(4)]
+
+    def body(group: Group) -> None:
+        make(group, models[group.rank], f'gossip(graph="{tmp_path}/{group.rank}.txt")')
+
+    with pytest.raises(BadInput, match="not all ranks have the same graph"):
+        world(4, body)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "error", "sentence"),
+    [
+        ("gossip", {"exact": True}, BadInput, "exact=True adds up every gradient"),
+        ('gossip(graph="edges:0-1,2-3")', {}, StrategyError, r"parts are the workers \{0, 1\}"),
+    ],
+)
+def test_what_gossip_cannot_do_is_a_sentence(
+    world: World, strategy: str, options: Any, error: type[Exception], sentence: str
+) -> None:
+    models = [mlp() for _ in range(4)]
+    with pytest.raises(error, match=sentence):
+        world(4, lambda g: make(g, models[g.rank], strategy, **options))

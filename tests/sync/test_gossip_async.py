@@ -1,0 +1,188 @@
+"""Gossip at everybody's own pace: nobody waits, and a worker that dies is left out."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.errors import BadInput
+from shoal.examples import digits
+from shoal.group.group import Group
+from shoal.job import Job
+from shoal.strategy import parse
+from shoal.sync import gossip_async
+from shoal.sync.gossip_async import AsyncGossip
+from shoal.wire.board import Board
+from tests.conftest import World
+from tests.models import convnet, mlp, samples
+from tests.scripts import shoal
+
+CPU = torch.device("cpu")
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+RING = parse('gossip(mode="async")')
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def test_it_trains(world: World) -> None:
+    train_set, test_set = digits.load_digits()
+    models = [perceptron() for _ in range(4)]
+
+    def body(group: Group) -> dict[str, Any]:
+        job = Job(RING, group, device=CPU, seed=1)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(train_set, 64, epochs=4):
+            step(batch)
+        own = step.flat.data.clone()
+        accuracy = job.evaluate(digits.metrics, test_set)["accuracy"]
+        assert torch.equal(step.flat.data, own)
+        job.close()
+        return {"accuracy": accuracy, "steps": job.steps, **step.sync.report()}
+
+    for found in world(4, body):
+        assert found["accuracy"] > 0.9
+        assert found["steps"] == 96 and found["lost"] == []
+        assert 0 < found["bytes_read"] <= 2 * found["bytes_sent"]
+
+
+def test_when_a_worker_is_killed_the_others_finish(tmp_path: Path) -> None:
+    words = ["run", "digits", "-n", "4", "-s", 'gossip(mode="async")', "--kill", "2@20"]
+    done = shoal(*words, "--report", "report.json", "--", "--epochs", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "shoal: finished by workers 0, 1 and 3, without worker 2" in done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [rank and rank["steps"] for rank in report["ranks"]] == [48, 48, None, 48]
+    for rank in (0, 1, 3):
+        assert report["ranks"][rank]["sync"][0]["lost"] == [2]
+    accuracy = float(done.stdout.split("test accuracy ")[1].split("%")[0])
+    assert accuracy > 80
+
+
+def alone(group: Group, model: nn.Module) -> AsyncGossip:
+    step = Job(RING, group, device=CPU).step(model, F.cross_entropy, optimizer=SGD)
+    assert isinstance(step.sync, AsyncGossip)
+    return step.sync
+
+
+def test_the_share_of_a_silent_neighbour_goes_to_the_own_weights(world: World) -> None:
+    """On a ring of 4 each takes a third; rank 1 lays out fives, rank 3 nothing."""
+    models = [mlp() for _ in range(4)]
+
+    def body(group: Group) -> list[float]:
+        sync, found = alone(group, models[group.rank]), []
+        sync.flat.data.fill_({1: 5.0}.get(group.rank, 2.0))
+        if group.rank == 1:
+            sync._lay_out()
+        group.barrier().wait()
+        if group.rank == 0:
+            for _ in range(2):  # the second time there is nothing new
+                sync._mix()
+                found.append(round(float(sync.flat.data[-1]), 5))
+        group.barrier().wait()
+        sync.close()
+        return found
+
+    assert world(4, body)[0] == [3.0, 3.0]
+
+
+def test_one_that_has_finished_counts_in_the_mean_and_is_not_waited_for(world: World) -> None:
+    models = [mlp() for _ in range(4)]
+
+    def body(group: Group) -> float:
+        sync = alone(group, models[group.rank])
+        sync.flat.data.fill_(float(group.rank))
+        sync._lay_out()
+        if group.rank == 3:
+            sync.close()
+        group.barrier().wait()
+        mean = 0.0
+        if group.rank == 0:
+            for _ in range(2):
+                sync._lay_out()  # further than rank 3 will ever be
+            sync.lost |= {1, 2}
+            with sync.whole():
+                mean = float(sync.flat.data[-1])
+            assert float(sync.flat.data[-1]) == 0.0
+        group.barrier().wait()
+        if group.rank != 3:
+            sync.close()
+        return mean
+
+    assert world(4, body)[0] == 1.5
+
+
+def test_neither_a_count_nor_batches_of_the_script_need_the_others(world: World) -> None:
+    """What the global batch counts is not known here: each takes its part for an equal one."""
+    models = [mlp() for _ in range(4)]
+
+    def body(group: Group) -> float:
+        job = Job(RING, group, device=CPU)
+        step = job.step(
+            models[group.rank], F.cross_entropy, optimizer=SGD, count=lambda b: len(b[1])
+        )
+        if group.rank == 0:  # alone: a collective would wait for the others forever
+            [batch] = job.batches([samples(40).tensors])
+            loss = float(step(batch))
+        group.barrier().wait()
+        job.close()
+        return loss if group.rank == 0 else 0.0
+
+    assert world(4, body)[0] == pytest.approx(1.1, abs=0.3)
+
+
+def test_buffers_are_averaged_for_an_evaluation(world: World) -> None:
+    models = [convnet() for _ in range(4)]
+
+    def body(group: Group) -> tuple[Tensor, Tensor]:
+        job = Job(RING, group, device=CPU)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(48, (1, 4, 4)), 16):
+            step(batch)
+        [own, *_] = [b.clone() for b in step.model.buffers()]
+        with step.sync.whole():
+            [mean, *_] = [b.clone() for b in step.model.buffers()]
+        assert torch.equal(next(step.model.buffers()), own)
+        job.close()
+        return own, mean
+
+    found = world(4, body)
+    expected = torch.stack([own for own, _ in found]).mean(0)
+    for _, mean in found:
+        torch.testing.assert_close(mean, expected)
+
+
+def test_without_common_memory_it_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Board, "meet", classmethod(lambda cls, *args: None))
+    models = [mlp() for _ in range(2)]
+    with pytest.raises(BadInput, match='take mode="sync"'):
+        world(2, lambda group: alone(group, models[group.rank]))
+
+
+def test_distances_to_neighbours_are_recorded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gossip_async, "MEASURE_EVERY", 1)
+    models = [mlp() for _ in range(4)]
+
+    def body(group: Group) -> list[list[float]]:
+        job = Job(RING, group, device=CPU)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(64), 16):
+            step(batch)
+            group.barrier().wait()  # so that there is always something to read
+        job.close()
+        found: list[list[float]] = step.sync.report()["distance_to_neighbours"]
+        return found
+
+    for distances in world(4, body):
+        assert distances and all(distance > 0 for _, distance in distances)

@@ -1,0 +1,356 @@
+"""The parameter server under a job: equal where everybody is waited for, bounded elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from shoal.errors import BadInput, PeerLost
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.step import Step
+from shoal.strategy import parse
+from shoal.sync.ps import ParameterServer
+from tests.conftest import World
+from tests.models import convnet, mlp, samples
+from tests.server.helpers import launched
+from tests.test_equal import ADAMW, SGD, Halting, assert_equal_to_single, train
+
+CPU = torch.device("cpu")
+
+
+def sync_of(step: Step) -> ParameterServer:
+    assert isinstance(step.sync, ParameterServer)
+    return step.sync
+
+
+# ---- synchronous: the result of one device ------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("update", ["server", "worker"])
+@pytest.mark.parametrize(("count", "size"), [(1, 2), (2, 4), (3, 2)])
+def test_servers_equal_one_device(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    size: int,
+    update: str,
+    optimizer: Any,
+) -> None:
+    strategy = f'ps(servers={count}, update="{update}")'
+    with launched(monkeypatch, count):
+        options = {"optimizer": optimizer, "clip_norm": 0.1}
+        assert_equal_to_single(world, size, strategy, mlp, samples(50), 12, **options)
+
+
+@pytest.mark.parametrize("update", ["server", "worker"])
+def test_tcp_equals_one_device(world: World, monkeypatch: pytest.MonkeyPatch, update: str) -> None:
+    with launched(monkeypatch, 2, tcp=True):
+        strategy = f'ps(servers=2, update="{update}")'
+        options = {"accumulate": 2, "lr": lambda step: 0.1 / (1 + step)}
+        assert_equal_to_single(world, 2, strategy, mlp, samples(50), 12, **options)
+
+
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+def test_staleness_0_equals_one_device(world: World, placement: str) -> None:
+    strategy = f'ps(staleness=0, placement="{placement}")'
+    assert_equal_to_single(world, 3, strategy, convnet, samples(66, (1, 4, 4)), 20)
+
+
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+def test_a_parameter_without_gradient_is_left_alone(world: World, placement: str) -> None:
+    assert_equal_to_single(world, 2, f'ps(placement="{placement}")', Halting, samples(40), 10)
+
+
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+@pytest.mark.parametrize(("size", "microbatches"), [(1, 6), (2, 6), (3, 6), (4, 8)])
+def test_exact_gives_the_same_bits(
+    world: World, size: int, microbatches: int, placement: str
+) -> None:
+    options = {"exact": True, "microbatches": microbatches, "clip_norm": 0.1}
+    data = samples(64, (1, 4, 4))
+    alone = train(SoloGroup(), "single", convnet(), data, 24, **options)
+    models = [convnet() for _ in range(size)]
+    strategy = f'ps(placement="{placement}")'
+    together = world(size, lambda g: train(g, strategy, models[g.rank], data, 24, **options))
+    for losses, state in together:
+        assert losses == alone[0]
+        for name, tensor in alone[1].items():
+            assert torch.equal(state[name], tensor), name
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (lambda named: torch.optim.SGD(named, lr=0.1), "use functools.partial of a torch.optim"),
+        (partial(torch.optim.SGD, lr=torch.tensor(0.1)), "no plain number"),
+        (partial(torch.optim.SparseAdam, lr=0.1), "use functools.partial of a torch.optim"),
+    ],
+)
+def test_an_optimizer_without_a_name_is_refused(optimizer: Any, words: str) -> None:
+    job = Job(parse('ps(placement="rank0")'), SoloGroup(), device=CPU)
+    with pytest.raises(BadInput, match=words):
+        job.step(mlp(), F.cross_entropy, optimizer=optimizer)
+
+
+def test_workers_that_update_take_any_optimizer(world: World) -> None:
+    options = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1)}
+    strategy = 'ps(placement="rank0", update="worker")'
+    assert_equal_to_single(world, 2, strategy, mlp, samples(30), 10, **options)
+
+
+def test_exact_without_waiting_is_refused() -> None:
+    job = Job(parse('ps(placement="rank0", mode="async")'), SoloGroup(), device=CPU)
+    with pytest.raises(BadInput, match="exact=True needs every worker"):
+        job.step(mlp(), F.cross_entropy, optimizer=SGD, exact=True)
+
+
+# ---- bounded staleness, quorum, async -----------------------------------------------------------
+
+
+class Slow(nn.Module):
+    """Waits before each forward, as a busy machine does."""
+
+    def __init__(self, pause_s: list[float]) -> None:
+        super().__init__()
+        self.net, self.pause_s = mlp(), pause_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.pause_s:
+            time.sleep(self.pause_s.pop())
+        out: Tensor = self.net(x)
+        return out
+
+
+def run(
+    group: Group, strategy: str, model: nn.Module, steps: int, each: Any = None
+) -> tuple[ParameterServer, list[float]]:
+    """Learn which of the first three features is the largest."""
+    job = Job(parse(strategy), group, device=CPU)
+    step = job.step(model, F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.5))
+    losses = []
+    inputs = samples(24).tensors[0]
+    data = TensorDataset(inputs, inputs[:, :3].argmax(1))
+    for batch in job.batches(data, 12, epochs=steps, steps=steps):
+        losses.append(float(step(batch)))
+        if each is not None:
+            each(group.rank, step)
+    job.close()
+    return sync_of(step), losses
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+def test_no_pull_is_ahead_of_the_slowest_by_more_than_the_bound(
+    world: World, staleness: int, placement: str
+) -> None:
+    generator = torch.Generator().manual_seed(staleness)
+    pauses = torch.rand(3, 30, generator=generator) * 0.01 * torch.tensor([[1.0], [3], [0.1]])
+    models = [Slow(pauses[r].tolist()) for r in range(3)]
+    strategy = f'ps(staleness={staleness}, placement="{placement}")'
+    found = world(3, lambda g: run(g, strategy, models[g.rank], 30)[0])
+    clocks = [(step, slowest) for sync in found for step, slowest in sync.pulls]
+    assert len(clocks) >= 3 * 29
+    assert max(step - slowest for step, slowest in clocks) <= staleness
+    assert max(step - slowest for step, slowest in clocks) > 0, "the delays made some run ahead"
+    report = found[0].report()["servers"][0]
+    assert all(int(ahead) <= staleness for ahead in report["steps_ahead"])
+    assert sum(w["admitted"] for w in report["workers"].values()) == 90
+
+
+@pytest.mark.parametrize("late", ["drop", "fold"])
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+def test_a_quorum_goes_on_without_the_slow_worker(world: World, late: str, placement: str) -> None:
+    """Worker 2 starts its first step and finishes it only when the others have done eight."""
+    ahead = threading.Event()
+
+    class Stuck(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.waited = mlp(), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.waited:
+                self.waited = ahead.wait(30)
+            out: Tensor = self.net(x)
+            return out
+
+    models: list[nn.Module] = [mlp(), mlp(), Stuck()]
+    strategy = f'ps(quorum=0.6, late="{late}", placement="{placement}")'
+
+    def each(rank: int, step: Step) -> None:
+        if rank == 0 and step.steps == 8:
+            ahead.set()
+
+    found = world(3, lambda g: run(g, strategy, models[g.rank], 20, each)[0])
+    workers = found[0].report()["servers"][0]["workers"]
+    kept, other = ("folded", "dropped") if late == "fold" else ("dropped", "folded")
+    assert workers["2"][kept] >= 1
+    assert sum(w[other] for w in workers.values()) == 0
+    assert found[2].skipped >= 6
+    for rank, sync in enumerate(found):
+        pushed = sum(workers[str(rank)].values())
+        assert pushed + sync.skipped == 20
+    assert any("dropped as late" in sentence for sentence in found[0].summary())
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ['ps(mode="async", placement="rank0")', 'ps(mode="async", placement="workers")',
+     'ps(staleness=2, placement="rank0")', 'ps(quorum=0.5, placement="rank0")',
+     'ps(quorum=0.5, late="fold", placement="workers")'],
+)  # fmt: skip
+def test_relaxed_rules_learn(world: World, strategy: str) -> None:
+    models = [mlp() for _ in range(3)]
+    for _, losses in world(3, lambda g: run(g, strategy, models[g.rank], 60)):
+        assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_quorum_of_everybody_equals_one_device(world: World) -> None:
+    """The sum over the admitted is divided by their share: 1 when all of them are there."""
+    alone = train(SoloGroup(), "single", mlp(), samples(50), 12)
+    models = [mlp(), mlp()]
+    strategy = 'ps(quorum=1, placement="rank0")'
+
+    def body(group: Group) -> dict[str, Tensor]:
+        job = Job(parse(strategy), group, device=CPU, seed=3)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(50), 12):
+            step(batch)
+        with step.sync.whole():
+            state = {name: t.detach().clone() for name, t in step.model.state_dict().items()}
+        job.close()
+        return state
+
+    for state in world(2, body):
+        for name, tensor in alone[1].items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_one_asynchronous_worker_equals_one_device(world: World) -> None:
+    assert_equal_to_single(world, 1, 'ps(quorum=1, placement="rank0")', mlp, samples(50), 12)
+
+
+# ---- death --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_dead_worker_is_named_by_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    models = [mlp() for _ in range(3)]
+
+    def body(group: Group) -> str:
+        job = Job(parse(f"ps(servers={count})"), group, device=CPU)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        try:
+            for batch in job.batches(samples(200), 10):
+                if group.rank == 1 and step.steps == 3:
+                    sync_of(step).client.close()  # as a process that is killed
+                    return "dead"
+                step(batch)
+            return "done"
+        except PeerLost as error:
+            return str(error)
+        finally:
+            job.close()
+
+    with launched(monkeypatch, count):
+        found = world(3, body)
+    assert found[1] == "dead"
+    for rank in (0, 2):
+        assert f"rank {rank} lost rank 1" in found[rank]
+
+
+@pytest.mark.parametrize("rule", ["quorum=0.75", 'mode="async"', "staleness=2"])
+def test_the_others_go_on_without_a_dead_worker(
+    world: World, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    models = [mlp() for _ in range(4)]
+
+    def body(group: Group) -> int:
+        job = Job(parse(f"ps({rule}, servers=2)"), group, device=CPU)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(120), 12, epochs=2):
+            if group.rank == 2 and step.steps == 5:
+                sync_of(step).client.close()
+                return -1
+            step(batch)
+        job.close()
+        return step.steps
+
+    with launched(monkeypatch, 2) as found:
+        assert world(4, body) == [20, 20, -1, 20]
+        assert all(server.wait_idle(10) for server in found)
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ('ps(placement="workers")', "ddp"),
+        ("ddp", 'ps(placement="workers")'),
+        ('ps(placement="rank0")', 'ps(placement="workers", update="worker")'),
+        ('ps(quorum=1, placement="workers")', "ddp"),
+    ],
+)
+def test_a_checkpoint_goes_on_under_another_strategy(
+    world: World, tmp_path: Path, first: str, second: str, optimizer: Any
+) -> None:
+    data = samples(60)
+    whole = train(SoloGroup(), "single", mlp(), data, 12, epochs=2, optimizer=optimizer)
+
+    def go(group: Group, model: nn.Module, strategy: str, load: bool) -> dict[str, Tensor]:
+        job = Job(parse(strategy), group, device=CPU, seed=3)
+        step = job.step(model, F.cross_entropy, optimizer=optimizer)
+        if load:
+            job.load(tmp_path / "saved")
+        for batch in job.batches(data, 12, epochs=2, steps=None if load else 4):
+            step(batch)
+        if not load:
+            job.save(tmp_path / "saved")
+            assert not step.update.optimizer.state or "ddp" in strategy or 'worker"' in strategy
+        job.close()
+        return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+    models = [mlp() for _ in range(5)]
+    world(2, lambda g: go(g, models[g.rank], first, False))
+    for state in world(3, lambda g: go(g, models[2 + g.rank], second, True)):
+        for name, tensor in whole[1].items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_evaluation_sees_the_weights_of_the_servers(world: World) -> None:
+    models = [mlp() for _ in range(3)]
+
+    def body(group: Group) -> tuple[float, Tensor]:
+        job = Job(parse('ps(mode="async", placement="rank0")'), group, device=CPU)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(60), 12):
+            step(batch)
+        value = job.evaluate(F.cross_entropy, samples(30))
+        data = step.flat.data.clone()
+        job.close()
+        return float(value), data
+
+    first, *others = world(3, body)
+    for value, data in others:
+        assert value == first[0]
+        assert torch.equal(data, first[1])

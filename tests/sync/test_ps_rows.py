@@ -1,0 +1,121 @@
+"""shoal.Embedding under ps: rows on servers train as on one device."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import shoal
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.strategy import parse
+from tests.conftest import World
+from tests.server.helpers import launched
+
+CPU = torch.device("cpu")
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "adam": partial(torch.optim.Adam, lr=0.01, eps=1e-3),
+}
+
+
+class Clicks(nn.Module):
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = shoal.Embedding(50, 4, padding_idx=3, optimizer=optimizer)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.out(self.rows(ids).mean(1))
+        return out
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    ids = (50 * torch.rand(46, 3, generator=generator) ** 2).long()  # some often, some never
+    return TensorDataset(ids, torch.randint(0, 3, (46,), generator=generator))
+
+
+def go(
+    group: Group,
+    strategy: str,
+    model: Clicks,
+    load: Path | None = None,
+    save: Path | None = None,
+    **options: Any,
+) -> tuple[list[float], Tensor, Tensor]:
+    job = Job(parse(strategy), group, device=CPU, seed=3)
+    step = job.step(model, F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1), **options)
+    if load is not None:
+        job.load(load)
+    losses = [float(step(b)) for b in job.batches(data(), 11, epochs=2, steps=5 if save else None)]
+    if save is not None:
+        job.save(save)
+    with step.sync.whole():
+        rows = model.rows(torch.arange(50)).detach().clone()
+    weight = model.out.weight.detach().clone()
+    group.barrier().wait()  # everybody has looked: the servers may go
+    job.close()
+    return losses, rows, weight
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("count", "size"), [(1, 2), (2, 3), (3, 4)])
+def test_rows_on_servers_train_as_on_one_device(
+    world: World, monkeypatch: pytest.MonkeyPatch, count: int, size: int, optimizer: str
+) -> None:
+    models = [Clicks(OPTIMIZERS[optimizer]) for _ in range(size + 1)]
+    options = {"lr": lambda step: 0.1 / (1 + step), "accumulate": 2}
+    alone = go(SoloGroup(), "single", models[-1], **options)
+    with launched(monkeypatch, count):
+        strategy = f"ps(servers={count})"
+        found = world(size, lambda g: go(g, strategy, models[g.rank], **options))
+    for losses, rows, weight in found:
+        assert losses == pytest.approx(alone[0], abs=2e-5)
+        torch.testing.assert_close(rows, alone[1], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(weight, alone[2], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("single", "ps(servers=2)"), ("ps(servers=2)", "single")]
+)
+def test_rows_that_were_saved_go_on_elsewhere(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: str, second: str
+) -> None:
+    models = [Clicks(OPTIMIZERS["adam"]) for _ in range(5)]
+    alone = go(SoloGroup(), "single", models[0])
+    saved = tmp_path / "saved"
+    size = {"single": 1, "ps(servers=2)": 2}
+    with launched(monkeypatch, 2):
+        world(size[first], lambda g: go(g, first, models[1 + g.rank], save=saved))
+        found = world(size[second], lambda g: go(g, second, models[3 + g.rank], load=saved))
+    for _, rows, weight in found:
+        torch.testing.assert_close(rows, alone[1], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(weight, alone[2], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("rule", ['mode="async"', "staleness=1", "quorum=0.5"])
+def test_rows_learn_where_nobody_waits(
+    world: World, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    models = [Clicks(OPTIMIZERS["adagrad"]) for _ in range(2)]
+    seen = torch.unique(data().tensors[0])
+    seen = seen[seen != 3]
+    with launched(monkeypatch, 2):
+        found = world(2, lambda g: go(g, f"ps({rule}, servers=2)", models[g.rank]))
+    for _, rows, _ in found:
+        assert torch.isfinite(rows).all()
+        assert torch.equal(rows[3], torch.zeros(4)), "the padding stays 0"
+        start = models[0].rows.spec.initial(seen)
+        moved = (rows[seen] - start).abs().amax(1) > 0
+        assert moved.any() if "quorum" in rule else moved.all(), "rows that occur have moved"

@@ -1,0 +1,283 @@
+"""zero(1), zero(2), zero(3): the single-device result, with a share of the state on each rank."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from shoal.errors import BadInput
+from shoal.examples.gpt import GPT, Size, next_token_loss
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.step import Step
+from shoal.strategy import parse
+from tests.conftest import World
+from tests.models import convnet, mlp, samples
+from tests.test_equal import ADAMW, SGD, assert_equal_to_single, train
+
+STAGES = ["zero(1)", "zero(2)", "zero(3)"]
+
+
+class Lamb(torch.optim.Optimizer):
+    """Steps as long as the parameter: it has to see whole parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.norm() * p.grad / (p.grad.norm() + 1e-3)
+
+
+class Recomputed(nn.Module):
+    """Two blocks whose activations are computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = nn.Linear(6, 9), nn.Linear(9, 9), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.first, x, use_reentrant=False)
+        return self.head(checkpoint(lambda y: torch.tanh(self.second(y)), x, use_reentrant=False))
+
+
+class Repeated(nn.Module):
+    """One block that is called three times, and a weight that is used outside its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.again = nn.Linear(6, 9), nn.Linear(9, 9)
+        self.third = nn.Linear(9, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = torch.tanh(self.again(x))
+        return self.third(x) + (x @ torch.cat([self.third.weight, self.third.weight]).t())[:, :3]
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW, Lamb], ids=["sgd", "adamw", "lamb"])
+def test_equals_single_with_clipping_and_accumulation(
+    world: World, strategy: str, size: int, optimizer: Any
+) -> None:
+    assert_equal_to_single(
+        world,
+        size,
+        strategy,
+        mlp,
+        samples(44),
+        12,
+        optimizer=optimizer,
+        accumulate=2,
+        clip_norm=0.1,
+    )
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_more_ranks_than_parameters(world: World, strategy: str) -> None:
+    def two() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(6, 3)
+
+    assert_equal_to_single(world, 4, strategy, two, samples(30), 10, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize("make", [Recomputed, Repeated])
+def test_recomputing_and_sharing(
+    world: World, strategy: str, make: Callable[[], nn.Module]
+) -> None:
+    assert_equal_to_single(world, 3, strategy, make, samples(44), 12, accumulate=2)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_batchnorm_sees_the_global_batch(world: World, strategy: str) -> None:
+    assert_equal_to_single(world, 3, strategy, convnet, samples(44, (1, 4, 4)), 20)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_exact_gives_the_same_bits(world: World, strategy: str) -> None:
+    options: dict[str, Any] = {"exact": True, "microbatches": 6, "clip_norm": 0.1}
+    data = samples(64, (1, 4, 4))
+    alone = train(SoloGroup(), "single", convnet(), data, 24, **options)
+    models = [convnet() for _ in range(3)]
+    for losses, state in world(
+        3, lambda g: train(g, strategy, models[g.rank], data, 24, **options)
+    ):
+        assert losses == alone[0]
+        for name, tensor in alone[1].items():
+            assert torch.equal(state[name], tensor), name
+
+
+MINI = Size(layers=3, width=16, heads=2, context=8, lr=1e-3)
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(MINI)
+
+
+def tokens(rows: int = 24) -> torch.utils.data.TensorDataset:
+    found = torch.randint(0, 98, (rows, 8), generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(found, found.roll(-1, 1))
+
+
+def train_gpt(group: Group, strategy: str, model: nn.Module) -> tuple[list[float], float]:
+    """Losses, and what an evaluation between the steps says; the head is the embedding again."""
+    job = Job(parse(strategy), group, device=torch.device("cpu"))
+    step = job.step(model, next_token_loss, optimizer=ADAMW, clip_norm=1.0)
+    losses, found = [], 0.0
+    for batch in job.batches(tokens(), 6):
+        losses.append(float(step(batch)))
+        found = job.evaluate(next_token_loss, tokens(10), 4)
+    return losses, found
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_a_gpt_with_tied_weights_trains_and_is_evaluated(world: World, strategy: str) -> None:
+    alone = train_gpt(SoloGroup(), "single", gpt())
+    models = [gpt() for _ in range(2)]
+    for losses, evaluated in world(2, lambda g: train_gpt(g, strategy, models[g.rank])):
+        assert losses == pytest.approx(alone[0], abs=2e-5)
+        assert evaluated == pytest.approx(alone[1], abs=2e-5)
+
+
+def decayed(pairs: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Groups by kind, as scripts have them; empty ones are left out."""
+    pairs = list(pairs)
+    groups = [
+        {"params": [p for _, p in pairs if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for _, p in pairs if p.dim() == 1], "weight_decay": 0.0, "lr": 5e-3},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2, eps=1e-3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_saved_under_zero_loaded_under_ddp_and_back(
+    world: World, tmp_path: Path, stage: int
+) -> None:
+    """Two steps each on 3, 2 and 4 workers are six steps alone, optimizer state included."""
+    folder = tmp_path / "saved"
+
+    def go(group: Group, strategy: str, model: nn.Module, until: int) -> dict[str, Tensor]:
+        job = Job(parse(strategy), group, device=torch.device("cpu"))
+        step = job.step(model, F.cross_entropy, optimizer=decayed, clip_norm=0.5)
+        if until > 2 and strategy != "single":
+            job.load(folder)
+        for batch in job.batches(samples(90), 15, steps=until):
+            step(batch)
+        if strategy != "single":
+            job.save(folder)
+        with step.sync.whole():
+            return {name: t.clone() for name, t in step.model.state_dict().items()}
+
+    alone = go(SoloGroup(), "single", mlp(), 6)
+    for strategy, size, until in [
+        (f"zero({stage})", 3, 2),
+        ("ddp", 2, 4),
+        (f"zero({stage})", 4, 6),
+    ]:
+        models = [mlp(seed=rank) for rank in range(size)]
+        found = world(size, lambda g, s=strategy, u=until, m=models: go(g, s, m[g.rank], u))
+    for state in found:
+        for name, tensor in alone.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_fp16_is_refused_by_a_sentence() -> None:
+    """Only CUDA has fp16 at all, so the sync is asked directly."""
+    from shoal.replica.flat import FlatParams
+    from shoal.strategy import Zero
+    from shoal.sync.build import Replica, build_sync
+    from shoal.sync.update import Update
+
+    flat = FlatParams(mlp().named_parameters())
+    update = Update(flat.named, SGD, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(BadInput, match='zero does not train with precision="fp16"'):
+        build_sync(Zero(), Replica(flat, update, SoloGroup()))
+
+
+# ------------------------------------------------------------------------------ memory
+
+
+def blocks(width: int = 32, layers: int = 16) -> nn.Module:
+    """Equal blocks, so that shards and units can be as equal as they get."""
+    torch.manual_seed(0)
+    inner = [m for _ in range(layers) for m in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*inner, nn.Linear(width, 3))
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Each memory once, whatever looks at it."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(found.values())
+
+
+def held_by(group: Group, strategy: str, model: nn.Module) -> dict[str, int]:
+    """Bytes after a step (parameters, optimizer state) and the most that gradients had."""
+    job = Job(parse(strategy), group, device=torch.device("cpu"))
+    step = job.step(model, F.cross_entropy, optimizer=ADAMW)
+    gradients: list[int] = []
+    parameters: list[int] = []
+
+    def look(_: Any) -> None:
+        fresh = bytes_of(p.grad for p in step.flat.params if p.grad is not None)
+        gradients.append(fresh + step.sync.gradient_bytes())
+        parameters.append(_parameter_bytes(step))
+
+    for p in step.flat.params:
+        p.register_post_accumulate_grad_hook(look)
+    for batch in job.batches(samples(24, (32,)), 12):
+        step(batch)
+    gc.collect()
+    state = [t for s in step.update.optimizer.state.values() for t in s.values()]
+    return {
+        "parameters": _parameter_bytes(step),
+        "most parameters": max(parameters),
+        "gradients": max(gradients),
+        "optimizer": bytes_of(t for t in state if t.numel() > 1),
+    }
+
+
+def _parameter_bytes(step: Step) -> int:
+    return bytes_of(p.data for p in step.flat.params)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *STAGES])
+def test_each_rank_holds_its_share(
+    world: World, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 4 ranks: a quarter where the stage shards, all of it where it does not."""
+    monkeypatch.setattr("shoal.sync.build.DEFAULT_BUCKET_BYTES", 4096)  # about a block
+    whole = sum(p.nbytes for p in blocks().parameters())
+    block = 4 * (32 * 32 + 32)
+    models = [blocks() for _ in range(4)]
+    for found in world(4, lambda g: held_by(g, strategy, models[g.rank])):
+        stage = {"ddp": 0, "zero(1)": 1, "zero(2)": 2, "zero(3)": 3}[strategy]
+        quarter = 0.25 * whole + block
+        assert found["optimizer"] <= (2 * quarter if stage else 2.1 * whole)
+        assert found["parameters"] <= (quarter if stage == 3 else 1.1 * whole)
+        assert found["most parameters"] <= (quarter + 4 * block if stage == 3 else 1.1 * whole)
+        assert found["parameters"] >= 0.25 * whole - block
+        if stage < 2:
+            assert found["gradients"] >= whole
+        else:
+            assert found["gradients"] <= quarter + 4 * block
+        if stage < 3:
+            assert found["parameters"] >= whole
