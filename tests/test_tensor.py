@@ -48,6 +48,10 @@ def test_a_gpt_with_tied_embedding(world: World, size: int, options: dict[str, A
         (4, 'tp(2) + pp(2, schedule="zb-h1")'),
         (4, 'tp(2) + pp(2, recompute=True, schedule="interleaved")'),
         (8, "ddp + tp(2) + pp(2)"),
+        (4, 'gossip(graph="complete") + tp(2)'),
+        (4, "zero(1) + tp(2)"),
+        (4, "zero(2) + tp(2)"),
+        (8, "zero(1) + tp(2) + pp(2)"),
     ],
 )
 def test_hybrids(world: World, size: int, strategy: str) -> None:
@@ -208,7 +212,11 @@ def test_evaluating(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("tp(2)", "ddp"), ("ddp", "tp(2)"), ("single", "tp(2)"), ("tp(2)", "pp(2)")],
+    [
+        *(("tp(2)", "ddp"), ("ddp", "tp(2)"), ("tp(2)", "single"), ("tp(2)", "pp(2)")),
+        *(("ddp + tp(2)", "tp(2) + pp(2)"), ("tp(2) + pp(2)", "zero(1) + tp(2)")),
+        ("zero(1) + tp(2)", "tp(4)"),
+    ],
 )
 def test_what_one_strategy_saved_another_loads(
     world: World, tmp_path: Path, first: str, second: str
@@ -226,8 +234,9 @@ def test_what_one_strategy_saved_another_loads(
     def run(strategy: str, steps: int, resume: bool) -> Any:
         if strategy == "single":
             return go(SoloGroup(), strategy, gpt(2), steps, resume)
-        models = [gpt(2), gpt(2)]
-        return world(2, lambda g: go(g, strategy, models[g.rank], steps, resume))[0]
+        size = 4 if "+" in strategy or "4" in strategy else 2
+        models = [gpt(2) for _ in range(size)]
+        return world(size, lambda g: go(g, strategy, models[g.rank], steps, resume))[0]
 
     run(first, 2, False)
     resumed = run(second, 4, True)
@@ -262,4 +271,5 @@ def test_what_cannot_be_split_is_refused_by_name(world: World) -> None:
     )
     assert "exact=True adds up as one worker does" in refused(world, "tp(2)", gpt, exact=True)
     assert 'take "bf16"' in refused(world, "tp(2)", gpt, precision="fp16")
+    assert "ps + tp(2) is not built yet: take ddp + tp(2)" in refused(world, "ps + tp(2)", gpt)
     assert "tp(sequence=True) is not built yet" in refused(world, "tp(2, sequence=True)", gpt)
