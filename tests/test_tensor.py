@@ -269,6 +269,10 @@ def test_what_cannot_be_split_is_refused_by_name(world: World) -> None:
     assert "cannot split 0: it has 1 features to deal out" in refused(
         world, plan("0", "column"), narrow
     )
+    attention = partial(nn.Sequential, nn.MultiheadAttention(4, 2))
+    assert "a part of an nn.MultiheadAttention: leave it out" in refused(
+        world, plan("0.out_proj", "row"), attention
+    )
     assert "exact=True adds up as one worker does" in refused(world, "tp(2)", gpt, exact=True)
     assert 'take "bf16"' in refused(world, "tp(2)", gpt, precision="fp16")
     assert "ps + tp(2) is not built yet: take ddp + tp(2)" in refused(world, "ps + tp(2)", gpt)

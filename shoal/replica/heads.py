@@ -52,7 +52,8 @@ class SplitAttention(SplitLayer):
         is_batched, batch_first = query.dim() == 3, self.batch_first
         inputs = {id(t): self._enter(t, is_batched) for t in (query, key, value)}
         q, k, v = self._project(*(inputs[id(t)] for t in (query, key, value)))
-        self.streams.part(query)
+        if self.training:
+            self.streams.part(query)
         mask = self._mask(q, k, key_padding_mask, attn_mask, is_batched)
         drop = self.dropout if self.training else 0.0
         weights = None

@@ -118,6 +118,10 @@ def _cross_entropy(
     if not is_plain or local.dim() != 2 or target.is_floating_point() or target.dim() != 1:
         return None
     counted = target != ignore_index
+    if target.device.type == "cpu":
+        wrong = counted & ((target < 0) | (target >= logits.share.size))
+        if wrong.any():
+            raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         local, target, counted, logits.share.ranges[logits.group.rank][0], logits.group
     )

@@ -86,7 +86,8 @@ class ColumnLinear(SplitLayer):
     def forward(self, x: Tensor) -> Tensor:
         out = F.linear(copy(x, self.group), self.weight, self.bias)
         if self.output == "split":
-            self.streams.part(x)
+            if self.training:
+                self.streams.part(x)
             return out
         if self.output == "logits":
             return SplitLogits.of(out, self.share, self.group)
@@ -115,7 +116,7 @@ class RowLinear(SplitLayer):
         else:
             x = scatter(x, Share(x.dim() - 1, self.share.ranges), self.group)
         out = reduce(F.linear(x, self.weight), self.group)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 class VocabularyEmbedding(SplitLayer):

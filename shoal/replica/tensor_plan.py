@@ -97,6 +97,11 @@ class _Planner:
                 f'the plan of tp splits {name} by "{kind}", and it is a {type(module).__name__}: '
                 f"layers that can be split are of class nn.Linear{allowed}"
             )
+        if isinstance(self.modules.get(name.rpartition(".")[0]), nn.MultiheadAttention):
+            raise BadInput(
+                f"the plan of tp cannot split {name}, a part of an nn.MultiheadAttention: leave it "
+                "out, and the attention is split by heads"
+            )
         if kind == "row":
             return Role("row", input_is_split=False)
         is_last = name == list(self.modules)[-1]
@@ -145,6 +150,7 @@ class _Planner:
 
     def _find_attention(self, name: str, module: nn.MultiheadAttention) -> None:
         is_plain = module.bias_k is None and module.bias_v is None and not module.add_zero_attn
+        is_plain = is_plain and _is_linear(module.out_proj)
         free = not any(_is_in(role, name) for role in self.roles)
         if is_plain and free and module.num_heads >= self.tp.size and not self._is_shared(name):
             self.roles[name] = Role("attention")
@@ -217,7 +223,9 @@ def _weight(module: nn.Module) -> nn.Parameter | None:
 
 
 def _is_linear(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    """One whose parameters are its weight and bias, and not what these are computed from."""
+    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return is_plain and module is not None and set(module._parameters) == {"weight", "bias"}
 
 
 def _is_embedding(module: nn.Module) -> bool:

@@ -128,6 +128,17 @@ def test_an_id_outside_of_the_vocabulary_is_refused(world: World) -> None:
         world(2, body)
 
 
+def test_a_target_outside_of_the_classes_is_refused(world: World) -> None:
+    share = Share.even(1, 4, 2)
+
+    def body(group: Group) -> None:
+        logits = SplitLogits.of(torch.zeros(1, 2), share, group)
+        F.cross_entropy(logits, torch.tensor([4]))
+
+    with pytest.raises(IndexError, match="Target 4 is out of bounds"):
+        world(2, body)
+
+
 def test_between_column_and_row_every_rank_draws_for_itself() -> None:
     x, drawn = torch.zeros(1), []
     for rank in range(2):
@@ -167,6 +178,15 @@ def test_weights_that_several_layers_share_stay_whole() -> None:
         *(nn.Softmax(1), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
     )
     chain[2].weight = chain[0].weight
+    assert roles(chain, Tp(2)) == {"4": "column", "6": "row"}
+
+
+def test_a_layer_whose_weight_is_computed_stays_whole() -> None:
+    chain = nn.Sequential(
+        *(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
+        *(nn.Softmax(1), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
+    )
+    nn.utils.parametrizations.weight_norm(chain[2])
     assert roles(chain, Tp(2)) == {"4": "column", "6": "row"}
 
 
