@@ -26,7 +26,8 @@ def snapshot(
         saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
         saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
         saved.model |= _rows(step, f"{i}:")
-        if step.mesh.pp.size == 1:  # what a sync keeps of a stage has no place in the whole
+        if step.mesh.pp.size == step.mesh.tp.size == 1:
+            # what a sync keeps of a stage or of slices has no place in the whole
             saved.optimizer |= {
                 f"sync{i}:{name}": checkpoint.on_cpu(tensor) for name, tensor in states[i].items()
             }
@@ -48,7 +49,8 @@ def whole_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     All workers of the replica call it; what the others get is their own part.
     """
-    parts = step.part.collect(checkpoint.model_tensors(step.model))
+    tensors, tied = checkpoint.model_tensors(step.model)
+    parts = step.part.collect((step.part.join(tensors), tied))
     found = {name: tensor for tensors, _ in reversed(parts) for name, tensor in tensors.items()}
     tied = {name: other for _, pairs in parts for name, other in pairs.items()}
     return {name: found[name] for name in step.model.state_dict() if name in found}, tied
@@ -56,7 +58,8 @@ def whole_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def whole_optimizer(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """`checkpoint.optimizer_tensors` of the whole model, in the same way."""
-    mine = checkpoint.optimizer_tensors(step.update.optimizer, step.flat.named)
+    state, rest = checkpoint.optimizer_tensors(step.update.optimizer, step.flat.named)
+    mine = step.part.join(state), rest
     parts = step.part.collect(mine)
     if len(parts) == 1:
         return mine
@@ -87,6 +90,7 @@ def _restore_step(
         raise CheckpointError(f"the checkpoint at {path} is damaged: its models")
     model, optimizer = (_named(prefix, part) for part in (saved.model, saved.optimizer))
     model = _restore_rows(step, model, rest.get("tables", {}), path)
+    model, optimizer = step.part.take(model), step.part.take(optimizer)
     checkpoint.load_model(step.model, model, rest.get("tied"), path)
     if step.update.named:  # else this rank trains no parameter
         checkpoint.load_optimizer(

@@ -30,7 +30,7 @@ from shoal.replica.batchnorm import (
 from shoal.replica.engine import Loss, MicroBatch, Precision
 from shoal.replica.part import part_of_replica
 from shoal.schedules.pipeline import accumulate as accumulate_schedule
-from shoal.strategy import Pp, Ps, Strategy, SyncPart
+from shoal.strategy import Pp, Ps, Strategy, SyncPart, Tp
 from shoal.sync.build import Replica, build_sync, lay_out, ownership, place
 from shoal.sync.update import LearningRate, OptimizerFactory, Update
 from shoal.tree import Tree, map_tensors
@@ -87,6 +87,17 @@ class StepOptions:
         chosen = self.accumulate if self.accumulate > 1 else default
         return replace(self, accumulate=pp.microbatches or chosen)
 
+    def check_split(self, tp: Tp | None) -> None:
+        if tp is None or tp.size == 1:
+            return
+        if self.exact:
+            raise BadInput(
+                f"exact=True adds up as one worker does, and {tp} adds up the parts of a sum on "
+                "several: leave one of them out"
+            )
+        if self.precision == "fp16":
+            raise BadInput(f'{tp} has no scaling of losses for precision="fp16": take "bf16"')
+
     def local_microbatches(self, replicas: int) -> int:
         return self.microbatches // replicas if self.exact else self.accumulate
 
@@ -135,6 +146,7 @@ class Step:
         group = mesh.dp
         options.check(group.size)
         options = options.under(strategy.pp)
+        options.check_split(strategy.tp)
         for name, value in {"loss": loss, "lr": lr, "count": count}.items():
             if value is not None and not callable(value):
                 raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
@@ -149,7 +161,7 @@ class Step:
         self.embeddings = bind_embeddings(self.model, optimizer, seed)
         self._check_embeddings(say)
         presence = self._share_batchnorm(part, say)
-        self.part = part_of_replica(self.model, strategy.pp, mesh, device)
+        self.part = part_of_replica(self.model, strategy, mesh, device)
         self.flat = lay_out(part, model, group, device, blank, self.part.named)
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
@@ -197,8 +209,8 @@ class Step:
                 self.engine.run, lambda: self.steps + 1, _clock_of(device)
             )
         self.steps = 0
-        self._reversed, self._everything = False, part.takes_everything
-        self._checked = False
+        self._checked = self._reversed = False
+        self._everything = part.takes_everything
         self.latest: Batch | None = None  # what job.batches has yielded last
         self.after: list[Callable[[Step, Tensor], None]] = []
 

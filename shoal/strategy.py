@@ -56,6 +56,7 @@ BUILT: dict[str, dict[str, Container[object]]] = {
         **dict.fromkeys(("mode", "quorum", "late", "staleness"), EVERY_VALUE),
         **dict.fromkeys(("servers", "placement", "update"), EVERY_VALUE),
     },
+    "tp": {"size": EVERY_VALUE, "plan": EVERY_VALUE},
     "pp": dict.fromkeys(
         ("size", "schedule", "microbatches", "chunks", "recompute", "cuts"), EVERY_VALUE
     ),
@@ -494,10 +495,9 @@ def require_built(strategy: Strategy) -> None:
 
 def _require_together(strategy: Strategy) -> None:
     alone = isinstance(strategy.sync, Ps) or strategy.sync == Zero(3)
-    if alone and strategy.pp is not None and strategy.pp.size > 1:
-        raise NotBuilt(
-            f"{strategy.sync} + {strategy.pp} is not built yet: take ddp + {strategy.pp}"
-        )
+    for part in (strategy.tp, strategy.pp):
+        if alone and part is not None and part.size > 1:
+            raise NotBuilt(f"{strategy.sync} + {part} is not built yet: take ddp + {part}")
 
 
 def parse(text: str) -> Strategy:

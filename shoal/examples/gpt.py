@@ -124,6 +124,8 @@ class GPT(nn.Module):
             Block(size.width, size.heads, dropout) for _ in range(size.layers)
         )
         self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, VOCABULARY, bias=False, device="meta")
+        self.head.weight = self.tokens.weight
         self._initialize(size.layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -131,7 +133,8 @@ class GPT(nn.Module):
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.tokens.weight)  # the head is the embedding again
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def _initialize(self, layers: int) -> None:
         """As GPT-2: what adds to the residual stream starts smaller the deeper the model."""
@@ -169,6 +172,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
+    def split_plan(self) -> dict[str, tuple[str, int]]:
+        """For tp: some heads on each worker."""
+        return {"qkv": ("column", 3 * self.head_width), "out": ("row", self.head_width)}
+
     def forward(self, x: Tensor) -> Tensor:
         batch, time, _ = x.shape
         qkv = self.qkv(x).view(batch, time, -1, 3, self.head_width)
@@ -185,6 +192,9 @@ class MLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
+
+    def split_plan(self) -> dict[str, tuple[str, int]]:
+        return {"up": ("column", 1), "down": ("row", 1)}
 
     def forward(self, x: Tensor) -> Tensor:
         projected: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal.data import WholeBatch
 from shoal.group.group import Op
 from shoal.job import Job
+from shoal.replica.heads import SplitAttention
 from shoal.snapshot import whole_model
 from shoal.step import Step
 from shoal.tree import tensors_of
@@ -117,7 +118,7 @@ def switch_off_dropout(model: nn.Module) -> list[str]:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             module.p = 0.0
             found.append(name)
-        if isinstance(module, nn.MultiheadAttention) and module.dropout > 0:
+        if isinstance(module, nn.MultiheadAttention | SplitAttention) and module.dropout > 0:
             module.dropout = 0.0
             found.append(name)
     return found

@@ -1,4 +1,4 @@
-"""What one worker has of a replica: all of it, or a stage."""
+"""What one worker has of a replica: all of it, a stage, slices of its tensors, or both."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ from shoal.group.mesh import Mesh
 from shoal.group.parcel import Post
 from shoal.replica.engine import Engine, Loss
 from shoal.replica.flat import FlatParams
-from shoal.replica.norm import NormOverStages
+from shoal.replica.logits import whole_tensors
+from shoal.replica.norm import NormOverParts
 from shoal.replica.pipeline import PipelineEngine
 from shoal.replica.stages import Stages, keeping_modes, named_tensors
+from shoal.replica.tensor import TensorSplit
+from shoal.replica.tensor_plan import plan_of
 from shoal.replica.ties import Ties
 from shoal.schedules.pipeline import accumulate
 from shoal.schedules.pipeline_catalog import build
-from shoal.strategy import Pp
+from shoal.strategy import Pp, Strategy
 from shoal.tree import Tree, tensors_of
 
 LARGEST_CHECKED_BYTES = 1 << 30
 
 
 class Part:
-    """A whole replica. The model's parameters are all here, and nobody else is asked."""
+    """A whole replica. All layers are here, and where there is tp, slices of their parameters."""
+
+    tensor: TensorSplit | None = None
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -37,12 +42,23 @@ class Part:
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
         return Engine(self.model, loss, flat, accumulate(1, 0, microbatches), **options)
 
-    def total_norm(self, shards: Group | None) -> NormOverStages | None:
-        """What knows the norm of the whole gradient, where this worker has a stage of it.
+    def total_norm(self, shards: Group | None) -> NormOverParts | None:
+        """What knows the norm of the whole gradient, where this worker has a part of it.
 
         `shards` are the replicas that share it out among them, if they do.
         """
-        return None
+        if self.tensor is None:
+            return None
+        places = {p: place for place, (_, p) in enumerate(self.named)}
+        return NormOverParts(places, len(places), lambda p: True, shards=shards, tensor=self.tensor)
+
+    def join(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, by name, from the slices of the workers of tp, which all call it."""
+        return tensors if self.tensor is None else self.tensor.join(tensors)
+
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This worker's slices of whole tensors."""
+        return tensors if self.tensor is None else self.tensor.take(tensors)
 
     def share(self, loss: Tensor) -> Tensor:
         """The loss, on every worker of the replica."""
@@ -73,9 +89,13 @@ class StagePart(Part):
         self.num_parameters = len(self.places)
         self.places = {p: self.places[p] for _, p in self.named}
 
-    def total_norm(self, shards: Group | None) -> NormOverStages | None:
-        groups = [self.group] if shards is None else [shards, self.group]
-        return NormOverStages(self.places, self.num_parameters, groups, self.ties.is_counted_here)
+    def total_norm(self, shards: Group | None) -> NormOverParts | None:
+        return NormOverParts(
+            *(self.places, self.num_parameters, self.ties.is_counted_here),
+            shards=shards,
+            tensor=self.tensor,
+            stages=self.group,
+        )
 
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
         pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
@@ -102,11 +122,11 @@ class StagePart(Part):
         same = torch.ones(1, device=engine.flat.device)
         with keeping_modes(self.model):
             self.model.eval()
-            split = engine.share(tensors_of(engine.predict(inputs)))
+            split = engine.share(tensors_of(whole_tensors(engine.predict(inputs))))
             tensors = {n: t for part in reversed(self.collect(mine)) for n, t in part.items()}
             if self.group.rank == 0:
                 whole = functional_call(self.model, tensors, *_arguments(inputs))
-                same.fill_(_alike(tensors_of(whole), split))
+                same.fill_(_alike(tensors_of(whole_tensors(whole)), split))
         self.group.broadcast(same).wait()
         if not same:
             raise BadInput(
@@ -135,11 +155,22 @@ class StagePart(Part):
             )
 
 
-def part_of_replica(model: nn.Module, pp: Pp | None, mesh: Mesh, device: torch.device) -> Part:
-    """This worker's part of the model, which all have built."""
-    if pp is None or mesh.pp.size == 1:
-        return Part(model)
-    return StagePart(model, pp, mesh, device)
+def part_of_replica(model: nn.Module, strategy: Strategy, mesh: Mesh, device: torch.device) -> Part:
+    """This worker's part of the model, which all have built.
+
+    Stages are cut, and the layers that are split chosen, while the model is whole.
+    """
+    tp, pp = strategy.tp, strategy.pp
+    roles = plan_of(model, tp) if tp is not None and mesh.tp.size > 1 else {}
+    if pp is not None and mesh.pp.size > 1:
+        part: Part = StagePart(model, pp, mesh, device)
+    else:
+        part = Part(model)
+        if roles:
+            _take_from_rank_0(model, mesh.world)
+    if roles:
+        part.tensor = TensorSplit(model, roles, mesh.tp, device)
+    return part
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The gradients of a pipeline are those of torch.distributed.pipelining, over Gloo."""
+"""Pipelines and tensor parallelism give what torch.distributed's own give, over Gloo."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_gpipe_and_1f1b_give_the_gradients_of_torch(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tests.replica.pipelining"]
-    with open(tmp_path / "output", "wb") as output:
+def by_two(module: str, folder: Path) -> list[dict[str, float]]:
+    """What two processes that run `module` have found."""
+    with open(folder / "output", "wb") as output:
         processes = [
             subprocess.Popen(
-                [*words, str(rank), str(tmp_path)],
+                [sys.executable, "-m", module, str(rank), str(folder)],
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -29,9 +29,19 @@ def test_gpipe_and_1f1b_give_the_gradients_of_torch(tmp_path: Path) -> None:
             for process in processes:
                 process.kill()
                 process.wait()
-    for rank in range(2):
-        file = tmp_path / f"{rank}.json"
-        assert file.is_file(), (tmp_path / "output").read_text()
-        found = json.loads(file.read_text())
+    files = [folder / f"{rank}.json" for rank in range(2)]
+    assert all(file.is_file() for file in files), (folder / "output").read_text()
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_gpipe_and_1f1b_give_the_gradients_of_torch(tmp_path: Path) -> None:
+    for found in by_two("tests.replica.pipelining", tmp_path):
         assert set(found) == {"gpipe", "1f1b"}, found
+        assert max(found.values()) < 1e-6
+
+
+def test_a_tp_plan_gives_what_parallelize_module_gives(tmp_path: Path) -> None:
+    for found in by_two("tests.replica.dtensor", tmp_path):
+        assert set(found) == {"outputs", "slices", "gradients"}, found
+        assert found["slices"] == 0.0
         assert max(found.values()) < 1e-6

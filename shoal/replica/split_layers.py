@@ -1,0 +1,143 @@
+"""Layers of which every rank of a tp group has a slice.
+
+    y = x Aᵗ      column: some rows of A, which are some features of y
+                  row:    some columns of A, for some features of x; results are added up
+
+Parameters keep their names, and hold this rank's slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.group.group import Group
+from shoal.replica.crossing import copy, gather, reduce, scatter
+from shoal.replica.engine import generators_of
+from shoal.replica.logits import SplitLogits
+from shoal.replica.share import Share
+
+
+@dataclass
+class Streams:
+    """Randomness between a column and a row layer, where every rank has other features.
+
+    Each rank then draws from a stream of its own; behind the row layer all go on as one.
+    """
+
+    rank: int
+    active: bool  # whether anything in the model is random
+    _states: list[Tensor] | None = field(default=None, init=False)
+
+    def part(self, x: Tensor) -> None:
+        if not self.active:
+            return
+        seed = int(torch.randint(1 << 62, ()))
+        generators = generators_of(x.device)
+        self._states = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(seed + self.rank)
+
+    def meet(self, x: Tensor) -> None:
+        if self._states is not None:
+            for generator, state in zip(generators_of(x.device), self._states, strict=True):
+                generator.set_state(state)
+            self._states = None
+
+
+class SplitLayer(nn.Module):
+    """A layer in the place of another, whose hooks and mode it takes over.
+
+    `shares` tells how each of its parameters is dealt out; one that is not named is whole.
+    """
+
+    def __init__(self, whole: nn.Module, group: Group, streams: Streams):
+        super().__init__()
+        self.group, self.streams, self.training = group, streams, whole.training
+        self.shares: dict[str, Share] = {}
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            getattr(self, name).update(getattr(whole, name))
+
+    def hold(self, name: str, parameter: Tensor | None, share: Share | None = None) -> None:
+        assert parameter is None or isinstance(parameter, nn.Parameter)
+        self.register_parameter(name, parameter)
+        if share is not None and parameter is not None:
+            self.shares[name] = share
+
+
+class ColumnLinear(SplitLayer):
+    """`output` is "split" for a row layer, "whole", or "logits": split until it is looked at."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, whole: nn.Linear, group: Group, streams: Streams, unit: int, output: str = "split"
+    ):
+        super().__init__(whole, group, streams)
+        self.in_features, self.out_features = whole.in_features, whole.out_features
+        self.share, self.output = Share.even(0, whole.out_features, group.size, unit), output
+        self.hold("weight", whole.weight, self.share)
+        self.hold("bias", whole.bias, self.share)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(copy(x, self.group), self.weight, self.bias)
+        if self.output == "split":
+            if self.training:
+                self.streams.part(x)
+            return out
+        if self.output == "logits":
+            return SplitLogits.of(out, self.share, self.group)
+        return gather(out, Share(out.dim() - 1, self.share.ranges), self.group)
+
+
+class RowLinear(SplitLayer):
+    """`input_is_split` tells whether a column layer stands before it."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, whole: nn.Linear, group: Group, streams: Streams, unit: int, input_is_split: bool
+    ):
+        super().__init__(whole, group, streams)
+        self.in_features, self.out_features = whole.in_features, whole.out_features
+        self.share = Share.even(1, whole.in_features, group.size, unit)
+        self.input_is_split = input_is_split
+        self.hold("weight", whole.weight, self.share)
+        self.hold("bias", whole.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.input_is_split:
+            self.streams.meet(x)
+        else:
+            x = scatter(x, Share(x.dim() - 1, self.share.ranges), self.group)
+        out = reduce(F.linear(x, self.weight), self.group)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class VocabularyEmbedding(SplitLayer):
+    """Every rank looks up the ids that it has; the others give 0, and results are added up."""
+
+    weight: Tensor
+
+    def __init__(self, whole: nn.Embedding, group: Group, streams: Streams):
+        super().__init__(whole, group, streams)
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.padding_idx = whole.padding_idx
+        self.share = Share.even(0, whole.num_embeddings, group.size)
+        self.hold("weight", whole.weight, self.share)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.device.type == "cpu" and ((ids < 0) | (ids >= self.num_embeddings)).any():
+            raise IndexError(f"an id is outside of the {self.num_embeddings} of the embedding")
+        mine = self.share.ranges[self.group.rank][0]
+        here = (ids >= mine.start) & (ids < mine.stop)
+        rows = F.embedding((ids - mine.start).where(here, 0), self.weight)
+        kept = rows.where(here[..., None], 0)
+        if self.padding_idx is not None:  # a row that is looked up and not trained
+            kept = kept.where((ids != self.padding_idx)[..., None], kept.detach())
+        return reduce(kept, self.group)

@@ -1,0 +1,119 @@
+"""Tensor parallelism: a model's layers, each over the ranks of a tp group.
+
+All ranks have the same batch. A split layer starts from what all of them have, and what it ends
+with all of them have again, bit for bit; so layers that are not split compute the same on every
+rank, and their gradients and weights stay the same without any exchange.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import BadInput
+from shoal.group.group import Group
+from shoal.replica.heads import SplitAttention
+from shoal.replica.share import Share
+from shoal.replica.split_layers import (
+    ColumnLinear,
+    RowLinear,
+    SplitLayer,
+    Streams,
+    VocabularyEmbedding,
+)
+from shoal.replica.tensor_plan import Role, Roles
+
+
+class TensorSplit:
+    """A model whose layers were replaced; `shares` tells which parameters are slices, by name."""
+
+    def __init__(self, model: nn.Module, roles: Roles, group: Group, device: torch.device):
+        self.model, self.group, self.device = model, group, device
+        streams = Streams(group.rank, is_random(model))
+        self._replace(roles, streams)
+        _take_slow_paths(model)
+        self._slices: set[nn.Parameter] = set()
+        self.shares = self._slice()
+
+    def is_slice(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._slices
+
+    def join(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors from slices; all ranks call it. Keys are a parameter's name, or that and
+        "/" and what an optimizer keeps of it."""
+        return {name: self._joined(name, tensor) for name, tensor in tensors.items()}
+
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's slices of whole tensors; what has another shape is left as it is."""
+        return {name: self._taken(name, tensor) for name, tensor in tensors.items()}
+
+    def _joined(self, name: str, tensor: Tensor) -> Tensor:
+        share = self._share(name)
+        if share is None or share.dim >= tensor.dim():
+            return tensor
+        return share.gather(tensor.to(self.device), self.group).to(tensor.device)
+
+    def _taken(self, name: str, tensor: Tensor) -> Tensor:
+        share = self._share(name)
+        if share is None or share.dim >= tensor.dim() or tensor.shape[share.dim] != share.size:
+            return tensor
+        return share.take(tensor, self.group.rank)
+
+    def _share(self, name: str) -> Share | None:
+        return self.shares.get(name) or self.shares.get(name.rpartition("/")[0])
+
+    def _replace(self, roles: Roles, streams: Streams) -> None:
+        modules = dict(self.model.named_modules())
+        new = {
+            modules[name]: self._layer(modules[name], role, streams) for name, role in roles.items()
+        }
+        if self.model in new:
+            raise BadInput(
+                f"tp cannot split a model that is one {type(self.model).__name__}: put it into an "
+                "nn.Sequential"
+            )
+        for module in modules.values():
+            for name, child in module._modules.items():
+                if child is not None and child in new:
+                    module._modules[name] = new[child]
+
+    def _layer(self, whole: nn.Module, role: Role, streams: Streams) -> SplitLayer:
+        if isinstance(whole, nn.Embedding):
+            return VocabularyEmbedding(whole, self.group, streams)
+        if isinstance(whole, nn.MultiheadAttention):
+            return SplitAttention(whole, self.group, streams)
+        assert isinstance(whole, nn.Linear)
+        if role.kind == "column":
+            return ColumnLinear(whole, self.group, streams, role.unit, role.output)
+        return RowLinear(whole, self.group, streams, role.unit, role.input_is_split)
+
+    def _slice(self) -> dict[str, Share]:
+        """Let every parameter that is split hold this rank's slice."""
+        shares: dict[str, Share] = {}
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            for own, share in module.shares.items() if isinstance(module, SplitLayer) else ():
+                shares[f"{prefix}.{own}" if prefix else own] = share
+                parameter = module._parameters[own]
+                if parameter is not None and parameter not in self._slices:
+                    parameter.data = share.take(parameter.detach(), self.group.rank)
+                    self._slices.add(parameter)
+        return shares
+
+
+def is_random(model: nn.Module) -> bool:
+    """Whether anything in a model drops."""
+    return any(
+        float(value) > 0
+        for module in model.modules()
+        for value in (getattr(module, "p", 0.0), getattr(module, "dropout", 0.0))
+        if isinstance(value, float)
+    )
+
+
+def _take_slow_paths(model: nn.Module) -> None:
+    """torch's layers have paths for evaluation that reach around their children."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = module.enable_nested_tensor = False

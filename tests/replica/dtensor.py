@@ -1,0 +1,94 @@
+"""One of two processes: a plan of ours beside DTensor's parallelize_module with the same plan.
+
+`python -m tests.replica.dtensor RANK FOLDER`; it leaves what it found in FOLDER/RANK.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from shoal.group.torch_group import TorchGroup, join_world
+from shoal.replica.tensor import TensorSplit
+from shoal.replica.tensor_plan import plan_of
+from shoal.strategy import Tp
+
+PLAN = {"up": "column", "down": "row", "head": "column"}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.head = nn.Linear(6, 10), nn.Linear(10, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.down(torch.tanh(self.up(x)))))
+        return logits
+
+
+def ours(group: TorchGroup, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    model = Model()
+    split = TensorSplit(model, plan_of(model, Tp(2, plan=PLAN)), group, torch.device("cpu"))
+    out = model(x)
+    (out * out).mean().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return out * 1, {n: p.detach() for n, p in model.named_parameters()}, split.join(grads)
+
+
+def theirs(x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    styles = {
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    model = parallelize_module(Model(), init_device_mesh("cpu", (2,)), styles)
+    out = model(x)
+    (out * out).mean().backward()
+    pieces, grads = {}, {}
+    for name, p in model.named_parameters():
+        assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
+        pieces[name], grads[name] = p.detach().to_local(), p.grad.full_tensor()
+    return out, pieces, grads
+
+
+def compare(group: TorchGroup) -> dict[str, float]:
+    """The largest differences of an element: outputs, what this rank holds, gradients."""
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    found = {}
+    for what, mine, other in zip(
+        ("outputs", "slices", "gradients"), ours(group, x), theirs(x), strict=True
+    ):
+        if isinstance(mine, Tensor):
+            mine, other = {"": mine}, {"": other}
+        assert isinstance(other, dict) and set(mine) == set(other)
+        found[what] = max(float((mine[n] - other[n]).abs().max()) for n in mine)
+    return found
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        found: object = compare(TorchGroup(join_world("", rank, 2, "gloo")))
+    except Exception:
+        found = {"error": traceback.format_exc()}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,198 @@
+"""Slices of tensors, crossings between ranks, and logits that are split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.group.group import Group
+from shoal.replica.crossing import copy, gather, reduce, scatter
+from shoal.replica.logits import SplitLogits
+from shoal.replica.share import Share, cut
+from shoal.replica.split_layers import Streams, VocabularyEmbedding
+from shoal.replica.tensor_plan import plan_of
+from shoal.strategy import Tp
+from tests.conftest import World
+
+
+def test_cuts_hold_whole_units_and_are_as_equal_as_can_be() -> None:
+    assert cut(12, 2, 4) == [range(8), range(8, 12)]
+    assert cut(10, 4) == [range(3), range(3, 6), range(6, 8), range(8, 10)]
+
+
+def test_queries_keys_and_values_are_cut_apart() -> None:
+    share = Share.of_each(0, 3, 4, 2, 2)
+    assert share.take(torch.arange(12), 1).tolist() == [2, 3, 6, 7, 10, 11]
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.data())
+def test_pieces_make_the_whole(parts: int, unit: int, blocks: int, dim: int, data: Any) -> None:
+    size = unit * data.draw(st.integers(parts, 9))
+    share = Share.of_each(dim, blocks, size, parts, unit)
+    shape = [2, 3, 2]
+    shape[dim] = blocks * size
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    pieces = [share.take(whole, rank) for rank in range(parts)]
+    assert [share.shape(shape, rank) for rank in range(parts)] == [p.shape for p in pieces]
+    assert torch.equal(share.join(pieces), whole)
+
+
+@pytest.mark.parametrize(
+    ("cross", "out", "grad"),
+    [
+        (lambda x, s, g: copy(x, g), [0, 1, 2], [2, 2, 2]),
+        (lambda x, s, g: reduce(x, g), [0, 2, 4], [1, 1, 1]),
+        (lambda x, s, g: gather(s.take(x, g.rank), s, g), [0, 1, 2], [[1, 1, 0], [0, 0, 1]]),
+        (lambda x, s, g: scatter(x, s, g), [[0, 1], [2]], [1, 1, 1]),
+    ],
+    ids=["copy", "reduce", "gather", "scatter"],
+)
+def test_crossings(world: World, cross: Callable[..., Tensor], out: Any, grad: Any) -> None:
+    share = Share.even(0, 3, 2)
+
+    def body(group: Group) -> tuple[list[float], list[float]]:
+        x = torch.arange(3.0, requires_grad=True)
+        found = cross(x, share, group)
+        found.sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        return found.tolist(), x.grad.tolist()
+
+    for rank, found in enumerate(world(2, body)):
+        for value, expected in zip(found, (out, grad), strict=True):
+            assert value == (expected[rank] if isinstance(expected[0], list) else expected)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "flat": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()),
+    "view": lambda x, y: F.cross_entropy(x.view(-1, x.size(-1)), y.view(-1)),
+    "ignoring": lambda x, y: F.cross_entropy(x.reshape(-1, 7).float(), y.view(-1), ignore_index=2),
+    "sum": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum"),
+    "none": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none").max(),
+    # the others look at all classes
+    "smooth": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), label_smoothing=0.1),
+    "moved": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
+    "written": lambda x, y: -x.log_softmax(-1).gather(-1, y[..., None]).mean(),
+    "operators": lambda x, y: (2 * x - x[..., :1]).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_split_logits(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathers: list[Share] = []
+
+    def noting(x: Tensor, share: Share, group: Group) -> Tensor:
+        gathers.append(share)
+        return gather(x, share, group)
+
+    monkeypatch.setattr("shoal.replica.logits.gather", noting)
+    generator = torch.Generator().manual_seed(0)
+    values = 50 * torch.randn(2, 5, 7, generator=generator)
+    targets = torch.randint(0, 7, (2, 5), generator=generator)
+    whole = values.clone().requires_grad_()
+    expected = LOSSES[name](whole, targets)
+    expected.backward()  # type: ignore[no-untyped-call]
+    share = Share.even(2, 7, 3)
+
+    def body(group: Group) -> tuple[Tensor, Tensor]:
+        local = share.take(values, group.rank).requires_grad_()
+        logits = SplitLogits.of(local, share, group)
+        assert logits.shape == (2, 5, 7) and logits.dim() == 3 and logits.requires_grad
+        loss = LOSSES[name](logits, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert local.grad is not None
+        return loss.detach(), local.grad
+
+    for rank, (loss, grad) in enumerate(world(3, body)):
+        torch.testing.assert_close(loss, expected.detach())
+        assert whole.grad is not None
+        torch.testing.assert_close(grad, share.take(whole.grad, rank), atol=1e-6, rtol=1e-5)
+    looks_at_all = ("smooth", "moved", "written", "operators")
+    assert bool(gathers) == (name in looks_at_all)
+
+
+def test_an_id_outside_of_the_vocabulary_is_refused(world: World) -> None:
+    tables = [nn.Embedding(5, 2), nn.Embedding(5, 2)]
+
+    def body(group: Group) -> None:
+        layer = VocabularyEmbedding(tables[group.rank], group, Streams(group.rank, False))
+        layer(torch.tensor([1, 5]))
+
+    with pytest.raises(IndexError, match="outside of the 5"):
+        world(2, body)
+
+
+def test_a_target_outside_of_the_classes_is_refused(world: World) -> None:
+    share = Share.even(1, 4, 2)
+
+    def body(group: Group) -> None:
+        logits = SplitLogits.of(torch.zeros(1, 2), share, group)
+        F.cross_entropy(logits, torch.tensor([4]))
+
+    with pytest.raises(IndexError, match="Target 4 is out of bounds"):
+        world(2, body)
+
+
+def test_between_column_and_row_every_rank_draws_for_itself() -> None:
+    x, drawn = torch.zeros(1), []
+    for rank in range(2):
+        torch.manual_seed(7)
+        streams = Streams(rank, True)
+        streams.part(x)
+        inside = torch.rand(3 + rank).tolist()  # uneven slices draw unevenly
+        streams.meet(x)
+        drawn.append((inside[0], torch.rand(3).tolist()))
+    assert drawn[0][0] != drawn[1][0]
+    assert drawn[0][1] == drawn[1][1]
+
+
+def roles(model: nn.Module, tp: Tp) -> dict[str, str]:
+    return {name: role.kind for name, role in plan_of(model, tp).items()}
+
+
+def test_what_is_found_by_itself() -> None:
+    chain = nn.Sequential(
+        *(nn.Linear(2, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 2)),
+        *(nn.Linear(2, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(1), nn.Linear(8, 8)),
+        *(nn.Tanh(), nn.Linear(8, 2)),
+    )
+    assert roles(chain, Tp(2)) == {"0": "column", "3": "row", "8": "column", "10": "row"}
+    layer = nn.TransformerEncoderLayer(8, 4, 16)
+    assert roles(nn.Sequential(layer), Tp(4)) == {
+        "0.self_attn": "attention",
+        "0.linear1": "column",
+        "0.linear2": "row",
+    }
+    assert roles(nn.Sequential(layer), Tp(8)) == {"0.linear1": "column", "0.linear2": "row"}
+
+
+def test_weights_that_several_layers_share_stay_whole() -> None:
+    chain = nn.Sequential(
+        *(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
+        *(nn.Softmax(1), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
+    )
+    chain[2].weight = chain[0].weight
+    assert roles(chain, Tp(2)) == {"4": "column", "6": "row"}
+
+
+def test_a_layer_whose_weight_is_computed_stays_whole() -> None:
+    chain = nn.Sequential(
+        *(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
+        *(nn.Softmax(1), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
+    )
+    nn.utils.parametrizations.weight_norm(chain[2])
+    assert roles(chain, Tp(2)) == {"4": "column", "6": "row"}
+
+
+def test_a_plan_goes_before_what_is_found() -> None:
+    chain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    found = plan_of(chain, Tp(2, plan={"2": "column"}))
+    assert {name: (role.kind, role.output) for name, role in found.items()} == {
+        "2": ("column", "logits")
+    }

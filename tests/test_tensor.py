@@ -1,0 +1,279 @@
+"""Tensor parallelism trains the model that one worker trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from shoal.errors import BadInput, NotBuilt
+from shoal.examples.gpt import next_token_loss
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.snapshot import whole_model
+from shoal.step import Step
+from shoal.strategy import parse
+from tests.conftest import World
+from tests.models import samples
+from tests.test_pipelines import ADAMW, SGD, assert_equal, gpt, mlp, texts
+
+GPT_OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 1.0, "loss": next_token_loss}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_mlp_whose_widths_are_not_divided_evenly(world: World, size: int) -> None:
+    assert_equal(world, size, f"tp({size})", mlp, samples(28), 12, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("options", [GPT_OPTIONS, {**GPT_OPTIONS, "optimizer": SGD}])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_gpt_with_tied_embedding(world: World, size: int, options: dict[str, Any]) -> None:
+    """It has 2 heads: on 3 and 4 workers its attention is whole on each."""
+    assert_equal(world, size, f"tp({size})", partial(gpt, 2), texts(16), 8, **options)
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [
+        (4, "ddp(bucket_mb=0.0001) + tp(2)"),
+        (4, "tp(2) + pp(2)"),
+        (4, 'tp(2) + pp(2, schedule="zb-h1")'),
+        (4, 'tp(2) + pp(2, recompute=True, schedule="interleaved")'),
+        (8, "ddp + tp(2) + pp(2)"),
+        (4, 'gossip(graph="complete") + tp(2)'),
+        (4, "zero(1) + tp(2)"),
+        (4, "zero(2) + tp(2)"),
+        (8, "zero(1) + tp(2) + pp(2)"),
+    ],
+)
+def test_hybrids(world: World, size: int, strategy: str) -> None:
+    assert_equal(world, size, strategy, gpt, texts(22), 8, **GPT_OPTIONS)
+    assert_equal(world, size, strategy, mlp, samples(28), 12, clip_norm=0.1)
+
+
+class Encoder(nn.Module):
+    """Three heads, which two workers do not divide; ids of 0 are padding."""
+
+    def __init__(self, batch_first: bool = True, norm_first: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.batch_first = batch_first
+        self.ids = nn.Embedding(11, 12, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(
+            12, 3, 10, 0.0, batch_first=batch_first, norm_first=norm_first
+        )
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(12, 11)
+        self.head.weight = self.ids.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.ids(ids)
+        x = x if self.batch_first else x.transpose(0, 1)
+        causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        x = self.layers(x, mask=causal, src_key_padding_mask=torch.zeros(ids.shape), is_causal=True)
+        logits: Tensor = self.head(x if self.batch_first else x.transpose(0, 1))
+        return logits
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_transformer_encoder_layers(world: World, batch_first: bool) -> None:
+    data = TensorDataset(*(t % 11 for t in texts(16).tensors))
+    make = partial(Encoder, batch_first, not batch_first)
+    assert_equal(world, 2, "tp(2)", make, data, 8, loss=next_token_loss)
+
+
+class Attending(nn.Module):
+    """Looks at another sequence, and returns the weights of its attention, too."""
+
+    def __init__(self, average: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.average = average
+        self.attention = nn.MultiheadAttention(8, 4, kdim=6, vdim=5, batch_first=True)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = x[..., :8], x[..., 2:8], x[..., 3:8]
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        out, weights = self.attention(
+            query, key, value, attn_mask=mask, average_attn_weights=self.average
+        )
+        logits: Tensor = self.last(out).mean(1) + weights.square().sum((-1, -2)).view(
+            len(x), -1
+        ).sum(1, keepdim=True) * torch.arange(3.0)
+        return logits
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+def test_multihead_attention(world: World, size: int, average: bool) -> None:
+    make = partial(Attending, average)
+    assert_equal(world, size, f"tp({size})", make, samples(16, (5, 8)), 8)
+
+
+class Gated(nn.Module):
+    """Two layers that read the same input, and one that reads their product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.gate, self.up = nn.Linear(6, 5), nn.Linear(5, 7), nn.Linear(5, 7)
+        self.down, self.head = nn.Linear(7, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        logits: Tensor = self.head(self.down(F.silu(self.gate(x)) * self.up(x)))
+        return logits
+
+
+LAYERS = ("first", "gate", "up", "down", "head")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"gate": "column", "up": "column", "down": "row"},
+        dict.fromkeys(LAYERS, "column"),
+        dict.fromkeys(LAYERS, "row"),
+        {"first": "column", "[gu]*": "column", "d?wn": "row", "*ad": "column"},
+    ],
+    ids=["gated", "columns", "rows", "patterns"],
+)
+def test_a_plan(world: World, plan: dict[str, str]) -> None:
+    assert_equal(world, 2, f"tp(2, plan={plan})", Gated, samples(20), 8, clip_norm=0.1)
+
+
+def build(group: Group, strategy: str, model: nn.Module, **options: Any) -> tuple[Job, Step]:
+    job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
+    return job, job.step(model, next_token_loss, **{"optimizer": ADAMW, **options})
+
+
+def test_every_worker_holds_near_half_of_the_parameters(world: World) -> None:
+    models = [gpt(2), gpt(2)]
+    whole = sum(p.numel() for p in models[0].parameters())
+
+    def body(group: Group) -> int:
+        _, step = build(group, "tp(2)", models[group.rank])
+        assert all(p.untyped_storage().nbytes() <= step.flat.data.nbytes for p in step.flat.params)
+        return sum(p.numel() for p in step.flat.params)
+
+    held = world(2, body)
+    # norms, positions and the biases behind row layers are on both
+    assert all(0.5 < part / whole < 0.6 for part in held)
+
+
+def test_layers_that_are_not_split_stay_the_same_bit_for_bit(world: World) -> None:
+    models = [gpt(2) for _ in range(4)]
+
+    def body(group: Group) -> dict[str, Tensor]:
+        job, step = build(group, "tp(4)", models[group.rank], clip_norm=0.5)
+        for batch in job.batches(texts(32), 8):
+            step(batch)
+        tensor = step.part.tensor
+        assert tensor is not None
+        return {n: p.detach().clone() for n, p in step.flat.named if n not in tensor.shares}
+
+    first, *others = world(4, body)
+    assert {"norm.weight", "blocks.0.attention.qkv.weight", "blocks.0.mlp.down.bias"} <= set(first)
+    assert "tokens.weight" not in first and "blocks.0.mlp.up.bias" not in first
+    for other in others:
+        for name, tensor in first.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+def test_evaluating(world: World) -> None:
+    def metrics(out: Tensor, y: Tensor) -> dict[str, Any]:
+        return {
+            "loss": next_token_loss(out, y),
+            "right": (out.argmax(-1) == y).float().mean(),
+            "first": out[:, 0, 0].mean(),
+        }
+
+    def body(group: Group, strategy: str, model: nn.Module) -> Any:
+        job, step = build(group, strategy, model)
+        for batch in job.batches(texts(8), 8):
+            step(batch)
+        return job.evaluate(metrics, texts(11), batch_size=4)
+
+    alone = body(SoloGroup(), "single", gpt(2))
+    for size, strategy in ((2, "tp(2)"), (4, "tp(2) + pp(2)")):
+        models = [gpt(2) for _ in range(size)]
+        for found in world(size, lambda g, s=strategy, m=models: body(g, s, m[g.rank])):
+            assert found == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        *(("tp(2)", "ddp"), ("ddp", "tp(2)"), ("tp(2)", "single"), ("tp(2)", "pp(2)")),
+        *(("ddp + tp(2)", "tp(2) + pp(2)"), ("tp(2) + pp(2)", "zero(1) + tp(2)")),
+        ("zero(1) + tp(2)", "tp(4)"),
+    ],
+)
+def test_what_one_strategy_saved_another_loads(
+    world: World, tmp_path: Path, first: str, second: str
+) -> None:
+    def go(group: Group, strategy: str, model: nn.Module, steps: int, resume: bool) -> Any:
+        job, step = build(group, strategy, model)
+        if resume:
+            job.load(tmp_path / "saved")
+        for batch in job.batches(texts(32), 8, steps=steps):
+            step(batch)
+        if not resume:
+            job.save(tmp_path / "saved")
+        return whole_model(step)[0]
+
+    def run(strategy: str, steps: int, resume: bool) -> Any:
+        if strategy == "single":
+            return go(SoloGroup(), strategy, gpt(2), steps, resume)
+        size = 4 if "+" in strategy or "4" in strategy else 2
+        models = [gpt(2) for _ in range(size)]
+        return world(size, lambda g: go(g, strategy, models[g.rank], steps, resume))[0]
+
+    run(first, 2, False)
+    resumed = run(second, 4, True)
+    job, step = build(SoloGroup(), "single", gpt(2))
+    for batch in job.batches(texts(32), 8):
+        step(batch)
+    for name, tensor in whole_model(step)[0].items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def refused(world: World, strategy: str, make: Callable[[], nn.Module], **options: Any) -> str:
+    models = [make(), make()]
+    with pytest.raises((BadInput, NotBuilt)) as caught:
+        world(2, lambda g: build(g, strategy, models[g.rank], **options))
+    return str(caught.value)
+
+
+def test_what_cannot_be_split_is_refused_by_name(world: World) -> None:
+    only = partial(nn.Sequential, nn.Conv1d(2, 2, 3), nn.Linear(6, 6))
+    assert "tp(2) finds nothing to split in Sequential: name its layers" in refused(
+        world, "tp(2)", only
+    )
+    plan = 'tp(2, plan={{"{}": "{}"}})'.format
+    assert "'blocks.*.no', and GPT has no such module" in refused(
+        world, plan("blocks.*.no", "row"), gpt
+    )
+    assert 'splits norm by "row", and it is a LayerNorm' in refused(world, plan("norm", "row"), gpt)
+    assert 'an nn.Embedding is split by "row"' in refused(world, plan("tokens", "column"), gpt)
+    narrow = partial(nn.Sequential, nn.Linear(6, 1))
+    assert "cannot split 0: it has 1 features to deal out" in refused(
+        world, plan("0", "column"), narrow
+    )
+    attention = partial(nn.Sequential, nn.MultiheadAttention(4, 2))
+    assert "a part of an nn.MultiheadAttention: leave it out" in refused(
+        world, plan("0.out_proj", "row"), attention
+    )
+    assert "exact=True adds up as one worker does" in refused(world, "tp(2)", gpt, exact=True)
+    assert 'take "bf16"' in refused(world, "tp(2)", gpt, precision="fp16")
+    assert "ps + tp(2) is not built yet: take ddp + tp(2)" in refused(world, "ps + tp(2)", gpt)
+    assert "tp(sequence=True) is not built yet" in refused(world, "tp(2, sequence=True)", gpt)
