@@ -209,8 +209,8 @@ class Step:
                 self.engine.run, lambda: self.steps + 1, _clock_of(device)
             )
         self.steps = 0
-        self._checked = self._reversed = False
-        self._everything = part.takes_everything
+        self._reversed, self._everything = False, part.takes_everything
+        self._checked = False
         self.latest: Batch | None = None  # what job.batches has yielded last
         self.after: list[Callable[[Step, Tensor], None]] = []
 
@@ -227,7 +227,7 @@ class Step:
         return loss
 
     def _train(self, microbatches: Sequence[MicroBatch]) -> Tensor:
-        if not self._checked:
+        if not self._checked and self.mesh.pp.size > 1:
             self.part.check(microbatches[0].inputs, self.engine)
             self._checked = True
         local = self._compute(microbatches, self.sync.reduce)

@@ -52,7 +52,7 @@ class FlatParams:
         self.offset = self._round(self.head_size) if self._head_fits else 0
         self.pieces = self._lay_out()
         self.size = self._round(self.pieces[-1].stop)
-        self.move_to(torch.zeros(self.size, dtype=self.dtype, device=self.device), copy=True)
+        self.data = self._move()
         self.grad = torch.zeros(0, dtype=self.dtype, device=self.device)
         self.head = torch.zeros(self.head_size, dtype=self._head_dtype, device=self.device)
         self.notes_loss = False  # whether the engine leaves its loss in the head
@@ -168,13 +168,6 @@ class FlatParams:
         }
         for i, p in enumerate(self.params):
             p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
-
-    def live_in(self, memory: Tensor) -> None:
-        """Move the parameters into `memory` of the same size, which somebody else may write to."""
-        memory.copy_(self.data)
-        self.data = memory
-        for piece, p in zip(self.pieces, self.params, strict=True):
-            p.data = memory[piece.start : piece.stop].view(p.shape)
 
     def tensors_of_bucket(self, bucket: slice) -> list[Tensor]:
         """Where the gradients of a bucket are that was just reported; as many on every rank."""
@@ -292,6 +285,12 @@ class FlatParams:
             start = self._round(self.pieces[i].stop)
         if start < bucket.stop:
             yield slice(start, bucket.stop)
+
+    def _move(self) -> Tensor:
+        """Take the parameters into one buffer; returns it."""
+        data = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        self.move_to(data, copy=True)
+        return data
 
     def _round(self, elements: int) -> int:
         return -(-elements // self._align) * self._align

@@ -155,7 +155,7 @@ class ParameterServer(Sync):
             flat.device.type == "cpu" and self.server_updates and rule.needs_everyone
         )
         if self._lives_in_inbox:
-            flat.live_in(client.inbox)
+            flat.move_to(client.inbox, copy=True)
         self._give_weights()
 
     # ------------------------------------------------------------------ a step
