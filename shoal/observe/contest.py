@@ -100,7 +100,7 @@ def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float])
     training = _mean([end for end in ends if end is not None])
     loss = evaluated.get("loss", training)
     rate = _sum([report["samples_per_s"] for report in reports])
-    sent = [_bytes_sent(report) for report in reports]
+    sent = [number for number in map(_bytes_sent, reports) if number is not None]
     times = _times(Path(entry.folder))
     faster = rate / base.samples_per_s if base and base.samples_per_s and rate else None
     return Outcome(
@@ -115,7 +115,7 @@ def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float])
         samples_per_s=rate,
         speed_up=faster if base else 1.0,
         bytes_sent=_mean(sent),
-        most_bytes_sent=max(sent, default=0),
+        most_bytes_sent=max(sent, default=None),
         computing=_mean([t.computing for t in times]),
         waiting=_mean([t.exposed for t in times]),
         idle=_mean([t.idle for t in times]),
@@ -134,12 +134,10 @@ def _times(folder: Path) -> list[Shares]:
     return [shares(spans) for spans in read(folder).values()]
 
 
-def _bytes_sent(report: dict[str, Any]) -> int:
-    total = 0
-    for sync in report["sync"]:
-        sent = sync.get("bytes_sent", sync.get("sent_bytes", 0))
-        total += sum(sent) if isinstance(sent, list) else sent
-    return total
+def _bytes_sent(report: dict[str, Any]) -> int | None:
+    """None where the strategy does not count them."""
+    counts = [sync.get("bytes_sent") for sync in report["sync"]]
+    return None if None in counts else sum(counts)
 
 
 def _end(losses: Sequence[float]) -> float | None:
