@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shoal.embedding import Embedding as Embedding
     from shoal.errors import BadInput as BadInput
     from shoal.errors import ShoalError as ShoalError
+    from shoal.items import map_reduce as map_reduce
     from shoal.job import Job as Job
     from shoal.run import run as run
     from shoal.step import Step as Step
@@ -39,6 +40,7 @@ _HOME = {
     "BadInput": "errors",
     "ShoalError": "errors",
     "Job": "job",
+    "map_reduce": "items",
     "run": "run",
     "Step": "step",
     **dict.fromkeys(

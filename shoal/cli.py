@@ -8,6 +8,7 @@ import typer
 
 from shoal import __version__
 from shoal.commands import bench, collectives, pipeline
+from shoal.commands.compare import compare
 from shoal.commands.memory import memory
 from shoal.commands.run import run
 from shoal.commands.train import evaluate, train
@@ -28,6 +29,7 @@ app.command()(train)
 app.command("eval")(evaluate)
 app.command()(verify)
 app.command()(memory)
+app.command()(compare)
 app.add_typer(bench.app, name="bench")
 app.add_typer(collectives.app, name="collectives")
 app.add_typer(pipeline.app, name="pipeline")

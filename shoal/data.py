@@ -13,9 +13,10 @@ In exact mode whole micro-batches are dealt out instead, since each one's bits m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from shoal.errors import BadInput
 from shoal.tree import Tree, map_tensors, tensors_of
+
+Given = TypeVar("Given")
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,59 @@ class Batch(tuple[Tree, Tree]):
     """A replica's part of a global batch: `(inputs, targets)`, and what `step` has to know.
 
     `parts` are the samples in each micro-batch here. Where that is 0 one row stands in, with no
-    weight, so that every replica runs the same operations.
+    weight, so that every replica runs the same operations. `of` is above 1 where replicas take
+    turns: so many global batches are trained on at a time, and this is one of them as a whole.
     """
 
     total: int
     parts: tuple[int, ...]
+    of: int = 1
 
     def __new__(cls, inputs: Tree, targets: Tree, total: int, parts: Sequence[int]) -> Batch:
         batch = super().__new__(cls, (inputs, targets))
         batch.total, batch.parts = total, tuple(parts)
         return batch
+
+
+class WholeBatch(Batch):
+    """A whole dataset as one batch. Its pieces are loaded when they are computed, one at a time."""
+
+    pieces: DatasetBatches
+
+    @classmethod
+    def of_pieces(cls, pieces: DatasetBatches) -> WholeBatch:
+        batch = tuple.__new__(cls)
+        counts = [[len(rows) for rows in cut.rows(len(order))] for order, cut in pieces.batches]
+        batch.total = sum(len(order) for order, _ in pieces.batches)
+        batch.parts, batch.pieces = tuple(itertools.chain(*counts)), pieces
+        return batch
+
+    def __iter__(self) -> Iterator[Any]:
+        raise BadInput(
+            "under mapreduce a batch is the whole dataset, which is never in memory at once: pass "
+            "it to step as it is and change samples in the dataset or in collate, or take "
+            'mapreduce(batch="mini")'
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        return iter(self)
+
+
+def in_turns(batches: Iterable[Given], cut: Cut) -> Iterator[tuple[Given, Cut]]:
+    """Of every round of batches, one a replica, the one that is this replica's, as a whole.
+
+    The last round may be short: its batches are cut into parts, so that all replicas have
+    equally many.
+
+        batches          0 1 2 3 4 5 6       3 replicas
+        replica 1 gets     1     4   part of 6
+    """
+    source, alone = iter(batches), replace(cut, replica=0, replicas=1)
+    while batch_round := list(itertools.islice(source, cut.replicas)):
+        if len(batch_round) == cut.replicas:
+            yield batch_round[cut.replica], alone
+        else:
+            yield from ((batch, cut) for batch in batch_round)
 
 
 def permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
@@ -90,19 +136,24 @@ class DatasetBatches:
         collate: Callable[[list[Any]], Any] | None = None,
         loaders: int = 0,
         loader_seed: int = 0,
+        turns: bool = False,
     ):
-        self.dataset, self.cut, self.collate, self.loaders = dataset, cut, collate, loaders
+        self.dataset, self.collate, self.loaders = dataset, collate, loaders
         self.loader_seed = loader_seed
         stop = len(order) - len(order) % batch_size if drop_last else len(order)
-        self.batches = [order[i : i + batch_size] for i in range(0, stop, batch_size)][start:]
+        batches = [order[i : i + batch_size] for i in range(0, stop, batch_size)][start:]
+        self.replicas = cut.replicas
+        self.batches = list(in_turns(batches, cut)) if turns else [(b, cut) for b in batches]
 
     def __iter__(self) -> Iterator[Batch]:
-        for (inputs, targets), rows in zip(self._load(), self.batches, strict=True):
-            parts = [len(r) for r in self.cut.rows(len(rows))]
-            yield Batch(inputs, targets, len(rows), parts)
+        for (inputs, targets), (rows, cut) in zip(self._load(), self.batches, strict=True):
+            parts = [len(r) for r in cut.rows(len(rows))]
+            batch = Batch(inputs, targets, len(rows), parts)
+            batch.of = self.replicas // cut.replicas
+            yield batch
 
     def _load(self) -> Iterable[tuple[Tree, Tree]]:
-        chosen = (take(order, self.cut.rows(len(order))) for order in self.batches)
+        chosen = (take(order, cut.rows(len(order))) for order, cut in self.batches)
         if type(self.dataset) is TensorDataset and self.collate is None:
             return (_pair(tuple(t[i] for t in self.dataset.tensors)) for i in chosen)
         collate = self.collate or default_collate

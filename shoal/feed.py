@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.data import Batch, Cut, DatasetBatches, mix, part_of, permutation
+from shoal.data import Batch, Cut, DatasetBatches, WholeBatch, in_turns, mix, part_of, permutation
 from shoal.errors import BadInput
 from shoal.group.group import Group, Op
 from shoal.tree import tensors_of
@@ -37,6 +37,9 @@ class Feed:
         self.epochs = self.delivered = self.skip = 0
         self.total_steps: int | None = None
         self.batch_size = 256
+        self.most_steps: int | None = None  # of the whole job, whatever the script asks for
+        self.everything = False  # whether a step trains on the whole dataset
+        self.turns = False  # whether replicas take whole batches in turns
         self.compares = True  # whether replicas check that they make the same global batches
 
     def batches(
@@ -53,7 +56,14 @@ class Feed:
         loaders: int,
     ) -> Iterator[Batch]:
         """See `Job.batches`. What is wrong with the data is told before the first batch."""
+        steps = self._least(steps, data, batch_size)
         epoch_batches: Callable[[int], Iterable[Batch]]
+        if batch_size is None and self.everything:
+            raise BadInput(
+                "mapreduce trains on the whole dataset in every step: give job.batches the "
+                "dataset and a batch_size (what is computed at a time), or take "
+                'mapreduce(batch="mini")'
+            )
         if batch_size is None:
             self._check_iterable(data, epochs)
             per_epoch = _length(data)
@@ -62,9 +72,11 @@ class Feed:
             self._check_dataset(data, batch_size, epochs)
             self.batch_size = batch_size
             per_epoch = len(data) // batch_size if drop_last else -(-len(data) // batch_size)
+            if self.everything:
+                per_epoch = 1
             load = partial(
                 DatasetBatches, data, batch_size, cut,
-                drop_last=drop_last, collate=collate, loaders=loaders,
+                drop_last=drop_last, collate=collate, loaders=loaders, turns=self.turns,
             )  # fmt: skip
             epoch_batches = partial(self._dataset_epoch, load, len(data), per_epoch, shuffle)
 
@@ -75,6 +87,18 @@ class Feed:
                 yield from self._deliver(epoch_batches(epoch), steps)
 
         return generate()
+
+    def _least(self, steps: int | None, data: Any, batch_size: int | None) -> int | None:
+        """What the script asks for, or `most_steps`, if that is less.
+
+        Where a step trains on the whole dataset it counts as the batches that are in it.
+        """
+        if self.most_steps is None:
+            return steps
+        most = self.most_steps
+        if self.everything and batch_size and isinstance(data, Sized):
+            most = max(1, round(most * batch_size / max(1, len(data))))
+        return most if steps is None else min(steps, most)
 
     def _expect(self, per_epoch: int | None, epochs: int, steps: int | None) -> None:
         """Tell progress how many steps there will be."""
@@ -92,7 +116,7 @@ class Feed:
             batch = next(source, None)
             if batch is None:
                 return
-            self.delivered += 1
+            self.delivered += batch.of
             self.on_batch(batch)
             yield batch
 
@@ -109,19 +133,27 @@ class Feed:
         if start == num_batches:
             return []
         order = permutation(num_samples, self.seed, epoch) if shuffle else torch.arange(num_samples)
-        return load(order, start, loader_seed=mix(self.seed, 6, epoch, self.replica))
+        batches = load(order, start, loader_seed=mix(self.seed, 6, epoch, self.replica))
+        return [WholeBatch.of_pieces(batches)] if self.everything else batches
 
     def _iterable_epoch(self, data: Iterable[Any], cut: Cut, epoch: int) -> Iterator[Batch]:
         first = True
-        for batch in data:
-            if self.skip > 0:
-                self.skip -= 1
-                continue
-            part = part_of(batch, cut)
+        left = self._left(data)
+        for batch, own in in_turns(left, cut) if self.turns else ((b, cut) for b in left):
+            part = part_of(batch, own)
+            part.of = cut.replicas // own.replicas
             if first:
                 self._check_same_batch(batch, part.total)
             first = False
             yield part
+
+    def _left(self, data: Iterable[Any]) -> Iterator[Any]:
+        """The batches that were not seen before."""
+        for batch in data:
+            if self.skip > 0:
+                self.skip -= 1
+            else:
+                yield batch
 
     def _check_iterable(self, data: Any, epochs: int) -> None:
         if not isinstance(data, Iterable):

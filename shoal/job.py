@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from shoal.feed import Feed
 from shoal.group.group import Group
 from shoal.group.mesh import Mesh
 from shoal.group.survivors import Tally
+from shoal.items import map_reduce_over
 from shoal.observe.pace import Pace
 from shoal.observe.progress import Progress, Silent
 from shoal.observe.trace import OFF, Tracer
@@ -74,9 +75,13 @@ class Job:
         # how to add up where ranks may be lost; the stages of a replica cannot be missed
         self._tally = tally if layout.replicas == self.size else None
         self._said: set[str] = set()
+        self._logged: dict[str, float | Tensor] = {}
+        self._evaluated: dict[str, float] = {}
         self._feed = Feed(
             self.mesh.dp, device, seed, lambda: self.steps, self._before_batch, self._say_once
         )
+        part = strategy.sync_for(self.replicas)
+        self._feed.turns, self._feed.everything = part.takes_turns, part.takes_everything
         self._clock, self._pace = _Clock(), Pace()
 
     def step(
@@ -157,8 +162,13 @@ class Job:
             loaders=loaders,
         )
 
+    def stop_after(self, steps: int) -> None:
+        """Let job.batches end after so many steps, if the script does not end it before."""
+        self._feed.most_steps = steps
+
     def log(self, **metrics: float | Tensor) -> None:
         """Show progress: rank 0 shows the metrics now and then, others do nothing."""
+        self._logged = metrics
         if self._progress.due(self.steps, self._feed.total_steps):
             values = {name: float(value) for name, value in metrics.items()}
             for name, value in values.items():
@@ -203,7 +213,17 @@ class Job:
             model.train(was_training)
         names, everything = step.engine.share(found)
         means = [value / everything[-1] for value in everything[:-1]]
-        return means[0] if names == [""] else dict(zip(names, means, strict=True))
+        self._evaluated = dict(zip(names, means, strict=True))
+        return means[0] if names == [""] else dict(self._evaluated)
+
+    def map_reduce(
+        self,
+        map_fn: Callable[[Any], Any],
+        items: Iterable[Any],
+        reduce_fn: Callable[[Any, Any], Any],
+    ) -> Any:
+        """See `shoal.map_reduce`: on the workers of this job."""
+        return map_reduce_over(self.group, map_fn, items, reduce_fn)
 
     def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
         """Save the whole model, the optimizer and the place in the data under `path`.
@@ -254,10 +274,16 @@ class Job:
                 self._say_once(sentence)
 
     def report(self) -> dict[str, Any]:
-        """What happened on this rank, for machines: JSON-able."""
+        """What happened on this rank, for machines: JSON-able.
+
+        `logged` is what job.log was given last, `evaluated` what job.evaluate found last, under
+        "" where the metric is one number.
+        """
         return {
             "rank": self.rank,
             "steps": self.steps,
+            "logged": {name: float(value) for name, value in self._logged.items()},
+            "evaluated": self._evaluated,
             **self._pace.read(),
             "sync": [step.sync.report() for step in self._steps],
         }
@@ -275,13 +301,13 @@ class Job:
         self.generator.manual_seed(seed)
         for step in self._steps:
             step.latest = batch
-        self._clock.samples += batch.total
+        self._clock.samples += batch.total * batch.of
         self._pace.samples += sum(batch.parts)
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
         if step.steps > self.steps:  # one step of a job may train several models
+            self._pace.note(step.steps - self.steps)
             self.steps = step.steps
-            self._pace.note()
 
     def _say_once(self, sentence: str) -> None:
         if self.rank == 0 and sentence not in self._said:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, StrategyError
 from shoal.faults import faults_of
 from shoal.group.group import Group
 from shoal.group.hosts import HostsGroup
@@ -47,14 +47,16 @@ from shoal.observe.estimate import estimate_from_environment
 from shoal.observe.probe import Probe
 from shoal.observe.progress import for_worker
 from shoal.observe.trace import OFF, Recorder, Tracer
-from shoal.strategy import Ddp, Part, Single, Strategy, as_strategy, require_built
+from shoal.strategy import Ddp, Hogwild, Part, Single, Strategy, as_strategy, require_built
 from shoal.wire.torch_p2p import TorchTransport
 
+Train = Callable[[Job], Any]
 _calls = 0
+_instead: Callable[[Train], Any] | None = None
 
 
 def run(
-    train: Callable[[Job], Any],
+    train: Train,
     *,
     strategy: str | Strategy | Part | None = None,
     workers: int | None = None,
@@ -68,6 +70,8 @@ def run(
     word (`shoal run -n 4 -s ddp --seed 1`, `SHOAL_STRATEGY`, …) wins over the arguments here.
     """
     global _calls
+    if _instead is not None:
+        return _instead(train)
     _calls += 1
     environ = os.environ
     wanted = environ.get("SHOAL_CALL")
@@ -82,7 +86,7 @@ def run(
     def work() -> Any:
         value = as_strategy(chosen)
         number = int(environ.get("SHOAL_SEED") or seed or 0)
-        worker = _Worker(value, placement, number, environ.get("SHOAL_DEVICE") or device)
+        worker = Worker(value, placement, number, environ.get("SHOAL_DEVICE") or device)
         return worker.run(train)
 
     if placement is None or placement.launcher != "shoal":
@@ -93,7 +97,18 @@ def run(
     return result
 
 
-class _Worker:
+@contextmanager
+def taken_by(instead: Callable[[Train], Any]) -> Iterator[None]:
+    """While the block runs, `shoal.run(train)` is a call of `instead(train)`."""
+    global _instead
+    _instead = instead
+    try:
+        yield
+    finally:
+        _instead = None
+
+
+class Worker:
     """One process's part: device, group, job, and everything taken down again at the end."""
 
     def __init__(
@@ -104,7 +119,9 @@ class _Worker:
         self.rank = placement.rank if placement else 0
         require_built(strategy)
         strategy.layout(self.size)
+        self.number = _calls  # tells runs of one process apart
         self.device = choose_device(device, placement)
+        _check_place(strategy, placement, self.device)
 
     def run(self, train: Callable[[Job], Any]) -> Any:
         die_with_launcher()
@@ -131,16 +148,17 @@ class _Worker:
 
             try:
                 if estimate_from_environment(os.environ, train, make):
-                    self._note_end()
+                    self.note_end()
                     return None
                 job = make(Job)
+                self.prepare(job)
                 return self._train(train, job)
             except SystemExit as end:
                 if not end.code:
-                    self._note_end()
+                    self.note_end()
                 raise
             except Exception as error:
-                self._give_up(error)
+                self.give_up(error)
                 raise
             finally:
                 if isinstance(tracer, Recorder):
@@ -157,10 +175,17 @@ class _Worker:
         if probe is not None:
             probe.write()
         job.close()
+        self.leave(job)
+        self.note_end()
+        return result
+
+    def prepare(self, job: Job) -> None:
+        """Before training."""
+
+    def leave(self, job: Job) -> None:
+        """After training: a report for the launcher."""
         if self._is_ours:
             leave_report(os.environ["SHOAL_RUN_DIR"], self.rank, job.report())
-        self._note_end()
-        return result
 
     @property
     def _is_ours(self) -> bool:
@@ -172,14 +197,14 @@ class _Worker:
         if not self._is_ours or not self.strategy.survives_loss:
             return None
         run_dir = Path(os.environ["SHOAL_RUN_DIR"])
-        folder = run_dir / f"tally-{_calls}"
+        folder = run_dir / f"tally-{self.number}"
         return Tally(folder, self.rank, partial(is_gone, run_dir), patience_s=math.inf)
 
-    def _note_end(self) -> None:
+    def note_end(self) -> None:
         if self._is_ours:
             report_finished(os.environ["SHOAL_RUN_DIR"], self.rank)
 
-    def _give_up(self, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
         """Under our launcher: leave a report and go at once.
 
         Taking down the group may wait for a peer that waits for this one; the launcher ends
@@ -201,7 +226,7 @@ class _Worker:
         ours = not dist.is_initialized()
         with open_rendezvous(self.placement) as rendezvous:
             backend = choose_backend(self.device, self.placement)
-            world = join_world(rendezvous, self.rank, self.size, backend, f"run {_calls}")
+            world = join_world(rendezvous, self.rank, self.size, backend, f"run {self.number}")
             group = None
             if self._shares_memory():
                 own = PrefixStore(f"memory of run {_calls}", world.get_group_store())
@@ -264,6 +289,22 @@ def choose_device(device: str | None, placement: Placement | None) -> torch.devi
     return chosen
 
 
+def _check_place(strategy: Strategy, placement: Placement | None, device: torch.device) -> None:
+    """Refuse, before anything starts, what needs the memory of one host and does not get it."""
+    if not isinstance(strategy.sync, Hogwild) or placement is None or placement.size == 1:
+        return
+    if placement.local_size < placement.size:
+        raise StrategyError(
+            f"hogwild keeps the weights in the memory of one host, and these {placement.size} "
+            'workers are on several: take ps(mode="async") or gossip(mode="async")'
+        )
+    if device.type != "cpu":
+        raise StrategyError(
+            f"hogwild keeps the weights in memory that processes share, and {device} is not the "
+            "CPU: run it with --device cpu"
+        )
+
+
 def choose_backend(device: torch.device, placement: Placement) -> str:
     """NCCL wants a GPU for each rank; Gloo serves CPUs, and ranks that share a GPU."""
     own_gpu = placement.local_size <= torch.cuda.device_count()
@@ -323,7 +364,7 @@ def _launch_self(
         torch.set_num_threads(1)
         placement = detect(os.environ)
         value = choose_device(device, placement)
-        _Worker(strategy, placement, seed or 0, str(value)).run(train)
+        Worker(strategy, placement, seed or 0, str(value)).run(train)
 
     fork(body, workers, env, servers=servers, tolerance=tolerance)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shoal.data import Batch, Cut, mix, num_rows, take
+from shoal.data import Batch, Cut, WholeBatch, mix, num_rows, take
 from shoal.embedding import apply_embeddings, bind_embeddings
 from shoal.errors import BadInput, NotBuilt
 from shoal.faults import Faults, busy_s
@@ -94,6 +94,22 @@ class StepOptions:
         """How a global batch is dealt out under these options."""
         microbatches = self.microbatches if self.exact else self.accumulate
         return Cut(replica, replicas, microbatches, self.exact)
+
+
+class OneByOne(Sequence[MicroBatch]):
+    """Micro-batches that are made when the engine comes to them, and then let go of."""
+
+    def __init__(self, source: Iterator[MicroBatch], length: int):
+        self._source, self._length = source, length
+        self._at: tuple[int, MicroBatch] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, m: Any) -> Any:
+        if self._at is None or self._at[0] != m:
+            self._at = (m, next(self._source))
+        return self._at[1]
 
 
 class Step:
@@ -181,27 +197,30 @@ class Step:
                 self.engine.run, lambda: self.steps + 1, _clock_of(device)
             )
         self.steps = 0
-        self._checked = self._reversed = False
+        self._reversed, self._everything = False, part.takes_everything
+        self._checked = False
         self.latest: Batch | None = None  # what job.batches has yielded last
         self.after: list[Callable[[Step, Tensor], None]] = []
 
     def __call__(self, batch: Any) -> Tensor:
         microbatches = self._cut(batch)
-        self.sync.share = _share(microbatches)
+        self.sync.share = _share(batch, microbatches)
         self.sync.begin()
         loss = self.sync.skip() if self.sync.passed else self._train(microbatches)
-        self.steps += 1
+        worth = self._worth(batch)
+        self.steps += worth
+        self.update.steps += worth - 1  # the sync has counted one, if this rank updates
         for callback in self.after:
             callback(self, loss)
         return loss
 
-    def _train(self, microbatches: list[MicroBatch]) -> Tensor:
+    def _train(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         if not self._checked:
-            self.part.check(microbatches[0].inputs, self.engine)
+            self.part.check(microbatches, self.engine)
             self._checked = True
         local = self._compute(microbatches, self.sync.reduce)
         if self.embeddings:  # before the end of the step, of which the rows are part
-            self._push_rows(any(m.real for m in microbatches))
+            self._push_rows(self._everything or any(m.real for m in microbatches))
         self.sync.finish()
         if self.options.exact:
             settle(self.model, self.group)
@@ -220,7 +239,7 @@ class Step:
         Each micro-batch is computed in `parts`, as that many workers would. Where the model looks
         at whole micro-batches (BatchNorm), their samples are reversed instead.
         """
-        if self.options.exact or has_batchnorm(self.model):
+        if self.options.exact or has_batchnorm(self.model) or self._everything:
             self._reversed = True
         else:
             self.local_microbatches *= parts
@@ -230,7 +249,10 @@ class Step:
         if not self.embeddings:
             return
         if self.mesh.world.size > 1 and not self._has_servers:
-            raise NotBuilt("shoal.Embedding trains on several workers under ps, not otherwise")
+            raise NotBuilt(
+                "shoal.Embedding trains on several workers under ps, not otherwise; under hogwild "
+                "take nn.Embedding(sparse=True)"
+            )
         if self.options.exact or self.options.precision == "fp16":
             raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')
         if self.options.clip_norm is not None:
@@ -240,10 +262,12 @@ class Step:
         if not has_batchnorm(self.model) or self.options.batchnorm == "local":
             return Presence()
         if self.group.size > 1 and not part.in_lockstep:
-            say(
-                f"BatchNorm sees each replica's own samples under {part.name}; the mean of the "
-                "running statistics is tested and saved"
+            statistics = (
+                "running statistics are shared like the weights"
+                if part.takes_turns
+                else "the mean of the running statistics is tested and saved"
             )
+            say(f"BatchNorm sees each replica's own samples under {part.name}; {statistics}")
             return Presence()
         if self.options.exact or self.options.accumulate > 1:
             say(
@@ -267,13 +291,38 @@ class Step:
                 self.group.broadcast(whole).wait()
                 tensor.detach().copy_(whole)
 
-    def _cut(self, batch: Any) -> list[MicroBatch]:
+    def _cut(self, batch: Any) -> Sequence[MicroBatch]:
         """The micro-batches of this replica, on the device, each with its share of the loss."""
+        if isinstance(batch, WholeBatch):
+            return self._cut_whole(batch)
+        return self._cut_one(batch)
+
+    def _cut_whole(self, whole: WholeBatch) -> Sequence[MicroBatch]:
+        """The same of a whole dataset, piece by piece."""
+        if self.count is not None:
+            raise BadInput(
+                "count needs to see a batch before its gradients, and mapreduce's batch is the "
+                'whole dataset: take mapreduce(batch="mini")'
+            )
+        if len(whole.parts) != len(self.engine.actions) // 2:
+            self.engine.follow(accumulate_schedule(1, 0, len(whole.parts)))
+        return OneByOne(self._cut_pieces(whole), len(whole.parts))
+
+    def _cut_pieces(self, whole: WholeBatch) -> Iterator[MicroBatch]:
+        done = 0
+        for piece in whole.pieces:
+            share = piece.total / whole.total
+            for micro in self._cut_one(piece, done):
+                assert isinstance(micro.weight, float)
+                yield micro._replace(weight=micro.weight * share)
+                done += 1
+
+    def _cut_one(self, batch: Any, first: int = 0) -> list[MicroBatch]:
         ranges, parts, total = self._measure(batch)
         pair = tuple(batch)
         pieces = [pair] if len(ranges) == 1 else [_rows(pair, r) for r in ranges]
         counts = self._counts(pieces, parts)
-        weights = self._weights(counts, total)
+        weights = self._weights(counts, total, self._worth(batch))
         device = self.flat.device
         found = []
         for m, (piece, samples, count, weight) in enumerate(
@@ -282,10 +331,17 @@ class Step:
             inputs, targets = map_tensors(
                 lambda t: t.to(device, non_blocking=True), self._in_order(piece)
             )
+            stream = self._stream(first + m)
             real, alone = samples > 0, self.group.size == 1 and not self.options.exact
             found.append(
                 MicroBatch(
-                    inputs, targets, weight, real, count == 0, alone and not real, self._stream(m)
+                    inputs,
+                    targets,
+                    weight,
+                    real,
+                    count == 0,
+                    alone and not real,
+                    stream,
                 )
             )
         return found
@@ -316,6 +372,11 @@ class Step:
         ranges = Cut(microbatches=self.local_microbatches).rows(rows)
         return ranges, [len(r) for r in ranges], total
 
+    def _worth(self, batch: Any) -> int:
+        """How many global batches are trained on while this replica trains on one of them."""
+        known = batch if isinstance(batch, Batch) else self.latest
+        return 1 if known is None else known.of
+
     def _counts(self, pieces: list[Tree], parts: Sequence[int]) -> Sequence[float]:
         """What the loss of each micro-batch is a mean over, here."""
         if self.count is None:
@@ -326,7 +387,7 @@ class Step:
         ]
 
     def _weights(
-        self, counts: Sequence[float], total: int | None
+        self, counts: Sequence[float], total: int | None, worth: int
     ) -> Sequence[float | Callable[[], Tensor]]:
         """Each micro-batch's share: its count over the count of the global batch.
 
@@ -336,7 +397,7 @@ class Step:
         if self.count is None and total is not None:
             return [count / total for count in counts]
         if not self.sync.waits:  # nobody adds up with the others: all parts count alike
-            own = max(float(sum(counts)), 1e-300) * self.group.size
+            own = max(float(sum(counts)), 1e-300) * self.group.size / worth
             return [count / own for count in counts]
         everybody = torch.tensor(float(sum(counts)), dtype=torch.float64).to(self.flat.device)
         work = self.group.all_reduce(everybody, Op.SUM)
@@ -355,8 +416,10 @@ class Step:
         return mix(self.seed, 3, self.steps, self.group.rank, m)
 
 
-def _share(microbatches: list[MicroBatch]) -> float:
+def _share(batch: Any, microbatches: Sequence[MicroBatch]) -> float:
     """What this replica computes of the global batch, where it is known beforehand."""
+    if isinstance(batch, WholeBatch):
+        return sum(batch.parts) / batch.total
     return sum(m.weight for m in microbatches if not callable(m.weight))
 
 

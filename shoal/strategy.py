@@ -48,6 +48,8 @@ BUILT: dict[str, dict[str, Container[object]]] = {
     "single": {},
     "zero": {"stage": EVERY_VALUE},
     "ddp": {"algorithm": EVERY_VALUE, "bucket_mb": EVERY_VALUE, "compress": EVERY_VALUE},
+    "hogwild": {"momentum": EVERY_VALUE},
+    "mapreduce": {"batch": EVERY_VALUE},
     "localsgd": {"every": EVERY_VALUE, "outer": EVERY_VALUE, "compress": EVERY_VALUE},
     "gossip": {"graph": EVERY_VALUE, "mode": EVERY_VALUE},
     "ps": {
@@ -138,6 +140,16 @@ class SyncPart(Part):
 
     def check(self, replicas: int) -> None:
         """Refuse what cannot work on so many replicas."""
+
+    @property
+    def takes_everything(self) -> bool:
+        """Whether a step trains on the whole dataset, and a batch is what is computed at a time."""
+        return False
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether replicas take whole batches in turns, instead of a part of each."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -237,12 +249,24 @@ class Hogwild(SyncPart):
 
     momentum: Annotated[bool, _FLAG] = False
 
+    @property
+    def in_lockstep(self) -> bool:
+        return False
+
+    @property
+    def takes_turns(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mapreduce(SyncPart):
     """Map: the gradients of a share of the samples; reduce: their sum and one update."""
 
     batch: Annotated[str, one_of("full", "mini")] = "full"
+
+    @property
+    def takes_everything(self) -> bool:
+        return self.batch == "full"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,6 +393,12 @@ class Strategy:
             case Ddp(compress=compress):
                 return compress is None
         return True
+
+    @property
+    def reference(self) -> Strategy:
+        """What one worker runs to give the result that a synchronous strategy is to give."""
+        whole = self.sync is not None and self.sync.takes_everything
+        return self if whole else Strategy(Single())
 
     @property
     def survives_loss(self) -> bool:

@@ -19,6 +19,7 @@ from shoal.data import (
     Batch,
     Cut,
     DatasetBatches,
+    in_turns,
     map_tensors,
     mix,
     num_rows,
@@ -385,3 +386,21 @@ def test_a_batch_is_a_pair() -> None:
     assert len(batch) == 2 and x.sum() == 2 and y.sum() == 0
     assert batch.parts == (1, 1) and batch.total == 4
     assert Counter(map(len, tensors_of(batch))) == {2: 2}
+
+
+@given(st.integers(0, 40), st.integers(1, 6))
+def test_turns_give_every_batch_out_once_and_all_replicas_equally_many(
+    num_batches: int, replicas: int
+) -> None:
+    dealt = [
+        list(in_turns(range(num_batches), Cut(r, replicas, microbatches=2)))
+        for r in range(replicas)
+    ]
+    whole, left = num_batches // replicas, num_batches % replicas
+    assert {len(batches) for batches in dealt} == {whole + left}
+    taken = [batch for batches in dealt for batch, cut in batches if cut.replicas == 1]
+    assert sorted(taken) == list(range(whole * replicas))
+    for r, batches in enumerate(dealt):
+        expected = range(whole * replicas, num_batches)
+        parts = [(batch, Cut(r, replicas, microbatches=2)) for batch in expected]
+        assert batches[whole:] == parts

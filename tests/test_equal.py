@@ -19,7 +19,7 @@ from tests.conftest import World
 from tests.models import convnet, mlp, samples
 
 SYNCHRONOUS = [
-    *("ddp", "ddp(bucket_mb=0.0001)", 'gossip(graph="complete")'),
+    *("ddp", "ddp(bucket_mb=0.0001)", 'gossip(graph="complete")', 'mapreduce(batch="mini")'),
     *('ps(placement="rank0")', 'ps(placement="workers", update="worker")'),
     *("zero(1)", "zero(2)", "zero(3)"),
 ]

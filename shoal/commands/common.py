@@ -53,6 +53,6 @@ def write_text(path: Path, text: str) -> None:
         raise BadInput(f"cannot write {path}: {error.strerror}") from error
 
 
-def wide_console() -> Console:
+def wide_console(width: int = 120) -> Console:
     """As wide as the terminal; where there is none, wide enough for the table."""
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False)

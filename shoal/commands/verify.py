@@ -24,7 +24,6 @@ from shoal.commands.target import (
     strategy_for,
 )
 from shoal.errors import BadInput
-from shoal.strategy import as_strategy
 
 if TYPE_CHECKING:
     from shoal.observe.verify import Captured, Verdict
@@ -49,7 +48,7 @@ def verify(
         raise BadInput(
             f"{value} does not promise the single-device result, so there is nothing to verify"
         )
-    single = environment(as_strategy("single"), seed, device)
+    single = environment(value.reference, seed, device)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         runs = _Runs(command, steps, Path(folder), quiet=as_json)
         alone = runs.capture("alone", single, 1)

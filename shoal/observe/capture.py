@@ -17,6 +17,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shoal.data import WholeBatch
 from shoal.group.group import Op
 from shoal.job import Job
 from shoal.snapshot import whole_model
@@ -102,6 +103,8 @@ def additions_in(step: Step) -> int:
     batch = step.latest
     if batch is None:
         return 1
+    if isinstance(batch, WholeBatch):
+        return batch.total
     tensors = [t for t in tensors_of(batch) if t.dim() > 0 and len(t)]
     positions = max(t.numel() // len(t) for t in tensors)
     return batch.total * positions

@@ -52,7 +52,7 @@ class FlatParams:
         self.offset = self._round(self.head_size) if self._head_fits else 0
         self.pieces = self._lay_out()
         self.size = self._round(self.pieces[-1].stop)
-        self.data = self._move()
+        self.move_to(torch.zeros(self.size, dtype=self.dtype, device=self.device), copy=True)
         self.grad = torch.zeros(0, dtype=self.dtype, device=self.device)
         self.head = torch.zeros(self.head_size, dtype=self._head_dtype, device=self.device)
         self.notes_loss = False  # whether the engine leaves its loss in the head
@@ -92,6 +92,15 @@ class FlatParams:
                 cuts.append(slice(piece.start, stop))
                 stop, wanted = piece.start, max(1, num_bytes // width)
         return [*cuts, slice(begin, stop)] if begin < stop else cuts
+
+    def move_to(self, data: Tensor, copy: bool = False) -> None:
+        """Let the parameters be views of `data`, which has their values, or gets them (`copy`)."""
+        for piece, p in zip(self.pieces, self.params, strict=True):
+            view = data[piece.start : piece.stop].view(p.shape)
+            if copy:
+                view.copy_(p.data)
+            p.data = view
+        self.data = data
 
     def gaps(self) -> Tensor:
         """The places between and behind parameters that belong to none of them."""
@@ -293,14 +302,6 @@ class FlatParams:
             pieces.append(Piece(name, start, start + p.numel()))
             start = self._round(start + p.numel())
         return pieces
-
-    def _move(self) -> Tensor:
-        data = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        for piece, p in zip(self.pieces, self.params, strict=True):
-            view = data[piece.start : piece.stop].view(p.shape)
-            view.copy_(p.data)
-            p.data = view
-        return data
 
 
 def _is_plain(grad: Tensor, parameter: nn.Parameter) -> bool:

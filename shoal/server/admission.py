@@ -8,9 +8,10 @@ its decisions hold for all servers.
                    is closed is late: dropped, or folded into the sum of the next step
     staleness=k    a push counts at once; a worker may start step t when the slowest live worker
                    has finished t - k steps. k = 0 is the synchronous rule
-    async          a push counts at once, and nobody waits
+    async          a push counts at once, and nobody waits. A worker that is too far behind the
+                   fastest leaves out steps, so that a slow one does not hold up the run's end
 
-Steps count from 0; a worker's clock is the number of steps it has finished.
+Steps count from 0; a worker's clock is the number of steps it has finished or left out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import msgspec
 from shoal.strategy import Ps
 
 MOST_WORKERS = 1 << 16
+MOST_BEHIND = 4  # steps of an asynchronous worker behind the fastest before it leaves some out
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
@@ -46,6 +48,12 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def needs_everyone(self) -> bool:
         return self.quorum is None and not self.counts_at_once
+
+    def is_passed(self, step: int, version: int, fastest: int) -> bool:
+        """Whether a worker has come too late for `step`, as far as its latest pull tells."""
+        if self.at_once:
+            return step < fastest - MOST_BEHIND
+        return self.quorum is not None and step < version
 
     @property
     def counts_at_once(self) -> bool:
@@ -125,13 +133,18 @@ class Ledger:
         """The clock of the slowest live worker; of the fastest when nobody is left."""
         return min((self.clocks[w] for w in self.live), default=max(self.clocks.values()))
 
+    @property
+    def fastest(self) -> int:
+        return max(self.clocks.values())
+
     def lose(self, worker: int) -> None:
         """It has left or died: nobody waits for it any more. What it pushed still counts."""
         self.live.discard(worker)
 
     def _judge(self, worker: int, step: int) -> Verdict:
         if self.rule.counts_at_once:
-            if step != self.clocks[worker]:
+            may_leave_out = self.rule.at_once and step <= self.fastest
+            if step != self.clocks[worker] and not may_leave_out:
                 raise Impossible(f"worker {worker} has left out a step before {step}")
             self.counted.add(worker)
             return Verdict.ADMITTED

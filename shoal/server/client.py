@@ -150,6 +150,7 @@ class Arrived:
 
     version: int
     slowest: int | None
+    fastest: int | None
     head: Tensor
 
 
@@ -173,6 +174,7 @@ class Client:
         header = Header(Kind.HELLO, rank, model, secrets.randbits(63))
         self.links: list[Link] = []
         self.shares_memory = False
+        self.laid_bytes = 0  # put into shared memory for servers to read
         self._handle: int | None = None
         try:
             for index, address in enumerate(addresses):
@@ -191,6 +193,7 @@ class Client:
     def push(self, run: slice) -> None:
         """These elements of `out` are final: send them to whoever holds them, in the background."""
         if self.shares_memory:
+            self.laid_bytes += (run.stop - run.start) * self.out.element_size()
             return
         for link, spec in zip(self.links, self.specs, strict=True):
             start, stop = max(run.start, spec.start), min(run.stop, spec.stop)
@@ -335,7 +338,7 @@ class Client:
             into.append(bytes_of(self.inbox[spec.start : spec.stop]))
         link.send("pull", Kind.PULL, request)
         found = decode(link.answer("pull", Kind.PULL, into), Pulled)
-        return Arrived(found.version, found.slowest, head)
+        return Arrived(found.version, found.slowest, found.fastest, head)
 
 
 def _get_state(link: Link) -> tuple[State, list[Tensor]]:

@@ -301,7 +301,8 @@ class Holding:
         slowest = None if self.ledger is None else self.ledger.slowest
         if slowest is not None and request.step is not None:
             self.ahead[max(0, request.step - slowest)] += 1
-        return Pulled(self.version, slowest)
+        fastest = None if self.ledger is None else self.ledger.fastest
+        return Pulled(self.version, slowest, fastest)
 
     def _check(self) -> None:
         if self.failure is not None:

@@ -95,6 +95,7 @@ class Pull(Message, frozen=True):
 class Pulled(Message, frozen=True):
     version: Count
     slowest: Count | None  # the clock of the slowest live worker, where the lead answers
+    fastest: Count | None  # and of the fastest
 
 
 class Value(Message, frozen=True):
@@ -113,7 +114,7 @@ class State(Message, frozen=True):
     tensors: Annotated[tuple[Value, ...], msgspec.Meta(max_length=1 << 22)]
     numbers: tuple[tuple[Count, str, bool | int | float | None], ...] = ()
     weights: bool = True
-    options: Annotated[dict[str, Option], msgspec.Meta(max_length=64)] = {}  # lr, betas, …
+    options: tuple[Annotated[dict[str, Option], msgspec.Meta(max_length=64)], ...] = ()  # of groups
 
 
 class Rows(Message, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -22,26 +22,48 @@ _ELEMENTWISE = (
 )
 
 
+class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A parameter group: which parameters, by their number in the model, and its options."""
+
+    parameters: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    options: Annotated[dict[str, Option], msgspec.Meta(max_length=64)]
+
+
 class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A class of torch.optim and its options."""
+    """A class of torch.optim, its options, and its parameter groups; without any: one of all."""
 
     name: Annotated[str, msgspec.Meta(max_length=64)]
     options: Annotated[dict[str, Option], msgspec.Meta(max_length=64)]
+    groups: tuple[Members, ...] = ()
 
     @property
     def is_elementwise(self) -> bool:
         return self.name in _ELEMENTWISE
 
-    def make(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer; BadInput when there is none of that name or its options are wrong."""
+    def make(self, params: Sequence[nn.Parameter], numbers: Sequence[int]) -> torch.optim.Optimizer:
+        """The optimizer of some of the model's parameters, given by their numbers.
+
+        BadInput when there is none of that name or its options are wrong.
+        """
         known = classes()
         if self.name not in known:
             raise BadInput(f"torch.optim has no optimizer {self.name!r} that a server can run")
         kind: Callable[..., torch.optim.Optimizer] = known[self.name]
         try:
-            return kind(params, **self.options)
+            return kind(self._members(params, numbers), **self.options)
         except (TypeError, ValueError, RuntimeError) as error:
             raise BadInput(f"torch.optim.{self.name} refuses its options: {error}") from error
+
+    def _members(self, params: Sequence[nn.Parameter], numbers: Sequence[int]) -> list[Any]:
+        if not self.groups:
+            return list(params)
+        group_of = {n: i for i, group in enumerate(self.groups) for n in group.parameters}
+        found: list[dict[str, Any]] = [{**group.options, "params": []} for group in self.groups]
+        for p, number in zip(params, numbers, strict=True):
+            if number not in group_of:
+                raise BadInput(f"parameter {number} is in no group of the optimizer")
+            found[group_of[number]]["params"].append(p)
+        return found
 
 
 @functools.cache
@@ -57,27 +79,50 @@ def classes() -> dict[str, type[torch.optim.Optimizer]]:
     }
 
 
-def name_of(factory: Any) -> Named:
-    """What to call this factory on the wire; BadInput for one that has no name there."""
-    func, options = factory, {}
-    if isinstance(factory, functools.partial) and not factory.args:
-        func, options = factory.func, factory.keywords
-    known = {kind: name for name, kind in classes().items()}
-    if not inspect.isclass(func) or func not in known:
+def name_of(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> Named:
+    """What to call this optimizer of a worker on the wire; BadInput if it has no name there."""
+    name = type(optimizer).__name__
+    if classes().get(name) is not type(optimizer):
         raise BadInput(
-            "the servers run the optimizer and have to know it by name: use functools.partial of "
-            'a torch.optim optimizer, or ps(update="worker")'
+            f"the servers run the optimizer, and {name} is none of torch.optim that they know: "
+            'use one of these, or ps(update="worker")'
         )
-    for key, value in options.items():
-        if not _is_plain(value):
+    number = {id(p): i for i, p in enumerate(params)}
+    groups = tuple(
+        Members(tuple(number[id(p)] for p in group["params"]), _plain(name, optimizer, group))
+        for group in optimizer.param_groups
+    )
+    return Named(name, _plain(name, optimizer, optimizer.defaults), groups)
+
+
+def options_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Option]:
+    """The options of a group that its class is made with and that have plain values."""
+    made_with = inspect.signature(type(optimizer)).parameters
+    return {
+        key: tuple(map(float, value)) if isinstance(value, (tuple, list)) else value
+        for key, value in group.items()
+        if key in made_with and key != "params" and _is_plain(value)
+    }
+
+
+def ratios(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Each group's learning rate over that of the optimizer, which a schedule keeps."""
+    base = optimizer.defaults.get("lr")
+    if not base:
+        return [1.0] * len(optimizer.param_groups)
+    return [float(group["lr"]) / float(base) for group in optimizer.param_groups]
+
+
+def _plain(
+    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> dict[str, Option]:
+    for key, value in group.items():
+        if key in optimizer.defaults and not _is_plain(value):
             raise BadInput(
-                f"{known[func]}({key}=…) is no plain number, and the servers run the optimizer: "
+                f"{name}({key}=…) is no plain number, and the servers run the optimizer: "
                 'give it as a number, or use ps(update="worker")'
             )
-    plain = {
-        k: tuple(map(float, v)) if isinstance(v, (tuple, list)) else v for k, v in options.items()
-    }
-    return Named(known[func], plain)
+    return options_of(optimizer, group)
 
 
 def _is_plain(value: Any) -> bool:

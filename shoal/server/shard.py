@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shoal.replica.addition import Node, add_up, runs_of, whole_subtrees
 from shoal.server.frames import Refused
 from shoal.server.messages import Spec, State, Value
+from shoal.server.optimizers import ratios
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -40,7 +41,8 @@ class Shard:
         self._nodes = nodes_of(spec)
         self.optimizer: torch.optim.Optimizer | None = None
         if spec.optimizer is not None and self.params:
-            self.optimizer = spec.optimizer.make(self.params)
+            self.optimizer = spec.optimizer.make(self.params, [c.parameter for c in spec.cuts])
+            self._ratios = ratios(self.optimizer)
 
     @property
     def parts(self) -> int:
@@ -89,8 +91,8 @@ class Shard:
         if factor is not None:
             self.sum.mul_(factor)
         if lr is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
+                group["lr"] = lr * ratio
         for p, grad, cut in zip(self.params, self._grads, self.spec.cuts, strict=True):
             p.grad = grad if self.head[1 + cut.parameter] > 0 else None
         self.optimizer.step()
@@ -150,8 +152,8 @@ class Shard:
             held.setdefault(i, {})[key] = number
         document = self.optimizer.state_dict()
         document["state"] = held
-        for group in document["param_groups"]:
-            group.update({k: v for k, v in state.options.items() if k in group and k != "params"})
+        for group, options in zip(document["param_groups"], state.options, strict=False):
+            group.update({k: v for k, v in options.items() if k in group and k != "params"})
         self.optimizer.load_state_dict(document)
 
     def _present(self) -> list[Tensor]:

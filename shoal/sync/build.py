@@ -13,12 +13,24 @@ from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
 from shoal.replica.meta import Blank
 from shoal.replica.sharded import ShardedParams
-from shoal.strategy import Ddp, Gossip, Localsgd, Ps, Single, SyncPart, Zero
+from shoal.strategy import (
+    Ddp,
+    Gossip,
+    Hogwild,
+    Localsgd,
+    Mapreduce,
+    Ps,
+    Single,
+    SyncPart,
+    Zero,
+)
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.compressed import CompressedReduce
 from shoal.sync.exact import ExactReduce
+from shoal.sync.hogwild import Hogwild as HogwildSync
 from shoal.sync.local import LocalUpdate
 from shoal.sync.localsgd import LocalSgd
+from shoal.sync.mapreduce import MapReduce
 from shoal.sync.ps import join_servers
 from shoal.sync.sync import Sync
 from shoal.sync.update import NormOver, Update
@@ -101,7 +113,7 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
     match part:
         case Single() | Ddp() if replica.exact_microbatches is not None:
             return ExactReduce(flat, update, group, replica.exact_microbatches, _bytes(part))
-        case Single():
+        case Single() | Hogwild() | Mapreduce() if group.size == 1:
             return LocalUpdate(flat, update)
         case Ddp(compress=None):
             return AllReduce(flat, update, group, _bytes(part))
@@ -123,12 +135,17 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
             return ExactZero(flat, update, group, replica.exact_microbatches, _bytes(part))
         case Zero(stage=stage):
             return ZeroReduce(flat, update, group, stage, bytes_of_shards(flat, group.size))
+        case Mapreduce():
+            return MapReduce(flat, update, group, DEFAULT_BUCKET_BYTES)
+        case Hogwild(momentum=momentum):
+            return HogwildSync(flat, update, group, momentum, replica.statistics, replica.say)
     raise NotBuilt(f"{part} is not built yet: this version has no runtime for it")
 
 
 def _check(part: SyncPart, replica: Replica) -> None:
     compress = getattr(part, "compress", None)
-    if replica.exact_microbatches is not None and (compress or isinstance(part, Localsgd | Gossip)):
+    apart = Localsgd | Gossip | Hogwild | Mapreduce
+    if replica.exact_microbatches is not None and (compress or isinstance(part, apart)):
         raise BadInput(
             f"exact=True adds up every gradient in full, which {part} does not do: take ddp"
         )

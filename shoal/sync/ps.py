@@ -13,7 +13,7 @@ What the rules mean (`server/admission.py` decides):
     ps(staleness=k)   each push is applied as it comes; its share of the batch makes the pushes of
                       one step together as long as one synchronous step. The next weights are on
                       their way during a step, so they may lack this worker's latest push
-    ps(mode="async")  the same, and nobody waits
+    ps(mode="async")  the same, and nobody waits. A worker that is far behind leaves out steps
 
 The loss is that of the global batch where everybody is waited for, and else the worker's own.
 """
@@ -117,7 +117,7 @@ def _named(part: Ps, update: Update) -> Named | None:
             'precision="fp16" scales the loss, which the workers have to undo: use '
             'ps(update="worker") or precision="bf16"'
         )
-    return name_of(update.factory)
+    return name_of(update.optimizer, update.params)
 
 
 class ParameterServer(Sync):
@@ -142,7 +142,7 @@ class ParameterServer(Sync):
         self.pulls: list[tuple[int, int]] = []  # step, clock of the slowest worker at that time
         self.skipped = 0
         self._pulling: list[Future[Arrived]] = []
-        self._version = 0
+        self._version = self._fastest = 0
         self._loss = torch.zeros((), device=flat.device)
         self._stats: list[dict[str, Any]] = []
         self._closed = False
@@ -164,7 +164,7 @@ class ParameterServer(Sync):
         self._arrive()
         self.client.wait_settled()
         step = self.update.steps
-        self.passed = self.rule.quorum is not None and self._version > step
+        self.passed = self.rule.is_passed(step, self._version, self._fastest)
         if self.rule.staleness is not None:
             self._pulling = self.client.pull(step + 1, 0)
         if self._exact is not None:
@@ -226,6 +226,7 @@ class ParameterServer(Sync):
         self._pulling = []
         lead, run = found[0], slice(self.flat.offset, self.flat.size)
         self._version = lead.version
+        self._fastest = lead.fastest or 0
         if lead.slowest is not None:
             self.pulls.append((self.update.steps, lead.slowest))
         with self.tracer.span("pull", f"version {lead.version}"):
@@ -276,6 +277,8 @@ class ParameterServer(Sync):
             "servers": self._stats,
             "skipped": self.skipped,
             "steps_ahead": {str(k): ahead[k] for k in sorted(ahead)},
+            "bytes_sent": sum(link.sent_bytes for link in self.client.links)
+            + self.client.laid_bytes,
             "sent_bytes": [link.sent_bytes for link in self.client.links],
             "received_bytes": [link.received_bytes for link in self.client.links],
             "shared_memory": self.client.shares_memory,
@@ -308,7 +311,7 @@ class ParameterServer(Sync):
 
     def _give_weights(self) -> None:
         """Rank 0's weights, step and optimizer state are the truth from now on."""
-        self._version = steps = self.update.steps
+        self._version = self._fastest = steps = self.update.steps
         if self.group.rank == 0:
             states = [
                 cut_state(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.server.messages import Spec, State, Value
-from shoal.server.optimizers import Option
+from shoal.server.optimizers import Option, options_of
 from shoal.server.shard import NAMES
 
 
@@ -58,16 +58,15 @@ def whole_state(
             optimizer.state[params[spec.cuts[i].parameter]][key] = number
 
 
-def _options(
-    optimizer: torch.optim.Optimizer | None,
-) -> dict[str, bool | int | float | tuple[float, ...] | None]:
-    """The numbers of the one parameter group, which a checkpoint may have changed."""
+def _options(optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Option], ...]:
+    """The numbers of each parameter group, which a checkpoint may have changed."""
     if optimizer is None:
-        return {}
-    found: dict[str, Option] = {}
-    for key, value in optimizer.param_groups[0].items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[key] = value
-        elif isinstance(value, tuple) and all(isinstance(v, (int, float)) for v in value):
-            found[key] = tuple(map(float, value))
-    return found
+        return ()
+    return tuple(
+        {
+            key: value
+            for key, value in options_of(optimizer, group).items()
+            if isinstance(value, (int, float, tuple)) and not isinstance(value, bool)
+        }
+        for group in optimizer.param_groups
+    )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
+from shoal.server.optimizers import ratios
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 LearningRate = Callable[[int], float]
@@ -45,7 +46,7 @@ class Update:
         self.norm_over, self.clipped = norm_over, self.params if clipped is None else clipped
         self.total_norm = total_norm
         self.steps = 0
-        self._ratios = _ratios(self.optimizer)
+        self._ratios = ratios(self.optimizer)
 
     def apply(self) -> None:
         with self.tracer.span("update"):
@@ -103,10 +104,3 @@ def make_optimizer(
 def _idle() -> torch.optim.Optimizer:
     """For a rank that owns no parameter: torch's optimizers refuse to have none."""
     return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
-
-
-def _ratios(optimizer: torch.optim.Optimizer) -> list[float]:
-    base = optimizer.defaults.get("lr")
-    if not base:
-        return [1.0] * len(optimizer.param_groups)
-    return [float(group["lr"]) / float(base) for group in optimizer.param_groups]

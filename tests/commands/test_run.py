@@ -227,3 +227,27 @@ def test_an_elastic_run_goes_on_without_a_killed_worker_and_evaluates_everything
     report = json.loads((tmp_path / "report.json").read_text())
     assert [loss["rank"] for loss in report["lost"]] == [1]
     assert [rank and rank["steps"] for rank in report["ranks"]] == [12, None, 12]
+
+
+HOGWILD = scripts.PLAIN.replace(
+    "def train(job):",
+    """def train(job):
+    before = torch.nn.functional.cross_entropy(model()(data.tensors[0]), data.tensors[1])""",
+).replace(
+    'if __name__ == "__main__":',
+    """    after = job.evaluate(loss, data)
+    job.print("better", bool(after < before))
+
+if __name__ == "__main__":""",
+)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_hogwild_trains_in_memory_that_nobody_leaves_behind(tmp_path: Path, kill: bool) -> None:
+    (tmp_path / "train.py").write_text(HOGWILD.replace("epochs=2", "epochs=6"))
+    words = ["run", "train.py", "-n", "2", "-s", "hogwild", "--device", "cpu"]
+    done = shoal(*words, *(["--kill", "1@9"] if kill else []), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "better True" in done.stdout
+    assert "hogwild sets momentum=0.9 to 0" in done.stderr
+    assert ("without worker 1" in done.stderr) is kill

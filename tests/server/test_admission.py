@@ -145,3 +145,15 @@ def test_every_push_has_one_outcome(rule: Rule, order: list[int]) -> None:
             push(ledger, worker, step)
             pushes += 1
     assert sum(sum(counts.values()) for counts in ledger.outcomes.values()) == pushes
+
+
+def test_an_asynchronous_worker_that_is_far_behind_leaves_out_steps_up_to_the_fastest() -> None:
+    rule = Rule(2, at_once=True)
+    ledger = Ledger(rule)
+    for step in range(10):
+        assert ledger.arrive(0, step) is Verdict.ADMITTED
+    passed = [step for step in range(12) if rule.is_passed(step, 10, ledger.fastest)]
+    assert passed == [0, 1, 2, 3, 4, 5]
+    assert ledger.arrive(1, 6) is Verdict.ADMITTED
+    with pytest.raises(Impossible):
+        ledger.arrive(1, 11)

@@ -93,12 +93,16 @@ def test_exact_gives_the_same_bits(
 # ---- what is refused ----------------------------------------------------------------------------
 
 
+class Unknown(torch.optim.SGD):
+    pass
+
+
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (lambda named: torch.optim.SGD(named, lr=0.1), "use functools.partial of a torch.optim"),
+        (lambda named: Unknown(named, lr=0.1), "Unknown is none of torch.optim"),
         (partial(torch.optim.SGD, lr=torch.tensor(0.1)), "no plain number"),
-        (partial(torch.optim.SparseAdam, lr=0.1), "use functools.partial of a torch.optim"),
+        (partial(torch.optim.SparseAdam, lr=0.1), "SparseAdam is none of torch.optim"),
     ],
 )
 def test_an_optimizer_without_a_name_is_refused(optimizer: Any, words: str) -> None:
@@ -108,8 +112,23 @@ def test_an_optimizer_without_a_name_is_refused(optimizer: Any, words: str) -> N
 
 
 def test_workers_that_update_take_any_optimizer(world: World) -> None:
-    options = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1)}
+    options = {"optimizer": lambda named: Unknown(named, lr=0.1)}
     strategy = 'ps(placement="rank0", update="worker")'
+    assert_equal_to_single(world, 2, strategy, mlp, samples(30), 10, **options)
+
+
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+def test_parameter_groups_keep_their_options_and_their_ratio_to_the_learning_rate(
+    world: World, placement: str
+) -> None:
+    def groups(named: Any) -> torch.optim.Optimizer:
+        named = list(named)
+        matrices = {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1}
+        vectors = {"params": [p for _, p in named if p.dim() <= 1], "lr": 0.02}
+        return torch.optim.AdamW([matrices, vectors], lr=0.01, eps=1e-3)
+
+    options = {"optimizer": groups, "lr": lambda step: 0.01 / (1 + step)}
+    strategy = f'ps(placement="{placement}")'
     assert_equal_to_single(world, 2, strategy, mlp, samples(30), 10, **options)
 
 

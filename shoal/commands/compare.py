@@ -1,0 +1,289 @@
+"""`shoal compare`: one script under many strategies, side by side.
+
+The workers are started once and run the script's training function under one strategy after the
+other (`compare_worker`). Strategies with servers are started by themselves, since servers belong
+to one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.commands.common import wide_console
+from shoal.commands.target import (
+    Device,
+    Json,
+    ScriptArgs,
+    Seed,
+    Workers,
+    command_for,
+    environment,
+    strategy_for,
+)
+from shoal.commands.units import show_bytes
+from shoal.errors import BadInput, ShoalError
+from shoal.launch.local import launch
+from shoal.observe.contest import BEGUN, Entry, Outcome, losses_of, outcome_of
+from shoal.strategy import Ps, as_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.table import Table
+
+EXAMPLE_STEPS = 120
+WORKER = "shoal.commands.compare_worker"
+# What is compared unless told: one of each kind, and the options that change most. What this
+# version does not run, or so many workers cannot, is left out.
+FIELD = (
+    *("ddp", 'ddp(algorithm="ring")', 'ddp(compress="int8")', 'ddp(compress="powersgd(rank=4)")'),
+    *("zero(1)", "zero(2)", "zero(3)", "tp(2)", "pp(2)"),
+    *("ps", "ps(quorum=0.75)", "ps(staleness=2)", 'ps(mode="async")'),
+    *('gossip(graph="complete")', 'gossip(graph="ring")', 'gossip(graph="ring", mode="async")'),
+    *("hogwild", 'mapreduce(batch="mini")', "mapreduce"),
+    *("localsgd(every=8)", 'localsgd(every=8, outer="nesterov(lr=0.7)")'),
+)
+
+Strategies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        help="A strategy to compare; repeatable.",
+        show_default="all that this version runs",
+    ),
+]
+
+
+def compare(
+    script: Annotated[
+        str, typer.Argument(help="A script that calls shoal.run, or an example.")
+    ] = "digits",
+    args: ScriptArgs = None,
+    workers: Workers = 2,
+    strategy: Strategies = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Stop each run after so many steps.",
+            show_default=f"{EXAMPLE_STEPS} for an example, else where the script ends",
+        ),
+    ] = None,
+    seed: Seed = None,
+    device: Device = None,
+    apart: Annotated[
+        bool, typer.Option("--apart", help="Start new processes for every strategy.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train one model under several strategies and compare speed, traffic and result."""
+    command = [sys.executable, "-m", WORKER, "PLAN", *_target(script, args)]
+    names = _strategies(strategy, workers)
+    if steps is None and command[4].startswith("shoal.examples."):
+        steps = EXAMPLE_STEPS
+    env = environment(as_strategy("single"), seed, device)
+    with tempfile.TemporaryDirectory(prefix="shoal-compare-") as folder:
+        entries = _entries(names, workers, Path(folder))
+        with _progress(entries) as show:
+            contest = _Contest(command, env, steps, Path(folder), show)
+            for group in _groups(entries, apart):
+                contest.run(group)
+        outcomes = contest.outcomes(entries)
+    if as_json:
+        document = {"script": script, "workers": workers, "seed": seed or 0}
+        print(json.dumps({**document, "runs": [outcome.to_json() for outcome in outcomes]}))
+    else:
+        console = wide_console(140)
+        console.print(_table(outcomes, f"{script} on {workers} workers"))
+        for outcome in outcomes:
+            if not outcome.ran:
+                console.print(f"{outcome.strategy}: {outcome.refused or outcome.failed}")
+    if not any(outcome.ran for outcome in outcomes[1:]) or not outcomes[0].ran:
+        raise typer.Exit(1)
+
+
+def _target(script: str, args: Sequence[str] | None) -> list[str]:
+    """What the worker runs, from the command that would run it in a worker of `shoal run`."""
+    _, *words = command_for(script, args)
+    return words[1:] if words[0] == "-m" else words
+
+
+def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
+    if given:
+        others = [text for text in given if as_strategy(text) != as_strategy("single")]
+        return list(dict.fromkeys(str(strategy_for(text, workers)) for text in others))
+    found = []
+    for text in FIELD:
+        try:
+            found.append(str(strategy_for(text, workers)))
+        except BadInput:  # not built, or not for so many workers
+            continue
+    return found
+
+
+def _entries(names: Sequence[str], workers: int, folder: Path) -> list[Entry]:
+    runs = [("single", 1), *((name, workers) for name in names)]
+    entries = [Entry(i, name, n, str(folder / str(i))) for i, (name, n) in enumerate(runs)]
+    for entry in entries:
+        Path(entry.folder).mkdir()
+    return entries
+
+
+def _groups(entries: Sequence[Entry], apart: bool) -> list[list[Entry]]:
+    """Which runs share their processes."""
+    alone = [e for e in entries if apart or isinstance(as_strategy(e.strategy).sync, Ps)]
+    together = [entry for entry in entries if entry not in alone]
+    return [*([together] if together else []), *([entry] for entry in alone)]
+
+
+class _Contest:
+    """Starts processes for groups of runs, and goes on when one of the runs fails."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: dict[str, str],
+        steps: int | None,
+        folder: Path,
+        show: Any,
+    ):
+        self._command, self._env, self._steps = command, env, steps
+        self._plan, self._show = folder / "plan.json", show
+        self._failed: dict[int, str] = {}
+
+    def run(self, group: list[Entry]) -> None:
+        while group:
+            try:
+                self._launch(group)
+                return
+            except ShoalError as error:
+                begun = [
+                    i for i, entry in enumerate(group) if (Path(entry.folder) / BEGUN).exists()
+                ]
+                if not begun:
+                    raise  # the script itself
+                at = begun[-1]
+                if not _has_ended(group[at]):
+                    self._failed[group[at].number] = str(error).splitlines()[-1]
+                group = group[at + 1 :]
+
+    def outcomes(self, entries: Sequence[Entry]) -> list[Outcome]:
+        base_losses = losses_of(entries[0])
+        found: list[Outcome] = []
+        for entry in entries:
+            if entry.number in self._failed:
+                why = self._failed[entry.number]
+                found.append(Outcome(entry.strategy, entry.workers, failed=why))
+            else:
+                found.append(outcome_of(entry, found[0] if found else None, base_losses))
+        return found
+
+    def _launch(self, group: Sequence[Entry]) -> None:
+        entries = [asdict(entry) for entry in group]
+        document = {"entries": entries, "steps": self._steps, "cores": _cores()}
+        self._plan.write_text(json.dumps(document), encoding="utf-8")
+        command = [str(self._plan) if word == "PLAN" else word for word in self._command]
+        workers = max(entry.workers for entry in group)
+        servers = max(as_strategy(e.strategy).servers(e.workers) for e in group)
+        launch(
+            command,
+            workers,
+            env={**self._env, "SHOAL_STRATEGY": group[-1].strategy},
+            write=lambda text, is_stderr: None,
+            on_progress=self._show,
+            servers=servers,
+        )
+
+
+def _has_begun(entry: Entry) -> bool:
+    return (Path(entry.folder) / BEGUN).exists()
+
+
+def _has_ended(entry: Entry) -> bool:
+    folder = Path(entry.folder)
+    return all((folder / f"report-{rank}.json").is_file() for rank in range(entry.workers))
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# ------------------------------------------------------------------------------ what is shown
+
+
+@contextmanager
+def _progress(entries: Sequence[Entry]) -> Iterator[Any]:
+    """A bar over the runs, on stderr; yields what takes the records of the workers."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    width = max(len(entry.strategy) for entry in entries)
+    columns = (TextColumn(f"{{task.description:<{width}}}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting workers", total=len(entries))
+        started: set[int] = set()
+
+        def show(record: dict[str, Any]) -> None:
+            number = record.get("entry")
+            if isinstance(number, int) and number < len(entries):
+                bar.update(
+                    task, description=entries[number].strategy, completed=len(started - {number})
+                )
+                started.add(number)
+
+        yield show
+        bar.update(task, description="done", completed=len(entries))
+
+
+def _table(outcomes: Sequence[Outcome], title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    names = [list(o.evaluated) for o in outcomes if o.evaluated]
+    metric = next((name for found in names for name in found if name != "loss"), None)
+    tested = any("loss" in found for found in names)
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_style="bold")
+    table.add_column("strategy", overflow="fold")
+    heads = ["test loss" if tested else "loss"]
+    heads += [] if metric is None else [metric or "metric"]
+    heads += ["steps/s", "speed-up", "sent a step", "idle"]
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("against single", no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(*_row(outcome, metric))
+    return table
+
+
+def _row(outcome: Outcome, metric: str | None) -> list[str]:
+    value = (outcome.evaluated or {}).get(metric) if metric is not None else None
+    row = [outcome.strategy, _number(outcome.loss, ".4f")]
+    if metric is not None:
+        row.append(_number(value, ".1%" if metric == "accuracy" else ".4g"))
+    each = None if outcome.bytes_sent is None else outcome.bytes_sent / max(1, outcome.steps)
+    row += [
+        _number(outcome.steps_per_s, ",.1f"),
+        "–" if outcome.speed_up is None else f"{outcome.speed_up:.2f}×",
+        "–" if each is None else show_bytes(each),
+        "–" if outcome.computing is None else f"{1 - outcome.computing:.0%}",
+    ]
+    if not outcome.ran:
+        return [*row, "refused" if outcome.refused else "failed"]
+    return [*row, "" if outcome.workers == 1 else outcome.against_single]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -1,0 +1,244 @@
+"""Hogwild: one copy of the weights in shared memory, which every worker updates without locks.
+
+    worker 0   reads the weights ── gradient of its batch ── writes ── reads …
+    worker 1        reads ── gradient of its batch ── writes ── reads …
+                                 the same memory
+
+Nobody waits, so a gradient may belong to weights that others have changed since: by about one
+update of each other worker. Two that write the same number at once may lose one of the two
+changes. Where gradients are sparse only the rows that they name are written, and workers seldom
+meet.
+
+Workers take whole batches in turns (`data.in_turns`), so every update is one that a single worker
+would make, on weights that are a little older. What Adagrad adds up is shared like the weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import BadInput
+from shoal.group.group import Group
+from shoal.replica.flat import FlatParams
+from shoal.sync.sync import Sync
+from shoal.sync.update import Update
+from shoal.wire.commons import Commons
+from shoal.wire.segment import Exchange
+
+_ENTRY = _ALIGN = 64
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.0005, 0.02
+
+
+class Hogwild(Sync):
+    """A step exchanges nothing: it computes on the shared weights and changes them.
+
+    The weights that count are the shared ones, when all workers have come as far as this one.
+    While one worker saves, others may already train on. The state of optimizers other than
+    Adagrad is each worker's own, and rank 0's is saved. `statistics` (BatchNorm's running ones)
+    are shared like the weights.
+    """
+
+    waits = False
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        update: Update,
+        group: Group,
+        momentum: bool,
+        statistics: Sequence[Tensor],
+        say: Callable[[str], None],
+    ):
+        self.flat, self.update, self.group = flat, update, group
+        self.rank, self.size, self.momentum = group.rank, group.size, momentum
+        self._settings = Settings(update.optimizer, momentum, say)
+        tensors = [flat.data, *statistics, *self._sums()]
+        places, num_bytes = _lay_out(tensors)
+        commons = Commons.meet(_over(group), self.rank, self.size, num_bytes)
+        if commons is None:
+            raise BadInput(
+                "hogwild keeps the weights in memory that all workers share, and these share "
+                "none: run them as one user on one Linux host"
+            )
+        self.commons = commons
+        views = [self._view(tensor, at) for tensor, at in zip(tensors, places, strict=True)]
+        if self.rank == 0:
+            torch._foreach_copy_(views, tensors)
+        group.barrier().wait()
+        flat.move_to(views[0])
+        for tensor, view in zip(statistics, views[1:], strict=False):
+            tensor.data = view
+        self._shared_sums = views[1 + len(statistics) :]
+        self._put_sums()
+        self.steps = self.behind = self.most_behind = 0
+        self._others = 0
+        flat.notes_loss = False
+
+    def begin(self) -> None:
+        self._others = int(self.commons.steps.sum())
+
+    def reduce(self, bucket: slice) -> None:
+        return None
+
+    def finish(self) -> None:
+        self.update.apply()
+        self.flat.drop_gradients()
+        between = int(self.commons.steps.sum()) - self._others
+        self.behind += between
+        self.most_behind = max(self.most_behind, between)
+        self.steps += 1
+        self.commons.steps[self.rank] += 1
+
+    def loss(self, part: Tensor) -> Tensor:
+        """The mean over own samples."""
+        return part / self.share if self.share else part
+
+    # ------------------------------------------------------------------ around a run
+
+    @contextmanager
+    def whole(self, optimizer: bool = False) -> Iterator[None]:
+        self._wait_for_others()
+        with self._settings.as_asked():
+            yield
+
+    def _wait_for_others(self) -> None:
+        """Until none of the others that still train is behind."""
+        pause_s = _FIRST_LOOK_S
+        mine = self.commons.steps[self.rank]
+        while any(
+            self.commons.steps[peer] < mine and not self.commons.is_over(peer)
+            for peer in range(self.size)
+        ):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+
+    def restored(self) -> None:
+        """All have put the same into the shared weights; nobody trains before the last one has."""
+        self._settings.take()
+        self._put_sums(new=True)
+        self.group.barrier().wait()
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "bytes_sent": 0,
+            "shared_bytes": len(self.commons.memory),
+            "updates_in_between": self.behind / max(1, self.steps),
+            "most_updates_in_between": self.most_behind,
+        }
+
+    def summary(self) -> list[str]:
+        mean = self.behind / max(1, self.steps)
+        return [
+            f"between reading and writing the weights others made {mean:.1f} updates on average"
+        ]
+
+    def close(self) -> None:
+        self.commons.close()
+
+    def _sums(self) -> list[Tensor]:
+        """What Adagrad adds up, parameter by parameter; nothing under other optimizers."""
+        optimizer = self.update.optimizer
+        if not isinstance(optimizer, torch.optim.Adagrad):
+            return []
+        return [optimizer.state[p]["sum"] for p in self.flat.params]
+
+    def _put_sums(self, new: bool = False) -> None:
+        """Let the optimizer use the shared sums, which are to be its own if those are new."""
+        if not self._shared_sums:
+            return
+        state = self.update.optimizer.state
+        for p, shared in zip(self.flat.params, self._shared_sums, strict=True):
+            if new:
+                shared.copy_(state[p]["sum"])
+            state[p]["sum"] = shared
+
+    def _view(self, tensor: Tensor, at: int) -> Tensor:
+        flat = torch.frombuffer(
+            self.commons.memory,
+            dtype=tensor.dtype,
+            count=tensor.numel(),
+            offset=self.commons.offset + at,
+        )
+        return flat.view(tensor.shape)
+
+
+class Settings:
+    """The optimizer's settings as hogwild needs them, and as they were asked for."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, momentum: bool, say: Callable[[str], None]
+    ) -> None:
+        self._groups, self._name = optimizer.param_groups, type(optimizer).__name__
+        self._momentum, self._say = momentum, say
+        self.take()
+
+    def take(self) -> None:
+        """What stands in the optimizer now is what was asked for: use it without momentum."""
+        self._used = [self._fitting(group) for group in self._groups]
+        self._asked = [
+            {key: group[key] for key in used}
+            for group, used in zip(self._groups, self._used, strict=True)
+        ]
+        self._put(self._used)
+
+    @contextmanager
+    def as_asked(self) -> Iterator[None]:
+        """For a checkpoint: another strategy may go on from it."""
+        self._put(self._asked)
+        try:
+            yield
+        finally:
+            self._put(self._used)
+
+    def _put(self, settings: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._groups, settings, strict=True):
+            group.update(values)
+
+    def _fitting(self, group: dict[str, Any]) -> dict[str, Any]:
+        if self._momentum:
+            return {}
+        if "betas" in group:
+            raise BadInput(
+                f"hogwild keeps no momentum unless told, and {self._name} is not to be had without "
+                "(betas): updates that others make meanwhile act as momentum already; take SGD or "
+                "Adagrad, or hogwild(momentum=True)"
+            )
+        if not group.get("momentum"):
+            return {}
+        self._say(why_no_momentum(group["momentum"]))
+        return {"momentum": 0.0, **({"nesterov": False} if "nesterov" in group else {})}
+
+
+def why_no_momentum(momentum: float) -> str:
+    longer = f", so steps are {1 / (1 - momentum):.3g} times shorter" if momentum < 1 else ""
+    return (
+        f"hogwild sets momentum={momentum:g} to 0{longer}: every worker would push on with a "
+        "momentum of its own on weights that the others have moved, and late updates act as "
+        "momentum by themselves; hogwild(momentum=True) keeps it"
+    )
+
+
+def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each begins, in bytes, and how many bytes all of them take."""
+    places, end = [], 0
+    for tensor in tensors:
+        places.append(end)
+        end += -(-tensor.nbytes // _ALIGN) * _ALIGN
+    return places, end
+
+
+def _over(group: Group) -> Exchange:
+    def exchange(said: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(said.ljust(_ENTRY)), dtype=torch.uint8)
+        everything = torch.empty(group.size, _ENTRY, dtype=torch.uint8)
+        group.all_gather(everything, own).wait()
+        return [bytes(row.tolist()).rstrip() for row in everything]
+
+    return exchange

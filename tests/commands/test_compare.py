@@ -1,0 +1,105 @@
+"""`shoal compare`: several strategies side by side, in processes that are started once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.commands.compare import FIELD, _groups, _strategies
+from shoal.errors import BadInput
+from shoal.observe.contest import Entry, Outcome
+from tests.scripts import HEAD, json_of, shoal
+
+SCRIPT = (
+    HEAD
+    + """
+def accuracy(outputs, targets):
+    return {"accuracy": (outputs.argmax(1) == targets).double().mean()}
+
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd)
+    for batch in job.batches(data, batch_size=20, epochs=50):
+        job.log(loss=step(batch))
+    job.evaluate(accuracy, data)
+
+if __name__ == "__main__":
+    shoal.run(train)
+    raise ValueError("what follows is not part of the comparison")
+"""
+)
+
+
+def test_runs_of_one_start(tmp_path: Path) -> None:
+    """The same model, data and seed: ddp is equal to single, to rounding."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["compare", "train.py", "-n", "2", "--steps", "18", "--json"]
+    document: dict[str, Any] = json_of(
+        shoal(*words, "-s", "hogwild", "-s", "ddp", "-s", "mapreduce", cwd=tmp_path)
+    )
+    runs = {run["strategy"]: run for run in document["runs"]}
+    assert list(runs) == ["single", "hogwild", "ddp", "mapreduce"]
+    assert runs["ddp"]["loss_difference"] < 1e-5
+    assert runs["ddp"]["loss"] == pytest.approx(runs["single"]["loss"], abs=1e-4)
+    assert runs["ddp"]["evaluated"] == pytest.approx(runs["single"]["evaluated"])
+    # 18 batches of 20 from 103 samples, of which 6 make an epoch, which is a step of mapreduce
+    assert [run["steps"] for run in document["runs"]] == [18, 18, 18, 3]
+    assert runs["hogwild"]["bytes_sent"] == 0 == runs["single"]["bytes_sent"]
+    assert runs["ddp"]["bytes_sent"] > 18 * 4 * (6 * 16 + 16 + 16 * 3 + 3)  # half of it, twice
+    for run in document["runs"]:
+        assert run["samples_per_s"] > 0
+        assert run["computing"] + run["waiting"] + run["idle"] == pytest.approx(1)
+    assert runs["hogwild"]["against_single"].startswith(("converges", "does not"))
+
+
+GLOBAL_MODEL = SCRIPT.replace("def train", "own = model()\ndef train").replace(
+    "job.step(model()", "job.step(own"
+)
+
+
+def test_a_model_of_an_earlier_run_is_refused_and_the_rest_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GLOBAL_MODEL)
+    done = shoal("compare", "train.py", "-n", "1", "--steps", "3", "-s", "ddp", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "the script makes its model outside" in done.stdout.replace("\n", " ")
+
+
+def test_a_script_that_fails_by_itself_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('no luck')")
+    done = shoal("compare", "train.py", "-n", "1", "-s", "ddp", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "no luck" in done.stderr
+
+
+def entry(number: int, strategy: str) -> Entry:
+    return Entry(number, strategy, 2, "nowhere")
+
+
+def test_what_needs_servers_gets_processes_of_its_own() -> None:
+    entries = [entry(i, name) for i, name in enumerate(["single", "ddp", "ps", "hogwild"])]
+    assert _groups(entries, apart=False) == [[entries[0], entries[1], entries[3]], [entries[2]]]
+    assert _groups(entries, apart=True) == [[each] for each in entries]
+
+
+def test_strategies_are_each_compared_once_and_nonsense_is_refused() -> None:
+    assert _strategies(["ddp", "single", "ddp()"], 2) == ["ddp"]
+    with pytest.raises(BadInput, match="makes no sense"):
+        _strategies(["hogwild + pp(2)"], 2)
+    found = _strategies(None, 2)
+    assert {"ddp", "hogwild", "mapreduce"} <= set(found)
+    assert len(found) <= len(FIELD)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"loss_difference": 2e-7}, "equal (2e-07)"),
+        ({"loss_difference": 0.03}, "differs by 3.0%"),
+        ({"first_loss": 2.0, "training_loss": 0.5, "loss_gap": 0.0123}, "converges, loss +0.012"),
+        ({"first_loss": 2.0, "training_loss": 3.0, "loss_gap": 2.5}, "does not converge"),
+        ({"first_loss": 2.0, "training_loss": None}, "does not converge"),  # not a number any more
+    ],
+)
+def test_what_is_said_of_the_difference_to_single(fields: dict[str, Any], words: str) -> None:
+    assert Outcome("any", 2, **fields).against_single == words

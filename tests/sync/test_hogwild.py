@@ -1,0 +1,271 @@
+"""Workers that update one copy of the weights, without locks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from shoal.errors import BadInput
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.strategy import parse
+from shoal.sync.hogwild import Hogwild
+from tests.conftest import World
+from tests.models import convnet, mlp, samples
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+ADAGRAD = partial(torch.optim.Adagrad, lr=0.1)
+
+
+def job_of(group: Group, strategy: str = "hogwild") -> Job:
+    return Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
+
+
+def one_by_one(group: Group, step: Any, batches: Any) -> list[float]:
+    """Rank 0 makes its step before rank 1 begins, so that the result is known."""
+    losses = []
+    for batch in batches:
+        for rank in range(group.size):
+            if group.rank == rank:
+                losses.append(float(step(batch)))
+            group.barrier().wait()
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD])
+def test_workers_one_by_one_make_the_updates_of_one_worker(world: World, optimizer: Any) -> None:
+    """48 samples in batches of 8: worker 0 takes batches 0, 2 and 4, worker 1 the others."""
+    models = [mlp(), mlp()]
+
+    def body(group: Group) -> tuple[list[float], list[Tensor], int]:
+        job = job_of(group)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=optimizer)
+        losses = one_by_one(group, step, job.batches(samples(48), 8))
+        return losses, [p.detach().clone() for p in step.model.parameters()], job.steps
+
+    first, second = world(2, body)
+
+    alone = job_of(SoloGroup(), "single")
+    step = alone.step(mlp(), F.cross_entropy, optimizer=optimizer)
+    losses = [float(step(batch)) for batch in alone.batches(samples(48), 8)]
+    assert first[0] == losses[0::2]
+    assert second[0] == losses[1::2]
+    assert first[2] == second[2] == alone.steps == 6
+    for mine, theirs, expected in zip(first[1], second[1], step.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(mine, expected)
+
+
+def test_a_batch_that_is_left_over_is_shared_and_its_loss_is_a_mean(world: World) -> None:
+    models = [mlp(), mlp()]
+    data = samples(24)
+
+    def body(group: Group) -> list[float]:
+        job = job_of(group)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=partial(SGD, lr=1e-9))
+        return [float(step(batch)) for batch in job.batches(data, 8, shuffle=False)]
+
+    x, y = data.tensors
+    for rank, losses in enumerate(world(2, body)):
+        own = [slice(8 * rank, 8 * rank + 8), slice(16 + 4 * rank, 20 + 4 * rank)]
+        expected = [float(F.cross_entropy(mlp()(x[rows]), y[rows]).detach()) for rows in own]
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_weights_of_all_workers_are_the_same_memory(world: World) -> None:
+    models = [convnet(), convnet()]
+
+    def body(group: Group) -> float:
+        step = job_of(group).step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        statistics = step.model[1].running_mean
+        group.barrier().wait()
+        if group.rank == 0:
+            step.flat.data.fill_(7.0)
+            statistics.fill_(5.0)
+        group.barrier().wait()
+        return float(step.flat.params[0].detach().flatten()[0]) + float(statistics[0])
+
+    assert world(2, body) == [12.0, 12.0]
+
+
+class Rows(nn.Module):
+    """A bag of rows of a table, of which a sample names two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(50, 4, sparse=True)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.rows(ids).flatten(1))
+        return logits.squeeze(1)
+
+
+def test_sparse_gradients_write_the_rows_that_they_name_and_no_others(world: World) -> None:
+    ids = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
+    data = TensorDataset(ids, torch.tensor([0.0, 1.0, 1.0, 0.0]))
+    models = [Rows(), Rows()]
+
+    def body(group: Group) -> Tensor:
+        job = job_of(group)
+        loss = F.binary_cross_entropy_with_logits
+        step = job.step(models[group.rank], loss, optimizer=ADAGRAD)
+        for batch in job.batches(data, 4, shuffle=False):
+            if group.rank == 1:  # the second half: rows 5 to 8
+                step(batch)
+        group.barrier().wait()
+        return step.model.rows.weight.detach().clone()
+
+    for weight in world(2, body):
+        changed = (weight != Rows().rows.weight).any(dim=1).nonzero().flatten().tolist()
+        assert changed == [5, 6, 7, 8]
+
+
+def test_adagrad_adds_up_the_gradients_of_all_workers(world: World) -> None:
+    models = [mlp(), mlp()]
+
+    def body(group: Group) -> Tensor:
+        job = job_of(group)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=ADAGRAD)
+        one_by_one(group, step, job.batches(samples(16), 8))
+        sums: Tensor = step.update.optimizer.state[step.flat.params[0]]["sum"]
+        return sums.clone()
+
+    first, second = world(2, body)
+    assert torch.equal(first, second)
+    assert float(first.sum()) > 0
+
+
+@pytest.mark.parametrize("strategy", ["hogwild", "hogwild(momentum=True)"])
+def test_momentum_is_off_unless_told(world: World, capsys: Any, strategy: str) -> None:
+    kept = "momentum=True" in strategy
+    models = [mlp(), mlp()]
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+
+    def body(group: Group) -> tuple[dict[str, Any], dict[str, Any]]:
+        step = job_of(group, strategy).step(models[group.rank], F.cross_entropy, optimizer=sgd)
+        groups = step.update.optimizer.param_groups
+        during = dict(groups[0])
+        with step.sync.whole(optimizer=True):  # as a checkpoint sees it
+            saved = dict(groups[0])
+        return during, saved
+
+    for during, saved in world(2, body):
+        assert during["momentum"] == (0.9 if kept else 0.0)
+        assert during["nesterov"] is kept
+        assert (saved["momentum"], saved["nesterov"]) == (0.9, True)
+    assert ("sets momentum=0.9 to 0" in capsys.readouterr().err) is not kept
+
+
+def test_adam_needs_momentum(world: World) -> None:
+    models = [mlp(), mlp()]
+    adam = partial(torch.optim.AdamW, lr=0.01)
+
+    def body(group: Group, strategy: str) -> float:
+        step = job_of(group, strategy).step(models[group.rank], F.cross_entropy, optimizer=adam)
+        return float(step.update.optimizer.param_groups[0]["lr"])
+
+    with pytest.raises(BadInput, match="AdamW is not to be had without"):
+        world(2, lambda g: body(g, "hogwild"))
+    assert world(2, lambda g: body(g, "hogwild(momentum=True)")) == [0.01, 0.01]
+
+
+def test_the_learning_rate_is_that_of_the_batch(world: World) -> None:
+    models = [mlp(), mlp()]
+
+    def body(group: Group) -> list[int]:
+        asked: list[int] = []
+
+        def lr(step: int) -> float:
+            asked.append(step)
+            return 0.1
+
+        job = job_of(group)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD, lr=lr)
+        for batch in job.batches(samples(56), 8):
+            step(batch)
+        return asked
+
+    assert world(2, body) == [[0, 2, 4, 6]] * 2  # the seventh batch is shared
+
+
+def test_evaluating_waits_for_workers_that_are_behind(world: World) -> None:
+    models = [mlp(), mlp(), mlp()]
+    data = samples(60)
+
+    def body(group: Group) -> tuple[int, float]:
+        job = job_of(group)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(data, 12, epochs=2):
+            step(batch)
+        sync = step.sync
+        assert isinstance(sync, Hogwild)
+        with sync.whole():
+            steps = int(sync.commons.steps.min())
+        return steps, job.evaluate(F.cross_entropy, data)
+
+    found = world(3, body)
+    assert [steps for steps, _ in found] == [6, 6, 6]  # 2 epochs of 1 batch each and 2 parts
+    assert len({loss for _, loss in found}) == 1
+    assert found[0][1] < float(F.cross_entropy(mlp()(data.tensors[0]), data.tensors[1]))
+
+
+def test_a_checkpoint_loads_into_the_shared_weights_and_sums(world: World, tmp_path: Path) -> None:
+    models = [mlp(), mlp()]
+    others = [mlp(1), mlp(1)]
+
+    def train(group: Group) -> list[Tensor]:
+        job = job_of(group)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=ADAGRAD)
+        for batch in job.batches(samples(24), 8):
+            step(batch)
+        job.save(tmp_path / "saved")
+        group.barrier().wait()
+        return state_of(step)
+
+    def go_on(group: Group) -> tuple[list[Tensor], int]:
+        job = job_of(group)
+        step = job.step(others[group.rank], F.cross_entropy, optimizer=ADAGRAD)
+        job.load(tmp_path / "saved")
+        found = state_of(step)
+        group.barrier().wait()
+        step.update.optimizer.state[step.flat.params[0]]["sum"].add_(group.rank)
+        group.barrier().wait()
+        return found, round(float(state_of(step)[-1].flatten()[0] - found[-1].flatten()[0]))
+
+    def state_of(step: Any) -> list[Tensor]:
+        sums = step.update.optimizer.state[step.flat.params[0]]["sum"]
+        return [*(p.detach().clone() for p in step.model.parameters()), sums.clone()]
+
+    saved = world(2, train)[0]
+    for found, added in world(2, go_on):
+        assert added == 1  # what the other rank has added is seen here
+        for tensor, expected in zip(found, saved, strict=True):
+            assert torch.equal(tensor, expected)
+
+
+def test_alone_it_is_single(world: World) -> None:
+    def body(group: Group, strategy: str) -> list[float]:
+        job = job_of(group, strategy)
+        step = job.step(mlp(), F.cross_entropy, optimizer=partial(SGD, momentum=0.9))
+        return [float(step(batch)) for batch in job.batches(samples(40), 8)]
+
+    assert body(SoloGroup(), "hogwild") == body(SoloGroup(), "single")
+
+
+def test_exact_is_refused(world: World) -> None:
+    models = [mlp(), mlp()]
+    with pytest.raises(BadInput, match="exact=True"):
+        world(
+            2,
+            lambda g: job_of(g).step(models[g.rank], F.cross_entropy, optimizer=SGD, exact=True),
+        )

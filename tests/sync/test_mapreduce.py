@@ -1,0 +1,133 @@
+"""A master that broadcasts weights, reduces gradients and updates."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from shoal.errors import BadInput
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.strategy import parse
+from tests.conftest import World
+from tests.models import convnet, mlp, samples
+from tests.test_equal import SGD, train
+
+ADAM = partial(torch.optim.Adam, lr=1e-2, eps=1e-3)
+
+
+def job_of(group: Group, strategy: str = "mapreduce") -> Job:
+    return Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": ADAM, "clip_norm": 0.1}, {"accumulate": 2}])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_it_is_full_batch_gradient_descent(world: World, size: int, options: Any) -> None:
+    """103 samples in pieces of 20, five times: five updates, each by the whole gradient."""
+    models = [mlp() for _ in range(size)]
+    data = samples(103)
+    plain = {key: value for key, value in options.items() if key != "accumulate"}
+    alone = train(SoloGroup(), "single", mlp(), data, 103, epochs=5, **plain)
+    together = world(
+        size, lambda g: train(g, "mapreduce", models[g.rank], data, 20, epochs=5, **options)
+    )
+    for losses, state in together:
+        assert losses == pytest.approx(alone[0], abs=2e-5)
+        assert len(losses) == 5
+        for name, tensor in alone[1].items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_batchnorm_sees_the_pieces_at_any_number_of_workers(world: World) -> None:
+    models = [convnet() for _ in range(3)]
+    data = samples(50, (1, 4, 4))
+    alone = train(SoloGroup(), "mapreduce", convnet(), data, 16, epochs=3)
+    for losses, state in world(3, lambda g: train(g, "mapreduce", models[g.rank], data, 16, 3)):
+        assert losses == pytest.approx(alone[0], abs=2e-5)
+        for name, tensor in alone[1].items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+class Counted(Dataset[tuple[Tensor, Tensor]]):
+    """Counts how many of its samples are alive."""
+
+    def __init__(self, n: int):
+        self.n, self.most, self.fetched = n, 0, 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        self.most, self.fetched = max(self.most, len(indices)), self.fetched + len(indices)
+        return [(torch.ones(6) * i, torch.tensor(i % 3)) for i in indices]
+
+
+def test_no_more_than_a_piece_is_fetched_at_a_time(world: World) -> None:
+    models, data = [mlp(), mlp()], [Counted(100), Counted(100)]
+
+    def body(group: Group) -> None:
+        job = job_of(group)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(data[group.rank], 10):
+            step(batch)
+
+    world(2, body)
+    assert [(d.most, d.fetched) for d in data] == [(5, 50), (5, 50)]
+
+
+def test_only_the_master_has_an_optimizer_state_and_each_sends_its_gradients_once(
+    world: World,
+) -> None:
+    models = [mlp() for _ in range(3)]
+
+    def body(group: Group) -> tuple[int, float, int]:
+        job = job_of(group, 'mapreduce(batch="mini")')
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=ADAM)
+        for batch in job.batches(samples(40), 20):
+            step(batch)
+        report = job.report()["sync"][0]
+        return len(step.update.optimizer.state), report["bytes_per_step"], step.flat.data.nbytes
+
+    found = world(3, body)
+    num_bytes = found[0][2]
+    assert [state for state, _, _ in found] == [6, 0, 0]
+    # the master sends weights; rank 1 passes them on and sends gradients; rank 2 gradients alone
+    assert [each for _, each, _ in found] == [num_bytes, 2 * num_bytes, num_bytes]
+
+
+def test_a_checkpoint_continues_the_run(world: World, tmp_path: Path) -> None:
+    def body(group: Group, model: Any, epochs: int, load: bool) -> list[float]:
+        job = job_of(group)
+        step = job.step(model, F.cross_entropy, optimizer=ADAM)
+        if load:
+            job.load(tmp_path / "saved")
+        losses = [float(step(b)) for b in job.batches(samples(30), 10, epochs=epochs)]
+        job.save(tmp_path / "saved")
+        return losses
+
+    models = [mlp() for _ in range(6)]
+    whole = body(SoloGroup(), mlp(), 4, False)
+    first = world(2, lambda g: body(g, models[g.rank], 2, False))[0]
+    second = world(2, lambda g: body(g, models[2 + g.rank], 4, True))[0]
+    assert first + second == pytest.approx(whole, abs=1e-5)
+
+
+def test_what_needs_a_batch_in_hand_is_refused() -> None:
+    job = job_of(SoloGroup())
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    with pytest.raises(BadInput, match="whole dataset in every step"):
+        job.batches([samples(4).tensors])
+    with pytest.raises(BadInput, match="a batch is the whole dataset"):
+        for x, y in job.batches(samples(20), 10):
+            step((x * 2, y))
+    counting = job.step(mlp(), F.cross_entropy, optimizer=SGD, count=lambda batch: 1)
+    with pytest.raises(BadInput, match="count needs to see"):
+        counting(next(job.batches(samples(20), 10)))
