@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from shoal.errors import BadInput
 from shoal.group.group import Group, Op
 from shoal.group.mesh import Mesh
 from shoal.group.parcel import Post
-from shoal.replica.engine import Engine, Loss
+from shoal.replica.engine import Engine, Loss, MicroBatch
 from shoal.replica.flat import FlatParams
 from shoal.replica.logits import whole_tensors
 from shoal.replica.norm import NormOverParts
@@ -64,7 +65,7 @@ class Part:
         """The loss, on every worker of the replica."""
         return loss
 
-    def check(self, inputs: Any, engine: Engine) -> None:
+    def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
         """Raise `BadInput` unless the parts together compute what the model does."""
 
     def collect(self, tree: Tree) -> list[Tree]:
@@ -111,13 +112,14 @@ class StagePart(Part):
         return number.to(loss.dtype)
 
     @torch.no_grad()
-    def check(self, inputs: Any, engine: Engine) -> None:
+    def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
         """The first stage runs the model itself, once, with everybody's tensors, and compares.
 
         A model that is too large for that is trusted.
         """
         if sum(t.nbytes for t in self.model.state_dict().values()) > LARGEST_CHECKED_BYTES:
             return
+        inputs = microbatches[0].inputs
         mine = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
         same = torch.ones(1, device=engine.flat.device)
         with keeping_modes(self.model):
