@@ -227,8 +227,8 @@ class Step:
         return loss
 
     def _train(self, microbatches: Sequence[MicroBatch]) -> Tensor:
-        if not self._checked and self.mesh.pp.size > 1:
-            self.part.check(microbatches[0].inputs, self.engine)
+        if not self._checked:
+            self.part.check(microbatches, self.engine)
             self._checked = True
         local = self._compute(microbatches, self.sync.reduce)
         if self.embeddings:  # before the end of the step, of which the rows are part
