@@ -26,7 +26,7 @@ import msgspec
 from shoal.strategy import Ps
 
 MOST_WORKERS = 1 << 16
-MOST_BEHIND = 4  # steps of an asynchronous worker behind the fastest before it leaves some out
+MOST_BEHIND = 12  # steps of an asynchronous worker behind the fastest before it leaves some out
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 

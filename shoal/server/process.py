@@ -22,8 +22,6 @@ def main() -> int:
     _die_with_parent()
     stop = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, stop)
-    threads = _threads()
-    os.environ["OMP_NUM_THREADS"] = str(threads)
     import torch
 
     from shoal.errors import BadInput
@@ -31,7 +29,7 @@ def main() -> int:
     from shoal.server.secret import read_secret
     from shoal.server.server import Server
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     try:
         secret = read_secret(os.environ)
         if secret is None:
@@ -45,12 +43,6 @@ def main() -> int:
     with server:
         signal.sigwait(stop)
     return 0
-
-
-def _threads() -> int:
-    """The cores, shared with the other servers alone: workers wait while servers update."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return max(1, cores // int(os.environ.get("SHOAL_SERVERS") or 1))
 
 
 def _die_with_parent() -> None:
