@@ -143,12 +143,6 @@ class MixGradients(Sync):
         self.gradient_scale = float(group.size)  # the mean of this is the sum of shares
         flat.watch([slice(0, flat.size)])
 
-    def begin(self) -> None:
-        return None
-
-    def reduce(self, bucket: slice) -> None:
-        return None
-
     def finish(self) -> None:
         peers = f"average gradients with {self.group.size - 1} others"
         with self.update.tracer.span(WAIT, peers):
@@ -195,12 +189,6 @@ class MixWeights(Sync):
         self.distances: list[tuple[int, float]] = []
         self._loss: Tensor | None = None
         flat.notes_loss = True
-
-    def begin(self) -> None:
-        return None
-
-    def reduce(self, bucket: slice) -> None:
-        return None
 
     def finish(self) -> None:
         self.update.apply()

@@ -74,12 +74,6 @@ class AsyncGossip(Sync):
             )
         self.board = board
 
-    def begin(self) -> None:
-        return None
-
-    def reduce(self, bucket: slice) -> None:
-        return None
-
     def finish(self) -> None:
         self.update.apply()
         self.flat.drop_gradients()

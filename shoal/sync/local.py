@@ -13,12 +13,6 @@ class LocalUpdate(Sync):
     def __init__(self, flat: FlatParams, update: Update):
         self.flat, self.update = flat, update
 
-    def begin(self) -> None:
-        return None
-
-    def reduce(self, bucket: slice) -> None:
-        return None
-
     def finish(self) -> None:
         self.update.apply()
         self.flat.drop_gradients()

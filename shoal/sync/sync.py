@@ -30,11 +30,11 @@ class Sync(Protocol):
 
     def begin(self) -> None:
         """Weights are usable when this returns."""
-        ...
+        return None
 
     def reduce(self, bucket: slice) -> None:
         """The gradients of this slice are final here; backward may still run."""
-        ...
+        return None
 
     def finish(self) -> None:
         """The update is done when this returns; the replica is ready for the next step."""
