@@ -184,8 +184,8 @@ class Job:
             )
 
     def print(self, *words: Any) -> None:
-        """Print once, from rank 0."""
-        if self.rank == 0:
+        """Print once, from rank 0, or the first rank that is left."""
+        if self._is_first:
             print(*words, flush=True)
 
     @torch.no_grad()
@@ -228,7 +228,8 @@ class Job:
     def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
         """Save the whole model, the optimizer and the place in the data under `path`.
 
-        Call it on all ranks; rank 0 writes. `about` is kept in the manifest; it has to be JSON.
+        Call it on all ranks; rank 0 writes, or the first rank that is left. `about` is kept in
+        the manifest; it has to be JSON.
         """
         if self.dry:
             return
@@ -236,7 +237,8 @@ class Job:
             for step in self._steps:
                 stack.enter_context(step.sync.whole(optimizer=True))
             states = [step.sync.state() for step in self._steps]
-            if self.replica != 0:
+            first = self._steps[-1].sync.first if self._steps else 0
+            if self.replica != first:
                 return
             document = {
                 "steps": self.steps,
@@ -247,7 +249,7 @@ class Job:
                 "about": about or {},
             }
             saved = snapshot(self._steps, states, document)
-            if self.rank == 0:
+            if self.rank == first:
                 checkpoint.write(Path(path), saved)
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -309,8 +311,12 @@ class Job:
             self._pace.note(step.steps - self.steps)
             self.steps = step.steps
 
+    @property
+    def _is_first(self) -> bool:
+        return self.rank == (self._steps[-1].sync.first if self._steps else 0)
+
     def _say_once(self, sentence: str) -> None:
-        if self.rank == 0 and sentence not in self._said:
+        if self._is_first and sentence not in self._said:
             self._said.add(sentence)
             print(f"shoal: {sentence}", file=sys.stderr, flush=True)
 

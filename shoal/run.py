@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,10 +24,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shoal.errors import BadInput, StrategyError
+from shoal.errors import BadInput, PeerLost, StrategyError
 from shoal.faults import faults_of
+from shoal.group.gone import is_gone
 from shoal.group.group import Group
 from shoal.group.hosts import HostsGroup
+from shoal.group.loose import LooseGroup
 from shoal.group.meeting import share_memory
 from shoal.group.scheduled import ScheduledGroup
 from shoal.group.shm_group import ShmGroup
@@ -38,7 +41,7 @@ from shoal.launch.environment import Placement, detect
 from shoal.launch.failures import report_failure, report_finished
 from shoal.launch.fork import fork
 from shoal.launch.local import launch
-from shoal.launch.losses import is_gone, tolerance_of
+from shoal.launch.losses import note_meeting, tolerance_of
 from shoal.launch.rendezvous import open_rendezvous
 from shoal.launch.run_dir import leave_report
 from shoal.launch.worker import die_with_launcher, open_progress
@@ -50,6 +53,7 @@ from shoal.observe.trace import OFF, Recorder, Tracer
 from shoal.strategy import Ddp, Hogwild, Part, Single, Strategy, as_strategy, require_built
 from shoal.wire.torch_p2p import TorchTransport
 
+_LOOK_S = 0.5
 Train = Callable[[Job], Any]
 _calls = 0
 _instead: Callable[[Train], Any] | None = None
@@ -222,15 +226,31 @@ class Worker:
         alone = isinstance(self.strategy.sync_for(self.size), Single)
         if self.placement is None or alone:
             yield SoloGroup()
-            return
+        elif self._is_ours and self.strategy.starts_apart:
+            run_dir = Path(os.environ["SHOAL_RUN_DIR"])
+            folder, gone = run_dir / f"start-{self.number}", partial(is_gone, run_dir)
+            with ExitStack() as stack:
+                make = partial(stack.enter_context, self._whole_group())
+                yield LooseGroup(folder, self.rank, self.size, gone, make)
+        else:
+            with self._whole_group() as group:
+                if self._is_ours:
+                    note_meeting(os.environ["SHOAL_RUN_DIR"])
+                yield group
+
+    @contextmanager
+    def _whole_group(self) -> Iterator[Group]:
+        """All ranks have come when it is there."""
+        assert self.placement is not None
         ours = not dist.is_initialized()
-        with open_rendezvous(self.placement) as rendezvous:
+        with open_rendezvous(self.placement) as rendezvous, self._nobody_absent() as met:
             backend = choose_backend(self.device, self.placement)
             world = join_world(rendezvous, self.rank, self.size, backend, f"run {self.number}")
             group = None
             if self._shares_memory():
                 own = PrefixStore(f"memory of run {_calls}", world.get_group_store())
                 group = share_memory(own, self.rank, self.size)
+            met()
             try:
                 yield group or self._over(world)
             finally:
@@ -238,6 +258,33 @@ class Worker:
                     group.close()
                 if ours:
                     dist.destroy_process_group()
+
+    @contextmanager
+    def _nobody_absent(self) -> Iterator[Callable[[], None]]:
+        """Until `met` is called: give up when a worker has ended, since it will never come."""
+        met = threading.Event()
+        if not self._is_ours:
+            yield met.set
+            return
+        run_dir = Path(os.environ["SHOAL_RUN_DIR"])
+
+        def look() -> None:
+            while not met.wait(_LOOK_S):
+                gone = [r for r in range(self.size) if is_gone(run_dir, r)]
+                if gone and not met.wait(_LOOK_S):  # or it was here, and went on to its end
+                    self.give_up(PeerLost(self.rank, gone[0], "the meeting of all workers"))
+
+        watcher = threading.Thread(target=look, name="shoal-meeting", daemon=True)
+        watcher.start()
+
+        def end() -> None:
+            met.set()
+            watcher.join()
+
+        try:
+            yield end
+        finally:
+            end()
 
     def _over(self, world: dist.ProcessGroup) -> Group:
         """A named algorithm runs as a schedule over point-to-point messages; "auto" is torch's."""
@@ -261,10 +308,10 @@ class Worker:
         if not os.environ.get("SHOAL_TRACE_DIR"):
             return OFF
         origin = torch.tensor([time.monotonic_ns()], device=self.device)
-        group.barrier().wait()
         if self.placement and self.placement.local_size == self.size:
             group.broadcast(origin).wait()
         else:  # other hosts have other clocks: call the end of the barrier zero everywhere
+            group.barrier().wait()
             origin.fill_(time.monotonic_ns())
         return Recorder(self.rank, int(origin))
 

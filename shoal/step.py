@@ -143,6 +143,8 @@ class Step:
         say: Callable[[str], None],
         faults: Faults | None = None,
     ):
+        if faults is not None:
+            faults.at_start()
         group = mesh.dp
         options.check(group.size)
         options = options.under(strategy.pp)

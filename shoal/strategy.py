@@ -419,6 +419,11 @@ class Strategy:
                 return True
         return False
 
+    @property
+    def starts_apart(self) -> bool:
+        """Whether workers can begin without one that is lost before it has come."""
+        return self.survives_loss and isinstance(self.sync, Ps)
+
     def needs(self, rank: int) -> bool:
         """Whether the run fails with this worker even if it survives the loss of others."""
         return rank == 0 and isinstance(self.sync, Ps) and self.sync.placement == "rank0"

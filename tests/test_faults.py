@@ -42,7 +42,6 @@ def test_nonsense_about_slow_workers_is_refused(text: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("2@0", "the first step is 1"),
         ("4@5", "there is no worker 4"),
         *(
             (text, "--kill takes a text such as 2@50")

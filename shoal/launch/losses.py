@@ -4,8 +4,11 @@ A loss is a worker that was killed by a signal, or that gave up because it had l
 A worker that raises anything else has met a mistake in the code or the data, which the others
 will meet too: it ends the run, as does the loss of every worker.
 
-The launcher notes every end in the run directory, so that workers can ask who is gone. A note is
-written after the process has ended: whatever a worker had to say is there by then.
+The launcher notes every end in the run directory, so that others can ask who is gone
+(`group/gone.py`).
+
+Under some strategies workers share what they have made together at the start. Who is lost before
+they have met (`met`) is not survived there, since the others would wait for it in vain.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.group.gone import note_of
 from shoal.launch.crew import Exit
 from shoal.launch.failures import Death, read_report, signal_name
 from shoal.strategy import Strategy
@@ -28,13 +32,15 @@ class Tolerance:
 
     allowed_by: str
     needed: tuple[int, ...] = ()
+    from_start: bool = True  # also those that are lost before the workers have met
 
 
 def tolerance_of(strategy: Strategy, workers: int) -> Tolerance | None:
     """None where the loss of any worker ends the run."""
     if not strategy.survives_loss:
         return None
-    return Tolerance(str(strategy), tuple(r for r in range(workers) if strategy.needs(r)))
+    needed = tuple(r for r in range(workers) if strategy.needs(r))
+    return Tolerance(str(strategy), needed, strategy.starts_apart)
 
 
 @dataclass(frozen=True)
@@ -66,20 +72,25 @@ class Losses:
 
     def take(self, exit: Exit) -> bool:
         """Note the end of a worker; True when it is no reason to end the run."""
+        note_end(self._run_dir, exit.rank, exit.returncode)
         if self._tolerance is None:
             return exit.returncode == 0
         death = Death(
             exit.rank, exit.returncode, exit.noticed_ns, read_report(self._run_dir, exit.rank)
         )
         survived = exit.returncode == 0
-        if not survived and death.is_loss and exit.rank not in self._tolerance.needed:
+        if not survived and death.is_loss and self._can_be_missed(exit.rank):
             loss = Loss(exit.rank, _how(death), (exit.noticed_ns - self._start_ns) / 1e9)
             self.lost.append(loss)
             if len(self.lost) < self._workers:
                 self._say(f"{loss}; the others go on, as {self._tolerance.allowed_by} allows")
             survived = True
-        note_end(self._run_dir, exit.rank, exit.returncode)
         return survived
+
+    def _can_be_missed(self, rank: int) -> bool:
+        assert self._tolerance is not None
+        in_time = self._tolerance.from_start or have_met(self._run_dir)
+        return in_time and rank not in self._tolerance.needed
 
 
 def who_finished(lost: Sequence[Loss], workers: int) -> str:
@@ -91,7 +102,7 @@ def who_finished(lost: Sequence[Loss], workers: int) -> str:
 
 def note_end(run_dir: Path, rank: int, returncode: int) -> None:
     """Leave word that a worker's process has ended; there as a whole or not at all."""
-    path = _path(run_dir, rank)
+    path = note_of(run_dir, rank)
     part = path.with_suffix(".part")
     name = signal_name(-returncode) if returncode < 0 else None
     document = {"rank": rank, "returncode": returncode, "signal": name}
@@ -99,9 +110,13 @@ def note_end(run_dir: Path, rank: int, returncode: int) -> None:
     os.replace(part, path)
 
 
-def is_gone(run_dir: str | Path, rank: int) -> bool:
-    """Whether a worker's process has ended, well or badly, in a run that survives losses."""
-    return _path(run_dir, rank).exists()
+def note_meeting(run_dir: str | Path) -> None:
+    """Leave word that all workers have come."""
+    (Path(run_dir) / "met").touch()
+
+
+def have_met(run_dir: str | Path) -> bool:
+    return (Path(run_dir) / "met").exists()
 
 
 def named(role: str, ranks: Sequence[int]) -> str:
@@ -115,7 +130,3 @@ def _how(death: Death) -> str:
     if death.returncode < 0:
         return f"was killed by {signal_name(-death.returncode)}"
     return "gave up, having lost its peers,"
-
-
-def _path(run_dir: str | Path, rank: int) -> Path:
-    return Path(run_dir) / f"gone-{rank}.json"

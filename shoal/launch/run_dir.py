@@ -2,6 +2,7 @@
 
 secret             what processes of this run prove to each other
 store/             where workers meet
+met                all workers have come
 failure-2.json     why worker 2 fails, in its own words
 finished-0         worker 0 is through
 gone-2.json        the process of worker 2 has ended, in the launcher's words

@@ -33,6 +33,7 @@ from shoal.server.messages import (
     Lane,
     Meet,
     Message,
+    Met,
     Pull,
     Pulled,
     Spec,
@@ -54,6 +55,7 @@ class Link:
         self._secret, self._header = secret, header
         self._connections: dict[Lane, Connection] = {}
         self._threads: dict[Lane, Thread] = {}
+        self.shares_memory = False
         self.open("control")
 
     def open(self, lane: Lane) -> None:
@@ -170,10 +172,10 @@ class Client:
         self.dtype, self.head_dtype = DTYPES[first.dtype], DTYPES[first.head_dtype]
         self.parts, self.size = parts_of(first), first.size
         self.sequence = self._met = 0
+        self.first = 0  # the first worker that is left, as of the latest meeting
         self._settling: list[Future[Any]] = []
         header = Header(Kind.HELLO, rank, model, secrets.randbits(63))
         self.links: list[Link] = []
-        self.shares_memory = False
         self.laid_bytes = 0  # put into shared memory for servers to read
         self._handle: int | None = None
         try:
@@ -188,16 +190,20 @@ class Client:
         finally:
             self._close_handle()
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether nothing but small messages travels to any server."""
+        return all(link.shares_memory for link in self.links)
+
     # ------------------------------------------------------------------ pushing
 
     def push(self, run: slice) -> None:
         """These elements of `out` are final: send them to whoever holds them, in the background."""
-        if self.shares_memory:
-            self.laid_bytes += (run.stop - run.start) * self.out.element_size()
-            return
         for link, spec in zip(self.links, self.specs, strict=True):
             start, stop = max(run.start, spec.start), min(run.stop, spec.stop)
-            if start < stop:
+            if start < stop and link.shares_memory:
+                self.laid_bytes += (stop - start) * self.out.element_size()
+            elif start < stop:
                 self._later_push(link, spec, start, stop)
 
     def commit(self, commit: Commit, heads: Tensor) -> Ack:
@@ -256,9 +262,9 @@ class Client:
     # ------------------------------------------------------------------ around it
 
     def meet(self) -> None:
-        """Wait for all live workers, at the lead."""
+        """Wait for all live workers, at the lead; then all of them know the same `first`."""
         self._met += 1
-        self.request(self.links[0], Kind.MEET, Meet(self._met))
+        self.first = decode(self.request(self.links[0], Kind.MEET, Meet(self._met)), Met).first
 
     def stats(self, final: bool = False) -> list[dict[str, Any]]:
         """The counts of every server; with `final`, when all workers are done."""
@@ -269,7 +275,7 @@ class Client:
 
     def leave(self) -> None:
         for link in reversed(self.links):  # the lead last: it decides until then
-            self.request(link, Kind.LEAVE)
+            self.first = decode(self.request(link, Kind.LEAVE), Met).first
 
     def request(self, link: Link, kind: Kind, message: Message | None = None) -> bytes:
         link.send("control", kind, b"" if message is None else encode(message))
@@ -283,12 +289,11 @@ class Client:
 
     def _make_memory(self) -> None:
         made = None
-        if all(link.is_unix for link in self.links):
+        if any(link.is_unix for link in self.links):
             made = shared.make(self.dtype, self.size, self.parts)
         if made is not None:
             memory, self._handle = made
             self.out, self.inbox = memory.out, memory.inbox
-            self.shares_memory = True
         else:
             self.out = torch.zeros(self.parts, self.size, dtype=self.dtype)
             self.inbox = torch.zeros(self.size, dtype=self.dtype)
@@ -299,7 +304,8 @@ class Client:
             self._handle = None
 
     def _join(self, link: Link, spec: Spec) -> None:
-        if self._handle is not None:
+        link.shares_memory = self._handle is not None and link.is_unix
+        if self._handle is not None and link.is_unix:
             link.send_descriptor(Kind.SETUP, encode(spec), self._handle)
         else:
             link.send("control", Kind.SETUP, encode(spec))
@@ -334,7 +340,7 @@ class Client:
     def _pull(self, link: Link, spec: Spec, request: bytes) -> Arrived:
         head = torch.empty(1 + spec.parameters, dtype=self.head_dtype)
         into = [bytes_of(head)]
-        if not self.shares_memory:
+        if not link.shares_memory:
             into.append(bytes_of(self.inbox[spec.start : spec.stop]))
         link.send("pull", Kind.PULL, request)
         found = decode(link.answer("pull", Kind.PULL, into), Pulled)

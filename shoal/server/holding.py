@@ -30,6 +30,7 @@ from shoal.server.table import Table, add_up
 
 LOG_ENTRIES = 4096
 MOST_TABLES = 256
+_LOOK_S = 0.1  # how often to ask for workers that have not joined yet
 # hands out an entry to the other servers / collects everybody's norms and gives the factor
 Agree = Callable[[Sequence[float], float], float]
 
@@ -94,6 +95,8 @@ class Holding:
         self.tell: Callable[[Entry], None] = lambda entry: None  # the other servers
         self.failure: Lost | None = None
         self.gone: set[int] = set()
+        self.is_gone: Callable[[int], bool] | None = None  # of workers that have not joined
+        self._first_at: dict[int, int] = {}  # meeting -> the first of the workers that came
         self.again = 0
         self.missed: Counter[int] = Counter()  # updates between a pull and its push
         self.ahead: Counter[int] = Counter()  # steps ahead of the slowest at a pull
@@ -137,6 +140,16 @@ class Holding:
                 self._fail(Lost(f"worker {worker} has died", worker))
             self._lose(worker)
 
+    def miss_absent(self) -> None:
+        """Do not wait for workers that have ended before they joined."""
+        with self.changed:
+            absent = set(range(self.spec.rule.workers)) - self.members.keys() - self.gone
+            for worker in absent if self.is_gone is not None else ():
+                if self.is_gone is not None and self.is_gone(worker):
+                    if self.spec.rule.needs_everyone:
+                        self._fail(Lost(f"worker {worker} has ended before it joined", worker))
+                    self._lose(worker)
+
     def fail(self, sentence: str) -> None:
         with self.changed:
             self._fail(Lost(sentence, None))
@@ -145,16 +158,28 @@ class Holding:
     def is_over(self) -> bool:
         return len(self.gone) == self.spec.rule.workers
 
-    def meet(self, worker: int, number: int) -> None:
-        """Wait until every live worker has called it as often."""
+    def meet(self, worker: int, number: int) -> int:
+        """Wait until every live worker has called it as often; all are told the first of them."""
         with self.changed:
             self.members[worker].met = number
             self.changed.notify_all()
             self._wait(worker, lambda: self._have_met(number))
+            self._first_at.pop(number - 2, None)
+            live = set(range(self.spec.rule.workers)) - self.gone
+            return self._first_at.setdefault(number, min(live, default=worker))
+
+    @property
+    def first(self) -> int:
+        """The first worker that has not died."""
+        died = {w for w in self.gone if w not in self.members or not self.members[w].left}
+        return min(set(range(self.spec.rule.workers)) - died, default=0)
 
     def wait_over(self) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: self.is_over or self.failure is not None)
+            while not self.changed.wait_for(
+                lambda: self.is_over or self.failure is not None, self._patience_s()
+            ):
+                self.miss_absent()
 
     # ------------------------------------------------------------------ pushes
 
@@ -278,7 +303,9 @@ class Holding:
             found: dict[str, Any] = {
                 "updates": self.version,
                 "sent_again": self.again,
-                "lost": sorted(w for w in self.gone if not self.members[w].left),
+                "lost": sorted(
+                    w for w in self.gone if w not in self.members or not self.members[w].left
+                ),
             }
             if self.ledger is not None:
                 outcomes = self.ledger.outcomes
@@ -292,10 +319,19 @@ class Holding:
     # ------------------------------------------------------------------ under the lock
 
     def _wait(self, worker: int, ready: Callable[[], bool]) -> None:
-        self.changed.wait_for(lambda: self.failure is not None or worker in self.gone or ready())
+        def done() -> bool:
+            return self.failure is not None or worker in self.gone or ready()
+
+        while not self.changed.wait_for(done, self._patience_s()):
+            self.miss_absent()
         if not ready():
             self._check()
             raise Lost(f"worker {worker} has left", None)
+
+    def _patience_s(self) -> float | None:
+        """Nobody wakes us when a worker ends that has never joined."""
+        known = self.members.keys() | self.gone
+        return None if len(known) == self.spec.rule.workers or self.is_gone is None else _LOOK_S
 
     def _note_pull(self, request: Pull) -> Pulled:
         slowest = None if self.ledger is None else self.ledger.slowest

@@ -2,9 +2,12 @@
 
 placement    servers live in
 servers      processes that `shoal run` has started (SHOAL_SERVERS, SHOAL_RUN_DIR); under
-             another launcher rank 0 starts them, and they end with it
+             another launcher the first rank of each host starts some, which end with it
 rank0        a thread of worker 0
 workers      a thread of every worker
+
+On one host they listen at Unix sockets. Where workers are on several hosts, servers also listen
+at a TCP port, which those of other hosts use.
 """
 
 from __future__ import annotations
@@ -15,13 +18,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, PeerLost
+from shoal.group.gone import gone_in
 from shoal.group.group import Group
+from shoal.group.places import Places, host_id
 from shoal.server.secret import SECRET_BYTES, fresh_secret, read_secret, write_secret
 from shoal.server.server import Server
 from shoal.strategy import Ps
@@ -29,16 +37,37 @@ from shoal.strategy import Ps
 _ENTRY_BYTES = 320
 _LONGEST_SOCKET_PATH = 100
 _IDLE_AFTER_FAILURE_S = 5.0
+_START_S = 120.0
+
+
+class Home(NamedTuple):
+    """Where a server is to be found: at a socket on its host, and by others if there are any."""
+
+    host: str
+    inside: str
+    beyond: str
+
+    def seen_from(self, host: str) -> str:
+        return self.inside if host == self.host or not self.beyond else self.beyond
 
 
 class Hosts:
-    """Addresses of all servers, in order; the first one leads."""
+    """Addresses of all servers, in order; the first one leads.
 
-    def __init__(self, addresses: list[str], secret: bytes):
-        self.addresses, self.secret = addresses, secret
+    `leads` says for each server how it reaches the first one.
+    """
+
+    def __init__(self, secret: bytes, homes: Sequence[Home] = (), host: str = ""):
+        self.secret = secret
         self.server: Server | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self.folder: Path | None = None
+        self.settle(homes, host)
+
+    def settle(self, homes: Sequence[Home], host: str) -> None:
+        """All servers are known; this worker is on `host`."""
+        self.addresses = [home.seen_from(host) for home in homes]
+        self.leads = [homes[0].seen_from(home.host) for home in homes]
 
     def close(self, failed: bool = False) -> None:
         """Stop what was started here, once nobody needs it any more."""
@@ -57,27 +86,55 @@ class Hosts:
 
 
 def find_hosts(part: Ps, group: Group, environ: Mapping[str, str] = os.environ) -> Hosts:
-    """All ranks call it together. What has to be started is started."""
+    """All ranks call it together. What has to be started is started.
+
+    Where workers are on several hosts, servers are dealt out to the hosts in turns.
+    """
     if part.placement == "servers" and environ.get("SHOAL_SERVERS"):
         return _of_launcher(part, environ)
-    secret = _share_secret(group, environ)
-    one_host = len(set(_exchange(group, _host()))) == 1
-    hosts = Hosts([], secret)
-    own = ""
-    count = group.size if part.placement == "workers" else part.servers
-    if part.placement == "workers" or (part.placement == "rank0" and group.rank == 0):
-        hosts.folder = _folder()
-        hosts.server = Server(_listen_at(hosts.folder, 0, one_host, environ), secret)
-        own = hosts.server.address
-    elif part.placement == "servers" and group.rank == 0:
-        hosts.folder = _folder()
-        own = _start_processes(hosts, count, environ)
-    said = _exchange(group, own)
-    if part.placement == "workers":
-        hosts.addresses = said
-    else:
-        hosts.addresses = said[0].split()
+    hosts = Hosts(_share_secret(group, environ))
+    try:
+        places, host = _places(group, environ), host_id().decode()
+        homes = []
+        for index in range(group.size if part.placement == "workers" else part.servers):
+            starter = _starter(part, places, index)
+            own = ""
+            if group.rank == starter:
+                own = "\n".join(_start(hosts, part, index, len(places.hosts) > 1, host, environ))
+            homes.append(Home(*_tell(group, own, starter).split("\n")))
+        hosts.settle(homes, host)
+    except BaseException:
+        hosts.close(failed=True)
+        raise
     return hosts
+
+
+def _places(group: Group, environ: Mapping[str, str]) -> Places:
+    """Our own launcher starts workers on one host, and some of them may never come."""
+    if environ.get("SHOAL_RUN_DIR"):
+        return Places((tuple(range(group.size)),), group.rank)
+    return Places.of([said.encode() for said in _exchange(group, host_id().decode())], group.rank)
+
+
+def _starter(part: Ps, places: Places, index: int) -> int:
+    """The rank that starts server `index`."""
+    if part.placement == "workers":
+        return index
+    return places.hosts[index % len(places.hosts)][0] if part.placement == "servers" else 0
+
+
+def _start(
+    hosts: Hosts, part: Ps, index: int, spread: bool, host: str, environ: Mapping[str, str]
+) -> Home:
+    if hosts.folder is None:
+        hosts.folder = _folder()
+        write_secret(hosts.folder, hosts.secret)
+    beyond = f"tcp:{environ.get('SHOAL_HOST') or socket.gethostname()}:0" if spread else ""
+    if part.placement == "servers":
+        return Home(host, *_start_process(hosts, index, beyond, environ))
+    inside = socket_of(hosts.folder, index)
+    hosts.server = Server(inside, hosts.secret, is_gone=gone_in(environ), beyond=beyond)
+    return Home(host, inside, hosts.server.beyond)
 
 
 def socket_of(run_dir: str | Path, index: int) -> str:
@@ -96,29 +153,37 @@ def _of_launcher(part: Ps, environ: Mapping[str, str]) -> Hosts:
         raise BadInput("there are servers, and no secret to show them: set SHOAL_SECRET")
     if len(addresses) < part.servers:
         raise BadInput(f"{part} wants {part.servers} servers, and {len(addresses)} are there")
-    return Hosts(addresses[: part.servers], secret)
+    return Hosts(secret, [Home("", address, "") for address in addresses[: part.servers]])
 
 
-def _start_processes(hosts: Hosts, count: int, environ: Mapping[str, str]) -> str:
+def _start_process(
+    hosts: Hosts, index: int, beyond: str, environ: Mapping[str, str]
+) -> tuple[str, str]:
+    """Its addresses. That of other hosts is known when it listens, which it leaves word of."""
     assert hosts.folder is not None
-    write_secret(hosts.folder, hosts.secret)
-    for index in range(count):
-        env = {
-            **environ,
-            "SHOAL_RUN_DIR": str(hosts.folder),
-            "SHOAL_SERVERS": str(count),
-            "SHOAL_SERVER_INDEX": str(index),
-            "SHOAL_SERVER_PARENT": str(os.getpid()),
-        }
-        command = [sys.executable, "-m", "shoal.server.process"]
-        hosts.processes.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
-    return " ".join(socket_of(hosts.folder, i) for i in range(count))
+    env = {
+        **environ,
+        "SHOAL_RUN_DIR": str(hosts.folder),
+        "SHOAL_SERVER_INDEX": str(index),
+        "SHOAL_SERVER_PARENT": str(os.getpid()),
+        "SHOAL_SERVER_BEYOND": beyond,
+    }
+    command = [sys.executable, "-m", "shoal.server.process"]
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+    hosts.processes.append(process)
+    if beyond:
+        word, deadline_s = address_file(hosts.folder, index), time.monotonic() + _START_S
+        while not word.exists():
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise BadInput(f"server {index} does not listen at {beyond}: see its output")
+            time.sleep(0.01)
+        beyond = word.read_text()
+    return socket_of(hosts.folder, index), beyond
 
 
-def _listen_at(folder: Path, index: int, one_host: bool, environ: Mapping[str, str]) -> str:
-    if one_host:
-        return socket_of(folder, index)
-    return f"tcp:{environ.get('SHOAL_HOST') or socket.gethostname()}:0"
+def address_file(run_dir: str | Path, index: int) -> Path:
+    """Where a server leaves word of its address for other hosts."""
+    return Path(run_dir) / f"server-{index}.address"
 
 
 def _folder() -> Path:
@@ -128,12 +193,6 @@ def _folder() -> Path:
         os.rmdir(path)
         path = tempfile.mkdtemp(prefix="shoal-ps-", dir="/tmp")
     return Path(path)
-
-
-def _host() -> str:
-    """What this machine is called since it was started."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname() + (boot.read_text().strip() if boot.is_file() else "")
 
 
 def _share_secret(group: Group, environ: Mapping[str, str]) -> bytes:
@@ -147,11 +206,26 @@ def _share_secret(group: Group, environ: Mapping[str, str]) -> bytes:
 
 def _exchange(group: Group, text: str) -> list[str]:
     """What every rank says, by rank."""
+    everything = torch.zeros(group.size * _ENTRY_BYTES, dtype=torch.uint8)
+    group.all_gather(everything, _entry(text)).wait()
+    return [_text(row) for row in everything.view(group.size, _ENTRY_BYTES)]
+
+
+def _tell(group: Group, text: str, root: int) -> str:
+    """What `root` says."""
+    said = _entry(text)
+    group.broadcast(said, root).wait()
+    if not (found := _text(said)):
+        raise PeerLost(group.rank, root, "looking for the servers")
+    return found
+
+
+def _entry(text: str) -> Tensor:
     said = text.encode()
     if len(said) > _ENTRY_BYTES:
         raise BadInput(f"the address of a server is too long: {text}")
-    own = torch.frombuffer(bytearray(said.ljust(_ENTRY_BYTES, b"\0")), dtype=torch.uint8)
-    everything = torch.zeros(group.size * _ENTRY_BYTES, dtype=torch.uint8)
-    group.all_gather(everything, own.clone()).wait()
-    rows = everything.view(group.size, _ENTRY_BYTES)
-    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
+    return torch.frombuffer(bytearray(said.ljust(_ENTRY_BYTES, b"\0")), dtype=torch.uint8).clone()
+
+
+def _text(entry: Tensor) -> str:
+    return bytes(entry.tolist()).rstrip(b"\0").decode()

@@ -138,6 +138,12 @@ class Meet(Message, frozen=True):
     number: Count
 
 
+class Met(Message, frozen=True):
+    """`first` is the first of the workers that are left; all that met are told the same."""
+
+    first: Count
+
+
 class Stats(Message, frozen=True):
     """Ask for the counts; with `final`, once nobody works any more."""
 

@@ -3,6 +3,8 @@
     SHOAL_RUN_DIR        its socket is server-<index>.sock in there, and the secret is, too
     SHOAL_SERVER_INDEX   which server of the run it is
     SHOAL_SERVER_LISTEN  another address to listen at (tcp:HOST:PORT), for several hosts
+    SHOAL_SERVER_BEYOND  an address for other hosts beside that; the port it gets, where none is
+                         asked for, stands in server-<index>.address
     SHOAL_SECRET         the secret, where there is no run directory with one
 
 It runs until it gets SIGTERM or SIGINT, or until its parent has gone.
@@ -25,7 +27,8 @@ def main() -> int:
     import torch
 
     from shoal.errors import BadInput
-    from shoal.server.hosts import socket_of
+    from shoal.group.gone import gone_in
+    from shoal.server.hosts import address_file, socket_of
     from shoal.server.secret import read_secret
     from shoal.server.server import Server
 
@@ -36,7 +39,13 @@ def main() -> int:
             raise BadInput("a server needs the secret of its run: set SHOAL_SECRET")
         index = int(os.environ.get("SHOAL_SERVER_INDEX", "0"))
         listen = os.environ.get("SHOAL_SERVER_LISTEN")
-        server = Server(listen or socket_of(os.environ.get("SHOAL_RUN_DIR", "."), index), secret)
+        address = listen or socket_of(os.environ.get("SHOAL_RUN_DIR", "."), index)
+        beyond = os.environ.get("SHOAL_SERVER_BEYOND", "")
+        server = Server(address, secret, is_gone=gone_in(os.environ), beyond=beyond)
+        if beyond:
+            word = address_file(os.environ.get("SHOAL_RUN_DIR", "."), index)
+            word.with_suffix(".part").write_text(server.beyond)
+            os.replace(word.with_suffix(".part"), word)
     except BadInput as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 2

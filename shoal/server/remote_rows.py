@@ -70,8 +70,8 @@ class ServerStore:
                 number += 1
 
     def load_state(self, table: str, chunks: Iterable[dict[str, Tensor]], steps: int) -> None:
-        """Rank 0 speaks for all; what it loads counts when the workers meet."""
-        if self.client.rank != 0:
+        """The first worker speaks for all; what it loads counts when the workers meet."""
+        if self.client.rank != self.client.first:
             return
         held = list(chunks)
         for link in self.client.links:

@@ -30,6 +30,7 @@ from shoal.server.messages import (
     Error,
     Hello,
     Meet,
+    Met,
     Pull,
     Spec,
     State,
@@ -53,10 +54,29 @@ _JOIN_S = 5.0
 class Server:
     """Listens, and holds what workers ask it to hold."""
 
-    def __init__(self, address: str, secret: bytes, most_bytes: int | None = None):
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        most_bytes: int | None = None,
+        is_gone: Callable[[int], bool] | None = None,
+        beyond: str = "",
+    ):
+        """`is_gone(worker)` says of one that has not joined that it never will.
+
+        `beyond` is another address to listen at, for those who are not on this host.
+        """
         self.secret, self.most_bytes = secret, most_bytes or _memory_bytes()
-        self.listener = Listener(address)
-        self.address = self.listener.address
+        self.is_gone = is_gone
+        self.listeners = [Listener(address)]
+        self.address, self.beyond = self.listeners[0].address, ""
+        if beyond:
+            try:
+                self.listeners.append(Listener(beyond))
+            except BaseException:
+                self.listeners[0].close()
+                raise
+            self.beyond = self.listeners[1].address
         self.models: dict[int, Holding] = {}
         self.followers: dict[int, Followers] = {}
         self.refused: Counter[str] = Counter()
@@ -66,8 +86,14 @@ class Server:
         self._connections: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
-        self._accepting = threading.Thread(target=self._accept, name="shoal-server", daemon=True)
-        self._accepting.start()
+        self._accepting = [
+            threading.Thread(
+                target=self._accept, args=(listener,), name="shoal-server", daemon=True
+            )
+            for listener in self.listeners
+        ]
+        for thread in self._accepting:
+            thread.start()
 
     def __enter__(self) -> Server:
         return self
@@ -86,7 +112,8 @@ class Server:
             connections = list(self._connections)
             strangers = [sock for _, sock in self._strangers.values()]
             threads = list(self._threads)
-        self.listener.close()
+        for listener in self.listeners:
+            listener.close()
         for holding in list(self.models.values()):
             holding.fail("the server has been stopped")
         for connection in connections:
@@ -94,7 +121,7 @@ class Server:
         for sock in strangers:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        for thread in [self._accepting, *threads]:
+        for thread in [*self._accepting, *threads]:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
 
@@ -111,8 +138,8 @@ class Server:
 
     # ------------------------------------------------------------------ connections
 
-    def _accept(self) -> None:
-        while (sock := self.listener.accept()) is not None:
+    def _accept(self, listener: Listener) -> None:
+        while (sock := listener.accept()) is not None:
             with self.changed:
                 if self._closed:
                     sock.close()
@@ -120,7 +147,7 @@ class Server:
                 self._make_room()
                 self._strangers[id(sock)] = (time.monotonic(), sock)
                 thread = threading.Thread(
-                    target=self._serve, args=(sock,), name="shoal-serve", daemon=True
+                    target=self._serve, args=(listener, sock), name="shoal-serve", daemon=True
                 )
                 self._threads.add(thread)
             thread.start()
@@ -135,11 +162,11 @@ class Server:
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, listener: Listener, sock: socket.socket) -> None:
         connection: Connection | None = None
         try:
             sock.settimeout(HANDSHAKE_S)
-            connection = Connection(self.listener.secure(sock))
+            connection = Connection(listener.secure(sock))
             hello, header = greet(connection, self.secret)
             sock.settimeout(None)
             with self.changed:
@@ -197,6 +224,7 @@ class Server:
                 holding = Holding(spec)
             except (BadInput, RuntimeError) as error:
                 raise Refused(str(error)) from error
+            holding.is_gone = self.is_gone
             if spec.index == 0 and spec.servers > 1:
                 self.followers[model] = Followers(holding)
             elif spec.index > 0:
@@ -321,6 +349,7 @@ class Session:
         if self.member is not None and self.holding is not None:
             self.member.lanes.discard(self.lane)
             self.holding.lose(self.worker)
+            self.holding.miss_absent()
             self.server.drop(self.model)
 
     def _here(self) -> tuple[Holding, Member]:
@@ -352,8 +381,8 @@ class Session:
 
     def _meet(self, header: Header, meta: bytes) -> None:
         holding, _ = self._here()
-        holding.meet(self.worker, decode(meta, Meet).number)
-        self._answer(Kind.OK)
+        first = holding.meet(self.worker, decode(meta, Meet).number)
+        self._answer(Kind.OK, encode(Met(first)))
 
     def _stats(self, header: Header, meta: bytes) -> None:
         holding, _ = self._here()
@@ -365,7 +394,7 @@ class Session:
     def _leave(self, header: Header, meta: bytes) -> None:
         holding, _ = self._here()
         holding.leave(self.worker)
-        self._answer(Kind.OK)
+        self._answer(Kind.OK, encode(Met(holding.first)))
 
     # ------------------------------------------------------------------ push
 

@@ -66,7 +66,7 @@ def join_servers(
     try:
         model = torch.tensor([secrets.randbits(62)])
         group.broadcast(model).wait()
-        specs = specs_of(flat, rule, hosts.addresses, named, update.clip_norm, microbatches)
+        specs = specs_of(flat, rule, hosts.leads, named, update.clip_norm, microbatches)
         client = Client(group.rank, int(model), hosts.addresses, hosts.secret, specs)
     except BaseException:
         hosts.close(failed=True)
@@ -77,12 +77,12 @@ def join_servers(
 def specs_of(
     flat: FlatParams,
     rule: Rule,
-    addresses: Sequence[str],
+    leads: Sequence[str],
     named: Named | None,
     clip_norm: float | None,
     microbatches: int | None,
 ) -> list[Spec]:
-    """What each server holds."""
+    """What each server holds; `leads` says for each how it reaches the first one."""
     places = [
         Place(piece.name, piece.start, tuple(p.shape))
         for piece, p in zip(flat.pieces, flat.params, strict=True)
@@ -91,8 +91,8 @@ def specs_of(
     return [
         Spec(
             index,
-            len(addresses),
-            addresses[0],
+            len(leads),
+            leads[index],
             rule,
             NAMES[flat.dtype],  # type: ignore[arg-type]
             NAMES[flat.head.dtype],  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def specs_of(
             named,
             clip_norm if named is not None else None,
         )
-        for index, held in enumerate(cut(places, flat.size, len(addresses), by_rows))
+        for index, held in enumerate(cut(places, flat.size, len(leads), by_rows))
     ]
 
 
@@ -254,14 +254,13 @@ class ParameterServer(Sync):
         if not self.rule.needs_everyone:
             self._arrive()
             self.client.wait_settled()
-            self.client.meet()
+            self._meet()
             self._take_newest()
-        fills = optimizer and self.server_updates and self.group.rank == 0
-        if fills:
-            states = self.client.get_state()
-            whole_state(self.update.optimizer, self.flat.params, self.client.specs, states)
-        if not self.rule.needs_everyone:
-            self.client.meet()
+        fills = optimizer and self.server_updates
+        for _ in self._until_all_agree():
+            if fills and self.is_first:
+                states = self.client.get_state()
+                whole_state(self.update.optimizer, self.flat.params, self.client.specs, states)
         try:
             yield
         finally:
@@ -295,7 +294,8 @@ class ParameterServer(Sync):
             if not self.rule.needs_everyone:
                 self._take_newest()
             self.client.leave()
-            if self.group.rank == 0:
+            self.first = self.client.first
+            if self.is_first or self.hosts.processes:  # who has started some ends them
                 self._stats = self.client.stats(final=True)
             failed = False
         except ShoalError:
@@ -310,22 +310,46 @@ class ParameterServer(Sync):
         self._arrive()
 
     def _give_weights(self) -> None:
-        """Rank 0's weights, step and optimizer state are the truth from now on."""
-        self._version = self._fastest = steps = self.update.steps
-        if self.group.rank == 0:
-            states = [
-                cut_state(
-                    self.update.optimizer if self.server_updates else None,
-                    self.flat.params,
-                    spec,
-                    steps,
-                )
-                for spec in self.client.specs
-            ]
-            self.client.set_state(states, self.flat.data.detach().cpu())
+        """The first rank's weights, step and optimizer state are the truth from now on."""
+        self._version = self._fastest = self.update.steps
+        if not self.rule.needs_everyone:
+            self._meet()
+        for _ in self._until_all_agree():
+            if self.is_first:
+                self._set_state()
+        if self.rule.needs_everyone:
+            self._meet()
         if self.server_updates:
             self.update.optimizer.state.clear()
+
+    def _set_state(self) -> None:
+        states = [
+            cut_state(
+                self.update.optimizer if self.server_updates else None,
+                self.flat.params,
+                spec,
+                self.update.steps,
+            )
+            for spec in self.client.specs
+        ]
+        self.client.set_state(states, self.flat.data.detach().cpu())
+
+    @property
+    def is_first(self) -> bool:
+        return self.group.rank == self.first
+
+    def _meet(self) -> None:
         self.client.meet()
+        self.first = self.client.first
+
+    def _until_all_agree(self) -> Iterator[None]:
+        """Do what the first rank does for all; again, when it is lost meanwhile."""
+        first = None
+        while first != self.first:
+            first = self.first
+            yield
+            if not self.rule.needs_everyone:
+                self._meet()
 
 
 class _Tree:

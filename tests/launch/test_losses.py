@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from shoal.errors import BadInput, PeerLost, WorkersFailed
+from shoal.group.gone import is_gone
 from shoal.launch.account import account
 from shoal.launch.crew import Exit
 from shoal.launch.failures import report_failure
 from shoal.launch.local import Ending, launch
-from shoal.launch.losses import Loss, Losses, Tolerance, is_gone, tolerance_of, who_finished
+from shoal.launch.losses import Loss, Losses, Tolerance, note_meeting, tolerance_of, who_finished
 from shoal.launch.run_dir import leave_report, read_reports
 from shoal.strategy import parse
 from tests.launch.helpers import ROOT, Screen, python
@@ -26,7 +27,7 @@ QUORUM = Tolerance("ps(quorum=0.75)")
 IMPORT = (
     "from shoal.errors import BadInput, PeerLost\n"
     "from shoal.launch.failures import report_failure\n"
-    "from shoal.launch.losses import is_gone\n"
+    "from shoal.group.gone import is_gone\n"
     "from shoal.launch.run_dir import leave_report\n"
     "def fail(error, status=1): report_failure(run_dir, rank, error); sys.exit(status)\n"
     "def wait_gone(other):\n"
@@ -148,7 +149,14 @@ def test_a_worker_that_holds_what_the_others_need_is_not_survived(tmp_path: Path
     ],
 )
 def test_strategies_that_survive_losses(strategy: str, needed: tuple[int, ...]) -> None:
-    assert tolerance_of(parse(strategy), 3) == Tolerance(str(parse(strategy)), needed)
+    found, apart = tolerance_of(parse(strategy), 3), strategy.startswith("ps")
+    assert found == Tolerance(str(parse(strategy)), needed, from_start=apart)
+
+
+def test_a_loss_before_the_workers_have_met_ends_a_run_that_shares_memory(tmp_path: Path) -> None:
+    assert not decide(tmp_path, -9, None, from_start=False)
+    note_meeting(tmp_path)
+    assert decide(tmp_path, -9, None, from_start=False)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +183,8 @@ def test_who_finished() -> None:
 FORKED = """
 import os, signal, sys, time
 from shoal.launch.fork import fork
-from shoal.launch.losses import Tolerance, is_gone
+from shoal.group.gone import is_gone
+from shoal.launch.losses import Tolerance
 
 def body():
     run_dir, rank = os.environ["SHOAL_RUN_DIR"], int(os.environ["SHOAL_RANK"])

@@ -57,7 +57,8 @@ def client_of(
     flat = flat_of()
     named = options.get("named", Named("SGD", {"lr": 1.0}))
     addresses = [server.address for server in found]
-    specs = specs_of(flat, rule, addresses, named, options.get("clip_norm"), None)
+    leads = [addresses[0]] * len(addresses)
+    specs = specs_of(flat, rule, leads, named, options.get("clip_norm"), None)
     return Client(rank, MODEL, addresses, secret, specs)
 
 
