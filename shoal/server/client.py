@@ -2,6 +2,9 @@
 
 Requests of one connection are carried out in order by a thread of their own, beside the
 computation; whoever needs the outcome waits for its future.
+
+A TCP connection that breaks is made anew, and what was not answered on it is sent again: the
+server has counted pushes, and passes over those that it has. A Unix socket ends with a process.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -22,9 +25,9 @@ from torch import Tensor
 
 from shoal.errors import PeerLost, ShoalError
 from shoal.server import segment as shared
-from shoal.server.connection import Closed, Connection, connect
+from shoal.server.connection import CONNECT_S, Closed, Connection, connect
 from shoal.server.frames import MOST_META_BYTES, Header, Kind, decode, encode
-from shoal.server.handshake import introduce
+from shoal.server.handshake import RETURN_S, introduce
 from shoal.server.lane import Lane as Thread
 from shoal.server.messages import (
     Ack,
@@ -45,6 +48,11 @@ from shoal.server.shard import DTYPES, parts_of
 
 T = TypeVar("T")
 START_S = 120.0
+MOST_BREAKS = 100  # of a connection before one request is answered
+
+
+class Broken(PeerLost):
+    """A connection has ended in the middle of something."""
 
 
 class Link:
@@ -55,13 +63,14 @@ class Link:
         self._secret, self._header = secret, header
         self._connections: dict[Lane, Connection] = {}
         self._threads: dict[Lane, Thread] = {}
-        self.shares_memory = False
+        self.shares_memory = self._is_closing = False
+        self._unanswered: dict[Lane, list[Callable[[], Any]]] = {}
+        self._past: list[Connection] = []
+        self._lost_for_good: PeerLost | None = None
         self.open("control")
 
     def open(self, lane: Lane) -> None:
-        connection = _connect_patiently(self.address)
-        self._connections[lane] = connection
-        introduce(connection, self._secret, lane, self._header)
+        self._connections[lane] = self._connect(lane, START_S)
         self._threads[lane] = Thread(f"shoal-ps-{lane}-{self.index}")
 
     @property
@@ -70,14 +79,34 @@ class Link:
 
     @property
     def sent_bytes(self) -> int:
-        return sum(c.sent_bytes for c in self._connections.values())
+        return sum(c.sent_bytes for c in (*self._connections.values(), *self._past))
 
     @property
     def received_bytes(self) -> int:
-        return sum(c.received_bytes for c in self._connections.values())
+        return sum(c.received_bytes for c in (*self._connections.values(), *self._past))
 
-    def later(self, lane: Lane, do: Callable[[], T]) -> Future[T]:
-        return self._threads[lane].do(do)
+    def later(self, lane: Lane, do: Callable[[], T], answered: bool = True) -> Future[T]:
+        """`answered=False`: a later request's answer counts for this one, too."""
+        return self._threads[lane].do(lambda: self.steadily(lane, do, answered))
+
+    def steadily(self, lane: Lane, do: Callable[[], T], answered: bool = True) -> T:
+        """Do it, over a new connection if the old one breaks; what came before it comes again."""
+        kept = self._unanswered.setdefault(lane, [])
+        todo: list[Callable[[], Any]] = [do]
+        for left in reversed(range(MOST_BREAKS)):
+            try:
+                found = [action() for action in todo][-1]
+                break
+            except Broken as broken:
+                if not left:
+                    raise
+                self._reopen(lane, broken)
+                todo = [*kept, do]
+        if answered:
+            kept.clear()
+        elif not self.is_unix:
+            kept.append(do)
+        return cast(T, found)
 
     def send(
         self, lane: Lane, kind: Kind, meta: bytes = b"", *payload: memoryview, **fields: int
@@ -115,10 +144,56 @@ class Link:
             raise self._lost(kind, error) from error
 
     def close(self) -> None:
-        for connection in self._connections.values():
-            connection.close()
+        self._is_closing = True
+        for connection in list(self._connections.values()):
+            connection.cut()
         for thread in self._threads.values():
             thread.close()
+        for connection in self._connections.values():
+            connection.close()
+
+    def _reopen(self, lane: Lane, broken: Broken) -> None:
+        """Raises unless the server is there, and knows this worker still."""
+        if self._lost_for_good is not None or self._is_closing or self.is_unix:
+            raise self._lost_for_good or broken
+        try:
+            fresh = self._connect(lane, RETURN_S)
+        except (ShoalError, OSError) as error:
+            self._lost_for_good = PeerLost(self.rank, None, f"{broken.doing}, and again ({error})")
+            raise self._lost_for_good from broken
+        old, self._connections[lane] = self._connections[lane], fresh
+        self._past.append(old)
+        old.close()
+        if self._is_closing:
+            fresh.cut()
+
+    def _connect(self, lane: Lane, patience_s: float) -> Connection:
+        """A server process may still be starting, on a host that is busy with starting workers."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._introduced(lane, patience_s)
+            except (FileNotFoundError, ConnectionError, TimeoutError) as error:
+                broken = isinstance(error, Closed) and self.address.startswith("unix:")
+                if broken or time.monotonic() > deadline or self._is_closing:
+                    raise PeerLost(
+                        self.rank,
+                        None,
+                        f"connecting to server {self.index} at {self.address}, "
+                        f"which took {patience_s:g} s ({error})",
+                    ) from error
+            time.sleep(0.02)
+
+    def _introduced(self, lane: Lane, patience_s: float) -> Connection:
+        connection = connect(self.address, timeout_s=min(patience_s, CONNECT_S))
+        try:
+            connection.sock.settimeout(patience_s)
+            introduce(connection, self._secret, lane, self._header)
+            connection.sock.settimeout(None)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def _take(self, lane: Lane, kind: Kind, into: Sequence[memoryview]) -> bytes:
         header, meta = self._next(lane, kind)
@@ -142,8 +217,8 @@ class Link:
             raise ShoalError(f"rank {self.rank}, {doing}: {error.sentence}")
         return header, meta
 
-    def _lost(self, kind: Kind, error: Exception) -> PeerLost:
-        return PeerLost(self.rank, None, f"{kind.name.lower()} of server {self.index} ({error})")
+    def _lost(self, kind: Kind, error: Exception) -> Broken:
+        return Broken(self.rank, None, f"{kind.name.lower()} of server {self.index} ({error})")
 
 
 @dataclass(frozen=True)
@@ -278,8 +353,11 @@ class Client:
             self.first = decode(self.request(link, Kind.LEAVE), Met).first
 
     def request(self, link: Link, kind: Kind, message: Message | None = None) -> bytes:
-        link.send("control", kind, b"" if message is None else encode(message))
-        return link.answer("control", kind)
+        def do() -> bytes:
+            link.send("control", kind, b"" if message is None else encode(message))
+            return link.answer("control", kind)
+
+        return link.steadily("control", do)
 
     def close(self) -> None:
         for link in self.links:
@@ -307,9 +385,9 @@ class Client:
         link.shares_memory = self._handle is not None and link.is_unix
         if self._handle is not None and link.is_unix:
             link.send_descriptor(Kind.SETUP, encode(spec), self._handle)
+            link.answer("control", Kind.SETUP)
         else:
-            link.send("control", Kind.SETUP, encode(spec))
-        link.answer("control", Kind.SETUP)
+            self.request(link, Kind.SETUP, spec)
         link.open("push")
         link.open("pull")
 
@@ -322,7 +400,7 @@ class Client:
             def do(at: int = at, payload: memoryview = payload) -> None:
                 link.send("push", Kind.BUCKET, b"", payload, sequence=sequence, argument=at)
 
-            link.later("push", do)
+            link.later("push", do, answered=False)
 
     def _later_commit(
         self, link: Link, meta: bytes, payload: memoryview, sequence: int
@@ -359,17 +437,3 @@ def _get_state(link: Link) -> tuple[State, list[Tensor]]:
         tensors.append(flat[at:end].clone().view(dtype).reshape(value.shape))
         at = end
     return state, tensors
-
-
-def _connect_patiently(address: str) -> Connection:
-    """A server process may still be starting, on a host that is busy with starting workers."""
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            return connect(address)
-        except (FileNotFoundError, ConnectionRefusedError) as error:
-            if time.monotonic() > deadline:
-                raise ShoalError(
-                    f"there is no server at {address} after {START_S:g} s: {error}"
-                ) from error
-            time.sleep(0.02)

@@ -103,9 +103,17 @@ class Connection:
         self._drop_descriptors()
         return found
 
-    def close(self) -> None:
+    def cut(self) -> None:
+        """End it from another thread than the one that reads.
+
+        The descriptor stays: were it closed here, the reader might find another file under its
+        number. The reader closes it.
+        """
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut()
         self.sock.close()
         self._drop_descriptors()
 
@@ -142,12 +150,14 @@ class Connection:
                 views[0] = views[0][sent:]
 
 
-def connect(address: str, environ: Mapping[str, str] = os.environ) -> Connection:
+def connect(
+    address: str, environ: Mapping[str, str] = os.environ, timeout_s: float = CONNECT_S
+) -> Connection:
     """To a server; waits for one that is still starting is the caller's business."""
     kind, _, place = address.partition(":")
     if kind == "unix":
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(CONNECT_S)
+        sock.settimeout(timeout_s)
         try:
             sock.connect(place)
         except OSError:
@@ -155,7 +165,7 @@ def connect(address: str, environ: Mapping[str, str] = os.environ) -> Connection
             raise
     else:
         host, port = _host_and_port(address)
-        sock = socket.create_connection((host, port), CONNECT_S)
+        sock = socket.create_connection((host, port), timeout_s)
         tune(sock)
         authority = environ.get("SHOAL_TLS_CA")
         if authority:

@@ -9,6 +9,7 @@ from shoal.server.messages import MOST_HELLO_BYTES, Challenge, Error, Hello, Lan
 from shoal.server.secret import fresh_nonce, is_proof, proof
 
 HANDSHAKE_S = 5.0
+RETURN_S = 3.0  # for a worker whose TCP connection broke to connect again, before it counts as lost
 
 
 class NotProven(ShoalError):

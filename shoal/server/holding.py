@@ -52,6 +52,13 @@ class RowPush(NamedTuple):
     lr: float
 
 
+class Occupant(NamedTuple):
+    """Who serves one connection of a worker, and how to make it stop."""
+
+    thread: int
+    cut: Callable[[], None]
+
+
 @dataclass
 class Member:
     """One worker, as a server sees it."""
@@ -68,7 +75,7 @@ class Member:
     verdict: str = "staged"
     left: bool = False
     met: int = 0
-    lanes: set[str] = field(default_factory=set)
+    lanes: dict[str, Occupant] = field(default_factory=dict)
     rows: list[RowPush] = field(default_factory=list)  # of the push that is being staged
 
     def take_copy(self, source: Tensor) -> Tensor | None:
@@ -95,6 +102,7 @@ class Holding:
         self.tell: Callable[[Entry], None] = lambda entry: None  # the other servers
         self.failure: Lost | None = None
         self.gone: set[int] = set()
+        self.displaced: set[int] = set()  # threads that serve connections which were made anew
         self.is_gone: Callable[[int], bool] | None = None  # of workers that have not joined
         self._first_at: dict[int, int] = {}  # meeting -> the first of the workers that came
         self.again = 0
@@ -177,7 +185,8 @@ class Holding:
     def wait_over(self) -> None:
         with self.changed:
             while not self.changed.wait_for(
-                lambda: self.is_over or self.failure is not None, self._patience_s()
+                lambda: self.is_over or self.failure is not None or self._is_displaced(),
+                self._patience_s(),
             ):
                 self.miss_absent()
 
@@ -320,13 +329,19 @@ class Holding:
 
     def _wait(self, worker: int, ready: Callable[[], bool]) -> None:
         def done() -> bool:
-            return self.failure is not None or worker in self.gone or ready()
+            stop = self.failure is not None or worker in self.gone
+            return stop or self._is_displaced() or ready()
 
         while not self.changed.wait_for(done, self._patience_s()):
             self.miss_absent()
+        if self._is_displaced():
+            raise Lost(f"worker {worker} has connected anew", None)
         if not ready():
             self._check()
             raise Lost(f"worker {worker} has left", None)
+
+    def _is_displaced(self) -> bool:
+        return threading.get_ident() in self.displaced
 
     def _patience_s(self) -> float | None:
         """Nobody wakes us when a worker ends that has never joined."""

@@ -60,7 +60,7 @@ class ServerStore:
                 payload = (bytes_of(own), bytes_of(part))
                 link.send("push", Kind.TABLE_PUSH, meta, *payload, sequence=sequence)
 
-            link.later("push", send)
+            link.later("push", send, answered=False)
 
     def state(self, table: str) -> Iterator[dict[str, Tensor]]:
         for link in self.client.links:

@@ -34,6 +34,7 @@ class RowRequests:
     ):
         self.connection, self._here, self._answer = connection, here, answer
         self._saving: Iterator[dict[str, Tensor]] = iter(())
+        self._saved = -1  # chunks of it that were given
 
     def make(self, header: Header, meta: bytes) -> None:
         holding, _ = self._here()
@@ -64,13 +65,19 @@ class RowRequests:
         holding.stage_rows(member.worker, header.sequence, push)
 
     def get(self, header: Header, meta: bytes) -> None:
-        """The next chunk of a table's state; the first one where the argument is 0."""
+        """Chunk number `argument` of a table's state: the first, or the next one.
+
+        Or any, on a connection that was made anew.
+        """
         holding, _ = self._here()
         name = decode(meta, Rows).table
         with holding.changed:
             table = holding.table(name)
-            if header.argument == 0:
+            if header.argument == 0 or header.argument != self._saved:
                 self._saving = table.state(max(1, MOST_ROW_BYTES // (16 * table.spec.dim)))
+                for _ in zip(range(header.argument), self._saving, strict=False):
+                    pass
+            self._saved = header.argument + 1
             chunk = next(self._saving, None)
             count = 0 if chunk is None else len(chunk["ids"])
             found = Chunk(name, count, () if chunk is None else table.keys, table.steps)

@@ -22,8 +22,8 @@ import msgspec
 from shoal.errors import BadInput
 from shoal.server.connection import Closed, Connection, Listener
 from shoal.server.frames import MOST_META_BYTES, Header, Kind, Refused, decode, encode
-from shoal.server.handshake import HANDSHAKE_S, greet
-from shoal.server.holding import Holding, Lost, Member
+from shoal.server.handshake import HANDSHAKE_S, RETURN_S, greet
+from shoal.server.holding import Holding, Lost, Member, Occupant
 from shoal.server.lead import Followers, follow
 from shoal.server.messages import (
     Commit,
@@ -117,7 +117,7 @@ class Server:
         for holding in list(self.models.values()):
             holding.fail("the server has been stopped")
         for connection in connections:
-            connection.close()
+            connection.cut()
         for sock in strangers:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -261,6 +261,8 @@ class Session:
         self.model = header.model
         self.holding: Holding | None = None
         self.member: Member | None = None
+        self._occupant = Occupant(threading.get_ident(), connection.cut)
+        self._was_cut = self._is_back = False
         self._rows = RowRequests(connection, self._here, self._answer)
         self._handlers = self._table()[self.lane]
 
@@ -297,6 +299,9 @@ class Session:
         try:
             if self.lane in ("push", "pull", "rows"):
                 self._enter(self._known())
+            elif self.lane == "control" and self._has_joined():
+                self._is_back = True
+                self._enter(self._known())
             while True:
                 most = MOST_META_BYTES if self._takes_long_meta() else _SMALL_META_BYTES
                 header, meta = self.connection.receive(most)
@@ -306,7 +311,7 @@ class Session:
                 except Lost as lost:
                     self._answer(Kind.ERROR, encode(Error(lost.sentence, lost.worker)))
         except Closed:
-            pass
+            self._was_cut = True
         except Refused:
             raise
         except BadInput as error:
@@ -330,27 +335,71 @@ class Session:
 
     def _takes_long_meta(self) -> bool:
         """Descriptions of a model and of its state; everything else is short."""
-        return self.lane == "pull" or (self.lane == "control" and self.member is None)
+        before = self.member is None or self._is_back
+        return self.lane == "pull" or (self.lane == "control" and before)
 
-    def _known(self) -> Holding:
+    def _has_joined(self) -> bool:
         holding = self.server.models.get(self.model)
         member = None if holding is None else holding.members.get(self.worker)
-        if holding is None or member is None or member.incarnation != self.incarnation:
+        return member is not None and member.incarnation == self.incarnation
+
+    def _known(self) -> Holding:
+        if not self._has_joined():
             raise Refused(f"worker {self.worker} has not joined this model")
-        return holding
+        return self.server.models[self.model]
 
     def _enter(self, holding: Holding) -> None:
-        self.holding, self.member = holding, holding.members[self.worker]
-        if self.lane in self.member.lanes:
+        member = holding.members[self.worker]
+        with holding.changed:
+            if (held := member.lanes.get(self.lane)) is not None:
+                self._displace(holding, member, held)
+            self.holding, self.member = holding, member
+            member.lanes[self.lane] = self._occupant
+            if self.lane == "push" and member.consumed == member.watermark:
+                member.rows.clear()  # a push that was begun comes again from its start
+            holding.changed.notify_all()
+
+    def _displace(self, holding: Holding, member: Member, held: Occupant) -> None:
+        """The worker has connected anew; the old connection may not have noticed its end.
+
+        Nothing of the old one may go on beside the new one. A Unix socket does not break.
+        """
+        if not self.connection.is_unix:
+            holding.displaced.add(held.thread)
+            held.cut()
+            holding.changed.notify_all()
+            holding.changed.wait_for(lambda: member.lanes.get(self.lane) is not held, RETURN_S)
+        if self.lane in member.lanes:
             raise Refused(f"worker {self.worker} has a {self.lane} connection already")
-        self.member.lanes.add(self.lane)
 
     def _end(self) -> None:
-        if self.member is not None and self.holding is not None:
-            self.member.lanes.discard(self.lane)
+        if self.member is None or self.holding is None:
+            return
+        if self._leaves_lane(self.holding, self.member):
             self.holding.lose(self.worker)
-            self.holding.miss_absent()
-            self.server.drop(self.model)
+        self.holding.miss_absent()
+        self.server.drop(self.model)
+
+    def _leaves_lane(self, holding: Holding, member: Member) -> bool:
+        """Give up this connection; False when the worker comes back on another one.
+
+        A broken Unix socket is the end of a process. A TCP connection may break by itself.
+        """
+        with holding.changed:
+            if member.lanes.get(self.lane) is self._occupant:
+                del member.lanes[self.lane]
+            holding.displaced.discard(self._occupant.thread)
+            holding.changed.notify_all()
+            if not self._was_cut or self.connection.is_unix:
+                return True
+            self.connection.cut()
+
+            def is_decided() -> bool:
+                over = holding.failure is not None or self.worker in holding.gone
+                return over or self.lane in member.lanes
+
+            holding.changed.wait_for(is_decided, RETURN_S)
+            return self.lane not in member.lanes
 
     def _here(self) -> tuple[Holding, Member]:
         if self.holding is None or self.member is None:
@@ -363,6 +412,11 @@ class Session:
     # ------------------------------------------------------------------ control
 
     def _setup(self, header: Header, meta: bytes) -> None:
+        if self._is_back and self.holding is not None:  # the answer was lost
+            if decode(meta, Spec) != self.holding.spec:
+                raise Refused("the workers of one model do not describe it alike")
+            self._answer(Kind.OK)
+            return
         if self.member is not None:
             raise Refused(f"worker {self.worker} has joined before")
         handle = self.connection.take_descriptor()

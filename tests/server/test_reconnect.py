@@ -1,0 +1,113 @@
+"""Connections that break are made anew, and everything still counts once."""
+
+from __future__ import annotations
+
+import socket
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.errors import PeerLost
+from shoal.group.group import Group
+from shoal.job import Job
+from shoal.server.admission import Rule
+from shoal.strategy import parse
+from tests.conftest import World
+from tests.models import mlp, samples
+from tests.server.cutting import proxied
+from tests.server.helpers import SECRET, client_of, fill, servers
+from tests.sync.test_ps_rows import OPTIMIZERS, Clicks
+from tests.sync.test_ps_rows import go as train_rows
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
+
+
+def trained(group: Group, strategy: str) -> tuple[list[float], Tensor, dict[str, Any]]:
+    job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
+    step = job.step(mlp(), F.cross_entropy, optimizer=ADAMW, clip_norm=0.5)
+    losses = [float(step(b)) for b in job.batches(samples(60), 12, epochs=2)]
+    with step.sync.whole():
+        weights = step.flat.data.detach().clone()
+    job.close()
+    return losses, weights, job.report()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [("ps", 2), ('ps(update="worker")', 2), ('ps(mode="async")', 1), ("ps(staleness=1)", 1)],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_result_is_the_same_to_the_bit_when_connections_break(
+    world: World, monkeypatch: pytest.MonkeyPatch, strategy: str, size: int, seed: int
+) -> None:
+    monkeypatch.setenv("SHOAL_SECRET", SECRET.hex())
+    found = []
+    for cuts in (0, 25):
+        with servers(1, tcp=True) as (server,), proxied([server.address], seed, cuts) as (proxy,):
+            monkeypatch.setenv("SHOAL_SERVERS", proxy.address)
+            found.append(world(size, lambda g: trained(g, strategy)))
+            assert proxy.cut == cuts, "each of them broke something"
+            assert not server.refused
+    for (losses, weights, _), (same_losses, same_weights, _) in zip(*found, strict=True):
+        assert losses == same_losses
+        assert torch.equal(weights, same_weights)
+    updates = {found[i][0][2]["sync"][0]["servers"][0]["updates"] for i in (0, 1)}
+    assert updates == {10}, "5 batches, twice, however often they were pushed"
+
+
+def test_rows_of_tables_are_trained_once_when_connections_break(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_SECRET", SECRET.hex())
+    found = []
+    for cuts in (0, 25):
+        models = [Clicks(OPTIMIZERS["adam"]) for _ in range(2)]
+        with servers(1, tcp=True) as (server,), proxied([server.address], 5, cuts) as (proxy,):
+            monkeypatch.setenv("SHOAL_SERVERS", proxy.address)
+            found.append(world(2, lambda g, models=models: train_rows(g, "ps", models[g.rank])))  # type: ignore[misc]
+            assert proxy.cut == cuts, "each of them broke something"
+    for (losses, rows, weight), (same_losses, same_rows, same_weight) in zip(*found, strict=True):
+        assert losses == same_losses
+        assert torch.equal(rows, same_rows) and torch.equal(weight, same_weight)
+
+
+def test_a_server_that_is_gone_is_told_once_and_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.server.client.RETURN_S", 0.2)
+    with servers(2, tcp=True) as found:
+        client = client_of(found, 0, Rule(1))
+        found[1].close()
+        with pytest.raises(PeerLost, match=r"commit of server 1 \(.*\), and again \(.*refused"):
+            client.commit(*fill(client, 1.0))
+        with pytest.raises(PeerLost, match="commit of server 1"):
+            client.commit(*fill(client, 1.0))
+        client.close()
+
+
+def test_a_worker_that_does_not_come_back_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.server.server.RETURN_S", 0.2)
+    with servers(1, tcp=True) as found:
+        client, other = client_of(found, 0, Rule(2)), client_of(found, 1, Rule(2))
+        other.close()
+        with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+            client.meet()
+        client.close()
+
+
+def test_a_connection_that_only_the_worker_saw_break_is_displaced() -> None:
+    """The server waits for another worker in the old one when the new one asks the same."""
+    with servers(1, tcp=True) as found:
+        client, other = client_of(found, 0, Rule(2)), client_of(found, 1, Rule(2))
+        asked = client.pull(1, 1)[0]
+        deaf = client.links[0]._connections["pull"].sock
+        deaf.shutdown(socket.SHUT_RD)
+        for worker in (client, other):
+            worker.commit(*fill(worker, 1.0))
+        assert asked.result(10).version == 1
+        for worker in (client, other):
+            worker.leave()
+        for worker in (client, other):
+            worker.close()
