@@ -109,8 +109,8 @@ class Connection:
         The descriptor stays: were it closed here, the reader might find another file under its
         number. The reader closes it.
         """
-        with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # that of ssl.SSLSocket would make it a plain one meanwhile
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.cut()
@@ -165,16 +165,37 @@ def connect(
             raise
     else:
         host, port = _host_and_port(address)
+        authority = environ.get("SHOAL_TLS_CA")
+        if not authority and not is_loopback(host):
+            _ask_for_trust(host, environ)
         sock = socket.create_connection((host, port), timeout_s)
         tune(sock)
-        authority = environ.get("SHOAL_TLS_CA")
         if authority:
-            context = ssl.create_default_context(cafile=authority)
-            sock = context.wrap_socket(sock, server_hostname=host)
-        elif not is_loopback(host):
-            _ask_for_trust(host, environ)
+            sock = _secured(sock, host, address, authority)
     sock.settimeout(None)
     return Connection(sock)
+
+
+def _secured(sock: socket.socket, host: str, address: str, authority: str) -> ssl.SSLSocket:
+    """The connection under TLS, to a server that SHOAL_TLS_CA vouches for."""
+    try:
+        context = ssl.create_default_context(cafile=authority)
+    except OSError as error:
+        sock.close()
+        raise BadInput(f"SHOAL_TLS_CA {authority}: {error}") from error
+    try:
+        return context.wrap_socket(sock, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        why = f"shows a certificate that SHOAL_TLS_CA does not vouch for ({error.verify_message})"
+        raise BadInput(f"the server at {address} {why}") from error
+    except ssl.SSLEOFError as error:
+        raise Closed(str(error)) from error
+    except ssl.SSLError as error:
+        raise BadInput(
+            f"the server at {address} does not speak TLS, as SHOAL_TLS_CA asks it to ({error})"
+        ) from error
+    finally:
+        sock.close()  # what is left of it: nothing, where TLS has taken it over
 
 
 class Listener:

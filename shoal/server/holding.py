@@ -172,6 +172,7 @@ class Holding:
             self.members[worker].met = number
             self.changed.notify_all()
             self._wait(worker, lambda: self._have_met(number))
+            self._check()
             self._first_at.pop(number - 2, None)
             live = set(range(self.spec.rule.workers)) - self.gone
             return self._first_at.setdefault(number, min(live, default=worker))

@@ -167,8 +167,11 @@ class Server:
         try:
             sock.settimeout(HANDSHAKE_S)
             connection = Connection(listener.secure(sock))
+            with self.changed:
+                if id(sock) in self._strangers:
+                    self._strangers[id(sock)] = (time.monotonic(), connection.sock)
             hello, header = greet(connection, self.secret)
-            sock.settimeout(None)
+            connection.sock.settimeout(None)
             with self.changed:
                 self._strangers.pop(id(sock), None)
                 self._connections.add(connection)

@@ -67,9 +67,9 @@ class CuttingProxy:
         with suppress(OSError):
             while data := source.recv(4096):
                 with self._lock:
-                    passed = data[: int(min(len(data), budget[0]))]
+                    ends = len(data) >= budget[0] and self._left > 0
+                    passed = data[: int(budget[0])] if ends else data
                     budget[0] -= len(passed)
-                    ends = budget[0] <= 0 and self._left > 0
                     self._left -= ends
                     self.cut += ends
                 sink.sendall(passed)

@@ -1,0 +1,112 @@
+"""TLS between workers and servers, with certificates made on the spot."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.errors import BadInput, ShoalError
+from shoal.server.admission import Rule
+from shoal.server.client import Client
+from shoal.server.connection import Listener, connect
+from shoal.server.server import Server
+from tests.server.helpers import SECRET, client_of, fill, weights
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="there is no openssl to make certificates with"
+)
+PLAIN: dict[str, str] = {}
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    key, cert = folder / f"{name}.key", folder / f"{name}.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return cert, key
+
+
+@pytest.fixture
+def secured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The environment of a run whose servers show a certificate; returns that certificate."""
+    cert, key = certificate(tmp_path, "server")
+    monkeypatch.setenv("SHOAL_TLS_CERT", str(cert))
+    monkeypatch.setenv("SHOAL_TLS_KEY", str(key))
+    monkeypatch.setenv("SHOAL_TLS_CA", str(cert))
+    return cert
+
+
+def test_pushes_and_pulls_go_through_tls(secured: Path) -> None:
+    with Server("tcp:127.0.0.1:0", SECRET) as server:
+        client = client_of([server], 0, Rule(1))
+        for link in client.links:
+            assert isinstance(link._connections["push"].sock, ssl.SSLSocket)
+        assert client.commit(*fill(client, 2.0)).verdict == "admitted"
+        assert torch.any(weights(client, version=1) == -2.0)
+        client.leave()
+        client.close()
+
+
+def test_a_certificate_of_another_authority_is_refused(
+    secured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, _ = certificate(tmp_path, "other")
+    with Server("tcp:127.0.0.1:0", SECRET) as server:
+        monkeypatch.setenv("SHOAL_TLS_CA", str(other))
+        with pytest.raises(BadInput, match=r"a certificate that SHOAL_TLS_CA does not vouch"):
+            client_of([server], 0, Rule(1))
+
+
+def test_a_worker_without_tls_is_refused(secured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.server.server.HANDSHAKE_S", 0.3)
+    monkeypatch.setattr("shoal.server.client.START_S", 1.0)
+    with Server("tcp:127.0.0.1:0", SECRET) as server:
+        monkeypatch.delenv("SHOAL_TLS_CA")
+        with pytest.raises(ShoalError, match="connecting to server 0"):
+            client_of([server], 0, Rule(1))
+        assert server.refused["silent or broken before hello"] >= 1
+        assert not server.models
+
+
+def test_a_server_without_tls_is_refused(secured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_TLS_CERT")
+    monkeypatch.setattr("shoal.server.server.HANDSHAKE_S", 0.3)
+    with Server("tcp:127.0.0.1:0", SECRET) as server:
+        with pytest.raises(BadInput, match="does not speak TLS"):
+            client_of([server], 0, Rule(1))
+
+
+def test_tls_lets_a_listener_go_beyond_loopback(secured: Path) -> None:
+    with pytest.raises(BadInput, match="in the clear"):
+        Listener("tcp:0.0.0.0:0", PLAIN)
+    Listener("tcp:0.0.0.0:0").close()
+    with pytest.raises(BadInput, match=r"SHOAL_TLS_CERT .*nowhere"):
+        Listener("tcp:0.0.0.0:0", {"SHOAL_TLS_CERT": "/nowhere.pem"})
+
+
+def test_a_worker_does_not_speak_in_the_clear_beyond_loopback() -> None:
+    with pytest.raises(BadInput, match=r"SHOAL_TRUSTED_NETWORK=1"):
+        connect("tcp:192.0.2.1:7", PLAIN)
+
+
+def test_breaks_are_mended_under_tls(secured: Path) -> None:
+    with Server("tcp:127.0.0.1:0", SECRET) as server:
+        client: Client = client_of([server], 0, Rule(1))
+        client.links[0]._connections["push"].cut()
+        assert client.commit(*fill(client, 2.0)).verdict == "admitted"
+        assert torch.any(weights(client, version=1) == -2.0)
+        client.leave()
+        client.close()
