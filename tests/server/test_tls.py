@@ -84,9 +84,9 @@ def test_a_worker_without_tls_is_refused(secured: Path, monkeypatch: pytest.Monk
 def test_a_server_without_tls_is_refused(secured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_TLS_CERT")
     monkeypatch.setattr("shoal.server.server.HANDSHAKE_S", 0.3)
-    with Server("tcp:127.0.0.1:0", SECRET) as server:
-        with pytest.raises(BadInput, match="does not speak TLS"):
-            client_of([server], 0, Rule(1))
+    refused = pytest.raises(BadInput, match="does not speak TLS")
+    with Server("tcp:127.0.0.1:0", SECRET) as server, refused:
+        client_of([server], 0, Rule(1))
 
 
 def test_tls_lets_a_listener_go_beyond_loopback(secured: Path) -> None:
