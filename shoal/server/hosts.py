@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.cores import threads_of
 from shoal.errors import BadInput
 from shoal.group.group import Group
 from shoal.server.secret import SECRET_BYTES, fresh_secret, read_secret, write_secret
@@ -61,7 +62,7 @@ def find_hosts(part: Ps, group: Group, environ: Mapping[str, str] = os.environ) 
     if part.placement == "servers" and environ.get("SHOAL_SERVERS"):
         return _of_launcher(part, environ)
     secret = _share_secret(group, environ)
-    one_host = len(set(_exchange(group, _host()))) == 1
+    one_host = len(set(tell_all(group, _host()))) == 1
     hosts = Hosts([], secret)
     own = ""
     count = group.size if part.placement == "workers" else part.servers
@@ -72,7 +73,7 @@ def find_hosts(part: Ps, group: Group, environ: Mapping[str, str] = os.environ) 
     elif part.placement == "servers" and group.rank == 0:
         hosts.folder = _folder()
         own = _start_processes(hosts, count, environ)
-    said = _exchange(group, own)
+    said = tell_all(group, own)
     if part.placement == "workers":
         hosts.addresses = said
     else:
@@ -105,6 +106,7 @@ def _start_processes(hosts: Hosts, count: int, environ: Mapping[str, str]) -> st
     for index in range(count):
         env = {
             **environ,
+            **threads_of(count),
             "SHOAL_RUN_DIR": str(hosts.folder),
             "SHOAL_SERVERS": str(count),
             "SHOAL_SERVER_INDEX": str(index),
@@ -145,7 +147,7 @@ def _share_secret(group: Group, environ: Mapping[str, str]) -> bytes:
     return bytes(tensor.tolist())
 
 
-def _exchange(group: Group, text: str) -> list[str]:
+def tell_all(group: Group, text: str) -> list[str]:
     """What every rank says, by rank."""
     said = text.encode()
     if len(said) > _ENTRY_BYTES:
