@@ -11,7 +11,7 @@ ROOT = Path(shoal.__file__).parent
 
 # From the ground up. A package stands for all its files that are not named by themselves.
 LAYERS = [
-    ["errors", "observe.trace", "tree"],
+    ["errors", "observe.trace", "tree", "cores"],
     ["rules", "notation", "settings", "strategy", "schedules", "faults"],
     ["cluster"],
     ["plan"],

@@ -82,7 +82,7 @@ def measure(job: shoal.Job, args: argparse.Namespace) -> Any:
             "workers": job.size,
             "bytes": args.bytes,
             "rows": args.rows,
-            "dense_ms": _medians(alternate(dense, args.rounds, 1, barrier, barrier)),
+            "dense_ms": _medians(alternate(dense, args.rounds, 5, barrier, barrier)),
             "sparse_ms": _medians(alternate(sparse, args.rounds, 20, barrier, barrier)),
         }
 

@@ -8,7 +8,6 @@ to one run.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from shoal.commands.target import (
     strategy_for,
 )
 from shoal.commands.units import show_bytes
+from shoal.cores import cores
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import launch
 from shoal.observe.contest import BEGUN, Entry, Outcome, losses_of, outcome_of
@@ -191,7 +191,7 @@ class _Contest:
 
     def _launch(self, group: Sequence[Entry]) -> None:
         entries = [asdict(entry) for entry in group]
-        document = {"entries": entries, "steps": self._steps, "cores": _cores()}
+        document = {"entries": entries, "steps": self._steps, "cores": cores()}
         self._plan.write_text(json.dumps(document), encoding="utf-8")
         command = [str(self._plan) if word == "PLAN" else word for word in self._command]
         workers = max(entry.workers for entry in group)
@@ -213,12 +213,6 @@ def _has_begun(entry: Entry) -> bool:
 def _has_ended(entry: Entry) -> bool:
     folder = Path(entry.folder)
     return all((folder / f"report-{rank}.json").is_file() for rank in range(entry.workers))
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 # ------------------------------------------------------------------------------ what is shown

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.cores import cores
 from shoal.errors import BadInput
 from shoal.launch.crew import Crew, Role
 from shoal.launch.failures import as_error, finished_workers, first_failure
@@ -110,11 +111,7 @@ def _check(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None
 
 def _share(workers: int) -> int:
     """Threads for one worker: the cores that this process may use, divided."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return max(1, cores // workers)
+    return max(1, cores() // workers)
 
 
 @contextmanager

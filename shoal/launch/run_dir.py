@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from shoal.cores import threads_of
 from shoal.launch.environment import Placement, shoal_environment
 
 SECRET_BYTES = 32
@@ -62,6 +63,7 @@ def server_environment(
     env = {name: value for name, value in base.items() if name not in told}
     for name in ("SHOAL_RUN_DIR", "SHOAL_SERVERS", "SHOAL_SIZE"):
         env[name] = told[name]
+    env.update(threads_of(servers))
     env["SHOAL_SERVER_INDEX"] = str(index)
     env["SHOAL_LAUNCHER_PID"] = str(os.getpid())
     env["PYTHONUNBUFFERED"] = "1"

@@ -34,7 +34,7 @@ class Stages:
     ):
         self.model, self.stages, self.chunks = model, stages, chunks
         self._opened = open_modules(model, cuts or ())
-        self._required = arguments(model)
+        self._required, self._signature = arguments(model), inspect.signature(model.forward)
         self._segments: dict[tuple[Any, ...], fx.GraphModule] = {}
         self._operations: dict[tuple[Any, ...], Operations] = {}
         self.cuts = self._check(cuts) if cuts is not None else self._choose()
@@ -57,7 +57,7 @@ class Stages:
 
     def arrange(self, inputs: Tree) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names of the arguments that a batch gives, and what the first stage takes."""
-        signature = inspect.signature(self.model.forward)
+        signature = self._signature
         try:
             if isinstance(inputs, dict):
                 bound = signature.bind(**inputs)

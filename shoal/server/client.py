@@ -270,6 +270,24 @@ class Client:
         """Whether nothing but small messages travels to any server."""
         return all(link.shares_memory for link in self.links)
 
+    def share_weights(self, tell: shared.Tell) -> bool:
+        """Let the weights of all servers lie in memory that all workers see; all call it.
+
+        From then on `inbox` is that memory, and nothing has to be copied there.
+        """
+        num_bytes = self.size * self.dtype.itemsize if self.shares_memory else None
+        handle = shared.share(tell, self.rank, num_bytes)
+        if handle is None:
+            return False
+        try:
+            self.inbox = shared.attach_weights(handle, self.dtype, self.size)
+            for link in self.links:
+                link.send_descriptor(Kind.SHARE, b"", handle)
+                link.answer("control", Kind.SHARE)
+        finally:
+            os.close(handle)
+        return True
+
     # ------------------------------------------------------------------ pushing
 
     def push(self, run: slice) -> None:

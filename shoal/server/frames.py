@@ -44,6 +44,7 @@ class Kind(enum.IntEnum):
     MEET = 17
     STATS = 18
     LEAVE = 19
+    SHARE = 20
     FOLLOW = 30
     ENTRY = 31
     NORMS = 32

@@ -11,6 +11,7 @@ all of them. A worker commits a push to the lead last, when the others have it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from shoal.server.admission import Impossible, Ledger, Verdict
 from shoal.server.frames import Refused
 from shoal.server.messages import Ack, Commit, Entry, Pull, Pulled, Spec, State
 from shoal.server.rows import TableSpec
-from shoal.server.segment import Segment
+from shoal.server.segment import Segment, attach_weights
 from shoal.server.shard import Shard, clip_factor
 from shoal.server.table import Table, add_up
 
@@ -69,6 +70,7 @@ class Member:
     heads: Tensor  # parts x (loss, a flag a parameter)
     inbox: Tensor | None  # in shared memory; None: weights go over the wire
     outbox: Tensor | None = None
+    sees_weights: bool = False  # they lie in memory of all workers: nothing has to be copied
     watermark: int = 0  # the sequence of the latest push that was taken
     consumed: int = 0  # ... and whose memory the worker may use again
     commit: Commit | None = None
@@ -109,6 +111,7 @@ class Holding:
         self.missed: Counter[int] = Counter()  # updates between a pull and its push
         self.ahead: Counter[int] = Counter()  # steps ahead of the slowest at a pull
         self.tables: dict[str, Table] = {}
+        self._shared: tuple[int, int] | None = None  # the file of the memory of all workers
         self._rows: list[tuple[int, RowPush]] = []  # by worker, for the update to come
         self._counting: list[Member] = []
         self._share = 0.0
@@ -131,6 +134,20 @@ class Holding:
             self.members[worker] = member
             self.changed.notify_all()
             return member
+
+    def share(self, worker: int, handle: int) -> None:
+        """This worker sees the weights where they are. All that do have to mean the same memory."""
+        spec, found = self.spec, os.fstat(handle)
+        if not spec.rule.needs_everyone or spec.optimizer is None:
+            raise Refused(f"{spec.rule} does not share its weights with workers")
+        with self.changed:
+            if self._shared is None:
+                memory = attach_weights(handle, self.shard.dtype, spec.size)
+                self.shard.move_to(memory[spec.start : spec.stop])
+                self._shared = (found.st_dev, found.st_ino)
+            elif self._shared != (found.st_dev, found.st_ino):
+                raise Refused("the workers of one model share different memories")
+            self.members[worker].sees_weights = True
 
     def leave(self, worker: int) -> None:
         """A worker has done all its steps."""
@@ -289,6 +306,8 @@ class Holding:
             pulled, head = self._note_pull(request), self.shard.head.clone()
             if not self.spec.rule.needs_everyone:
                 return pulled, head, member.take_copy(source)
+        if member.sees_weights:
+            return pulled, head, None
         if member.inbox is None:
             return pulled, head, source
         return pulled, head, member.take_copy(source)

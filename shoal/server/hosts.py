@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.cores import threads_of
 from shoal.errors import BadInput, PeerLost
 from shoal.group.gone import gone_in
 from shoal.group.group import Group
@@ -113,7 +114,7 @@ def _places(group: Group, environ: Mapping[str, str]) -> Places:
     """Our own launcher starts workers on one host, and some of them may never come."""
     if environ.get("SHOAL_RUN_DIR"):
         return Places((tuple(range(group.size)),), group.rank)
-    return Places.of([said.encode() for said in _exchange(group, host_id().decode())], group.rank)
+    return Places.of([said.encode() for said in tell_all(group, host_id().decode())], group.rank)
 
 
 def _starter(part: Ps, places: Places, index: int) -> int:
@@ -131,7 +132,7 @@ def _start(
         write_secret(hosts.folder, hosts.secret)
     beyond = f"tcp:{environ.get('SHOAL_HOST') or socket.gethostname()}:0" if spread else ""
     if part.placement == "servers":
-        return Home(host, *_start_process(hosts, index, beyond, environ))
+        return Home(host, *_start_process(hosts, index, part.servers, beyond, environ))
     inside = socket_of(hosts.folder, index)
     hosts.server = Server(inside, hosts.secret, is_gone=gone_in(environ), beyond=beyond)
     return Home(host, inside, hosts.server.beyond)
@@ -157,12 +158,13 @@ def _of_launcher(part: Ps, environ: Mapping[str, str]) -> Hosts:
 
 
 def _start_process(
-    hosts: Hosts, index: int, beyond: str, environ: Mapping[str, str]
+    hosts: Hosts, index: int, servers: int, beyond: str, environ: Mapping[str, str]
 ) -> tuple[str, str]:
     """Its addresses. That of other hosts is known when it listens, which it leaves word of."""
     assert hosts.folder is not None
     env = {
         **environ,
+        **threads_of(servers),
         "SHOAL_RUN_DIR": str(hosts.folder),
         "SHOAL_SERVER_INDEX": str(index),
         "SHOAL_SERVER_PARENT": str(os.getpid()),
@@ -204,7 +206,7 @@ def _share_secret(group: Group, environ: Mapping[str, str]) -> bytes:
     return bytes(tensor.tolist())
 
 
-def _exchange(group: Group, text: str) -> list[str]:
+def tell_all(group: Group, text: str) -> list[str]:
     """What every rank says, by rank."""
     everything = torch.zeros(group.size * _ENTRY_BYTES, dtype=torch.uint8)
     group.all_gather(everything, _entry(text)).wait()

@@ -1,27 +1,29 @@
-"""Memory that one worker shares with the servers of its host: its gradients, and an inbox.
+"""Memory that workers share with the servers of their host.
 
-    [ gradients, once a part | inbox ]          elements of the worker's flat buffer
+    a worker's own    [ gradients, once a part | inbox ]     elements of its flat buffer
+    everybody's       [ weights ]                            the same elements
 
-It has no name: the worker makes it, seals its size and passes it on with its first frame. A
-server accepts it only with exactly the size it expects and with the seals, so that nobody can
-cut it off under the server's hands.
+It has no name: a worker makes it and passes it on with a frame. A server accepts it only with
+exactly the size it expects and with the seals, so that nobody can cut it off under the server's
+hands. Weights that all workers see are there where everybody waits for everybody: then nobody
+reads while the servers write.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.server.frames import Refused
+from shoal.wire import nameless
 
-_SEALS = 0
-if hasattr(fcntl, "F_SEAL_GROW"):
-    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+Tell = Callable[[str], list[str]]  # what every rank says, by rank; all ranks call it
 
 
 class Segment:
@@ -35,34 +37,56 @@ class Segment:
 
 def make(dtype: torch.dtype, size: int, parts: int) -> tuple[Segment, int] | None:
     """A segment and its descriptor, which the caller closes; None where there is no such memory."""
-    if not hasattr(os, "memfd_create") or not _SEALS:
-        return None
     num_bytes = segment_bytes(dtype, size, parts)
-    try:
-        handle = os.memfd_create("shoal-worker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError:
+    handle = nameless.make("shoal-worker", num_bytes)
+    if handle < 0:
         return None
     try:
-        os.ftruncate(handle, num_bytes)
-        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _SEALS)
-        memory = mmap.mmap(handle, num_bytes)
+        return Segment(nameless.map_all(handle, num_bytes), dtype, size, parts), handle
     except OSError:
         os.close(handle)
         return None
-    return Segment(memory, dtype, size, parts), handle
 
 
 def attach(handle: int, dtype: torch.dtype, size: int, parts: int) -> Segment:
     """The segment that a worker has passed on; refused unless it is what the server expects."""
-    num_bytes = segment_bytes(dtype, size, parts)
+    return Segment(_map(handle, segment_bytes(dtype, size, parts)), dtype, size, parts)
+
+
+def attach_weights(handle: int, dtype: torch.dtype, size: int) -> Tensor:
+    """The memory for everybody's weights, as above."""
+    return torch.frombuffer(_map(handle, size * dtype.itemsize), dtype=dtype)
+
+
+def share(tell: Tell, rank: int, num_bytes: int | None) -> int | None:
+    """A descriptor, which the caller closes, of memory that rank 0 makes and all others open.
+
+    None on all of them if one cannot, or does not want to (`num_bytes` is None).
+    """
+    made = own = -1
+    if rank == 0 and num_bytes is not None:
+        made = nameless.make("shoal-weights", num_bytes)
     try:
-        sealed = fcntl.fcntl(handle, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise Refused("a file was passed that is no shared memory") from error
-    if sealed & _SEALS != _SEALS or os.fstat(handle).st_size != num_bytes:
+        pid, fd = map(int, tell(f"{os.getpid()} {made}")[0].split())
+        if num_bytes is not None and fd >= 0:
+            with suppress(OSError, ValueError):
+                own = nameless.open_from(pid, fd, num_bytes)
+        answers = tell("no" if own < 0 else "yes")
+    finally:
+        if made >= 0:
+            os.close(made)
+    if "no" not in answers:
+        return own
+    if own >= 0:
+        os.close(own)
+    return None
+
+
+def _map(handle: int, num_bytes: int) -> mmap.mmap:
+    if not nameless.is_sealed(handle, num_bytes):
         raise Refused(f"shared memory has to be sealed and of {num_bytes} bytes")
     try:
-        return Segment(mmap.mmap(handle, num_bytes), dtype, size, parts)
+        return nameless.map_all(handle, num_bytes)
     except OSError as error:
         raise Refused(f"shared memory that cannot be mapped: {error}") from error
 

@@ -274,6 +274,7 @@ class Session:
         return {
             "control": {
                 Kind.SETUP: self._setup,
+                Kind.SHARE: self._share,
                 Kind.MEET: self._meet,
                 Kind.STATS: self._stats,
                 Kind.LEAVE: self._leave,
@@ -434,6 +435,17 @@ class Session:
             if handle is not None:
                 os.close(handle)
         self._enter(holding)
+        self._answer(Kind.OK)
+
+    def _share(self, header: Header, meta: bytes) -> None:
+        holding, _ = self._here()
+        handle = self.connection.take_descriptor()
+        if handle is None:
+            raise Refused("no memory came with SHARE")
+        try:
+            holding.share(self.worker, handle)
+        finally:
+            os.close(handle)
         self._answer(Kind.OK)
 
     def _meet(self, header: Header, meta: bytes) -> None:

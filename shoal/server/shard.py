@@ -49,6 +49,13 @@ class Shard:
         """Sums that a worker pushes: one, or a whole subtree each where additions have an order."""
         return parts_of(self.spec)
 
+    def move_to(self, data: Tensor) -> None:
+        """Keep the weights in this memory from now on; they are what they were."""
+        data.copy_(self.data)
+        self.data = data
+        for i, p in enumerate(self.params):
+            p.data = self._view(data, i)
+
     def add(self, gradients: Tensor, head: Tensor, first: bool) -> None:
         """Add the push of one worker, as it comes; the `first` of a step starts the sum."""
         for into, part in ((self.sum, gradients[0]), (self.head, head[0])):

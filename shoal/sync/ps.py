@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from shoal.replica.addition import Node, note_leaf, runs_of, whole_subtrees
 from shoal.replica.flat import FlatParams
 from shoal.server.admission import Rule
 from shoal.server.client import Arrived, Client
-from shoal.server.hosts import Hosts, find_hosts
+from shoal.server.hosts import Hosts, find_hosts, tell_all
 from shoal.server.messages import Commit, Cut, Spec
 from shoal.server.optimizers import Named, name_of
 from shoal.server.remote_rows import ServerStore
@@ -155,7 +156,8 @@ class ParameterServer(Sync):
             flat.device.type == "cpu" and self.server_updates and rule.needs_everyone
         )
         if self._lives_in_inbox:
-            flat.move_to(client.inbox, copy=True)
+            shared = client.share_weights(partial(tell_all, group))
+            flat.move_to(client.inbox, copy=not shared or group.rank == 0)
         self._give_weights()
 
     # ------------------------------------------------------------------ a step

@@ -10,26 +10,23 @@ name: the others open it through the process that made it, so it goes when the l
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
 import select
-import sys
 import threading
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.wire.nameless import make, map_all, open_from
 from shoal.wire.segment import Exchange
 
 Bytes = NDArray[np.uint8]
 _HEAD_BYTES = 4096
 _MADE_BY, _BEGUN, _LATEST, _CLOSED = range(4)
 _ATTEMPTS = 4
-_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # linux/fcntl.h: seal, shrink, grow
 
 
 class Page:
@@ -89,12 +86,12 @@ class Board:
     @classmethod
     def meet(cls, exchange: Exchange, rank: int, size: int, num_bytes: int) -> Board | None:
         """All ranks call it with the same size; None on all of them if they share no memory."""
-        fd, generation = _make(num_bytes), secrets.randbits(62)
+        fd, generation = make("shoal-board", _size(num_bytes)), secrets.randbits(62)
         pages: list[Page] = []
         processes: list[int] = []
         try:
             if fd >= 0:
-                own = Page(_map(fd, num_bytes), num_bytes)
+                own = Page(map_all(fd, _size(num_bytes)), num_bytes)
                 own.head[_MADE_BY] = generation
                 own.release()
             said = exchange(f"{os.getpid()} {fd} {generation}".encode())
@@ -162,36 +159,13 @@ def _size(num_bytes: int) -> int:
     return _HEAD_BYTES + 2 * _padded(num_bytes)
 
 
-def _make(num_bytes: int) -> int:
-    if sys.platform != "linux":
-        return -1
-    try:
-        fd = os.memfd_create("shoal-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError:
-        return -1
-    try:
-        os.ftruncate(fd, _size(num_bytes))
-        os.posix_fallocate(fd, 0, _size(num_bytes))  # a full memory is told now, not by a signal
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        return -1
-    return fd
-
-
 def _open(pid: int, fd: int, num_bytes: int, generation: int) -> Page:
-    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    own = open_from(pid, fd, _size(num_bytes))
     try:
-        if os.fstat(own).st_size != _size(num_bytes):
-            raise ValueError("the page has another size")
-        page = Page(_map(own, num_bytes), num_bytes)
+        page = Page(map_all(own, _size(num_bytes)), num_bytes)
     finally:
         os.close(own)
     if int(page.head[_MADE_BY]) != generation:
         page.release()
         raise ValueError("the page is another's")
     return page
-
-
-def _map(fd: int, num_bytes: int) -> Any:
-    return mmap.mmap(fd, _size(num_bytes), mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -9,21 +9,19 @@ the last of them goes, whoever is killed when. It is open to the same user only.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import select
-import sys
 from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.wire.nameless import make, map_all, open_from
 from shoal.wire.segment import Exchange
 
 _LINE = 8  # marks of a rank: one cache line of int64
 _STEPS, _CLOSED = range(2)
-_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # linux/fcntl.h: seal, shrink, grow
 
 
 class Commons:
@@ -39,12 +37,13 @@ class Commons:
     @classmethod
     def meet(cls, exchange: Exchange, rank: int, size: int, num_bytes: int) -> Commons | None:
         """All ranks call it with the same size of body; None on all of them if one cannot."""
-        fd = _make(_head_bytes(size) + num_bytes) if rank == 0 else -1
+        num_bytes += _head_bytes(size)
+        fd = make("shoal-commons", num_bytes) if rank == 0 else -1
         memory, processes = None, []
         try:
             said = [offer.split() for offer in exchange(f"{os.getpid()} {fd}".encode())]
             with suppress(OSError, ValueError):
-                memory = _open(int(said[0][0]), int(said[0][1]), _head_bytes(size) + num_bytes)
+                memory = _open(int(said[0][0]), int(said[0][1]), num_bytes)
                 processes = [os.pidfd_open(int(pid)) for pid, _ in said]
             answers = exchange(b"no" if memory is None or len(processes) < size else b"yes")
         finally:
@@ -81,27 +80,9 @@ def _head_bytes(size: int) -> int:
     return size * _LINE * 8
 
 
-def _make(num_bytes: int) -> int:
-    if sys.platform != "linux":
-        return -1
-    try:
-        fd = os.memfd_create("shoal-commons", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError:
-        return -1
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)  # a full memory is told now, not by a signal
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        return -1
-    return fd
-
-
 def _open(pid: int, fd: int, num_bytes: int) -> mmap.mmap:
-    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    own = open_from(pid, fd, num_bytes)
     try:
-        if os.fstat(own).st_size != num_bytes:
-            raise ValueError("the memory has another size")
-        return mmap.mmap(own, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        return map_all(own, num_bytes)
     finally:
         os.close(own)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -60,6 +63,43 @@ def test_a_push_that_is_sent_again_is_not_applied_again(tcp: bool, count: int) -
         assert report["sent_again"] == 1
         assert report["workers"]["0"] == {"admitted": 2, "folded": 0, "dropped": 0}
         drop(client, other)
+
+
+def tells(size: int) -> list[Callable[[str], list[str]]]:
+    """For each of so many threads: say a word, and hear everybody's."""
+    words, barrier = [""] * size, threading.Barrier(size)
+
+    def tell(rank: int, word: str) -> list[str]:
+        words[rank] = word
+        barrier.wait(10)
+        heard = list(words)
+        barrier.wait(10)
+        return heard
+
+    return [partial(tell, rank) for rank in range(size)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_workers_that_wait_for_each_other_see_the_weights_where_they_are(count: int) -> None:
+    with servers(count) as found, ThreadPoolExecutor(2) as pool:
+        clients = [client_of(found, rank, Rule(2)) for rank in range(2)]
+        assert all(pool.map(lambda c, tell: c.share_weights(tell), clients, tells(2)))
+        for client in clients:
+            client.commit(*fill(client, 1.0))
+        # nobody has pulled, and both have what two gradients of 1 make of 0
+        for client in clients:
+            for spec in client.specs:
+                for cut in spec.cuts:
+                    moved = client.inbox[cut.start : cut.start + torch.Size(cut.shape).numel()]
+                    assert torch.all(moved == -2.0)
+        drop(*clients)
+
+
+def test_weights_are_not_shared_if_one_worker_cannot() -> None:
+    with servers() as unix, servers(tcp=True) as tcp, ThreadPoolExecutor(2) as pool:
+        clients = [client_of(unix, 0, Rule(1)), client_of(tcp, 0, Rule(1))]
+        assert not any(pool.map(lambda c, tell: c.share_weights(tell), clients, tells(2)))
+        drop(*clients)
 
 
 def test_a_push_that_leaves_one_out_is_refused() -> None:
