@@ -1,0 +1,164 @@
+"""Workers of a parameter server that die: before they have joined, in the middle, as rank 0."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from shoal.errors import PeerLost
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.server.admission import Rule
+from shoal.strategy import parse
+from shoal.sync.ps import ParameterServer
+from tests.conftest import World
+from tests.models import mlp, samples
+from tests.server.helpers import client_of, launched, servers
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import os, signal, sys
+
+END, VICTIM = os.environ["END"].split(), int(os.environ["VICTIM"])
+
+def end(where):
+    if END[0] == where and int(os.environ["SHOAL_RANK"]) == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL) if END[1] == "kill" else sys.exit(0)
+
+end("import")
+import torch, shoal
+from functools import partial
+from torch.utils.data import TensorDataset
+
+generator = torch.Generator().manual_seed(0)
+DATA = TensorDataset(torch.randn(40, 4, generator=generator), torch.arange(40) % 3)
+
+def accuracy(outputs, targets):
+    return (outputs.argmax(1) == targets).float().mean()
+
+def train(job):
+    end("train")
+    step = job.step(torch.nn.Linear(4, 3), torch.nn.functional.cross_entropy,
+                    optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    for batch in job.batches(DATA, batch_size=8, epochs=2):
+        step(batch)
+        if job.steps == 4: end("middle")
+    job.print("evaluated", job.evaluate(accuracy, DATA) > 0)
+    job.save("saved")
+    job.print("saved by", job.rank)
+
+shoal.run(train)
+"""
+
+
+def run(
+    folder: Path, strategy: str, end: str, victim: int, *options: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
+    command = ["-m", "shoal.cli", "run", "train.py", "-n", "2", "-s", strategy, *options]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "END": end, "VICTIM": str(victim)}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=180
+    )
+
+
+def test_the_others_begin_without_a_worker_that_was_killed_before_it_joined(
+    tmp_path: Path,
+) -> None:
+    done = run(tmp_path, "ps(quorum=0.5)", "import kill", 0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[1] evaluated True", "[1] saved by 1"]
+    assert "worker 0 was killed by SIGKILL" in done.stderr
+    assert "[1] shoal: worker 1: 10 pushes counted" in done.stderr
+    assert done.stderr.endswith("shoal: finished by worker 1, without worker 0\n")
+    assert (tmp_path / "saved").is_dir()
+
+
+def test_kill_at_0_is_before_the_worker_has_joined(tmp_path: Path) -> None:
+    done = run(tmp_path, 'ps(staleness=2, placement="rank0")', "never -", 1, "--kill", "1@0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[0] evaluated True", "[0] saved by 0"]
+    assert "shoal: finished by worker 0, without worker 1" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["import", "train"])
+def test_a_synchronous_run_ends_when_a_worker_ends_before_it_has_joined(
+    tmp_path: Path, where: str
+) -> None:
+    done = run(tmp_path, "ps", f"{where} exit", 1)
+    assert done.returncode == 1
+    assert "rank 0 lost rank 1" in done.stderr or "worker 1 had finished" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "victim"),
+    [('ps(placement="workers", update="worker")', 1), ('ps(mode="async", placement="rank0")', 0)],
+)
+def test_one_error_names_a_worker_that_died_with_a_server(
+    tmp_path: Path, strategy: str, victim: int
+) -> None:
+    done = run(tmp_path, strategy, "middle kill", victim)
+    assert done.returncode == 1
+    words = f"shoal: worker {victim} failed with exit status 137\nworker {victim} was killed by SIG"
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- as threads ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["quorum=0.5", 'mode="async"', "staleness=1"])
+def test_the_first_that_is_left_saves(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rule: str
+) -> None:
+    models, saved = [mlp() for _ in range(3)], tmp_path / "saved"
+    adam = partial(torch.optim.Adam, lr=0.01)
+
+    def body(group: Group) -> int:
+        job = Job(parse(f"ps({rule}, servers=2)"), group, device=torch.device("cpu"), seed=3)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=adam)
+        assert isinstance(step.sync, ParameterServer)
+        for batch in job.batches(samples(60), 12, epochs=2):
+            step(batch)
+            if group.rank == 0 and job.steps == 3:
+                step.sync.client.close()  # as when it is killed
+                return -1
+        job.save(saved)
+        job.close()
+        return step.sync.first
+
+    with launched(monkeypatch, 2):
+        assert world(3, body) == [-1, 1, 1]
+    alone = Job(parse("single"), SoloGroup(), device=torch.device("cpu"), seed=3)
+    step = alone.step(mlp(), F.cross_entropy, optimizer=adam)
+    alone.load(saved)
+    assert torch.equal(models[1][0].weight, step.model[0].weight)  # type: ignore[index]
+    assert len(step.update.optimizer.state) == 6, "Adam's state of every parameter"
+
+
+@pytest.mark.parametrize("rule", [Rule(2), Rule(2, at_once=True), Rule(2, quorum=1)])
+def test_a_worker_that_is_gone_before_it_joined_is_not_waited_for(rule: Rule) -> None:
+    gone: set[int] = set()
+    with servers(2) as found:
+        for server in found:
+            server.is_gone = gone.__contains__
+        client = client_of(found, 0, rule)
+        gone.add(1)
+        if rule.needs_everyone:
+            with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+                client.meet()
+        else:
+            client.meet()
+            client.leave()
+        client.close()
+        if not rule.needs_everyone:
+            assert all(server.wait_idle(10) for server in found)
