@@ -13,9 +13,11 @@ It runs until it gets SIGTERM or SIGINT, or until its parent has gone.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
+import traceback
 
 _PR_SET_PDEATHSIG = 1
 
@@ -64,7 +66,12 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    code = main()
+    faulthandler.enable()  # a crash of native code says where, for whoever reads the output
+    code = 1
+    try:
+        code = main()
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads may still be inside torch, which a tidy end would pull away
