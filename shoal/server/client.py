@@ -159,7 +159,8 @@ class Link:
         try:
             fresh = self._connect(lane, RETURN_S)
         except (ShoalError, OSError) as error:
-            self._lost_for_good = PeerLost(self.rank, None, f"{broken.doing}, and again ({error})")
+            why = error.__cause__ or error
+            self._lost_for_good = PeerLost(self.rank, None, f"{broken.doing}, and again ({why})")
             raise self._lost_for_good from broken
         old, self._connections[lane] = self._connections[lane], fresh
         self._past.append(old)
@@ -169,19 +170,16 @@ class Link:
 
     def _connect(self, lane: Lane, patience_s: float) -> Connection:
         """A server process may still be starting, on a host that is busy with starting workers."""
-        deadline = time.monotonic() + patience_s
+        start_s = time.monotonic()
         while True:
             try:
                 return self._introduced(lane, patience_s)
             except (FileNotFoundError, ConnectionError, TimeoutError) as error:
                 broken = isinstance(error, Closed) and self.address.startswith("unix:")
-                if broken or time.monotonic() > deadline or self._is_closing:
-                    raise PeerLost(
-                        self.rank,
-                        None,
-                        f"connecting to server {self.index} at {self.address}, "
-                        f"which took {patience_s:g} s ({error})",
-                    ) from error
+                after_s = round(time.monotonic() - start_s, 1)
+                if broken or after_s > patience_s or self._is_closing:
+                    doing = f"connecting to server {self.index} at {self.address} ({error})"
+                    raise PeerLost(self.rank, None, doing, after_s) from error
             time.sleep(0.02)
 
     def _introduced(self, lane: Lane, patience_s: float) -> Connection:
