@@ -56,7 +56,7 @@ BUILT: dict[str, dict[str, Container[object]]] = {
         **dict.fromkeys(("mode", "quorum", "late", "staleness"), EVERY_VALUE),
         **dict.fromkeys(("servers", "placement", "update"), EVERY_VALUE),
     },
-    "tp": {"size": EVERY_VALUE, "plan": EVERY_VALUE},
+    "tp": {"size": EVERY_VALUE, "plan": EVERY_VALUE, "sequence": EVERY_VALUE},
     "pp": dict.fromkeys(
         ("size", "schedule", "microbatches", "chunks", "recompute", "cuts"), EVERY_VALUE
     ),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.errors import BadInput, NotBuilt
-from shoal.examples.gpt import next_token_loss
+from shoal.examples.gpt import GPT, Size, next_token_loss
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.job import Job
@@ -59,6 +59,26 @@ def test_hybrids(world: World, size: int, strategy: str) -> None:
     assert_equal(world, size, strategy, mlp, samples(28), 12, clip_norm=0.1)
 
 
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [
+        (2, "tp(2, sequence=True)"),
+        (3, "tp(3, sequence=True)"),
+        (4, "ddp + tp(2, sequence=True)"),
+        (4, "tp(2, sequence=True) + pp(2)"),
+        (4, 'tp(2, sequence=True) + pp(2, schedule="zb-h1")'),
+        (4, 'tp(2, sequence=True) + pp(2, recompute=True, schedule="interleaved")'),
+        (8, "zero(1) + tp(2, sequence=True) + pp(2)"),
+    ],
+)
+def test_positions_are_shared_out_between_the_layers(
+    world: World, size: int, strategy: str
+) -> None:
+    """Micro-batches of 3 and 2 windows of 5: as many positions as no size divides."""
+    assert_equal(world, size, strategy, gpt, texts(22, 5), 11, **GPT_OPTIONS)
+    assert_equal(world, size, strategy, mlp, samples(28), 12, clip_norm=0.1)
+
+
 class Encoder(nn.Module):
     """Three heads, which two workers do not divide; ids of 0 are padding."""
 
@@ -83,11 +103,12 @@ class Encoder(nn.Module):
         return logits
 
 
+@pytest.mark.parametrize("strategy", ["tp(2)", "tp(2, sequence=True)"])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_transformer_encoder_layers(world: World, batch_first: bool) -> None:
+def test_transformer_encoder_layers(world: World, batch_first: bool, strategy: str) -> None:
     data = TensorDataset(*(t % 11 for t in texts(16).tensors))
     make = partial(Encoder, batch_first, not batch_first)
-    assert_equal(world, 2, "tp(2)", make, data, 8, loss=next_token_loss)
+    assert_equal(world, 2, strategy, make, data, 8, loss=next_token_loss)
 
 
 class Attending(nn.Module):
@@ -113,10 +134,10 @@ class Attending(nn.Module):
 
 
 @pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("size", [2, 3])
-def test_multihead_attention(world: World, size: int, average: bool) -> None:
+@pytest.mark.parametrize("strategy", ["tp(2)", "tp(3)", "tp(2, sequence=True)"])
+def test_multihead_attention(world: World, strategy: str, average: bool) -> None:
     make = partial(Attending, average)
-    assert_equal(world, size, f"tp({size})", make, samples(16, (5, 8)), 8)
+    assert_equal(world, int(strategy[3]), strategy, make, samples(16, (5, 8)), 8)
 
 
 class Gated(nn.Module):
@@ -148,7 +169,9 @@ LAYERS = ("first", "gate", "up", "down", "head")
     ids=["gated", "columns", "rows", "patterns"],
 )
 def test_a_plan(world: World, plan: dict[str, str]) -> None:
-    assert_equal(world, 2, f"tp(2, plan={plan})", Gated, samples(20), 8, clip_norm=0.1)
+    for sequence in (False, True):
+        strategy = f"tp(2, plan={plan}, sequence={sequence})"
+        assert_equal(world, 2, strategy, Gated, samples(20), 8, clip_norm=0.1)
 
 
 def build(group: Group, strategy: str, model: nn.Module, **options: Any) -> tuple[Job, Step]:
@@ -189,6 +212,39 @@ def test_layers_that_are_not_split_stay_the_same_bit_for_bit(world: World) -> No
             assert torch.equal(tensor, other[name]), name
 
 
+def saved_bytes(model: nn.Module, tokens: Tensor) -> int:
+    """What backward needs of a forward, but for the parameters."""
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, tuple[int, Tensor]] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        found[memory.data_ptr()] = memory.nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        next_token_loss(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+    return sum(size for place, (size, _) in found.items() if place not in known)
+
+
+def test_less_is_kept_of_a_sequence_that_is_shared_out(world: World) -> None:
+    tokens = texts(8, 32).tensors[0]
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return GPT(Size(4, 32, 2, 32, 1e-2), dropout=0.1)
+
+    def body(group: Group, strategy: str, model: nn.Module) -> int:
+        build(group, strategy, model)
+        return saved_bytes(model, tokens)
+
+    alone = saved_bytes(make(), tokens)
+    for strategy, share in (("tp(2)", 0.7), ("tp(2, sequence=True)", 0.5)):
+        models = [make(), make()]
+        found = world(2, lambda g, s=strategy, m=models: body(g, s, m[g.rank]))
+        assert all(share - 0.05 < kept / alone < share + 0.05 for kept in found), (found, alone)
+
+
 def test_evaluating(world: World) -> None:
     def metrics(out: Tensor, y: Tensor) -> dict[str, Any]:
         return {
@@ -204,7 +260,7 @@ def test_evaluating(world: World) -> None:
         return job.evaluate(metrics, texts(11), batch_size=4)
 
     alone = body(SoloGroup(), "single", gpt(2))
-    for size, strategy in ((2, "tp(2)"), (4, "tp(2) + pp(2)")):
+    for size, strategy in ((2, "tp(2)"), (4, "tp(2) + pp(2)"), (2, "tp(2, sequence=True)")):
         models = [gpt(2) for _ in range(size)]
         for found in world(size, lambda g, s=strategy, m=models: body(g, s, m[g.rank])):
             assert found == pytest.approx(alone, abs=1e-5)
@@ -276,4 +332,3 @@ def test_what_cannot_be_split_is_refused_by_name(world: World) -> None:
     assert "exact=True adds up as one worker does" in refused(world, "tp(2)", gpt, exact=True)
     assert 'take "bf16"' in refused(world, "tp(2)", gpt, precision="fp16")
     assert "ps + tp(2) is not built yet: take ddp + tp(2)" in refused(world, "ps + tp(2)", gpt)
-    assert "tp(sequence=True) is not built yet" in refused(world, "tp(2, sequence=True)", gpt)

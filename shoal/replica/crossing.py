@@ -5,6 +5,8 @@
     reduce    all-reduce       nothing        behind a layer that is split by row
     gather    all-gather       take own part  a split activation, for whoever wants all of it
     scatter   take own part    all-gather     a whole activation, for a layer split by row
+    enter     all-gather       reduce-scatter rows of a sequence, before a layer split by column
+    leave     reduce-scatter   all-gather     behind a layer split by row, to rows of a sequence
 
 What is the same on all ranks on one side of a crossing has the same gradient on all of them.
 """
@@ -34,6 +36,14 @@ def gather(x: Tensor, share: Share, group: Group) -> Tensor:
 
 def scatter(x: Tensor, share: Share, group: Group) -> Tensor:
     return _apply(_Scatter, x, share, group)
+
+
+def enter(x: Tensor, share: Share, group: Group) -> Tensor:
+    return _apply(_Enter, x, share, group)
+
+
+def leave(x: Tensor, share: Share, group: Group) -> Tensor:
+    return _apply(_Leave, x, share, group)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -84,6 +94,28 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
         ctx.share, ctx.group = share, group
         return share.take(x.detach(), group.rank)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.share.gather(grads[0], ctx.group), None, None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
+        ctx.share, ctx.group = share, group
+        return share.gather(x.detach(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.share.add_up(grads[0], ctx.group), None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
+        ctx.share, ctx.group = share, group
+        return share.add_up(x.detach(), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

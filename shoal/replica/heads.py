@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from shoal.group.group import Group
 from shoal.replica.crossing import copy, gather, reduce
+from shoal.replica.sequence import SplitSequence
 from shoal.replica.share import Share, cut
-from shoal.replica.split_layers import RowLinear, SplitLayer, Streams
+from shoal.replica.split_layers import RowLinear, SplitLayer
+from shoal.replica.streams import Streams
 
 
 class SplitAttention(SplitLayer):
@@ -49,9 +51,8 @@ class SplitAttention(SplitLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        is_batched, batch_first = query.dim() == 3, self.batch_first
-        inputs = {id(t): self._enter(t, is_batched) for t in (query, key, value)}
-        q, k, v = self._project(*(inputs[id(t)] for t in (query, key, value)))
+        is_batched = query.dim() == 3
+        q, k, v = self._project(query, key, value, is_batched)
         if self.training:
             self.streams.part(query)
         mask = self._mask(q, k, key_padding_mask, attn_mask, is_batched)
@@ -63,32 +64,45 @@ class SplitAttention(SplitLayer):
         else:
             causal = is_causal and mask is None
             mixed = F.scaled_dot_product_attention(q, k, v, mask, drop, is_causal=causal)
-        out = self.out_proj(mixed.transpose(1, 2).flatten(2))
-        if not is_batched:
-            out = out[0]
-        elif not batch_first:
-            out = out.transpose(0, 1)
+        out = self.out_proj(self._laid_out(mixed.transpose(1, 2).flatten(2), is_batched))
         return out, self._outward(weights, average_attn_weights, is_batched)
 
-    def _enter(self, x: Tensor, is_batched: bool) -> Tensor:
-        """(batch, time, features), whose gradients come from all heads."""
-        if not is_batched:
-            x = x[None]
-        elif not self.batch_first:
-            x = x.transpose(0, 1)
-        return copy(x, self.group)
-
-    def _project(self, *inputs: Tensor) -> list[Tensor]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, is_batched: bool) -> list[Tensor]:
         """Queries, keys and values as (batch, heads, time, head)."""
+        weight, is_own = self.in_proj_weight, query is key and key is value
+        if isinstance(query, SplitSequence) and is_own and weight is not None:
+            parts = query.linear(weight, self.in_proj_bias).chunk(3, -1)
+            return [self._by_head(self._batched(x, is_batched)) for x in parts]
+        given = (query, key, value)
+        inputs = {id(t): self._batched(self._enter(t), is_batched) for t in given}
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = [None] * 3 if self.in_proj_bias is None else list(self.in_proj_bias.chunk(3))
         return [
-            F.linear(x, w, b).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
-            for x, w, b in zip(inputs, weights, biases, strict=True)
+            self._by_head(F.linear(inputs[id(x)], w, b))
+            for x, w, b in zip(given, weights, biases, strict=True)
         ]
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """The same on all ranks, with gradients that come from all heads."""
+        return x.enter() if isinstance(x, SplitSequence) else copy(x, self.group)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+    def _batched(self, x: Tensor, is_batched: bool) -> Tensor:
+        """(batch, time, features)."""
+        if not is_batched:
+            return x[None]
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _laid_out(self, x: Tensor, is_batched: bool) -> Tensor:
+        """(batch, time, features) as the query was."""
+        if not is_batched:
+            return x[0]
+        return x if self.batch_first else x.transpose(0, 1)
 
     def _mask(
         self,

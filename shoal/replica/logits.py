@@ -1,12 +1,10 @@
 """Logits of which every rank of a tp group has some classes.
 
-`F.cross_entropy` of them costs three numbers a row between ranks instead of all the classes. To
-any other operation they are what they stand for: they are gathered first, once.
+`F.cross_entropy` of them costs three numbers a row between ranks instead of all the classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,58 +12,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.group.group import Group, Op
-from shoal.replica.crossing import gather
+from shoal.replica.crossing import gather, scatter
 from shoal.replica.share import Share
-from shoal.tree import Tree, map_tensors
+from shoal.replica.split_tensor import SplitTensor
 
 
-class SplitLogits(Tensor):
-    """The last dimension is split; `shape` is that of the whole."""
-
-    group: Group
-    share: Share
-    gathered: Tensor | None
+class SplitLogits(SplitTensor):
+    """The last dimension is split."""
 
     @classmethod
     def of(cls, local: Tensor, share: Share, group: Group) -> SplitLogits:
         """`share` deals out the classes; its dimension is the last one, whichever that is."""
         found: SplitLogits = local.as_subclass(cls)
-        found.group, found.share, found.gathered = group, share, None
+        found.group, found.share = group, share
         return found
 
-    @property
-    def local(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
+    def join(self) -> Tensor:
+        local = self.local
+        return gather(local, Share(local.dim() - 1, self.share.ranges), self.group)
 
-    def whole(self) -> Tensor:
-        if self.gathered is None:
-            local = self.local
-            self.gathered = gather(local, Share(local.dim() - 1, self.share.ranges), self.group)
-        return self.gathered
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _HERE:
-                return func(*args, **kwargs)
-            if func in _KNOWN and isinstance(args[0], SplitLogits):
-                found = _KNOWN[func](*args, **kwargs)
-                if found is not None:
-                    return found
-            return func(*whole_tensors(args), **whole_tensors(kwargs))
-
-
-def whole_tensors(tree: Tree) -> Tree:
-    """The same tree with whole logits."""
-    return map_tensors(lambda t: t.whole() if isinstance(t, SplitLogits) else t, tree)
+    def part_of(self, whole: Tensor) -> Tensor:
+        return scatter(whole, Share(whole.dim() - 1, self.share.ranges), self.group)
 
 
 def _shape(logits: SplitLogits) -> torch.Size:
@@ -113,6 +80,8 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
+    if not isinstance(logits, SplitLogits):  # the target is
+        return None
     is_plain = weight is None and size_average is None and reduce is None and not label_smoothing
     local = logits.local
     if not is_plain or local.dim() != 2 or target.is_floating_point() or target.dim() != 1:
@@ -161,12 +130,7 @@ class _CrossEntropy(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None, None
 
 
-# what is known without the other ranks' classes
-_HERE = {
-    getattr(Tensor, name).__get__
-    for name in ("dtype", "device", "requires_grad", "ndim", "is_cuda", "layout", "is_leaf")
-} | {Tensor.dim, Tensor.is_floating_point, Tensor.as_subclass}
-_KNOWN: dict[Any, Callable[..., Any]] = {
+SplitLogits.known = {
     Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
     Tensor.size: _size,
     Tensor.flatten: _flatten,

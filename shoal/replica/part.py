@@ -16,9 +16,9 @@ from shoal.group.mesh import Mesh
 from shoal.group.parcel import Post
 from shoal.replica.engine import Engine, Loss, MicroBatch
 from shoal.replica.flat import FlatParams
-from shoal.replica.logits import whole_tensors
 from shoal.replica.norm import NormOverParts
 from shoal.replica.pipeline import PipelineEngine
+from shoal.replica.split_tensor import whole_tensors
 from shoal.replica.stages import Stages, keeping_modes, named_tensors
 from shoal.replica.tensor import TensorSplit
 from shoal.replica.tensor_plan import plan_of
@@ -42,6 +42,9 @@ class Part:
 
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
         return Engine(self.model, loss, flat, accumulate(1, 0, microbatches), **options)
+
+    def split(self, tensor: TensorSplit) -> None:
+        self.tensor = tensor
 
     def total_norm(self, shards: Group | None) -> NormOverParts | None:
         """What knows the norm of the whole gradient, where this worker has a part of it.
@@ -89,6 +92,9 @@ class StagePart(Part):
         self.ties = Ties(self.named, self.stages.holders, self.post)
         self.num_parameters = len(self.places)
         self.places = {p: self.places[p] for _, p in self.named}
+
+    def split(self, tensor: TensorSplit) -> None:
+        self.tensor = self.stages.tensor = tensor
 
     def total_norm(self, shards: Group | None) -> NormOverParts | None:
         return NormOverParts(
@@ -171,7 +177,7 @@ def part_of_replica(model: nn.Module, strategy: Strategy, mesh: Mesh, device: to
         if roles:
             _take_from_rank_0(model, mesh.world)
     if roles:
-        part.tensor = TensorSplit(model, roles, mesh.tp, device)
+        part.split(TensorSplit(model, roles, mesh.tp, device, tp is not None and tp.sequence))
     return part
 
 

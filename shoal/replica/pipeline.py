@@ -99,7 +99,7 @@ class PipelineEngine(Engine):
             virtual = self._virtual(chunk)
             giver, taker = self._giver(action), self._taker(action)
             taken = values if giver is None else self.post.recv(giver.stage, _tag(virtual, 0))
-            outputs = self.stages.segment(virtual, given)(*taken)
+            outputs = self.stages.compute(virtual, given, taken)
             if taker is None:
                 values = outputs
             else:
@@ -183,7 +183,7 @@ class PipelineEngine(Engine):
         self.presence.real = micro.real
         self._seed(_where(action), micro.seed + (0 if self.every_microbatch else virtual))
         with self._autocast():
-            outputs = self.stages.segment(virtual, given)(*inputs)
+            outputs = self.stages.compute(virtual, given, inputs)
             is_end = virtual == self.stages.parts - 1
             return self._loss_of(outputs, micro) if is_end else outputs
 

@@ -74,6 +74,17 @@ class Share:
                 start += len(r)
         return whole
 
+    def add_up(self, whole: Tensor, group: Group) -> Tensor:
+        """This rank's piece of the sum over ranks; one reduce-scatter, as long as `gather`'s."""
+        pieces = [self.take(whole, rank).view(-1) for rank in range(group.size)]
+        longest = max(piece.numel() for piece in pieces)
+        rows = whole.new_zeros(group.size, longest)
+        for row, piece in zip(rows, pieces, strict=True):
+            row[: piece.numel()] = piece
+        mine = whole.new_empty(longest)
+        group.reduce_scatter(mine, rows.view(-1)).wait()
+        return mine[: pieces[group.rank].numel()].view(self.shape(whole.shape, group.rank))
+
     def gather(self, piece: Tensor, group: Group) -> Tensor:
         """All pieces, joined, on every rank; one all-gather of pieces as long as the longest."""
         whole = self.whole_shape(piece.shape)

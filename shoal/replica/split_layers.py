@@ -8,51 +8,26 @@ Parameters keep their names, and hold this rank's slice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.group.group import Group
 from shoal.replica.crossing import copy, gather, reduce, scatter
-from shoal.replica.engine import generators_of
 from shoal.replica.logits import SplitLogits
+from shoal.replica.sequence import SplitSequence
 from shoal.replica.share import Share
-
-
-@dataclass
-class Streams:
-    """Randomness between a column and a row layer, where every rank has other features.
-
-    Each rank then draws from a stream of its own; behind the row layer all go on as one.
-    """
-
-    rank: int
-    active: bool  # whether anything in the model is random
-    _states: list[Tensor] | None = field(default=None, init=False)
-
-    def part(self, x: Tensor) -> None:
-        if not self.active:
-            return
-        seed = int(torch.randint(1 << 62, ()))
-        generators = generators_of(x.device)
-        self._states = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(seed + self.rank)
-
-    def meet(self, x: Tensor) -> None:
-        if self._states is not None:
-            for generator, state in zip(generators_of(x.device), self._states, strict=True):
-                generator.set_state(state)
-            self._states = None
+from shoal.replica.split_tensor import whole_tensors
+from shoal.replica.streams import Streams
 
 
 class SplitLayer(nn.Module):
     """A layer in the place of another, whose hooks and mode it takes over.
 
-    `shares` tells how each of its parameters is dealt out; one that is not named is whole.
+    `shares` tells how each of its parameters is dealt out; one that is not named is whole. With
+    `in_rows`, sums over ranks are left with the ranks, each with some positions (see `sequence`).
     """
+
+    in_rows = False
 
     def __init__(self, whole: nn.Module, group: Group, streams: Streams):
         super().__init__()
@@ -66,6 +41,14 @@ class SplitLayer(nn.Module):
         self.register_parameter(name, parameter)
         if share is not None and parameter is not None:
             self.shares[name] = share
+
+    def sum(self, parts: Tensor, bias: Tensor | None = None) -> Tensor:
+        """What the ranks have terms of, (…, features); `bias` is added once."""
+        if self.in_rows and parts.dim() > 1:
+            rows = SplitSequence.summed(parts, self.group, self.streams)
+            return rows if bias is None else rows + bias.to(parts.dtype)
+        out = reduce(parts, self.group)
+        return out if bias is None else out + bias.to(out.dtype)
 
 
 class ColumnLinear(SplitLayer):
@@ -84,7 +67,10 @@ class ColumnLinear(SplitLayer):
         self.hold("bias", whole.bias, self.share)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(copy(x, self.group), self.weight, self.bias)
+        if isinstance(x, SplitSequence):
+            out = x.linear(self.weight, self.bias)
+        else:
+            out = F.linear(copy(x, self.group), self.weight, self.bias)
         if self.output == "split":
             if self.training:
                 self.streams.part(x)
@@ -114,9 +100,9 @@ class RowLinear(SplitLayer):
         if self.input_is_split:
             self.streams.meet(x)
         else:
+            x = whole_tensors(x)
             x = scatter(x, Share(x.dim() - 1, self.share.ranges), self.group)
-        out = reduce(F.linear(x, self.weight), self.group)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return self.sum(F.linear(x, self.weight), self.bias)
 
 
 class VocabularyEmbedding(SplitLayer):
@@ -140,4 +126,4 @@ class VocabularyEmbedding(SplitLayer):
         kept = rows.where(here[..., None], 0)
         if self.padding_idx is not None:  # a row that is looked up and not trained
             kept = kept.where((ids != self.padding_idx)[..., None], kept.detach())
-        return reduce(kept, self.group)
+        return self.sum(kept)

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from shoal.errors import BadInput
 from shoal.replica.balance import cut_evenly, dearest
 from shoal.replica.cutting import Operations, arguments, open_modules
+from shoal.replica.tensor import TensorSplit
 from shoal.schedules.pipeline import place_of
 from shoal.tree import Tree
 
@@ -28,6 +29,8 @@ class Stages:
     several stages use (an embedding that is also the head) has several holders. `keep` then lets
     go of what other stages hold: those tensors become shapes without memory.
     """
+
+    tensor: TensorSplit | None = None  # whose activations cross in another form
 
     def __init__(
         self, model: nn.Module, stages: int, chunks: int = 1, cuts: Sequence[str] | None = None
@@ -54,6 +57,14 @@ class Stages:
             edges = [0, *map(self._place(operations), self.cuts), len(operations.nodes)]
             self._segments[key] = operations.segment(edges[virtual], edges[virtual + 1])
         return self._segments[key]
+
+    def compute(self, virtual: int, given: tuple[str, ...], values: tuple[Any, ...]) -> Tree:
+        """What a virtual stage makes of the values that cross to it."""
+        segment = self.segment(virtual, given)
+        if self.tensor is None:
+            return segment(*values)
+        outputs = segment(*self.tensor.unpack(values))
+        return outputs if virtual == self.parts - 1 else self.tensor.pack(outputs)
 
     def arrange(self, inputs: Tree) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names of the arguments that a batch gives, and what the first stage takes."""

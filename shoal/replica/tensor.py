@@ -13,24 +13,37 @@ from torch import Tensor, nn
 from shoal.errors import BadInput
 from shoal.group.group import Group
 from shoal.replica.heads import SplitAttention
+from shoal.replica.sequence import pack, unpack
 from shoal.replica.share import Share
 from shoal.replica.split_layers import (
     ColumnLinear,
     RowLinear,
     SplitLayer,
-    Streams,
     VocabularyEmbedding,
 )
+from shoal.replica.streams import Streams
 from shoal.replica.tensor_plan import Role, Roles
+from shoal.tree import Tree
 
 
 class TensorSplit:
     """A model whose layers were replaced; `shares` tells which parameters are slices, by name."""
 
-    def __init__(self, model: nn.Module, roles: Roles, group: Group, device: torch.device):
+    def __init__(
+        self,
+        model: nn.Module,
+        roles: Roles,
+        group: Group,
+        device: torch.device,
+        sequence: bool = False,
+    ):
+        """With `sequence`, between split layers every rank has some positions."""
         self.model, self.group, self.device = model, group, device
-        streams = Streams(group.rank, is_random(model))
-        self._replace(roles, streams)
+        self.streams = Streams(group.rank, is_random(model))
+        self._replace(roles, self.streams)
+        for module in model.modules():
+            if isinstance(module, SplitLayer):
+                module.in_rows = sequence
         _take_slow_paths(model)
         self._slices: set[nn.Parameter] = set()
         self.shares = self._slice()
@@ -46,6 +59,13 @@ class TensorSplit:
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's slices of whole tensors; what has another shape is left as it is."""
         return {name: self._taken(name, tensor) for name, tensor in tensors.items()}
+
+    def pack(self, tree: Tree) -> Tree:
+        """What goes from this rank of a stage to the same one of another: plain tensors."""
+        return pack(tree)
+
+    def unpack(self, tree: Tree) -> Tree:
+        return unpack(tree, self.group, self.streams)
 
     def _joined(self, name: str, tensor: Tensor) -> Tensor:
         share = self._share(name)

@@ -16,7 +16,8 @@ from shoal.group.group import Group
 from shoal.replica.crossing import copy, gather, reduce, scatter
 from shoal.replica.logits import SplitLogits
 from shoal.replica.share import Share, cut
-from shoal.replica.split_layers import Streams, VocabularyEmbedding
+from shoal.replica.split_layers import VocabularyEmbedding
+from shoal.replica.streams import Streams
 from shoal.replica.tensor_plan import plan_of
 from shoal.strategy import Tp
 from tests.conftest import World
