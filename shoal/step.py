@@ -158,12 +158,13 @@ class Step:
         self._has_servers = isinstance(part, Ps)
         if options.exact:
             _make_deterministic(device)
-        blank = place(part, model, group, device)
+        is_split = mesh.tp.size * mesh.pp.size > 1
+        blank = place(part, model, group, device, is_split)
         self.model = model
         self.embeddings = bind_embeddings(self.model, optimizer, seed)
         self._check_embeddings(say)
         presence = self._share_batchnorm(part, say)
-        self.part = part_of_replica(self.model, strategy, mesh, device)
+        self.part = part_of_replica(self.model, strategy, mesh, device, blank)
         self.flat = lay_out(part, model, group, device, blank, self.part.named)
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None

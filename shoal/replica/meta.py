@@ -12,6 +12,9 @@ CPU gives after the same seed. What a model does to its parameters afterwards (i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +45,10 @@ class Blank:
                         made[id(p)] = nn.Parameter(nothing, p.requires_grad)
                     module._parameters[key] = made[id(p)]
 
+        for module in model.modules():  # drawn from nothing; others may take its place
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                self.fill(module)
+
     def __bool__(self) -> bool:
         return bool(self._modules)
 
@@ -60,6 +67,52 @@ class Blank:
     def fill_all(self, model: nn.Module) -> None:
         for module in model.modules():
             self.fill(module)
+
+    def fill_in_turn(self, model: nn.Module, device: torch.device) -> Iterator[list[Place]]:
+        """Fill module after module, on `device`; every tensor once no other module fills it, by
+        its places. Whoever lets go of a tensor there and then never has them all."""
+        tensors: dict[int, list[Place]] = {}
+        for place in places(model):
+            tensors.setdefault(id(place.tensor), []).append(place)
+        numbers = {module: number for number, module in enumerate(model.modules())}
+        ready: dict[int, list[list[Place]]] = {}  # by the last module that has the tensor
+        for found in tensors.values():
+            ready.setdefault(max(numbers[p.module] for p in found), []).append(found)
+        for module, number in numbers.items():
+            self.fill(module)
+            for found in ready.get(number, ()):
+                _move(found, device)
+                yield found
+
+
+class Place(NamedTuple):
+    """Where a parameter or buffer is in a model; one that is tied has several."""
+
+    module: nn.Module
+    own: str
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.module, self.own)
+        return found
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                yield Place(module, own, f"{prefix}.{own}" if prefix else own)
+
+
+def _move(found: list[Place], device: torch.device) -> None:
+    for place in found:
+        tensor = place.tensor
+        if tensor.device != device and tensor.device.type != "meta":
+            if place.own in place.module._parameters:
+                tensor.data = tensor.data.to(device)
+            else:
+                place.module._buffers[place.own] = tensor.to(device)
 
 
 def _is_placeholder(tensor: Tensor) -> bool:

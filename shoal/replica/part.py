@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from shoal.group.mesh import Mesh
 from shoal.group.parcel import Post
 from shoal.replica.engine import Engine, Loss, MicroBatch
 from shoal.replica.flat import FlatParams
+from shoal.replica.meta import Blank, Place
 from shoal.replica.norm import NormOverParts
 from shoal.replica.pipeline import PipelineEngine
 from shoal.replica.split_tensor import whole_tensors
@@ -79,15 +80,16 @@ class Part:
 class StagePart(Part):
     """One stage of a pipeline; the model's other tensors are shapes without memory."""
 
-    def __init__(self, model: nn.Module, pp: Pp, mesh: Mesh, device: torch.device):
+    def __init__(self, model: nn.Module, pp: Pp, mesh: Mesh, device: torch.device, blank: Blank):
         self.model, self.pp, self.group = model, pp, mesh.pp
+        self._is_trusted = bool(blank)  # with all tensors on one worker it may not fit
         group = mesh.pp
-        _take_from_rank_0(model, mesh.world)
         self.chunks = build(pp.schedule, group.size, 1, pp.chunks).chunks
         self.stages = Stages(model, group.size, self.chunks, pp.cuts)
         self._agree(device)
         self.places = {p: place for place, p in enumerate(model.parameters())}
-        self.named = self.stages.keep(group.rank)
+        start = _from_rank_0(blank.fill_in_turn(model, device), mesh.world)
+        self.named = self.stages.keep(group.rank, start)
         self.post = Post(group, device)
         self.ties = Ties(self.named, self.stages.holders, self.post)
         self.num_parameters = len(self.places)
@@ -121,9 +123,10 @@ class StagePart(Part):
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
         """The first stage runs the model itself, once, with everybody's tensors, and compares.
 
-        A model that is too large for that is trusted.
+        A model that is too large for that, or was built on the meta device, is trusted.
         """
-        if sum(t.nbytes for t in self.model.state_dict().values()) > LARGEST_CHECKED_BYTES:
+        size = sum(t.nbytes for t in self.model.state_dict().values())
+        if self._is_trusted or size > LARGEST_CHECKED_BYTES:
             return
         inputs = microbatches[0].inputs
         mine = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
@@ -163,31 +166,38 @@ class StagePart(Part):
             )
 
 
-def part_of_replica(model: nn.Module, strategy: Strategy, mesh: Mesh, device: torch.device) -> Part:
+def part_of_replica(
+    model: nn.Module, strategy: Strategy, mesh: Mesh, device: torch.device, blank: Blank
+) -> Part:
     """This worker's part of the model, which all have built.
 
-    Stages are cut, and the layers that are split chosen, while the model is whole.
+    Stages are cut, and the layers that are split chosen, while the model is whole. What is
+    `blank` is filled layer by layer, and what belongs to others let go.
     """
     tp, pp = strategy.tp, strategy.pp
     roles = plan_of(model, tp) if tp is not None and mesh.tp.size > 1 else {}
     if pp is not None and mesh.pp.size > 1:
-        part: Part = StagePart(model, pp, mesh, device)
+        part: Part = StagePart(model, pp, mesh, device, blank)
+        start = blank.fill_in_turn(model, device)
     else:
         part = Part(model)
-        if roles:
-            _take_from_rank_0(model, mesh.world)
+        start = _from_rank_0(blank.fill_in_turn(model, device), mesh.world)
     if roles:
-        part.split(TensorSplit(model, roles, mesh.tp, device, tp is not None and tp.sequence))
+        part.split(
+            TensorSplit(model, roles, mesh.tp, device, start, tp is not None and tp.sequence)
+        )
     return part
 
 
-@torch.no_grad()
-def _take_from_rank_0(model: nn.Module, world: Group) -> None:
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.numel():
+def _from_rank_0(filled: Iterator[list[Place]], world: Group) -> Iterator[list[Place]]:
+    """Tensors as they are filled, with the values that rank 0 has."""
+    for found in filled:
+        tensor = found[0].tensor
+        if tensor.numel() and tensor.device.type != "meta":
             whole = tensor.detach().contiguous()
             world.broadcast(whole).wait()
-            tensor.copy_(whole)
+            tensor.data.copy_(whole)
+        yield found
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

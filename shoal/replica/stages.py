@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from shoal.errors import BadInput
 from shoal.replica.balance import cut_evenly, dearest
 from shoal.replica.cutting import Operations, arguments, open_modules
+from shoal.replica.meta import Place, places
 from shoal.replica.tensor import TensorSplit
 from shoal.schedules.pipeline import place_of
 from shoal.tree import Tree
@@ -80,8 +81,13 @@ class Stages:
             raise BadInput(f"the model cannot be called with this batch: {error}") from error
         return tuple(bound.arguments), tuple(bound.arguments.values())
 
-    def keep(self, stage: int) -> list[tuple[str, nn.Parameter]]:
-        """Let go of the tensors that `stage` does not use; returns the parameters it holds."""
+    def keep(
+        self, stage: int, filled: Iterable[list[Place]] | None = None
+    ) -> list[tuple[str, nn.Parameter]]:
+        """Let go of the tensors that `stage` does not use; returns the parameters it holds.
+
+        `filled` hands over one tensor after the other, by its places.
+        """
         named = [(n, p) for n, p in self.model.named_parameters() if stage in self.holders[n]]
         if not any(p.requires_grad and p.numel() for _, p in named):
             raise BadInput(
@@ -89,9 +95,10 @@ class Stages:
                 f"{list(self.cuts)}, or fewer stages"
             )
         kept = {name for name, holders in self.holders.items() if stage in holders}
-        for module, own, name in _tensors(self.model):
-            if self.aliases[name] not in kept:
-                _replace_by_shape(module, own)
+        for found in [[place] for place in places(self.model)] if filled is None else filled:
+            for place in found:
+                if self.aliases[place.name] not in kept:
+                    _replace_by_shape(place.module, place.own)
         self._segments.clear()
         return named
 
@@ -202,17 +209,9 @@ def keeping_modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Every place of a parameter or buffer: module, name there, full name."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                yield module, own, f"{prefix}.{own}" if prefix else own
-
-
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for module, own, name in _tensors(model):
-        yield name, getattr(module, own)
+    for place in places(model):
+        yield place.name, place.tensor
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

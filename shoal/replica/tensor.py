@@ -7,12 +7,15 @@ rank, and their gradients and weights stay the same without any exchange.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.group.group import Group
 from shoal.replica.heads import SplitAttention
+from shoal.replica.meta import Place
 from shoal.replica.sequence import pack, unpack
 from shoal.replica.share import Share
 from shoal.replica.split_layers import (
@@ -35,18 +38,27 @@ class TensorSplit:
         roles: Roles,
         group: Group,
         device: torch.device,
+        filled: Iterable[list[Place]],
         sequence: bool = False,
     ):
-        """With `sequence`, between split layers every rank has some positions."""
+        """`filled` hands over one whole tensor after the other, by its places. With `sequence`,
+        between split layers every rank has some positions."""
         self.model, self.group, self.device = model, group, device
         self.streams = Streams(group.rank, is_random(model))
-        self._replace(roles, self.streams)
+        modules = dict(model.named_modules())
+        layers = {modules[name]: self._layer(modules[name], role) for name, role in roles.items()}
+        self._slices: set[nn.Parameter] = set()
+        self._slice(layers.values(), filled)
+        self._replace(layers)
         for module in model.modules():
             if isinstance(module, SplitLayer):
                 module.in_rows = sequence
         _take_slow_paths(model)
-        self._slices: set[nn.Parameter] = set()
-        self.shares = self._slice()
+        self.shares = {
+            f"{prefix}.{own}" if prefix else own: share
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for own, share in (module.shares.items() if isinstance(module, SplitLayer) else ())
+        }
 
     def is_slice(self, parameter: nn.Parameter) -> bool:
         return parameter in self._slices
@@ -82,22 +94,19 @@ class TensorSplit:
     def _share(self, name: str) -> Share | None:
         return self.shares.get(name) or self.shares.get(name.rpartition("/")[0])
 
-    def _replace(self, roles: Roles, streams: Streams) -> None:
-        modules = dict(self.model.named_modules())
-        new = {
-            modules[name]: self._layer(modules[name], role, streams) for name, role in roles.items()
-        }
+    def _replace(self, new: dict[nn.Module, SplitLayer]) -> None:
         if self.model in new:
             raise BadInput(
                 f"tp cannot split a model that is one {type(self.model).__name__}: put it into an "
                 "nn.Sequential"
             )
-        for module in modules.values():
+        for module in list(self.model.modules()):
             for name, child in module._modules.items():
                 if child is not None and child in new:
                     module._modules[name] = new[child]
 
-    def _layer(self, whole: nn.Module, role: Role, streams: Streams) -> SplitLayer:
+    def _layer(self, whole: nn.Module, role: Role) -> SplitLayer:
+        streams = self.streams
         if isinstance(whole, nn.Embedding):
             return VocabularyEmbedding(whole, self.group, streams)
         if isinstance(whole, nn.MultiheadAttention):
@@ -107,17 +116,17 @@ class TensorSplit:
             return ColumnLinear(whole, self.group, streams, role.unit, role.output)
         return RowLinear(whole, self.group, streams, role.unit, role.input_is_split)
 
-    def _slice(self) -> dict[str, Share]:
+    def _slice(self, layers: Iterable[SplitLayer], filled: Iterable[list[Place]]) -> None:
         """Let every parameter that is split hold this rank's slice."""
-        shares: dict[str, Share] = {}
-        for prefix, module in self.model.named_modules(remove_duplicate=False):
+        shares: dict[Tensor, Share] = {}
+        for module in [inner for layer in layers for inner in layer.modules()]:
             for own, share in module.shares.items() if isinstance(module, SplitLayer) else ():
-                shares[f"{prefix}.{own}" if prefix else own] = share
-                parameter = module._parameters[own]
-                if parameter is not None and parameter not in self._slices:
-                    parameter.data = share.take(parameter.detach(), self.group.rank)
-                    self._slices.add(parameter)
-        return shares
+                shares[getattr(module, own)] = share
+        for found in filled:
+            parameter = found[0].tensor
+            if parameter in shares and isinstance(parameter, nn.Parameter):
+                parameter.data = shares[parameter].take(parameter.detach(), self.group.rank)
+                self._slices.add(parameter)
 
 
 def is_random(model: nn.Module) -> bool:

@@ -61,10 +61,15 @@ class Ownership:
     clipped: list[nn.Parameter] | None = None
 
 
-def place(part: SyncPart, model: nn.Module, group: Group, device: torch.device) -> Blank:
-    """Bring the model to its device, filled; where it is sharded that is left to `lay_out`."""
+def place(
+    part: SyncPart, model: nn.Module, group: Group, device: torch.device, is_split: bool = False
+) -> Blank:
+    """Bring the model to its device, filled.
+
+    Where it is sharded that is left to `lay_out`; where a replica is split, to `part_of_replica`.
+    """
     blank = Blank(model)
-    if not _shards_parameters(part, group):
+    if not _shards_parameters(part, group) and not (is_split and blank):
         blank.fill_all(model)
         model.to(device)
     return blank

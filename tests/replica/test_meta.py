@@ -29,6 +29,25 @@ def test_filling_gives_the_model_that_building_gives() -> None:
         assert torch.equal(got, wanted), name
 
 
+def test_batchnorm_is_filled_at_once_since_others_take_its_place() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    Blank(model)
+    assert [t.tolist()[0] for t in (model[1].weight, model[1].running_var)] == [1.0, 1.0]
+
+
+def test_in_turn_a_tensor_comes_when_nobody_fills_it_again() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
+        model[2].weight = model[0].weight
+    blank, filled = Blank(model), []
+    for found in blank.fill_in_turn(model, torch.device("cpu")):
+        filled.append([place.name for place in found])
+        full = [n for n, p in model.named_parameters() if p.untyped_storage().nbytes() > 4]
+        assert full[: len(full)] == ["0.weight", "0.bias", "1.weight", "2.bias"][: len(full)]
+    assert filled == [["0.bias"], ["1.weight"], ["0.weight", "2.weight"], ["2.bias"]]
+
+
 def test_tied_parameters_stay_tied() -> None:
     with torch.device("meta"):
         one, two = nn.Linear(3, 3), nn.Linear(3, 3)
