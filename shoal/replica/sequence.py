@@ -171,6 +171,17 @@ def _size(x: SplitSequence, dim: int | None = None) -> Any:
     return _shape(x) if dim is None else _shape(x)[dim]
 
 
+def _reshape(x: SplitSequence, *shape: Any) -> Tensor | None:
+    """Rows stay rows as long as the features are a dimension of their own."""
+    wanted = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+    if not all(isinstance(size, int) for size in wanted):
+        return None
+    whole = torch.empty(_shape(x), device="meta").reshape(wanted).shape
+    if len(whole) < 2 or whole[-1] != x.local.shape[-1]:
+        return None
+    return SplitSequence.of(x.local, whole[:-1], x.group, x.streams)
+
+
 def _dim(x: SplitSequence) -> int:
     return len(x.lead) + 1
 
@@ -279,6 +290,9 @@ SplitSequence.known = {
     Tensor.size: _size,
     Tensor.dim: _dim,
     Tensor.to: _cast,
+    Tensor.view: _reshape,
+    Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     F.dropout: _dropout,

@@ -8,12 +8,15 @@ Parameters keep their names, and hold this rank's slice.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.group.group import Group
 from shoal.replica.crossing import copy, gather, reduce, scatter
 from shoal.replica.logits import SplitLogits
+from shoal.replica.matrices import Matrix, matrix_of
 from shoal.replica.sequence import SplitSequence
 from shoal.replica.share import Share
 from shoal.replica.split_tensor import whole_tensors
@@ -36,7 +39,9 @@ class SplitLayer(nn.Module):
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             getattr(self, name).update(getattr(whole, name))
 
-    def hold(self, name: str, parameter: Tensor | None, share: Share | None = None) -> None:
+    def hold(
+        self, name: str, parameter: Tensor | nn.Module | None, share: Share | None = None
+    ) -> None:
         assert parameter is None or isinstance(parameter, nn.Parameter)
         self.register_parameter(name, parameter)
         if share is not None and parameter is not None:
@@ -51,6 +56,12 @@ class SplitLayer(nn.Module):
         return out if bias is None else out + bias.to(out.dtype)
 
 
+def matrix(layer: nn.Module) -> Matrix:
+    found = matrix_of(layer)
+    assert found is not None
+    return found
+
+
 class ColumnLinear(SplitLayer):
     """`output` is "split" for a row layer, "whole", or "logits": split until it is looked at."""
 
@@ -58,19 +69,28 @@ class ColumnLinear(SplitLayer):
     bias: Tensor | None
 
     def __init__(
-        self, whole: nn.Linear, group: Group, streams: Streams, unit: int, output: str = "split"
+        self,
+        whole: nn.Module,
+        group: Group,
+        streams: Streams,
+        unit: int,
+        output: str = "split",
+        blocks: int = 1,
     ):
         super().__init__(whole, group, streams)
-        self.in_features, self.out_features = whole.in_features, whole.out_features
-        self.share, self.output = Share.even(0, whole.out_features, group.size, unit), output
-        self.hold("weight", whole.weight, self.share)
+        self.matrix, self.output = matrix(whole), output
+        self.in_features, self.out_features = self.matrix.inputs, self.matrix.outputs
+        size = self.out_features // blocks
+        self.share = Share.of_each(0, blocks, size, group.size, unit)
+        self.hold("weight", whole.weight, replace(self.share, dim=self.matrix.dim_of_outputs))
         self.hold("bias", whole.bias, self.share)
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = self.matrix.upright(self.weight)
         if isinstance(x, SplitSequence):
-            out = x.linear(self.weight, self.bias)
+            out = x.linear(weight, self.bias)
         else:
-            out = F.linear(copy(x, self.group), self.weight, self.bias)
+            out = F.linear(copy(x, self.group), weight, self.bias)
         if self.output == "split":
             if self.training:
                 self.streams.part(x)
@@ -87,12 +107,13 @@ class RowLinear(SplitLayer):
     bias: Tensor | None
 
     def __init__(
-        self, whole: nn.Linear, group: Group, streams: Streams, unit: int, input_is_split: bool
+        self, whole: nn.Module, group: Group, streams: Streams, unit: int, input_is_split: bool
     ):
         super().__init__(whole, group, streams)
-        self.in_features, self.out_features = whole.in_features, whole.out_features
-        self.share = Share.even(1, whole.in_features, group.size, unit)
-        self.input_is_split = input_is_split
+        self.matrix, self.input_is_split = matrix(whole), input_is_split
+        self.in_features, self.out_features = self.matrix.inputs, self.matrix.outputs
+        dim = self.matrix.dim_of_inputs
+        self.share = Share.even(dim, self.in_features, group.size, unit)
         self.hold("weight", whole.weight, self.share)
         self.hold("bias", whole.bias)
 
@@ -102,7 +123,7 @@ class RowLinear(SplitLayer):
         else:
             x = whole_tensors(x)
             x = scatter(x, Share(x.dim() - 1, self.share.ranges), self.group)
-        return self.sum(F.linear(x, self.weight), self.bias)
+        return self.sum(F.linear(x, self.matrix.upright(self.weight)), self.bias)
 
 
 class VocabularyEmbedding(SplitLayer):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.errors import BadInput
 from shoal.group.group import Group
 from shoal.replica.heads import SplitAttention
+from shoal.replica.matrices import is_transformers
 from shoal.replica.meta import Place
 from shoal.replica.sequence import pack, unpack
 from shoal.replica.share import Share
@@ -50,6 +51,7 @@ class TensorSplit:
         self._slices: set[nn.Parameter] = set()
         self._slice(layers.values(), filled)
         self._replace(layers)
+        self._tell_parents()
         for module in model.modules():
             if isinstance(module, SplitLayer):
                 module.in_rows = sequence
@@ -111,10 +113,17 @@ class TensorSplit:
             return VocabularyEmbedding(whole, self.group, streams)
         if isinstance(whole, nn.MultiheadAttention):
             return SplitAttention(whole, self.group, streams)
-        assert isinstance(whole, nn.Linear)
         if role.kind == "column":
-            return ColumnLinear(whole, self.group, streams, role.unit, role.output)
+            return ColumnLinear(whole, self.group, streams, role.unit, role.output, role.blocks)
         return RowLinear(whole, self.group, streams, role.unit, role.input_is_split)
+
+    def _tell_parents(self) -> None:
+        """GPT-2's attention cuts its queries, keys and values apart by a number that it keeps."""
+        for module in self.model.modules():
+            layer = getattr(module, "c_attn", None)
+            if isinstance(layer, ColumnLinear) and is_transformers(module, "GPT2Attention"):
+                width = layer.share.length(self.group.rank) // 3
+                module.split_size = width  # type: ignore[assignment]
 
     def _slice(self, layers: Iterable[SplitLayer], filled: Iterable[list[Place]]) -> None:
         """Let every parameter that is split hold this rank's slice."""

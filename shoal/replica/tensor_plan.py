@@ -1,8 +1,8 @@
 """Which layers of a model tp splits, and how.
 
 By themselves: Linear–activation–Linear in an nn.Sequential, nn.MultiheadAttention, the layers of
-nn.Transformer, an nn.Embedding whose weight is also that of an nn.Linear (the head), and what a
-module's own `split_plan()` tells of its children:
+nn.Transformer, GPT-2 of Hugging Face's transformers, an nn.Embedding whose weight is also that of
+an nn.Linear (the head), and what a module's own `split_plan()` tells of its children:
 
     {"qkv": ("column", 3 * head_width), "out": ("row", head_width)}
 
@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.errors import BadInput
+from shoal.replica.matrices import is_transformers, matrix_of
 from shoal.strategy import Tp
 
 _ELEMENTWISE = (
@@ -35,6 +36,7 @@ Kind = Literal["column", "row", "vocabulary", "attention"]
 class Role:
     kind: Kind
     unit: int = 1  # features that stay together
+    blocks: int = 1  # of a column layer: queries, keys and values stand one after the other
     output: str = "split"  # of a column layer: "split", "whole" or "logits"
     input_is_split: bool = True  # of a row layer
 
@@ -91,7 +93,7 @@ class _Planner:
         module = self.modules[name]
         if kind == "row" and isinstance(module, nn.Embedding):
             return Role("vocabulary")
-        if not _is_linear(module):
+        if matrix_of(module) is None:
             allowed = ' (an nn.Embedding is split by "row")' if _is_embedding(module) else ""
             raise BadInput(
                 f'the plan of tp splits {name} by "{kind}", and it is a {type(module).__name__}: '
@@ -115,12 +117,13 @@ class _Planner:
         features, parent = None, row.rpartition(".")[0]
         for name in reversed(before):
             module = self.modules[name]
-            if self.roles[name].kind != "column" or not isinstance(module, nn.Linear):
+            matrix = matrix_of(module)
+            if self.roles[name].kind != "column" or matrix is None:
                 return
-            beside = name.rpartition(".")[0] == parent and module.in_features == features
+            beside = name.rpartition(".")[0] == parent and matrix.inputs == features
             if features is not None and not beside:
                 return
-            features = module.in_features
+            features = matrix.inputs
             self.roles[name] = replace(self.roles[name], output="split")
             self.roles[row] = replace(self.roles[row], input_is_split=True)
 
@@ -145,26 +148,36 @@ class _Planner:
         elif isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             for first, second in _pairs(module):
                 self._pair(_full(name, first), _full(name, second))
+        elif is_transformers(module, "GPT2MLP"):
+            self._pair(_full(name, "c_fc"), _full(name, "c_proj"))
+        elif is_transformers(module, "GPT2Attention"):
+            self._find_gpt2_attention(name, module)
         elif callable(getattr(module, "split_plan", None)):
             self._follow_module(name, module)
 
     def _find_attention(self, name: str, module: nn.MultiheadAttention) -> None:
         is_plain = module.bias_k is None and module.bias_v is None and not module.add_zero_attn
-        is_plain = is_plain and _is_linear(module.out_proj)
+        is_plain = is_plain and matrix_of(module.out_proj) is not None
         free = not any(_is_in(role, name) for role in self.roles)
         if is_plain and free and module.num_heads >= self.tp.size and not self._is_shared(name):
             self.roles[name] = Role("attention")
 
-    def _pair(self, first: str, second: str, units: tuple[int, int] = (1, 1)) -> None:
+    def _find_gpt2_attention(self, name: str, module: nn.Module) -> None:
+        if not getattr(module, "is_cross_attention", True):
+            unit = int(module.head_dim)  # type: ignore[arg-type]
+            self._pair(_full(name, "c_attn"), _full(name, "c_proj"), (unit, unit), blocks=3)
+
+    def _pair(
+        self, first: str, second: str, units: tuple[int, int] = (1, 1), blocks: int = 1
+    ) -> None:
         """A column and a row layer with elementwise operations, or heads, between them."""
-        up, down = self.modules.get(first), self.modules.get(second)
-        if not (_is_linear(up) and _is_linear(down)) or {first, second} & set(self.roles):
+        up, down = matrix_of(self.modules.get(first)), matrix_of(self.modules.get(second))
+        if up is None or down is None or {first, second} & set(self.roles):
             return
-        assert isinstance(up, nn.Linear) and isinstance(down, nn.Linear)
-        num = up.out_features // units[0]
-        fits = up.out_features == num * units[0] and down.in_features == num * units[1]
+        num = down.inputs // units[1]
+        fits = up.outputs == blocks * num * units[0] and down.inputs == num * units[1]
         if fits and num >= self.tp.size and not (self._is_shared(first) or self._is_shared(second)):
-            self.roles[first] = Role("column", units[0])
+            self.roles[first] = Role("column", units[0], blocks)
             self.roles[second] = Role("row", units[1])
 
     def _follow_module(self, name: str, module: nn.Module) -> None:
@@ -187,7 +200,7 @@ class _Planner:
             known = len(heads) == 1 and self._holders[id(module.weight)] == 2
             if name in self.roles and heads and not known:
                 raise BadInput(f"{self.tp} cannot split {name}: other layers have the same weight")
-            if not known or not _is_linear(self.modules[heads[0]]):
+            if not known or matrix_of(self.modules[heads[0]]) is None:
                 continue
             if module.num_embeddings >= self.tp.size:
                 self.roles[name] = Role("vocabulary")
@@ -201,7 +214,7 @@ def _pairs(container: nn.Sequential) -> Iterator[tuple[str, str]]:
     """Neighbouring nn.Linear with elementwise layers between them, each in one pair."""
     first: str | None = None
     for name, module in container.named_children():
-        if _is_linear(module):
+        if matrix_of(module) is not None:
             if first is None:
                 first = name
             else:
@@ -214,18 +227,13 @@ def _pairs(container: nn.Sequential) -> Iterator[tuple[str, str]]:
 def _features(module: nn.Module, role: Role) -> int:
     if isinstance(module, nn.Embedding):
         return module.num_embeddings
-    assert isinstance(module, nn.Linear)
-    return module.out_features if role.kind == "column" else module.in_features
+    matrix = matrix_of(module)
+    assert matrix is not None
+    return matrix.outputs if role.kind == "column" else matrix.inputs
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:
     return module._parameters.get("weight")
-
-
-def _is_linear(module: nn.Module | None) -> bool:
-    """One whose parameters are its weight and bias, and not what these are computed from."""
-    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return is_plain and module is not None and set(module._parameters) == {"weight", "bias"}
 
 
 def _is_embedding(module: nn.Module) -> bool:

@@ -52,6 +52,7 @@ STAY: dict[str, Function] = {
     "looked at": lambda x, y, m: x.cumsum(1) + added(m(x), x.cumsum(1)),
     "in place": lambda x, y, m: added(m(x), y),
     "from a number": lambda x, y, m: 1 - x / 2,
+    "flat and back": lambda x, y, m: m(x.view(-1, x.size(-1))).reshape(x.shape),
     "shape": lambda x, y, m: x * x.shape[1] + x.size(0) * x.dim(),
 }
 GATHER: dict[str, Function] = {

@@ -1,0 +1,48 @@
+"""Layers that multiply with one matrix: nn.Linear, and Conv1D of Hugging Face's transformers.
+
+Conv1D keeps its matrix the other way round, (inputs, outputs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Matrix:
+    inputs: int
+    outputs: int
+    is_transposed: bool = False
+
+    @property
+    def dim_of_outputs(self) -> int:
+        return 1 if self.is_transposed else 0
+
+    @property
+    def dim_of_inputs(self) -> int:
+        return 1 - self.dim_of_outputs
+
+    def upright(self, weight: Tensor) -> Tensor:
+        """As F.linear takes it."""
+        return weight.t() if self.is_transposed else weight
+
+
+def matrix_of(module: nn.Module | None) -> Matrix | None:
+    """None for a layer of another kind, or one whose weight is computed from others."""
+    if module is None or set(module._parameters) != {"weight", "bias"}:
+        return None
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return Matrix(module.in_features, module.out_features)
+    if is_transformers(module, "Conv1D"):
+        weight = module._parameters["weight"]
+        assert weight is not None
+        return Matrix(weight.shape[0], weight.shape[1], is_transposed=True)
+    return None
+
+
+def is_transformers(module: nn.Module, name: str) -> bool:
+    """Whether it is of that class of transformers, which need not be installed."""
+    kind = type(module)
+    return kind.__name__ == name and kind.__module__.startswith("transformers.")

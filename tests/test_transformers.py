@@ -1,0 +1,53 @@
+"""Hugging Face's GPT-2, split. Skipped where transformers is not installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from shoal.replica.tensor_plan import plan_of
+from shoal.strategy import Tp
+from tests.conftest import World
+from tests.test_pipelines import ADAMW, assert_equal, texts
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def gpt2() -> nn.Module:
+    """Three heads, which two workers do not divide; nothing is downloaded."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        **{"vocab_size": 51, "n_positions": 8, "n_embd": 12, "n_layer": 3, "n_head": 3},
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False},
+        **{"bos_token_id": 0, "eos_token_id": 0},
+    )
+    model: nn.Module = transformers.GPT2LMHeadModel(config).train()
+    return model
+
+
+def words(n: int) -> TensorDataset:
+    return TensorDataset(*(t % 51 for t in texts(n).tensors))
+
+
+def loss(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), targets.flatten())
+
+
+def test_its_roles() -> None:
+    roles = {name: role.kind for name, role in plan_of(gpt2(), Tp(2)).items()}
+    assert {kind for name, kind in roles.items() if name.endswith(("c_attn", "c_fc"))} == {"column"}
+    assert {kind for name, kind in roles.items() if name.endswith("c_proj")} == {"row"}
+    assert roles["transformer.wte"] == "vocabulary" and roles["lm_head"] == "column"
+    assert len(roles) == 4 * 3 + 2
+
+
+@pytest.mark.parametrize("strategy", ["tp(2)", "tp(3)", "tp(2, sequence=True)", "pp(2)"])
+def test_it_trains_as_on_one_worker(world: World, strategy: str) -> None:
+    size = int(strategy[3])
+    options = {"loss": loss, "optimizer": ADAMW, "clip_norm": 1.0}
+    assert_equal(world, size, strategy, gpt2, words(16), 8, **options)
