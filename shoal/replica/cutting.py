@@ -27,6 +27,10 @@ _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 _tracing = threading.Lock()  # torch.fx changes nn.Module while it traces, for all threads
 
 
+class Untraceable(BadInput):
+    """A forward that torch.fx cannot follow."""
+
+
 class Operations:
     """The operations of one forward, in order; `given` are the arguments that a batch has."""
 
@@ -69,7 +73,7 @@ class Operations:
         """Multiplications of one position, about: the weights that are not only looked up."""
         if node.op == "call_module":
             module = self.model.get_submodule(str(node.target))
-            return sum(_weights(module))
+            return sum(weights_of(module))
         if node.target is torch.nn.functional.embedding:
             return 0
         used = [self._attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -111,9 +115,15 @@ class Operations:
 
 
 def arguments(model: nn.Module) -> tuple[str, ...]:
-    """The arguments of a model's forward that have no default."""
+    """The arguments of a model's forward that have no default; if none has, the first one."""
+    found = _parameters(model)
+    required = tuple(p.name for p in found if p.default is p.empty)
+    return required or tuple(p.name for p in found[:1])
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
     found = inspect.signature(model.forward).parameters.values()
-    return tuple(p.name for p in found if p.default is p.empty)
+    return [p for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def open_modules(model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0) -> set[str]:
@@ -184,8 +194,7 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Graph:
-    parameters = inspect.signature(model.forward).parameters.values()
-    fixed = {p.name: p.default for p in parameters if p.name not in given}
+    fixed = {p.name: p.default for p in _parameters(model) if p.name not in given}
     if any(default is inspect.Parameter.empty for default in fixed.values()):
         missing = [name for name, value in fixed.items() if value is inspect.Parameter.empty]
         raise BadInput(f"the model takes {', '.join(missing)}, which the batch does not have")
@@ -193,14 +202,15 @@ def _trace(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Gra
         with _tracing:
             return _Tracer(opened).trace(model, fixed or None)
     except Exception as error:
-        raise BadInput(
+        raise Untraceable(
             f"the forward of {type(model).__name__} cannot be cut into stages, since what it does "
             f"depends on its input ({_first_line(error)}): put that part into a module of its own, "
-            "or make the model an nn.Sequential"
+            "or make the model an nn.Sequential, or one with an nn.ModuleList of like blocks"
         ) from error
 
 
-def _weights(module: nn.Module) -> Iterator[int]:
+def weights_of(module: nn.Module) -> Iterator[int]:
+    """The sizes of what a position is multiplied with."""
     for inner in module.modules():
         if not isinstance(inner, _LOOKUPS):
             yield from (p.numel() for p in inner.parameters(recurse=False))

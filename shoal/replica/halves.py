@@ -137,6 +137,12 @@ def _weight(node: Node) -> Tensor | None:
         node = children[0][0]
 
 
+def nodes_behind(roots: Sequence[Tensor]) -> set[Node]:
+    """Every node of the graph that some tensors were computed by."""
+    starts = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
+    return {node for node, _ in _walk(starts)}
+
+
 def _leaves(roots: Sequence[Tensor]) -> list[Tensor]:
     starts = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
     found = [node.variable for node, _ in _walk(starts) if hasattr(node, "variable")]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.replica.balance import cut_evenly, dearest
-from shoal.replica.cutting import Operations, arguments, open_modules
+from shoal.replica.cutting import Operations, Untraceable, arguments, open_modules
 from shoal.replica.meta import Place, places
 from shoal.replica.tensor import TensorSplit
+from shoal.replica.trunk import Trunk
 from shoal.schedules.pipeline import place_of
 from shoal.tree import Tree
 
@@ -39,9 +40,10 @@ class Stages:
         self.model, self.stages, self.chunks = model, stages, chunks
         self._opened = open_modules(model, cuts or ())
         self._required, self._signature = arguments(model), inspect.signature(model.forward)
-        self._segments: dict[tuple[Any, ...], fx.GraphModule] = {}
+        self._segments: dict[tuple[Any, ...], Callable[..., Tree]] = {}
         self._operations: dict[tuple[Any, ...], Operations] = {}
-        self.cuts = self._check(cuts) if cuts is not None else self._choose()
+        self._trunk: Trunk | None = None
+        self.cuts = self._find_cuts(cuts)
         self.aliases = _aliases(model)
         self.holders = self._find_holders()
 
@@ -49,11 +51,13 @@ class Stages:
     def parts(self) -> int:
         return self.stages * self.chunks
 
-    def segment(self, virtual: int, given: tuple[str, ...] | None = None) -> fx.GraphModule:
-        """The module of one virtual stage, for batches with these inputs, as training is now."""
+    def segment(self, virtual: int, given: tuple[str, ...] | None = None) -> Callable[..., Tree]:
+        """What one virtual stage computes, for batches with these inputs, as training is now."""
         given = self._required if given is None else given
         key = (virtual, given, self.model.training)
-        if key not in self._segments:
+        if key not in self._segments and self._trunk is not None:
+            self._segments[key] = self._trunk.segment(self.cuts, virtual, given)
+        elif key not in self._segments:
             operations = self._trace(given)
             edges = [0, *map(self._place(operations), self.cuts), len(operations.nodes)]
             self._segments[key] = operations.segment(edges[virtual], edges[virtual + 1])
@@ -101,6 +105,17 @@ class Stages:
                     _replace_by_shape(place.module, place.own)
         self._segments.clear()
         return named
+
+    def _find_cuts(self, cuts: Sequence[str] | None) -> tuple[str, ...]:
+        try:
+            return self._check(cuts) if cuts is not None else self._choose()
+        except Untraceable:
+            self._trunk = Trunk.find(self.model)
+            if self._trunk is None:
+                raise
+        if cuts is not None:
+            return self._trunk.check(cuts, self.parts)
+        return self._trunk.choose(self.parts)
 
     def _trace(self, given: tuple[str, ...]) -> Operations:
         key = (given, self.model.training)
@@ -192,10 +207,20 @@ class Stages:
                 self.model.train(training)
                 for virtual in range(self.parts):
                     stage = place_of(self.stages, virtual).stage
-                    for _, tensor in named_tensors(self.segment(virtual)):
+                    for tensor in self._used_by(virtual):
                         if id(tensor) in names:
                             found[names[id(tensor)]].add(stage)
         return {name: tuple(sorted(stages)) or (0,) for name, stages in found.items()}
+
+    def _used_by(self, virtual: int) -> Iterator[Tensor]:
+        if self._trunk is None:
+            segment = self.segment(virtual)
+            assert isinstance(segment, nn.Module)
+            yield from (tensor for _, tensor in named_tensors(segment))
+            return
+        for name, tensor in named_tensors(self.model):
+            if self._trunk.is_used_by(name, self.cuts, virtual):
+                yield tensor
 
 
 @contextmanager
