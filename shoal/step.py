@@ -69,9 +69,10 @@ class StepOptions:
                 "replicas do not divide: choose another microbatches or number of workers"
             )
 
-    def under(self, pp: Pp | None) -> StepOptions:
+    def under(self, pp: Pp | None, model: nn.Module | None = None) -> StepOptions:
         """With the micro-batches that a pipeline wants: its own word, or `accumulate`'s, or two
-        for each stage (one where there is no pipelining)."""
+        for each stage. One where there is no pipelining, and where BatchNorm looks at the whole
+        batch: more of them would give another result than one worker does."""
         if pp is None or pp.size == 1:
             return self
         if self.precision == "fp16":
@@ -83,7 +84,10 @@ class StepOptions:
                     f"(microbatches={self.microbatches}); leave them out here"
                 )
             return self
-        default = 1 if pp.schedule == "inter-op" else 2 * pp.size
+        is_whole = pp.schedule == "inter-op" or (
+            self.batchnorm == "global" and model is not None and has_batchnorm(model)
+        )
+        default = 1 if is_whole else 2 * pp.size
         chosen = self.accumulate if self.accumulate > 1 else default
         return replace(self, accumulate=pp.microbatches or chosen)
 
@@ -147,7 +151,7 @@ class Step:
             faults.at_start()
         group = mesh.dp
         options.check(group.size)
-        options = options.under(strategy.pp)
+        options = options.under(strategy.pp, model)
         options.check_split(strategy.tp)
         for name, value in {"loss": loss, "lr": lr, "count": count}.items():
             if value is not None and not callable(value):
@@ -284,6 +288,12 @@ class Step:
             )
             say(f"BatchNorm sees each replica's own samples under {part.name}; {statistics}")
             return Presence()
+        if self.mesh.pp.size > 1 and self.options.accumulate == 1 and not self.options.exact:
+            say(
+                "BatchNorm sees the whole batch, so the stages compute it in one piece, one after "
+                "the other; with pp(…, microbatches=n) they work at the same time, and it sees "
+                "micro-batches"
+            )
         if self.options.exact or self.options.accumulate > 1:
             say(
                 "BatchNorm statistics are those of each micro-batch, not of the whole batch, "

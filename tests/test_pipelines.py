@@ -184,6 +184,23 @@ def test_batchnorm_sees_micro_batches_as_with_accumulation(
     )
 
 
+@pytest.mark.parametrize(
+    ("size", "strategy"), [(2, "pp(2)"), (2, 'pp(2, schedule="zb-h1")'), (4, "ddp + pp(2)")]
+)
+def test_batchnorm_sees_the_whole_batch_unless_told(world: World, size: int, strategy: str) -> None:
+    assert_equal(world, size, strategy, normed, samples(48), 16)
+
+
+def test_how_many_micro_batches_with_batchnorm() -> None:
+    def microbatches(strategy: str, **options: Any) -> int:
+        return StepOptions(**options).under(parse(strategy).pp, normed()).accumulate
+
+    assert microbatches("pp(2)") == 1
+    assert microbatches("pp(2)", accumulate=3) == 3
+    assert microbatches("pp(2, microbatches=4)") == 4
+    assert microbatches("pp(2)", batchnorm="local") == 4
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_recomputing_changes_nothing(world: World, schedule: str) -> None:
     strategy = f'pp(2, schedule="{schedule}", recompute=True)'
