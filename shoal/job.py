@@ -98,6 +98,7 @@ class Job:
         microbatches: int = 8,
         count: Count | None = None,
         batchnorm: Literal["global", "local"] = "global",
+        example: Any = None,
     ) -> Step:
         """Make the function that trains `model` on one batch and returns the batch's loss.
 
@@ -105,7 +106,8 @@ class Job:
         `optimizer` is called with (name, parameter) pairs. `clip_norm` bounds the norm of the
         whole gradient. `accumulate` computes a batch in that many micro-batches. `lr(step)` is
         the learning rate of a step. `exact` gives the same bits at any number of workers that
-        divides `microbatches`. `batchnorm="local"` keeps statistics apart.
+        divides `microbatches`. `batchnorm="local"` keeps statistics apart. `example` are inputs
+        of a batch, for `pp(n, balance="measured")`.
         """
         options = StepOptions(clip_norm, accumulate, precision, exact, microbatches, batchnorm)
         step = Step(
@@ -122,6 +124,7 @@ class Job:
             tracer=self._tracer,
             say=self._say_once,
             faults=self._faults,
+            example=example,
         )
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)

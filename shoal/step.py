@@ -146,6 +146,7 @@ class Step:
         tracer: Tracer,
         say: Callable[[str], None],
         faults: Faults | None = None,
+        example: Tree = None,
     ):
         if faults is not None:
             faults.at_start()
@@ -168,7 +169,7 @@ class Step:
         self.embeddings = bind_embeddings(self.model, optimizer, seed)
         self._check_embeddings(say)
         presence = self._share_batchnorm(part, say)
-        self.part = part_of_replica(self.model, strategy, mesh, device, blank)
+        self.part = part_of_replica(self.model, strategy, mesh, device, blank, example)
         self.flat = lay_out(part, model, group, device, blank, self.part.named)
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None

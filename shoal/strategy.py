@@ -58,7 +58,7 @@ BUILT: dict[str, dict[str, Container[object]]] = {
     },
     "tp": {"size": EVERY_VALUE, "plan": EVERY_VALUE, "sequence": EVERY_VALUE},
     "pp": dict.fromkeys(
-        ("size", "schedule", "microbatches", "chunks", "recompute", "cuts"), EVERY_VALUE
+        ("size", "schedule", "microbatches", "chunks", "recompute", "cuts", "balance"), EVERY_VALUE
     ),
 }
 
@@ -308,6 +308,7 @@ class Pp(Part):
     chunks: Annotated[int | None, optional(whole(1))] = None
     recompute: Annotated[bool, _FLAG] = False
     cuts: Annotated[Sequence[str] | None, optional(_NAMES)] = None
+    balance: Annotated[str, one_of("weights", "measured")] = "weights"
 
 
 single, ddp, zero, ps, gossip = Single, Ddp, Zero, Ps, Gossip

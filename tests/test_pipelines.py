@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.job import Job
+from shoal.replica.part import StagePart
+from shoal.replica.stages import Stages
 from shoal.snapshot import whole_model
 from shoal.step import StepOptions
 from shoal.strategy import SCHEDULES, parse
@@ -303,6 +306,36 @@ def test_a_parameter_without_gradient_is_left_alone(world: World) -> None:
 def test_cuts_of_the_users(world: World) -> None:
     strategy = 'pp(2, cuts=["blocks.1"])'
     assert_equal(world, 2, strategy, gpt, texts(8), 8, loss=next_token_loss)
+
+
+class Slow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.03)
+        return super().forward(x)
+
+
+def uneven() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Slow(6, 6), *(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3))
+
+
+def test_stages_are_balanced_by_measured_time(world: World) -> None:
+    """By weights the cut would be in the middle."""
+    example = samples(4).tensors[0]
+    models = [uneven(), uneven()]
+
+    def body(group: Group) -> tuple[str, ...]:
+        job = Job(parse('pp(2, balance="measured")'), group, device=torch.device("cpu"))
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD, example=example)
+        assert isinstance(step.part, StagePart)
+        return step.part.stages.cuts
+
+    assert Stages(uneven(), 2).cuts == ("3",)
+    assert world(2, body) == [("1",), ("1",)]
+    strategy = 'pp(2, balance="measured")'
+    assert_equal(world, 2, strategy, uneven, samples(16), 8, example=example)
+    said = refused(world, strategy, uneven)
+    assert "give job.step(…, example=inputs) the inputs of a batch" in said
 
 
 def test_evaluating(world: World) -> None:

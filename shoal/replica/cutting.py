@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,8 +69,13 @@ class Operations:
         before = [*self.inputs, *self.nodes[:place]]
         return [node for node in before if self._last_use[node] >= place]
 
-    def cost(self, node: fx.Node) -> int:
-        """Multiplications of one position, about: the weights that are not only looked up."""
+    def cost(self, node: fx.Node, seconds: Mapping[str, float] | None = None) -> float:
+        """Multiplications of one position, about: the weights that are not only looked up.
+
+        Where they are known, the seconds that a module takes.
+        """
+        if seconds is not None:
+            return seconds.get(str(node.target), 0.0) if node.op == "call_module" else 0.0
         if node.op == "call_module":
             module = self.model.get_submodule(str(node.target))
             return sum(weights_of(module))

@@ -24,10 +24,11 @@ from shoal.replica.stages import Stages, keeping_modes, named_tensors
 from shoal.replica.tensor import TensorSplit
 from shoal.replica.tensor_plan import plan_of
 from shoal.replica.ties import Ties
+from shoal.replica.timing import as_tensor, by_name, module_seconds
 from shoal.schedules.pipeline import accumulate
 from shoal.schedules.pipeline_catalog import build
 from shoal.strategy import Pp, Strategy
-from shoal.tree import Tree, tensors_of
+from shoal.tree import Tree, map_tensors, tensors_of
 
 LARGEST_CHECKED_BYTES = 1 << 30
 
@@ -80,12 +81,23 @@ class Part:
 class StagePart(Part):
     """One stage of a pipeline; the model's other tensors are shapes without memory."""
 
-    def __init__(self, model: nn.Module, pp: Pp, mesh: Mesh, device: torch.device, blank: Blank):
+    def __init__(
+        self,
+        model: nn.Module,
+        pp: Pp,
+        mesh: Mesh,
+        device: torch.device,
+        blank: Blank,
+        example: Tree = None,
+    ):
         self.model, self.pp, self.group = model, pp, mesh.pp
         self._is_trusted = bool(blank)  # with all tensors on one worker it may not fit
         group = mesh.pp
         self.chunks = build(pp.schedule, group.size, 1, pp.chunks).chunks
-        self.stages = Stages(model, group.size, self.chunks, pp.cuts)
+        seconds = None
+        if pp.balance == "measured" and pp.cuts is None:
+            seconds = _measured(model, example, pp, mesh.world, device, bool(blank))
+        self.stages = Stages(model, group.size, self.chunks, pp.cuts, seconds)
         self._agree(device)
         self.places = {p: place for place, p in enumerate(model.parameters())}
         start = _from_rank_0(blank.fill_in_turn(model, device), mesh.world)
@@ -167,9 +179,14 @@ class StagePart(Part):
 
 
 def part_of_replica(
-    model: nn.Module, strategy: Strategy, mesh: Mesh, device: torch.device, blank: Blank
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: Mesh,
+    device: torch.device,
+    blank: Blank,
+    example: Tree = None,
 ) -> Part:
-    """This worker's part of the model, which all have built.
+    """This worker's part of the model, which all have built; `example` are inputs of a batch.
 
     Stages are cut, and the layers that are split chosen, while the model is whole. What is
     `blank` is filled layer by layer, and what belongs to others let go.
@@ -177,7 +194,7 @@ def part_of_replica(
     tp, pp = strategy.tp, strategy.pp
     roles = plan_of(model, tp) if tp is not None and mesh.tp.size > 1 else {}
     if pp is not None and mesh.pp.size > 1:
-        part: Part = StagePart(model, pp, mesh, device, blank)
+        part: Part = StagePart(model, pp, mesh, device, blank, example)
         start = blank.fill_in_turn(model, device)
     else:
         part = Part(model)
@@ -187,6 +204,25 @@ def part_of_replica(
             TensorSplit(model, roles, mesh.tp, device, start, tp is not None and tp.sequence)
         )
     return part
+
+
+def _measured(
+    model: nn.Module, example: Tree, pp: Pp, world: Group, device: torch.device, is_blank: bool
+) -> dict[str, float]:
+    """The seconds of modules as rank 0 has measured them, so that all cut alike."""
+    if is_blank:
+        raise BadInput(f"{pp} measures the model, which has no memory yet: leave balance out")
+    if example is None:
+        raise BadInput(
+            f"{pp} measures the model: give job.step(…, example=inputs) the inputs of a batch"
+        )
+    found = as_tensor(model, {})
+    if world.rank == 0:
+        inputs = map_tensors(lambda t: t.to(device), example)
+        found = as_tensor(model, module_seconds(model, inputs, device))
+    found = found.to(device)
+    world.broadcast(found).wait()
+    return by_name(model, found)
 
 
 def _from_rank_0(filled: Iterator[list[Place]], world: Group) -> Iterator[list[Place]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,9 +35,16 @@ class Stages:
     tensor: TensorSplit | None = None  # whose activations cross in another form
 
     def __init__(
-        self, model: nn.Module, stages: int, chunks: int = 1, cuts: Sequence[str] | None = None
+        self,
+        model: nn.Module,
+        stages: int,
+        chunks: int = 1,
+        cuts: Sequence[str] | None = None,
+        seconds: Mapping[str, float] | None = None,
     ):
+        """`seconds` are those of the modules' forward, where they were measured."""
         self.model, self.stages, self.chunks = model, stages, chunks
+        self._seconds = seconds
         self._opened = open_modules(model, cuts or ())
         self._required, self._signature = arguments(model), inspect.signature(model.forward)
         self._segments: dict[tuple[Any, ...], Callable[..., Tree]] = {}
@@ -115,7 +122,7 @@ class Stages:
                 raise
         if cuts is not None:
             return self._trunk.check(cuts, self.parts)
-        return self._trunk.choose(self.parts)
+        return self._trunk.choose(self.parts, self._seconds)
 
     def _trace(self, given: tuple[str, ...]) -> Operations:
         key = (given, self.model.training)
@@ -186,7 +193,7 @@ class Stages:
         """The cost of the dearest part, and the cuts."""
         operations = self._trace(self._required)
         names = {place: name for name, place in self._candidates().items()}
-        costs = [float(operations.cost(node)) for node in operations.nodes]
+        costs = [float(operations.cost(node, self._seconds)) for node in operations.nodes]
         slight = max(1.0, sum(costs)) * 1e-6  # what has no weights takes some time, too
         costs = [cost + slight for cost in costs]
         prices = [float(len(operations.crossing(place))) for place in names]

@@ -70,10 +70,14 @@ class Trunk:
 
     # ------------------------------------------------------------------ where it is cut
 
-    def choose(self, parts: int) -> tuple[str, ...]:
+    def choose(self, parts: int, seconds: Mapping[str, float] | None = None) -> tuple[str, ...]:
         """Cuts for which the dearest part is as cheap as can be; the head is in the last."""
-        costs = [float(sum(weights_of(block))) for block in self.blocks]
-        outside = sum(weights_of(self.model)) - sum(costs)
+        if seconds is None:
+            costs = [float(sum(weights_of(block))) for block in self.blocks]
+            outside = sum(weights_of(self.model)) - sum(costs)
+        else:
+            costs = [seconds[name] for name in self.names]
+            outside = max(0.0, seconds[""] - sum(costs))
         places = list(range(1, len(costs)))
         found = cut_evenly([*costs, outside], places, [1.0] * len(places), parts)
         if found is None:
