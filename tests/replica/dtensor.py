@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shoal.group.torch_group import TorchGroup, join_world
+from shoal.replica.meta import Blank
 from shoal.replica.tensor import TensorSplit
 from shoal.replica.tensor_plan import plan_of
 from shoal.strategy import Tp
@@ -42,7 +43,8 @@ class Model(nn.Module):
 
 def ours(group: TorchGroup, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     model = Model()
-    split = TensorSplit(model, plan_of(model, Tp(2, plan=PLAN)), group, torch.device("cpu"))
+    cpu, roles = torch.device("cpu"), plan_of(model, Tp(2, plan=PLAN))
+    split = TensorSplit(model, roles, group, cpu, Blank(model).fill_in_turn(model, cpu))
     out = model(x)
     (out * out).mean().backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
