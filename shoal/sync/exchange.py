@@ -72,15 +72,7 @@ class Exchange(Protocol):
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Everybody takes his own back; another number of workers shares the sum equally."""
-        found = [t for name, t in tensors.items() if name.endswith("/residual")]
-        for tensor in found:
-            check_size(tensor, self.residual)
-        own = tensors.get(f"worker/{self.group.rank}/residual")
-        if own is not None and len(found) == self.group.size:
-            self.residual.copy_(own)
-        else:
-            total = torch.stack(found).sum(0) if found else torch.zeros(())
-            self.residual.copy_(total / self.group.size)
+        take_residual(tensors, self.residual, self.group.rank, self.group.size)
 
 
 class Sharded(Exchange):
@@ -226,6 +218,19 @@ def make_exchange(
     if isinstance(first, TopK):
         return Gathered(flat, group, first)
     return Sharded(flat, group, slices, first)
+
+
+def take_residual(tensors: dict[str, Tensor], residual: Tensor, rank: int, size: int) -> None:
+    """The saved residual of one of `size` workers; its share of them all if others have saved."""
+    found = [t for name, t in tensors.items() if name.endswith("/residual")]
+    for tensor in found:
+        check_size(tensor, residual)
+    own = tensors.get(f"worker/{rank}/residual")
+    if own is not None and len(found) == size:
+        residual.copy_(own)
+    else:
+        total = torch.stack(found).sum(0) if found else torch.zeros(())
+        residual.copy_(total / size)
 
 
 def check_size(saved: Tensor, own: Tensor) -> None:

@@ -44,6 +44,7 @@ from shoal.server.remote_rows import ServerStore
 from shoal.server.shard import NAMES
 from shoal.server.slices import Place, cut
 from shoal.strategy import Ps
+from shoal.sync.ps_packed import PackedPush
 from shoal.sync.ps_state import cut_state, whole_state
 from shoal.sync.sync import Sync
 from shoal.sync.update import Update
@@ -67,7 +68,9 @@ def join_servers(
     try:
         model = torch.tensor([secrets.randbits(62)])
         group.broadcast(model).wait()
-        specs = specs_of(flat, rule, hosts.leads, named, update.clip_norm, microbatches)
+        specs = specs_of(
+            flat, rule, hosts.leads, named, update.clip_norm, microbatches, part.compress
+        )
         client = Client(group.rank, int(model), hosts.addresses, hosts.secret, specs)
     except BaseException:
         hosts.close(failed=True)
@@ -82,6 +85,7 @@ def specs_of(
     named: Named | None,
     clip_norm: float | None,
     microbatches: int | None,
+    compress: str | None = None,
 ) -> list[Spec]:
     """What each server holds; `leads` says for each how it reaches the first one."""
     places = [
@@ -105,6 +109,7 @@ def specs_of(
             microbatches,
             named,
             clip_norm if named is not None else None,
+            compress,
         )
         for index, held in enumerate(cut(places, flat.size, len(leads), by_rows))
     ]
@@ -148,7 +153,8 @@ class ParameterServer(Sync):
         self._stats: list[dict[str, Any]] = []
         self._closed = False
         self._exact = None if microbatches is None else _Tree(microbatches, group)
-        zero_copy = flat.device.type == "cpu" and self._exact is None
+        self.packed = PackedPush(flat, client) if client.specs[0].compress is not None else None
+        zero_copy = flat.device.type == "cpu" and self._exact is None and self.packed is None
         flat.watch(flat.buckets(BUCKET_BYTES), memory=client.out[0] if zero_copy else None)
         self._copies = not zero_copy
         # the servers write only what this worker waits for, unless a pull is under way in a step
@@ -175,6 +181,9 @@ class ParameterServer(Sync):
     def reduce(self, bucket: slice) -> None:
         if self._exact is not None:
             self._exact.note(bucket, self.flat)
+            return
+        if self.packed is not None:
+            self.packed.reduce(bucket)
             return
         if self._copies:
             self.client.out[0, bucket].copy_(self.flat.grad[bucket])
@@ -272,6 +281,13 @@ class ParameterServer(Sync):
     def restored(self) -> None:
         self._give_weights()
 
+    def state(self) -> dict[str, Tensor]:
+        return {} if self.packed is None else self.packed.state()
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        if self.packed is not None:
+            self.packed.load_state(tensors)
+
     def report(self) -> dict[str, Any]:
         ahead = Counter(max(0, step - slowest) for step, slowest in self.pulls)
         return {
@@ -283,10 +299,12 @@ class ParameterServer(Sync):
             "sent_bytes": [link.sent_bytes for link in self.client.links],
             "received_bytes": [link.received_bytes for link in self.client.links],
             "shared_memory": self.client.shares_memory,
+            **({} if self.packed is None else self.packed.report()),
         }
 
     def summary(self) -> list[str]:
-        return summary_of(self._stats, self.rule)
+        packed = [] if self.packed is None else self.packed.summary()
+        return [*summary_of(self._stats, self.rule), *packed]
 
     def close(self) -> None:
         if self._closed:
