@@ -1,8 +1,8 @@
 """The parameter server, from a worker: gradients are pushed while backward runs, weights pulled.
 
-    begin    weights that the rule allows have arrived; staleness: the next pull goes out
+    begin    weights that the rule allows have arrived
     reduce   this bucket lies in the memory shared with the servers, or goes out to them
-    finish   the push is whole: commit. Synchronous: wait for the new weights
+    finish   the push is whole: commit, and pull. Synchronous: wait for the new weights
 
 What the rules mean (`server/admission.py` decides):
 
@@ -11,8 +11,9 @@ What the rules mean (`server/admission.py` decides):
     ps(quorum=q)      the update is the mean over the samples of the workers that were in time. A
                       step that the others have done already is not computed any more
     ps(staleness=k)   each push is applied as it comes; its share of the batch makes the pushes of
-                      one step together as long as one synchronous step. The next weights are on
-                      their way during a step, so they may lack this worker's latest push
+                      one step together as long as one synchronous step. Over a network the next
+                      weights are on their way while backward runs, and lack the push that it
+                      makes; in shared memory a pull is a copy, and comes after the push
     ps(mode="async")  the same, and nobody waits. A worker that is far behind leaves out steps
 
 The loss is that of the global batch where everybody is waited for, and else the worker's own.
@@ -147,6 +148,7 @@ class ParameterServer(Sync):
         self.server_updates = client.specs[0].optimizer is not None
         self.pulls: list[tuple[int, int]] = []  # step, clock of the slowest worker at that time
         self.skipped = 0
+        self._pulls_ahead = rule.staleness is not None and not client.shares_memory
         self._pulling: list[Future[Arrived]] = []
         self._version = self._fastest = 0
         self._loss = torch.zeros((), device=flat.device)
@@ -173,12 +175,12 @@ class ParameterServer(Sync):
         self.client.wait_settled()
         step = self.update.steps
         self.passed = self.rule.is_passed(step, self._version, self._fastest)
-        if self.rule.staleness is not None:
-            self._pulling = self.client.pull(step + 1, 0)
         if self._exact is not None:
             self._exact.begin()
 
     def reduce(self, bucket: slice) -> None:
+        if self._pulls_ahead and not self._pulling:
+            self._pulling = self.client.pull(self.update.steps + 1, 0)
         if self._exact is not None:
             self._exact.note(bucket, self.flat)
             return
@@ -198,7 +200,7 @@ class ParameterServer(Sync):
             self._arrive()
         else:
             self.client.settle(ack.position)
-            if self.rule.staleness is None:
+            if not self._pulls_ahead:
                 self._pulling = self.client.pull(step + 1, step + 1 if self.rule.quorum else 0)
             self.flat.drop_gradients()
         if self.server_updates:
