@@ -199,6 +199,8 @@ class ParameterServer(Sync):
             self._pulling = self.client.pull(step + 1, step + 1)
             self._arrive()
         else:
+            if ack.verdict == "dropped" and self.packed is not None:
+                self.packed.take_back()
             self.client.settle(ack.position)
             if not self._pulls_ahead:
                 self._pulling = self.client.pull(step + 1, step + 1 if self.rule.quorum else 0)

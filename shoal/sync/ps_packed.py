@@ -36,6 +36,9 @@ class PackedPush:
         self.residual = torch.zeros(flat.size, dtype=dtype, device=flat.device)
         self.pushes = self.pushed_bytes = 0
         self._gaps = flat.gaps()
+        rule = client.specs[0].rule
+        drops = rule.quorum is not None and not rule.fold
+        self._before = self.residual.clone() if drops else None
 
     def reduce(self, bucket: slice) -> None:
         """Buckets run from the end of the buffer to its start: who begins in this one is whole."""
@@ -48,6 +51,8 @@ class PackedPush:
     def _push(self, index: int, run: slice, packing: Packing) -> None:
         link, sequence = self.client.links[index], self.client.sequence + 1
         self.flat.grad[self._gaps] = 0.0  # a sum that came down has left noise there
+        if self._before is not None:
+            self._before[run] = self.residual[run]
         packed = packing.pack(self.flat.grad[run], self.residual[run], self.feedback)
         self.pushed_bytes += packed.nbytes
 
@@ -55,6 +60,11 @@ class PackedPush:
             link.send("push", Kind.PACKED, b"", bytes_of(packed), sequence=sequence)
 
         link.later("push", do)
+
+    def take_back(self) -> None:
+        """The push was dropped as late: its gradient is lost, and nothing of earlier ones."""
+        assert self._before is not None
+        self.residual.copy_(self._before)
 
     # ------------------------------------------------------------------ checkpoints
 

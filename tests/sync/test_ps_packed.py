@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -212,6 +213,27 @@ def test_what_was_sent_and_what_is_left_make_up_all_gradients(method: str) -> No
             packing.unpack(packing.pack(gradient, residual), there)
             arrived += there
         torch.testing.assert_close(arrived + residual, given, atol=1e-4, rtol=0)
+
+
+def test_a_push_that_is_dropped_takes_nothing_of_earlier_steps_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = 'ps(quorum=1, placement="rank0", compress="topk(0.05)")'
+    job, step = start(SoloGroup(), text, mlp())
+    assert isinstance(step.sync, ParameterServer)
+    packed, client = packed_of(step), step.sync.client
+    batches = iter(job.batches(samples(40), 10))
+    step(next(batches))
+    before, commit = packed.residual.clone(), client.commit
+    monkeypatch.setattr(
+        client, "commit", lambda *push: structs.replace(commit(*push), verdict="dropped")
+    )
+    step(next(batches))
+    assert before.abs().sum() > 0 and torch.equal(packed.residual, before)
+    monkeypatch.undo()
+    step(next(batches))
+    assert not torch.equal(packed.residual, before)
+    job.close()
 
 
 def run(
