@@ -286,7 +286,14 @@ class ParameterServer(Sync):
         self._give_weights()
 
     def state(self) -> dict[str, Tensor]:
-        return {} if self.packed is None else self.packed.state()
+        if self.packed is None:
+            return {}
+        self.packed.leave_with_servers()
+        self._meet()
+        saved: dict[str, Tensor] = {}
+        for _ in self._until_all_agree():
+            saved = self.packed.collect() if self.is_first else {}
+        return saved
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         if self.packed is not None:

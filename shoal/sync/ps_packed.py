@@ -59,7 +59,7 @@ class PackedPush:
         def do() -> None:
             link.send("push", Kind.PACKED, b"", bytes_of(packed), sequence=sequence)
 
-        link.later("push", do)
+        link.later("push", do, answered=False)
 
     def take_back(self) -> None:
         """The push was dropped as late: its gradient is lost, and nothing of earlier ones."""
@@ -68,16 +68,16 @@ class PackedPush:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def state(self) -> dict[str, Tensor]:
-        """What the workers that are left have still to send, at rank 0. All of them call it."""
+    def leave_with_servers(self) -> None:
+        """What is still to be sent, for whoever saves it."""
         for future in [self._keep(index) for index in range(len(self.packings))]:
             future.result()
-        self.client.meet()
+
+    def collect(self) -> dict[str, Tensor]:
+        """What the workers that are there have left with the servers."""
         saved: dict[str, Tensor] = {}
-        if self.client.rank == 0:
-            for worker in range(self.client.specs[0].rule.workers):
-                saved |= self._saved(worker)
-        self.client.meet()
+        for worker in range(self.client.specs[0].rule.workers):
+            saved |= self._saved(worker)
         return {f"{PREFIX}{name}": tensor for name, tensor in saved.items()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
