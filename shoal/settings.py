@@ -6,8 +6,8 @@ from shoal.errors import StrategyError
 
 # Outer optimizers of localsgd: what can be set, and what it is unless set.
 OUTERS: dict[str, dict[str, float]] = {
-    "sgd": {"lr": 1.0, "momentum": 0.0},
-    "nesterov": {"lr": 0.7, "momentum": 0.9},
+    "sgd": {"lr": 1.0, "momentum": 0.0, "warmup": 10.0},
+    "nesterov": {"lr": 0.7, "momentum": 0.9, "warmup": 10.0},
     "adam": {"lr": 0.3, "beta1": 0.9, "beta2": 0.95, "eps": 0.1},
 }
 
@@ -37,7 +37,9 @@ def outer_settings(text: str) -> tuple[str, dict[str, float]]:
     for key, value in settings.items():
         if key in ("lr", "eps") and not 0 < value < float("inf"):
             raise StrategyError(f"localsgd: {key} of outer {name} has to be above 0, not {value}")
-        if key not in ("lr", "eps") and not 0 <= value < 1:
+        if key == "warmup" and not 0 <= value < float("inf"):
+            raise StrategyError(f"localsgd: warmup of outer {name} has to be 0 or more rounds")
+        if key not in ("lr", "eps", "warmup") and not 0 <= value < 1:
             raise StrategyError(
                 f"localsgd: {key} of outer {name} has to be from 0 to below 1, not {value}"
             )

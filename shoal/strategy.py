@@ -54,7 +54,7 @@ BUILT: dict[str, dict[str, Container[object]]] = {
     "gossip": {"graph": EVERY_VALUE, "mode": EVERY_VALUE},
     "ps": {
         **dict.fromkeys(("mode", "quorum", "late", "staleness"), EVERY_VALUE),
-        **dict.fromkeys(("servers", "placement", "update"), EVERY_VALUE),
+        **dict.fromkeys(("servers", "placement", "update", "compress"), EVERY_VALUE),
     },
     "tp": {"size": EVERY_VALUE, "plan": EVERY_VALUE, "sequence": EVERY_VALUE},
     "pp": dict.fromkeys(

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.examples.options import Options, count, make_parser, parse, resume
+from shoal.examples.options import Options, batches, count, make_parser, parse
 from shoal.server.rows import TableSpec
 
 FIELDS = 4  # user, item, page, advertiser: a quarter of the rows each
@@ -49,23 +49,10 @@ def train(job: shoal.Job, options: ClickOptions | None = None) -> None:
         Net(options.rows, options.dim, options.dense),
         F.binary_cross_entropy_with_logits,
         optimizer=partial(torch.optim.Adagrad, lr=options.lr),
-        clip_norm=options.clip_norm,
-        accumulate=options.accumulate,
-        precision=options.precision,
-        exact=options.exact,
-        microbatches=options.microbatches,
+        **options.of_step,
     )
-    if options.out and options.resume:
-        resume(job, options.out)
-    batches = job.batches(
-        train_set, batch_size=options.batch_size, epochs=options.epochs, steps=options.steps
-    )
-    for batch in batches:
+    for batch in batches(job, train_set, options, "clicks"):
         job.log(loss=step(batch))
-        if options.out and options.save_every and job.steps % options.save_every == 0:
-            job.save(options.out, options.about("clicks"))
-    if options.out:
-        job.save(options.out, options.about("clicks"))
     found = test(job, test_set)
     job.print(
         f"test loss {found['loss']:.4f} (the click rate alone: {found['base_loss']:.4f}), "

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.examples.options import Options, make_parser, parse, resume
+from shoal.examples.options import Options, batches, make_parser, parse
 
 DATA = Path(__file__).parent / "data" / "digits.csv.gz"
 NUM_TRAIN = 1_500
@@ -36,23 +36,10 @@ def train(job: shoal.Job, options: Options | None = None) -> None:
         Net(),
         F.cross_entropy,
         optimizer=partial(sgd, lr=options.lr),
-        clip_norm=options.clip_norm,
-        accumulate=options.accumulate,
-        precision=options.precision,
-        exact=options.exact,
-        microbatches=options.microbatches,
+        **options.of_step,
     )
-    if options.out and options.resume:
-        resume(job, options.out)
-    batches = job.batches(
-        train_set, batch_size=options.batch_size, epochs=options.epochs, steps=options.steps
-    )
-    for batch in batches:
+    for batch in batches(job, train_set, options, "digits"):
         job.log(loss=step(batch))
-        if options.out and options.save_every and job.steps % options.save_every == 0:
-            job.save(options.out, options.about("digits"))
-    if options.out:
-        job.save(options.out, options.about("digits"))
     found = test(job, test_set)
     job.print(f"test accuracy {found['accuracy']:.2%}, loss {found['loss']:.4f}")
 

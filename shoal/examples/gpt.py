@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.examples.options import Options, count, make_parser, parse, probability, resume
+from shoal.examples.options import Options, batches, count, make_parser, parse, probability
 
 NUM_CHARACTERS = 1_000_000
 HELD_OUT = 0.05
@@ -69,23 +69,10 @@ def train(job: shoal.Job, options: GptOptions | None = None) -> None:
         next_token_loss,
         optimizer=partial(adamw, lr=options.lr),
         lr=partial(warm_up_then_cosine, peak=options.lr, num_steps=num_steps),
-        clip_norm=options.clip_norm,
-        accumulate=options.accumulate,
-        precision=options.precision,
-        exact=options.exact,
-        microbatches=options.microbatches,
+        **options.of_step,
     )
-    if options.out and options.resume:
-        resume(job, options.out)
-    batches = job.batches(
-        train_set, batch_size=options.batch_size, epochs=options.epochs, steps=options.steps
-    )
-    for batch in batches:
+    for batch in batches(job, train_set, options, "gpt"):
         job.log(loss=step(batch))
-        if options.out and options.save_every and job.steps % options.save_every == 0:
-            job.save(options.out, options.about("gpt"))
-    if options.out:
-        job.save(options.out, options.about("gpt"))
     found = test(job, held_out)
     job.print(f"held-out loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}")
 

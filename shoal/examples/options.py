@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.checkpoint import MANIFEST
@@ -28,6 +30,12 @@ class Options:
     out: str | None
     save_every: int | None
     resume: bool
+
+    @property
+    def of_step(self) -> dict[str, Any]:
+        """Those that `job.step` takes as they are."""
+        names = ("clip_norm", "accumulate", "precision", "exact", "microbatches")
+        return {name: getattr(self, name) for name in names}
 
     def about(self, example: str) -> dict[str, Any]:
         """What a checkpoint says about itself, for `shoal eval`."""
@@ -113,6 +121,22 @@ def probability(text: str) -> float:
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to below 1")
     return number
+
+
+def batches(
+    job: shoal.Job, data: TensorDataset, options: Options, example: str
+) -> Iterator[shoal.Batch]:
+    """The batches to train on, from where a checkpoint ends; saves in between and at the end."""
+    if options.out and options.resume:
+        resume(job, options.out)
+    for batch in job.batches(
+        data, batch_size=options.batch_size, epochs=options.epochs, steps=options.steps
+    ):
+        yield batch
+        if options.out and options.save_every and job.steps % options.save_every == 0:
+            job.save(options.out, options.about(example))
+    if options.out:
+        job.save(options.out, options.about(example))
 
 
 def resume(job: shoal.Job, out: str) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from shoal.group.group import Group, Op
+from shoal.group.scheduled import ScheduledGroup
 from shoal.wire.transport import Work
 
 
@@ -16,7 +17,8 @@ class CountingGroup:
 
     A call counts as the schedule that sends the least: an all-reduce of V bytes 2V(p-1)/p, as a
     ring does; an all-gather the piece for each of the others. How the group carries it out (a
-    tree of more bytes and fewer rounds, shared memory) does not change the count.
+    tree of more bytes and fewer rounds, shared memory) does not change the count, unless somebody
+    has named the algorithm of an all-reduce: then it is what that one sends.
     """
 
     def __init__(self, group: Group):
@@ -40,7 +42,10 @@ class CountingGroup:
         return self._group.reduce(data, root, op)
 
     def all_reduce(self, data: Tensor, op: Op = Op.SUM) -> Work:
-        self.sent += all_reduce_bytes(data.nbytes, self.size)
+        named = None
+        if isinstance(self._group, ScheduledGroup):
+            named = self._group.sends("all_reduce", data.nbytes)
+        self.sent += all_reduce_bytes(data.nbytes, self.size) if named is None else named
         return self._group.all_reduce(data, op)
 
     def gather(self, out: Tensor | None, data: Tensor, root: int = 0) -> Work:

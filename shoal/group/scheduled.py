@@ -122,6 +122,14 @@ class ScheduledGroup:
             return None
         return self._child(SubsetTransport(self._transport, ranks))
 
+    def sends(self, kind: str, num_bytes: int) -> int | None:
+        """Bytes that this rank sends in such a call; None where the algorithm is left open."""
+        if self._chooser.is_auto(kind):
+            return None
+        collective = self._chooser.program(kind, num_bytes, self.link or Link()).collective
+        times = sum(transfer.src == self.rank for row in collective.rounds for transfer in row)
+        return round(times * collective.chunk_bytes(num_bytes))
+
     def calibrate(self) -> Link:
         """Measure what a message costs here, and let `auto` go by it. All ranks call it."""
         self._queue.submit(self._measure).wait()

@@ -1,5 +1,7 @@
 """What a verification run leaves behind: every step's loss and every final tensor.
 
+Of a shoal.Embedding these are the rows that were looked up, and their ids.
+
 `shoal verify` runs a script several times and asks for a capture through the environment:
 
     SHOAL_CAPTURE_DIR      where rank 0 writes
@@ -77,6 +79,8 @@ class Capture:
         for i, step in enumerate(self._seen):
             prefix = f"{i}:" if len(self._seen) > 1 else ""
             found, _ = whole_model(step)
+            if self.job.rank == 0:
+                found |= used_rows(step)
             tensors |= {prefix + name: tensor for name, tensor in found.items()}
         if self.job.rank != 0:
             return
@@ -97,6 +101,18 @@ class Capture:
         furthest = (high - low).abs().max()
         step.mesh.world.all_reduce(furthest, Op.MAX).wait()
         return float(furthest)
+
+
+def used_rows(step: Step) -> dict[str, Tensor]:
+    """The rows of each shoal.Embedding that the steps have looked up, in the order of their ids."""
+    found = {}
+    for embedding in step.embeddings:
+        state = embedding.state()
+        if state:
+            ids, order = state["ids"].sort()
+            found[f"{embedding.spec.name}/ids"] = ids
+            found[f"{embedding.spec.name}/rows"] = state["rows"][order]
+    return found
 
 
 def additions_in(step: Step) -> int:

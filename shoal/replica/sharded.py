@@ -81,7 +81,8 @@ class ShardedParams(FlatParams):
     """
 
     def __init__(self, model: nn.Module, group: Group, device: torch.device, blank: Blank):
-        self.model, self.group, self._on = model, group.duplicate(), device
+        self.model, self._on = model, device
+        self.group: Group = group.duplicate()
         self._blank = blank
         self._is_whole = False
         self.on_saved: Callable[[Tensor], Tensor] = lambda tensor: tensor  # for who counts

@@ -53,6 +53,9 @@ class Kind(enum.IntEnum):
     TABLE_PUSH = 42
     TABLE_GET = 43
     TABLE_SET = 44
+    PACKED = 50
+    KEEP = 51
+    KEPT = 52
 
 
 class Refused(ShoalError):

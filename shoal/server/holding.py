@@ -24,6 +24,7 @@ from torch import Tensor
 from shoal.server.admission import Impossible, Ledger, Verdict
 from shoal.server.frames import Refused
 from shoal.server.messages import Ack, Commit, Entry, Pull, Pulled, Spec, State
+from shoal.server.packing import Packing
 from shoal.server.rows import TableSpec
 from shoal.server.segment import Segment, attach_weights
 from shoal.server.shard import Shard, clip_factor
@@ -79,6 +80,8 @@ class Member:
     met: int = 0
     lanes: dict[str, Occupant] = field(default_factory=dict)
     rows: list[RowPush] = field(default_factory=list)  # of the push that is being staged
+    unpacked: int = 0  # the sequence of the push whose compressed gradients are in `staged`
+    kept: bytearray | None = None  # what it carries from step to step, when it was last saved
 
     def take_copy(self, source: Tensor) -> Tensor | None:
         """Into the memory that it shares; or into some of its own, which is then to be sent."""
@@ -95,6 +98,7 @@ class Holding:
 
     def __init__(self, spec: Spec):
         self.spec, self.shard = spec, Shard(spec)
+        self.packing = None if spec.compress is None else Packing(spec)
         self.changed = threading.Condition()
         self.members: dict[int, Member] = {}
         self.version = self.position = 0
@@ -124,13 +128,13 @@ class Holding:
             if worker >= spec.rule.workers or worker in self.members:
                 raise Refused(f"worker {worker} of {spec.rule.workers} is not expected here")
             heads = torch.zeros(shard.parts, shard.head_size, dtype=shard.head_dtype)
-            if segment is not None:
-                run = slice(spec.start, spec.stop)
-                staged, inbox = segment.out[:, run], segment.inbox[run]
-                member = Member(worker, incarnation, staged, heads, inbox)
-            else:
+            run = slice(spec.start, spec.stop)
+            inbox = None if segment is None else segment.inbox[run]
+            if segment is None or self.packing is not None:
                 staged = torch.zeros(shard.parts, shard.size, dtype=shard.dtype)
-                member = Member(worker, incarnation, staged, heads, None)
+            else:
+                staged = segment.out[:, run]
+            member = Member(worker, incarnation, staged, heads, inbox)
             self.members[worker] = member
             self.changed.notify_all()
             return member
@@ -219,6 +223,8 @@ class Holding:
                 self.again += 1
                 return Ack("again", self.position)
             self.expect(member, sequence)
+            if self.packing is not None and self.shard.size and member.unpacked != sequence:
+                raise Refused(f"push {sequence} is committed without its gradients")
             member.commit, member.watermark = commit, sequence
             if self.ledger is None:
                 self.changed.notify_all()

@@ -69,6 +69,7 @@ class Spec(Message, frozen=True):
     microbatches: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] | None = None  # exact: leaves
     optimizer: Named | None = None  # None: the workers update
     clip_norm: float | None = None
+    compress: Annotated[str, msgspec.Meta(max_length=64)] | None = None  # how gradients travel
 
 
 class Commit(Message, frozen=True):
@@ -132,6 +133,12 @@ class Chunk(Message, frozen=True):
     count: Count
     keys: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)]
     steps: Count
+
+
+class Kept(Message, frozen=True):
+    """Whether a worker has left what it carries from step to step; it is the payload."""
+
+    there: bool
 
 
 class Meet(Message, frozen=True):

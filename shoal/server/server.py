@@ -36,6 +36,7 @@ from shoal.server.messages import (
     State,
     Stats,
 )
+from shoal.server.packed_requests import PackedRequests
 from shoal.server.row_requests import RowRequests
 from shoal.server.segment import attach, bytes_of
 from shoal.server.shard import DTYPES, check_spec, parts_of
@@ -45,7 +46,7 @@ MOST_MODELS = 64
 MOST_REASONS = 64
 _SMALL_META_BYTES = 64 << 10
 _WITH_PAYLOAD = (
-    *(Kind.BUCKET, Kind.COMMIT, Kind.STATE_SET),
+    *(Kind.BUCKET, Kind.PACKED, Kind.KEEP, Kind.COMMIT, Kind.STATE_SET),
     *(Kind.TABLE_PULL, Kind.TABLE_PUSH, Kind.TABLE_SET),
 )
 _JOIN_S = 5.0
@@ -267,6 +268,7 @@ class Session:
         self._occupant = Occupant(threading.get_ident(), connection.cut)
         self._was_cut = self._is_back = False
         self._rows = RowRequests(connection, self._here, self._answer)
+        self._packed = PackedRequests(connection, self._here, self._answer)
         self._handlers = self._table()[self.lane]
 
     def _table(self) -> dict[str, dict[Kind, Callable[[Header, bytes], None]]]:
@@ -281,12 +283,15 @@ class Session:
             },
             "push": {
                 Kind.BUCKET: self._bucket,
+                Kind.PACKED: self._packed.push,
+                Kind.KEEP: self._packed.keep,
                 Kind.COMMIT: self._commit,
                 Kind.SETTLE: self._settle,
                 Kind.TABLE_PUSH: self._rows.push,
             },
             "pull": {
                 Kind.PULL: self._pull,
+                Kind.KEPT: self._packed.kept,
                 Kind.STATE_GET: self._state_get,
                 Kind.STATE_SET: self._state_set,
             },
@@ -474,6 +479,8 @@ class Session:
         staged = bytes_of(member.staged)
         if member.inbox is not None:
             raise Refused("gradients over the wire from a worker that shares its memory")
+        if holding.packing is not None:
+            raise Refused("gradients in full where they are to come compressed")
         if start % width or count % width or start + count > staged.nbytes:
             raise Refused(f"{count} bytes at {start} do not fit {staged.nbytes} bytes of gradients")
         if header.sequence <= member.watermark:

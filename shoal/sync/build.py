@@ -154,7 +154,7 @@ def _check(part: SyncPart, replica: Replica) -> None:
         raise BadInput(
             f"exact=True adds up every gradient in full, which {part} does not do: take ddp"
         )
-    if compress and isinstance(part, Ddp) and replica.update.scaler is not None:
+    if compress and isinstance(part, Ddp | Ps) and replica.update.scaler is not None:
         raise BadInput(
             f'{part} and precision="fp16" exclude each other: the scale of such gradients changes '
             'between steps, and so would what is left to send; take precision="bf16"'

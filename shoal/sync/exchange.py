@@ -4,10 +4,9 @@ Error feedback: what a replica could not send of a step (its residual) is added 
 in the next. Nothing is lost, only late; and everybody ends with the same bits, since everybody
 unpacks the same bytes.
 
-    Sharded     fp16 bf16 int8 onebit   shards to their owners, who add them up and send the sum
-                                        to all: 2·(p-1)/p of the packed size, as a ring all-reduce
-    Gathered    topk                    everybody's bytes to everybody: (p-1) times the packed size
-    Factored    powersgd                all-reduces of P and of Q
+    Sharded     fp16 bf16 int8    shards to their owners, who add them up, pack the sum and send it
+                onebit topk       to all: 2·(p-1)/p of the packed size, as a ring all-reduce
+    Factored    powersgd          all-reduces of P and of Q
 
 A sum goes in stages, written as a generator: what it yields is under way while other things run.
 """
@@ -29,6 +28,8 @@ from shoal.errors import CheckpointError
 from shoal.group.group import Group, Op
 from shoal.replica.flat import FlatParams
 from shoal.wire.transport import Work
+
+MOST_KEPT = 4  # times as many elements of a sum as each replica sends
 
 
 class Staged:
@@ -72,19 +73,11 @@ class Exchange(Protocol):
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Everybody takes his own back; another number of workers shares the sum equally."""
-        found = [t for name, t in tensors.items() if name.endswith("/residual")]
-        for tensor in found:
-            check_size(tensor, self.residual)
-        own = tensors.get(f"worker/{self.group.rank}/residual")
-        if own is not None and len(found) == self.group.size:
-            self.residual.copy_(own)
-        else:
-            total = torch.stack(found).sum(0) if found else torch.zeros(())
-            self.residual.copy_(total / self.group.size)
+        take_residual(tensors, self.residual, self.group.rank, self.group.size)
 
 
 class Sharded(Exchange):
-    """Every rank owns a shard of each slice and packs its sum.
+    """Every rank owns a shard of each slice and packs its sum, perhaps in another way (`answers`).
 
     What the second packing loses is kept by the owner (`owed`) and added to its next sum.
     """
@@ -95,8 +88,9 @@ class Sharded(Exchange):
         group: Group,
         slices: Sequence[slice],
         compressor: Compressor,
+        answers: Compressor,
     ):
-        self.group, self.compressor = group, compressor
+        self.group, self.compressor, self.answers = group, compressor, answers
         self.residual = _zeros(flat, flat.size)
         self._places = {at.start: self._place(at) for at in slices}
         self.owed = {start: _zeros(flat, p.stop - p.start) for start, p in self._places.items()}
@@ -107,19 +101,20 @@ class Sharded(Exchange):
         rows = F.pad(wanted, (0, size * shard - x.numel())).view(size, shard)
         packed = torch.stack([self.compressor.pack(row) for row in rows])
         if self.feedback:
-            torch.sub(wanted, self._unpack(packed, x.numel()), out=self.residual[at])
+            torch.sub(wanted, self._join(self.compressor, packed, x), out=self.residual[at])
         arrived = torch.empty_like(packed)
         yield self.group.all_to_all(arrived, packed)
         owed = self.owed[at.start]
         total = F.pad(owed, (0, shard - owed.numel()))
         for message in arrived:
             total += self.compressor.unpack(message, shard)
-        answer = self.compressor.pack(total)
+        answer = self.answers.pack(total)
         if self.feedback:
-            total -= self.compressor.unpack(answer, shard)
+            total -= self.answers.unpack(answer, shard)
             owed.copy_(total[: owed.numel()])
-        yield self.group.all_gather(packed, answer)
-        x.copy_(self._unpack(packed, x.numel()))
+        sums = answer.new_empty(size, answer.numel())
+        yield self.group.all_gather(sums, answer)
+        x.copy_(self._join(self.answers, sums, x))
 
     def state(self) -> dict[str, Tensor]:
         whole = torch.zeros_like(self.residual)
@@ -137,34 +132,16 @@ class Sharded(Exchange):
         for start, place in self._places.items():
             self.owed[start].copy_(tensors["owed"][place])
 
-    def _unpack(self, packed: Tensor, numel: int) -> Tensor:
-        shard = _shard(numel, self.group.size)
-        return torch.cat([self.compressor.unpack(row, shard) for row in packed])[:numel]
+    def _join(self, compressor: Compressor, packed: Tensor, like: Tensor) -> Tensor:
+        """The shards that the rows of `packed` stand for, one after the other."""
+        shard = _shard(like.numel(), self.group.size)
+        return torch.cat([compressor.unpack(row, shard) for row in packed])[: like.numel()]
 
     def _place(self, at: slice) -> slice:
         """Where this rank's shard of a slice lies in the buffer."""
         shard = _shard(at.stop - at.start, self.group.size)
         start = min(at.stop, at.start + self.group.rank * shard)
         return slice(start, min(at.stop, start + shard))
-
-
-class Gathered(Exchange):
-    """Everybody gets everybody's bytes, and adds them up in the order of ranks."""
-
-    def __init__(self, flat: FlatParams, group: Group, compressor: Compressor):
-        self.group, self.compressor = group, compressor
-        self.residual = _zeros(flat, flat.size)
-
-    def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
-        wanted = x + self.residual[at]
-        packed = self.compressor.pack(wanted)
-        if self.feedback:
-            torch.sub(wanted, self.compressor.unpack(packed, x.numel()), out=self.residual[at])
-        arrived = packed.new_empty(self.group.size, packed.numel())
-        yield self.group.all_gather(arrived, packed)
-        x.zero_()
-        for message in arrived:
-            x += self.compressor.unpack(message, x.numel())
 
 
 class Factored(Exchange):
@@ -223,9 +200,31 @@ def make_exchange(
     first = next(iter(made.values()))
     if factors:
         return Factored(flat, group, factors)
-    if isinstance(first, TopK):
-        return Gathered(flat, group, first)
-    return Sharded(flat, group, slices, first)
+    return Sharded(flat, group, slices, first, _answers(first, group.size))
+
+
+def _answers(compressor: Compressor, replicas: int) -> Compressor:
+    """How sums are packed.
+
+    The largest elements of several replicas are mostly different ones. Sums over up to four of
+    them are sent whole, those over more in part, so that bytes do not grow with their number.
+    """
+    if isinstance(compressor, TopK):
+        return TopK(min(1.0, compressor.share * min(replicas, MOST_KEPT)))
+    return compressor
+
+
+def take_residual(tensors: dict[str, Tensor], residual: Tensor, rank: int, size: int) -> None:
+    """The saved residual of one of `size` workers; its share of them all if others have saved."""
+    found = [t for name, t in tensors.items() if name.endswith("/residual")]
+    for tensor in found:
+        check_size(tensor, residual)
+    own = tensors.get(f"worker/{rank}/residual")
+    if own is not None and len(found) == size:
+        residual.copy_(own)
+    else:
+        total = torch.stack(found).sum(0) if found else torch.zeros(())
+        residual.copy_(total / size)
 
 
 def check_size(saved: Tensor, own: Tensor) -> None:

@@ -123,11 +123,10 @@ class Neighbours:
         chunk.copy_(total)
 
 
-class MixGradients(Sync):
-    """Gradients are averaged with equal weights, by messages to all others, before the update.
+class Mixer(Sync):
+    """What both ways to average have. `statistics` are those of BatchNorm, if replicas keep own."""
 
-    `statistics` are those of BatchNorm, where replicas keep their own.
-    """
+    mixes_gradients: bool
 
     def __init__(
         self,
@@ -141,7 +140,17 @@ class MixGradients(Sync):
         self.group, self.statistics = CountingGroup(group), statistics
         self.neighbours, self.traffic = Neighbours(self.group, mixing), Traffic(flat, self.group)
         self.gradient_scale = float(group.size)  # the mean of this is the sum of shares
-        flat.watch([slice(0, flat.size)])
+        self.distances: list[tuple[int, float]] = []
+        self._loss: Tensor | None = None
+        flat.notes_loss = True
+        if self.mixes_gradients:
+            flat.watch([slice(0, flat.size)])
+
+
+class MixGradients(Mixer):
+    """Gradients are averaged with equal weights, by messages to all others, before the update."""
+
+    mixes_gradients = True
 
     def finish(self) -> None:
         peers = f"average gradients with {self.group.size - 1} others"
@@ -166,7 +175,7 @@ class MixGradients(Sync):
         return {"graph": self.mixing.name, **self.traffic.report()}
 
 
-class MixWeights(Sync):
+class MixWeights(Mixer):
     """Each replica updates with its own gradients, then averages its weights with its neighbours'.
 
     The weights that count are the mean of all replicas, and so are BatchNorm's statistics and, in
@@ -174,21 +183,7 @@ class MixWeights(Sync):
     with an all-reduce that is not counted as traffic.
     """
 
-    def __init__(
-        self,
-        flat: FlatParams,
-        update: Update,
-        group: Group,
-        mixing: Mixing,
-        statistics: Sequence[Tensor],
-    ):
-        self.flat, self.update, self.mixing = flat, update, mixing
-        self.group, self.statistics = CountingGroup(group), statistics
-        self.neighbours, self.traffic = Neighbours(self.group, mixing), Traffic(flat, self.group)
-        self.gradient_scale = float(group.size)
-        self.distances: list[tuple[int, float]] = []
-        self._loss: Tensor | None = None
-        flat.notes_loss = True
+    mixes_gradients = False
 
     def finish(self) -> None:
         self.update.apply()

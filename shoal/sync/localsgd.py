@@ -21,7 +21,7 @@ from shoal.group.group import Group, Op
 from shoal.replica.flat import FlatParams
 from shoal.sync.exchange import Exchange, Staged, check_size, complete, make_exchange
 from shoal.sync.mean import mean_state
-from shoal.sync.outer import make_outer
+from shoal.sync.outer import Outer
 from shoal.sync.sync import Sync
 from shoal.sync.traffic import Traffic
 from shoal.sync.update import Update
@@ -55,8 +55,7 @@ class LocalSgd(Sync):
         self.gradient_scale = float(group.size)
         self.agreed = nn.Parameter(flat.data.clone(), requires_grad=False)
         self.since = 0
-        self.outer_name = outer.partition("(")[0] if outer else ""
-        self.outer = make_outer(outer, self.agreed) if outer else None
+        self.outer = Outer(outer, self.agreed) if outer else None
         body = slice(flat.offset, flat.size)
         self.exchange: Exchange | None = (
             make_exchange(compress, flat, self.group, [body]) if compress else None
@@ -94,9 +93,7 @@ class LocalSgd(Sync):
         if self.outer is None:
             self.agreed.data -= difference
         else:
-            self.agreed.grad = difference
-            self.outer.step()
-            self.agreed.grad = None
+            self.outer.step(difference)
         self.flat.data.copy_(self.agreed.data)
         self._average_statistics()
         self.since = 0
@@ -154,9 +151,7 @@ class LocalSgd(Sync):
         if self.since:
             saved["agreed"] = self.agreed.data
         if self.outer is not None:
-            for key, value in self.outer.state[self.agreed].items():
-                if isinstance(value, Tensor):
-                    saved[f"{self.outer_name}/{key}"] = value
+            saved |= self.outer.state()
         if self.exchange is not None:
             with self.group.uncounted():
                 saved |= self.exchange.state()
@@ -170,19 +165,9 @@ class LocalSgd(Sync):
             self.agreed.data.copy_(saved["agreed"])
             self.since = int(saved["since"].sum()) if "since" in saved else self.every
         if self.outer is not None:
-            self._load_outer(self.outer, saved)
+            self.outer.load_state(saved)
         if self.exchange is not None:
             self.exchange.load_state(saved)
-
-    def _load_outer(self, outer: torch.optim.Optimizer, saved: dict[str, Tensor]) -> None:
-        prefix = f"{self.outer_name}/"
-        for name, tensor in saved.items():
-            if name.startswith(prefix):
-                if tensor.dim():
-                    check_size(tensor, self.agreed)
-                outer.state[self.agreed][name.removeprefix(prefix)] = tensor.to(
-                    self.flat.device if tensor.dim() else "cpu", copy=True
-                )
 
     def report(self) -> dict[str, Any]:
         return self.traffic.report()

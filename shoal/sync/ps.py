@@ -1,8 +1,8 @@
 """The parameter server, from a worker: gradients are pushed while backward runs, weights pulled.
 
-    begin    weights that the rule allows have arrived; staleness: the next pull goes out
+    begin    weights that the rule allows have arrived
     reduce   this bucket lies in the memory shared with the servers, or goes out to them
-    finish   the push is whole: commit. Synchronous: wait for the new weights
+    finish   the push is whole: commit, and pull. Synchronous: wait for the new weights
 
 What the rules mean (`server/admission.py` decides):
 
@@ -11,8 +11,9 @@ What the rules mean (`server/admission.py` decides):
     ps(quorum=q)      the update is the mean over the samples of the workers that were in time. A
                       step that the others have done already is not computed any more
     ps(staleness=k)   each push is applied as it comes; its share of the batch makes the pushes of
-                      one step together as long as one synchronous step. The next weights are on
-                      their way during a step, so they may lack this worker's latest push
+                      one step together as long as one synchronous step. Over a network the next
+                      weights are on their way while backward runs, and lack the push that it
+                      makes; in shared memory a pull is a copy, and comes after the push
     ps(mode="async")  the same, and nobody waits. A worker that is far behind leaves out steps
 
 The loss is that of the global batch where everybody is waited for, and else the worker's own.
@@ -44,6 +45,7 @@ from shoal.server.remote_rows import ServerStore
 from shoal.server.shard import NAMES
 from shoal.server.slices import Place, cut
 from shoal.strategy import Ps
+from shoal.sync.ps_packed import PackedPush
 from shoal.sync.ps_state import cut_state, whole_state
 from shoal.sync.sync import Sync
 from shoal.sync.update import Update
@@ -67,7 +69,9 @@ def join_servers(
     try:
         model = torch.tensor([secrets.randbits(62)])
         group.broadcast(model).wait()
-        specs = specs_of(flat, rule, hosts.leads, named, update.clip_norm, microbatches)
+        specs = specs_of(
+            flat, rule, hosts.leads, named, update.clip_norm, microbatches, part.compress
+        )
         client = Client(group.rank, int(model), hosts.addresses, hosts.secret, specs)
     except BaseException:
         hosts.close(failed=True)
@@ -82,6 +86,7 @@ def specs_of(
     named: Named | None,
     clip_norm: float | None,
     microbatches: int | None,
+    compress: str | None = None,
 ) -> list[Spec]:
     """What each server holds; `leads` says for each how it reaches the first one."""
     places = [
@@ -105,6 +110,7 @@ def specs_of(
             microbatches,
             named,
             clip_norm if named is not None else None,
+            compress,
         )
         for index, held in enumerate(cut(places, flat.size, len(leads), by_rows))
     ]
@@ -142,13 +148,15 @@ class ParameterServer(Sync):
         self.server_updates = client.specs[0].optimizer is not None
         self.pulls: list[tuple[int, int]] = []  # step, clock of the slowest worker at that time
         self.skipped = 0
+        self._pulls_ahead = rule.staleness is not None and not client.shares_memory
         self._pulling: list[Future[Arrived]] = []
         self._version = self._fastest = 0
         self._loss = torch.zeros((), device=flat.device)
         self._stats: list[dict[str, Any]] = []
         self._closed = False
         self._exact = None if microbatches is None else _Tree(microbatches, group)
-        zero_copy = flat.device.type == "cpu" and self._exact is None
+        self.packed = PackedPush(flat, client) if client.specs[0].compress is not None else None
+        zero_copy = flat.device.type == "cpu" and self._exact is None and self.packed is None
         flat.watch(flat.buckets(BUCKET_BYTES), memory=client.out[0] if zero_copy else None)
         self._copies = not zero_copy
         # the servers write only what this worker waits for, unless a pull is under way in a step
@@ -167,14 +175,17 @@ class ParameterServer(Sync):
         self.client.wait_settled()
         step = self.update.steps
         self.passed = self.rule.is_passed(step, self._version, self._fastest)
-        if self.rule.staleness is not None:
-            self._pulling = self.client.pull(step + 1, 0)
         if self._exact is not None:
             self._exact.begin()
 
     def reduce(self, bucket: slice) -> None:
+        if self._pulls_ahead and not self._pulling:
+            self._pulling = self.client.pull(self.update.steps + 1, 0)
         if self._exact is not None:
             self._exact.note(bucket, self.flat)
+            return
+        if self.packed is not None:
+            self.packed.reduce(bucket)
             return
         if self._copies:
             self.client.out[0, bucket].copy_(self.flat.grad[bucket])
@@ -188,8 +199,10 @@ class ParameterServer(Sync):
             self._pulling = self.client.pull(step + 1, step + 1)
             self._arrive()
         else:
+            if ack.verdict == "dropped" and self.packed is not None:
+                self.packed.take_back()
             self.client.settle(ack.position)
-            if self.rule.staleness is None:
+            if not self._pulls_ahead:
                 self._pulling = self.client.pull(step + 1, step + 1 if self.rule.quorum else 0)
             self.flat.drop_gradients()
         if self.server_updates:
@@ -272,6 +285,20 @@ class ParameterServer(Sync):
     def restored(self) -> None:
         self._give_weights()
 
+    def state(self) -> dict[str, Tensor]:
+        if self.packed is None:
+            return {}
+        self.packed.leave_with_servers()
+        self._meet()
+        saved: dict[str, Tensor] = {}
+        for _ in self._until_all_agree():
+            saved = self.packed.collect() if self.is_first else {}
+        return saved
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        if self.packed is not None:
+            self.packed.load_state(tensors)
+
     def report(self) -> dict[str, Any]:
         ahead = Counter(max(0, step - slowest) for step, slowest in self.pulls)
         return {
@@ -283,10 +310,12 @@ class ParameterServer(Sync):
             "sent_bytes": [link.sent_bytes for link in self.client.links],
             "received_bytes": [link.received_bytes for link in self.client.links],
             "shared_memory": self.client.shares_memory,
+            **({} if self.packed is None else self.packed.report()),
         }
 
     def summary(self) -> list[str]:
-        return summary_of(self._stats, self.rule)
+        packed = [] if self.packed is None else self.packed.summary()
+        return [*summary_of(self._stats, self.rule), *packed]
 
     def close(self) -> None:
         if self._closed:

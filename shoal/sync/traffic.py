@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from shoal.group.counting import CountingGroup, all_reduce_bytes
@@ -9,26 +11,39 @@ from shoal.replica.flat import FlatParams
 
 
 class Traffic:
-    """Counts steps; the group counts bytes."""
+    """Counts steps; the groups count bytes."""
 
-    def __init__(self, flat: FlatParams, group: CountingGroup):
-        self.group, self.steps = group, 0
+    def __init__(self, flat: FlatParams, *groups: CountingGroup):
+        self.groups, self.steps = groups, 0
         alone = flat.head.nbytes if flat.head_travels_alone else 0
-        self.plain_bytes = all_reduce_bytes(flat.data.nbytes + alone, group.size)
+        width = flat.dtype.itemsize
+        self.plain_bytes = all_reduce_bytes(flat.size * width + alone, groups[0].size)
+
+    @property
+    def sent(self) -> int:
+        return sum(group.sent for group in self.groups)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is sent in the block is no part of training."""
+        with ExitStack() as stack:
+            for group in self.groups:
+                stack.enter_context(group.uncounted())
+            yield
 
     def report(self) -> dict[str, Any]:
         """Bytes that this worker has sent, and what uncompressed ddp sends in a step."""
         return {
             "steps": self.steps,
-            "bytes_sent": self.group.sent,
-            "bytes_per_step": self.group.sent / max(1, self.steps),
+            "bytes_sent": self.sent,
+            "bytes_per_step": self.sent / max(1, self.steps),
             "ddp_bytes_per_step": self.plain_bytes,
         }
 
     def summary(self) -> list[str]:
-        if not self.group.sent or not self.steps:
+        if not self.sent or not self.steps:
             return []
-        each = self.group.sent / self.steps
+        each = self.sent / self.steps
         return [
             f"each worker sent {each:,.0f} bytes a step, where ddp sends {self.plain_bytes:,}: "
             f"{self.plain_bytes / each:.1f} times less"

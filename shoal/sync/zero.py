@@ -18,17 +18,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shoal.group.counting import CountingGroup
 from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
 from shoal.replica.sharded import ShardedParams
 from shoal.sync.exact import ExactReduce
 from shoal.sync.optimizer_state import gather_optimizer
 from shoal.sync.sync import Sync
+from shoal.sync.traffic import Traffic
 from shoal.sync.update import Update
 from shoal.wire.transport import Work
 
@@ -119,8 +121,13 @@ class ZeroReduce(Sync):
     def __init__(
         self, flat: FlatParams, update: Update, group: Group, stage: int, bucket_bytes: int
     ):
-        self.flat, self.group = flat, group
-        self.sharded = ShardedUpdate(flat, update, group)
+        self.flat, self.group = flat, CountingGroup(group)
+        groups = [self.group]
+        if isinstance(flat, ShardedParams):
+            flat.group = CountingGroup(flat.group)
+            groups.append(flat.group)
+        self.traffic = Traffic(flat, *groups)
+        self.sharded = ShardedUpdate(flat, update, self.group)
         self.every_microbatch = stage > 1
         owned = owned_buckets(flat, group.size, bucket_bytes)
         self._owner = {bucket.start: rank for rank, bucket in owned}
@@ -155,6 +162,7 @@ class ZeroReduce(Sync):
             grad = self.flat.view(i, self._kept, self._kept_at.start)
             self.flat.params[i].grad = grad if arrived[i] > 0 else None
         self.sharded.apply()
+        self.traffic.steps += 1
 
     def loss(self, part: Tensor) -> Tensor:
         return self._head[0].clone()
@@ -163,11 +171,16 @@ class ZeroReduce(Sync):
         lent = [sent.memory for sent in self._sent if not self._is_kept(sent)]
         return self._kept.nbytes + sum(memory.nbytes for memory in lent)
 
-    def whole(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        return self.sharded.whole(optimizer)
+    @contextmanager
+    def whole(self, optimizer: bool = False) -> Iterator[None]:
+        with self.traffic.uncounted(), self.sharded.whole(optimizer):
+            yield
 
     def evaluating(self) -> AbstractContextManager[None]:
-        return self.sharded.evaluating()
+        return self.traffic.uncounted()
+
+    def report(self) -> dict[str, Any]:
+        return self.traffic.report()
 
     def _room(self, bucket: slice) -> Tensor:
         """Memory for the gradients of a bucket: kept, or lent until they are with their owner."""

@@ -14,7 +14,7 @@ from shoal.compress.build import make_compressor
 from shoal.compress.compressor import Compressor
 from shoal.compress.onebit import OneBit
 from shoal.compress.powersgd import PowerSgd
-from shoal.compress.topk import TopK
+from shoal.compress.topk import BLOCK, TopK
 from shoal.errors import ShoalError
 
 FLAT = ["fp16", "bf16", "int8", "onebit", "topk(0.01)", "topk(1)"]
@@ -99,7 +99,7 @@ def test_nothing_becomes_nothing_and_bytes_repeat(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "times"),
-    [("fp16", 2.0), ("bf16", 2.0), ("int8", 3.938), ("onebit", 31.03), ("topk(0.01)", 66.67)],
+    [("fp16", 2.0), ("bf16", 2.0), ("int8", 3.938), ("onebit", 31.03), ("topk(0.01)", 99.9)],
 )
 def test_a_million_elements_get_so_many_times_smaller(text: str, times: float) -> None:
     n = 1 << 20
@@ -115,12 +115,25 @@ def test_a_message_of_another_length_is_refused(text: str) -> None:
             compressor.unpack(wrong, 600)
 
 
-@pytest.mark.parametrize("index", [-1, 100, 2**31 - 1, -(2**31)])
-def test_an_element_that_is_not_there_is_refused(index: int) -> None:
-    payload = TopK(0.02).pack(numbers(100))
-    payload[:4] = torch.tensor([index], dtype=torch.int32).view(torch.uint8)
-    with pytest.raises(ShoalError, match="outside of 100"):
-        TopK(0.02).unpack(payload, 100)
+@pytest.mark.parametrize("numel", [100, BLOCK + 100])
+@pytest.mark.parametrize("index", [100, 101, BLOCK - 1])
+def test_an_element_that_is_not_there_is_refused(index: int, numel: int) -> None:
+    """Every 16 bits are an element of a whole block; the rest has fewer."""
+    topk = TopK(0.02)
+    payload = topk.pack(numbers(numel))
+    last = 2 * (topk.count(numel) - 1)
+    payload[last : last + 2] = torch.tensor([index - BLOCK // 2]).short().view(torch.uint8)
+    with pytest.raises(ShoalError, match=f"outside of {numel}"):
+        topk.unpack(payload, numel)
+
+
+def test_topk_takes_the_largest_of_every_block() -> None:
+    x = numbers(2 * BLOCK + 1000)
+    found = there_and_back("topk(0.001)", x)
+    for block, kept, count in zip(x.split(BLOCK), found.split(BLOCK), (66, 66, 1), strict=True):
+        largest = block.abs().topk(count).indices
+        assert kept.count_nonzero() == count
+        assert torch.equal(kept[largest], block[largest].bfloat16().float())
 
 
 def test_onebit_rotates_differently_for_every_tensor() -> None:

@@ -58,7 +58,9 @@ def client_of(
     named = options.get("named", Named("SGD", {"lr": 1.0}))
     addresses = [server.address for server in found]
     leads = [addresses[0]] * len(addresses)
-    specs = specs_of(flat, rule, leads, named, options.get("clip_norm"), None)
+    specs = specs_of(
+        flat, rule, leads, named, options.get("clip_norm"), None, options.get("compress")
+    )
     return Client(rank, MODEL, addresses, secret, specs)
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from shoal.errors import BadInput, StrategyError
 from shoal.examples import digits
 from shoal.group.group import Group
+from shoal.group.scheduled import ScheduledGroup
 from shoal.job import Job
 from shoal.observe.trace import Recorder
 from shoal.schedules.mixing import mixing_for
@@ -21,7 +22,9 @@ from shoal.step import Step
 from shoal.strategy import parse
 from shoal.sync import gossip
 from shoal.sync.gossip import MixGradients, MixWeights, Neighbours
+from shoal.wire.threads import Mailboxes
 from tests.conftest import World
+from tests.group.test_counting import Metered
 from tests.models import convnet, mlp, samples
 
 CPU = torch.device("cpu")
@@ -101,6 +104,34 @@ def test_bytes_on_a_ring_do_not_grow_with_the_workers(world: World) -> None:
 def test_bytes_of_a_star_grow_at_its_root(world: World) -> None:
     at_4, at_8 = (bytes_a_step(world, size, 'gossip(graph="star")') for size in (4, 8))
     assert at_4[0] == 3 * at_4[1] and at_8[0] == 7 * at_8[1] and at_4[1] == at_8[1]
+
+
+def bytes_of_ddp(world: World, size: int, algorithm: str) -> list[tuple[float, float]]:
+    """What a step of ddp counts, and what the transport has carried for it, by rank."""
+    models, boxes = [mlp() for _ in range(size)], Mailboxes(size)
+
+    def body(group: Group) -> tuple[float, float]:
+        transport = Metered(boxes, group.rank)
+        named = ScheduledGroup(transport, {"all_reduce": algorithm})
+        job, step = make(named, models[group.rank], f'ddp(algorithm="{algorithm}")')
+        before, steps = transport.sent, 0
+        for batch in job.batches(samples(64), 32, epochs=2):
+            step(batch)
+            steps += 1
+        return step.sync.report()["bytes_per_step"], (transport.sent - before) / steps
+
+    return world(size, body)
+
+
+def test_bytes_of_ddp_with_a_star_grow_at_its_root(world: World) -> None:
+    """Where gossip on a ring sends each worker's twice the parameters, at 4 as at 8 workers."""
+    padded = 4 * 400
+    for size in (4, 8):
+        root, *others = bytes_of_ddp(world, size, "star")
+        assert root == ((size - 1) * padded, (size - 1) * padded)
+        assert others == [(padded, padded)] * (size - 1)
+    for counted, carried in bytes_of_ddp(world, 4, "ring"):
+        assert counted == carried == 2 * padded * 3 / 4
 
 
 # ---- training -----------------------------------------------------------------------------------

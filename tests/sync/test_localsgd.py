@@ -230,14 +230,23 @@ def test_an_outer_sgd_of_rate_1_is_the_average(world: World) -> None:
     torch.testing.assert_close(plain, outer)
 
 
-def test_nesterov_by_hand(world: World) -> None:
-    """v = 0.5·v + d;  w = w - 0.7·(d + 0.5·v), with d = agreed - average."""
-    text = 'localsgd(every=2, outer="nesterov(lr=0.7, momentum=0.5)")'
+@pytest.mark.parametrize(
+    ("settings", "momenta"),
+    [
+        ("momentum=0.5, warmup=0", [0.5, 0.5, 0.5]),
+        ("momentum=0.9", [1 / 11, 2 / 12, 3 / 13]),
+        ("momentum=0.5, warmup=2", [1 / 3, 2 / 4, 0.5]),
+    ],
+)
+def test_nesterov_by_hand(world: World, settings: str, momenta: list[float]) -> None:
+    """v = m·v + d;  w = w - 0.7·(d + m·v), with d = agreed - average, m by the round."""
+    text = f'localsgd(every=2, outer="nesterov(lr=0.7, {settings})")'
     models = halves()
 
     def body(group: Group) -> None:
         job, step, sync = start(group, text, models[group.rank], optimizer=PLAIN)
         agreed, v = step.flat.data.clone(), torch.zeros(step.flat.size)
+        momentum = iter(momenta)
         apply = sync.update.apply
         own = agreed
 
@@ -250,9 +259,9 @@ def test_nesterov_by_hand(world: World) -> None:
         for batch in job.batches(samples(60), 10):
             step(batch)
             if sync.since == 0:
-                d = agreed - mean(group, own)
-                v = 0.5 * v + d
-                agreed = agreed - 0.7 * (d + 0.5 * v)
+                d, m = agreed - mean(group, own), next(momentum)
+                v = m * v + d
+                agreed = agreed - 0.7 * (d + m * v)
                 torch.testing.assert_close(step.flat.data, agreed, atol=1e-6, rtol=0)
 
     world(2, body)
@@ -267,10 +276,11 @@ def test_an_outer_adam_runs(world: World) -> None:
     ("outer", "sentence"),
     [
         ("lamb", "there is no outer optimizer 'lamb'; there are sgd, nesterov, adam"),
-        ("sgd(beta1=0.9)", "outer sgd has no 'beta1'; it has lr, momentum"),
+        ("sgd(beta1=0.9)", "outer sgd has no 'beta1'; it has lr, momentum, warmup"),
         ("sgd(lr=0)", "lr of outer sgd has to be above 0"),
         ("nesterov(momentum=1)", "momentum of outer nesterov has to be from 0 to below 1"),
         ("nesterov(momentum=0)", "say sgd"),
+        (f"nesterov(warmup={'9' * 400})", "warmup of outer nesterov has to be 0 or more rounds"),
     ],
 )
 def test_an_outer_optimizer_that_makes_no_sense_is_refused(outer: str, sentence: str) -> None:

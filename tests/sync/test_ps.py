@@ -260,8 +260,20 @@ def test_quorum_of_everybody_equals_one_device(world: World) -> None:
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
 
 
-def test_one_asynchronous_worker_equals_one_device(world: World) -> None:
-    assert_equal_to_single(world, 1, 'ps(quorum=1, placement="rank0")', mlp, samples(50), 12)
+@pytest.mark.parametrize("rule", ["quorum=1", "staleness=2", 'mode="async"'])
+def test_one_worker_under_any_rule_equals_one_device(world: World, rule: str) -> None:
+    """Its weights hold its own latest push."""
+    assert_equal_to_single(world, 1, f'ps({rule}, placement="rank0")', mlp, samples(50), 12)
+
+
+@pytest.mark.parametrize(("tcp", "missed"), [(False, {"0"}), (True, {"0", "1"})])
+def test_over_a_network_the_next_weights_come_while_a_step_computes(
+    world: World, monkeypatch: pytest.MonkeyPatch, tcp: bool, missed: set[str]
+) -> None:
+    """So they may lack the push of that step; in shared memory they do not."""
+    with launched(monkeypatch, 1, tcp):
+        (sync,) = world(1, lambda g: run(g, "ps(staleness=2)", mlp(), 30)[0])
+    assert set(sync.report()["servers"][0]["missed_updates"]) == missed
 
 
 # ---- death --------------------------------------------------------------------------------------

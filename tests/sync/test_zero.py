@@ -281,3 +281,34 @@ def test_each_rank_holds_its_share(
             assert found["gradients"] <= quarter + 4 * block
         if stage < 3:
             assert found["parameters"] >= whole
+
+
+@pytest.mark.parametrize(
+    ("stage", "passes"), [("zero(1)", (2, 2)), ("zero(2)", (2, 2)), ("zero(3)", (2, 3))]
+)
+def test_all_workers_together_send_what_the_stage_moves(
+    world: World, stage: str, passes: tuple[int, int]
+) -> None:
+    """Gradients to their owners and parameters to the others: p - 1 times each, and the heads.
+
+    zero(3) gathers parameters twice, but for those that backward begins with.
+    """
+    models = [mlp() for _ in range(3)]
+
+    def body(group: Group) -> tuple[float, int, int]:
+        job = Job(parse(stage), group, device=torch.device("cpu"), seed=3)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(36), 12):
+            step(batch)
+        job.evaluate(F.cross_entropy, samples(8))  # no part of training
+        report = step.sync.report()
+        assert report["steps"] == 3
+        flat = step.flat
+        body_bytes = (flat.size - flat.offset) * flat.dtype.itemsize
+        return report["bytes_per_step"], body_bytes, flat.head.nbytes
+
+    found = world(3, body)
+    _, moved, head = found[0]
+    least, most = (count * 2 * moved + 2 * 2 * head for count in passes)
+    total = sum(each for each, _, _ in found)
+    assert least - 3 <= total <= most + 3  # each rank rounds its part of the heads
