@@ -273,6 +273,11 @@ class Step:
                 "shoal.Embedding trains on several workers under ps, not otherwise; under hogwild "
                 "take nn.Embedding(sparse=True)"
             )
+        if self.mesh.pp.size > 1 or self.mesh.tp.size > 1:
+            raise NotBuilt(
+                "shoal.Embedding is not built for a model that is split over workers: leave out "
+                "tp and pp, or take nn.Embedding"
+            )
         if self.options.exact or self.options.precision == "fp16":
             raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')
         if self.options.clip_norm is not None:

@@ -500,9 +500,16 @@ def require_built(strategy: Strategy) -> None:
 
 
 def _require_together(strategy: Strategy) -> None:
-    alone = isinstance(strategy.sync, Ps) or strategy.sync == Zero(3)
+    sync = strategy.sync
     for part in (strategy.tp, strategy.pp):
-        if alone and part is not None and part.size > 1:
+        if part is None or part.size == 1:
+            continue
+        if isinstance(sync, Ps) and not sync.waits_for_all:
+            raise NotBuilt(
+                f"{sync} + {part} is not built yet: the workers of a replica would have to take "
+                f"and leave out the same steps; take ps + {part}"
+            )
+        if sync == Zero(3):
             raise NotBuilt(f"{strategy.sync} + {part} is not built yet: take ddp + {part}")
 
 

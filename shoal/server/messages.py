@@ -69,6 +69,7 @@ class Spec(Message, frozen=True):
     microbatches: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] | None = None  # exact: leaves
     optimizer: Named | None = None  # None: the workers update
     clip_norm: float | None = None
+    is_part: bool = False  # of a model: the workers tell the norm of the whole gradient
 
 
 class Commit(Message, frozen=True):
@@ -164,10 +165,16 @@ class Entry(Message, frozen=True):
 
 
 class Norms(Message, frozen=True):
-    """The norms of the gradients that one server holds, for clipping."""
+    """The norms of the gradients that one server holds, or all of them, for clipping."""
 
     values: tuple[float, ...]
 
 
 class Factor(Message, frozen=True):
+    value: float
+
+
+class Norm(Message, frozen=True):
+    """The norm of the whole gradient, of which this model is a part."""
+
     value: float

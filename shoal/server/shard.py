@@ -88,7 +88,11 @@ class Shard:
             self.sum.div_(by)
 
     def norms(self) -> list[float]:
-        """The norm of each gradient that is there."""
+        """The norm of each gradient that is there; of a part of a model one for every cutting."""
+        if self.spec.is_part:
+            flags = [self.head[1 + cut.parameter] > 0 for cut in self.spec.cuts]
+            pairs = zip(self._grads, flags, strict=True)
+            return [float(torch.linalg.vector_norm(g)) if there else 0.0 for g, there in pairs]
         return [float(torch.linalg.vector_norm(g)) for g in self._present()]
 
     def update(self, lr: float | None, factor: float | None) -> None:

@@ -67,7 +67,15 @@ def join_servers(
     try:
         model = torch.tensor([secrets.randbits(62)])
         group.broadcast(model).wait()
-        specs = specs_of(flat, rule, hosts.leads, named, update.clip_norm, microbatches)
+        specs = specs_of(
+            flat,
+            rule,
+            hosts.leads,
+            named,
+            update.clip_norm,
+            microbatches,
+            is_part=update.total_norm is not None,
+        )
         client = Client(group.rank, int(model), hosts.addresses, hosts.secret, specs)
     except BaseException:
         hosts.close(failed=True)
@@ -82,6 +90,7 @@ def specs_of(
     named: Named | None,
     clip_norm: float | None,
     microbatches: int | None,
+    is_part: bool = False,
 ) -> list[Spec]:
     """What each server holds; `leads` says for each how it reaches the first one."""
     places = [
@@ -105,6 +114,7 @@ def specs_of(
             microbatches,
             named,
             clip_norm if named is not None else None,
+            is_part,
         )
         for index, held in enumerate(cut(places, flat.size, len(leads), by_rows))
     ]
@@ -147,6 +157,8 @@ class ParameterServer(Sync):
         self._loss = torch.zeros((), device=flat.device)
         self._stats: list[dict[str, Any]] = []
         self._closed = False
+        tells = client.specs[0].is_part and client.specs[0].clip_norm is not None
+        self._meanwhile = self._tell_norm if tells and group.rank == 0 else None
         self._exact = None if microbatches is None else _Tree(microbatches, group)
         zero_copy = flat.device.type == "cpu" and self._exact is None
         flat.watch(flat.buckets(BUCKET_BYTES), memory=client.out[0] if zero_copy else None)
@@ -183,7 +195,7 @@ class ParameterServer(Sync):
     def finish(self) -> None:
         step = self.update.steps
         with self.tracer.span("push", f"step {step}"):
-            ack = self.client.commit(self._commit(step), self._heads())
+            ack = self.client.commit(self._commit(step), self._heads(), self._meanwhile)
         if self.rule.needs_everyone:
             self._pulling = self.client.pull(step + 1, step + 1)
             self._arrive()
@@ -211,6 +223,17 @@ class ParameterServer(Sync):
             lr = float(self.update.lr(step))
             self.update.set_lr(lr)
         return Commit(step, self._version, self.share, lr)
+
+    def _tell_norm(self) -> None:
+        """The servers know the sum of the gradients of this part; the workers know of the others.
+
+        One replica is enough; its workers add up what their servers have.
+        """
+        assert self.update.total_norm is not None
+        params = self.flat.params
+        norms = self.client.norms().items()
+        found = {params[i]: torch.tensor(norm, dtype=torch.float64) for i, norm in norms}
+        self.client.set_norm(float(self.update.total_norm.of(found)))
 
     def _heads(self) -> Tensor:
         if self._exact is None:

@@ -1,0 +1,125 @@
+"""Replicas that are split over workers, under every way to agree: the model of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.errors import NotBuilt
+from shoal.examples.gpt import next_token_loss
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.snapshot import whole_model
+from shoal.step import Step
+from shoal.strategy import parse, require_built
+from tests.conftest import World
+from tests.models import samples
+from tests.server.helpers import launched
+from tests.test_pipelines import ADAMW, SGD, gpt, mlp, texts
+
+CPU = torch.device("cpu")
+GPT_OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
+Run = tuple[list[float], dict[str, Tensor]]
+
+
+@contextmanager
+def job_of(group: Group, strategy: str, model: nn.Module, **options: Any) -> Iterator[Any]:
+    job = Job(parse(strategy), group, device=CPU, seed=3)
+    loss = options.pop("loss", F.cross_entropy)
+    try:
+        yield job, job.step(model, loss, **{"optimizer": SGD, **options})
+    finally:
+        job.close()
+
+
+def whole(step: Step) -> dict[str, Tensor]:
+    with step.sync.whole():
+        return {name: tensor.clone() for name, tensor in whole_model(step)[0].items()}
+
+
+def train(
+    group: Group, strategy: str, model: nn.Module, data: Any, batch_size: int, **options: Any
+) -> Run:
+    with job_of(group, strategy, model, **options) as (job, step):
+        losses = [float(step(batch)) for batch in job.batches(data, batch_size)]
+        return losses, whole(step)
+
+
+def assert_equal(
+    world: World,
+    size: int,
+    strategy: str,
+    make: Callable[[], nn.Module],
+    data: Any,
+    batch_size: int = 8,
+    exactly: bool = False,
+    **options: Any,
+) -> None:
+    models = [make() for _ in range(size)]
+    alone = train(SoloGroup(), "single", make(), data, batch_size, **options)
+    together = world(
+        size, lambda g: train(g, strategy, models[g.rank], data, batch_size, **options)
+    )
+    for losses, _ in together:
+        assert losses == (alone[0] if exactly else pytest.approx(alone[0], abs=2e-5))
+    found = together[0][1]
+    assert list(found) == list(alone[1])
+    for name, tensor in alone[1].items():
+        if exactly:
+            assert torch.equal(found[name], tensor), name
+        else:
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+# ---- a parameter server for each part of a replica ----------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["server", "worker"])
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
+def test_served_parts(world: World, split: str, placement: str, update: str) -> None:
+    strategy = f'ps(placement="{placement}", update="{update}") + {split}'
+    assert_equal(world, 4, strategy, gpt, texts(22), **GPT_OPTIONS)  # the last batch is short
+    assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("split", ['pp(2, schedule="zb-h1")', "tp(2)"])
+def test_servers_that_all_parts_share(
+    world: World, monkeypatch: pytest.MonkeyPatch, split: str, tcp: bool
+) -> None:
+    """Each of two servers has a slice of every stage, some of it cut by rows."""
+    with launched(monkeypatch, 2, tcp) as servers:
+        strategy = f"ps(servers=2) + {split}"
+        assert_equal(world, 4, strategy, gpt, texts(16), **GPT_OPTIONS)
+        assert not any(server.models for server in servers)
+
+
+def test_served_parts_in_three_dimensions(world: World) -> None:
+    strategy = 'ps(placement="rank0") + tp(2) + pp(2)'
+    assert_equal(world, 8, strategy, gpt, texts(16), **GPT_OPTIONS)
+
+
+def test_one_replica_with_servers(world: World) -> None:
+    strategy = 'ps(placement="rank0") + pp(2)'
+    assert_equal(world, 2, strategy, mlp, samples(28), 12, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+def test_served_stages_give_the_same_bits(world: World, placement: str) -> None:
+    options = {"exact": True, "microbatches": 4, **GPT_OPTIONS}
+    strategy = f'ps(placement="{placement}") + pp(2)'
+    assert_equal(world, 4, strategy, gpt, texts(16), exactly=True, **options)
+
+
+@pytest.mark.parametrize("sync", ["ps(quorum=0.5)", "ps(staleness=2)", 'ps(mode="async")'])
+def test_what_replicas_cannot_leave_out_is_refused(sync: str) -> None:
+    with pytest.raises(NotBuilt, match=r"\+ pp\(2\) is not built yet: .* take ps \+ pp\(2\)"):
+        require_built(parse(f"{sync} + pp(2)"))
