@@ -170,7 +170,9 @@ class Step:
         self._check_embeddings(say)
         presence = self._share_batchnorm(part, say)
         self.part = part_of_replica(self.model, strategy, mesh, device, blank, example)
-        self.flat = lay_out(part, model, group, device, blank, self.part.named)
+        self.flat = lay_out(
+            *(part, model, group, device, blank), self.part.named, self.part.computes
+        )
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
         own = ownership(part, self.flat, group, options.exact)
@@ -205,7 +207,8 @@ class Step:
             self.flat,
             self.local_microbatches,
             precision=options.precision,
-            every_microbatch=self.sync.every_microbatch,
+            # a stage adds gradients up over micro-batches, whose backwards overlap
+            every_microbatch=self.sync.every_microbatch and (options.exact or mesh.pp.size == 1),
             gradient_scale=self.sync.gradient_scale,
             loss_scale=self.update.scale if scaler is not None else None,
             presence=presence,

@@ -509,8 +509,6 @@ def _require_together(strategy: Strategy) -> None:
                 f"{sync} + {part} is not built yet: the workers of a replica would have to take "
                 f"and leave out the same steps; take ps + {part}"
             )
-        if sync == Zero(3):
-            raise NotBuilt(f"{strategy.sync} + {part} is not built yet: take ddp + {part}")
 
 
 def parse(text: str) -> Strategy:

@@ -39,7 +39,9 @@ if __name__ == "__main__":
 )
 
 # enough layers for four stages of two chunks; clipped, with AdamW
-DEEP = HEAD + """
+DEEP = (
+    HEAD
+    + """
 def deep():
     torch.manual_seed(0)
     widths = [6, 20, 16, 18, 14, 16, 12, 18, 3]
@@ -61,6 +63,7 @@ def train(job):
 if __name__ == "__main__":
     shoal.run(train)
 """
+)
 
 BROKEN_REDUCTION = PLAIN.replace(
     "if __name__",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from shoal.examples.gpt import next_token_loss
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.job import Job
+from shoal.replica.sharded import ShardedParams
 from shoal.snapshot import whole_model
 from shoal.step import Step
 from shoal.strategy import parse, require_built
@@ -123,3 +125,91 @@ def test_served_stages_give_the_same_bits(world: World, placement: str) -> None:
 def test_what_replicas_cannot_leave_out_is_refused(sync: str) -> None:
     with pytest.raises(NotBuilt, match=r"\+ pp\(2\) is not built yet: .* take ps \+ pp\(2\)"):
         require_built(parse(f"{sync} + pp(2)"))
+
+
+# ---- sharded parts ------------------------------------------------------------------------------
+
+PIPELINES = ["pp(2)", 'pp(2, schedule="zb-h1")', 'pp(2, schedule="interleaved", recompute=True)']
+
+
+@pytest.mark.parametrize("split", [*PIPELINES, "tp(2)"])
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_sharded_parts(world: World, split: str, optimizer: Any) -> None:
+    strategy, options = f"zero(3) + {split}", {**GPT_OPTIONS, "optimizer": optimizer}
+    assert_equal(world, 4, strategy, gpt, texts(22), **options)
+    assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1, optimizer=optimizer)
+
+
+def test_sharded_parts_in_three_dimensions(world: World) -> None:
+    assert_equal(world, 8, "zero(3) + tp(2) + pp(2)", gpt, texts(16), **GPT_OPTIONS)
+
+
+def test_sharded_stages_give_the_same_bits(world: World) -> None:
+    options = {"exact": True, "microbatches": 4, **GPT_OPTIONS}
+    assert_equal(world, 4, "zero(3) + pp(2)", gpt, texts(16), exactly=True, **options)
+
+
+@pytest.mark.parametrize("split", ["pp(2)", 'pp(2, schedule="zb-h1")', "tp(2)"])
+def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, split: str) -> None:
+    models = [gpt(8) for _ in range(4)]
+    whole_bytes = sum(p.nbytes for p in gpt(8).parameters())
+
+    def body(group: Group) -> None:
+        with job_of(group, f"zero(3) + {split}", models[group.rank], **GPT_OPTIONS) as (job, step):
+            flat, peak = step.flat, 0
+            assert isinstance(flat, ShardedParams)
+            arrive = flat._arrive
+
+            def noting(*args: Any) -> None:
+                nonlocal peak
+                arrive(*args)
+                peak = max(peak, flat.resident_bytes())
+
+            batches = job.batches(texts(16), 8)
+            step(next(batches))  # on the first batch the stages are compared with the model
+            flat._arrive = noting  # type: ignore[method-assign]
+            step(next(batches))
+            part_bytes = flat.size * flat.own.element_size()
+            assert part_bytes < 0.65 * whole_bytes
+            assert 0.4 * part_bytes < flat.own.nbytes == flat.resident_bytes() < 0.6 * part_bytes
+            assert flat.own.nbytes < peak < 0.8 * part_bytes
+
+    world(4, body)
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        ["single", 'ps(placement="rank0") + pp(2)', "zero(3) + tp(2)", "single"],
+        ["zero(3) + pp(2)", 'ps(placement="workers") + tp(2)', "tp(2) + pp(2)"],
+        ["ddp", 'ps(placement="rank0", update="worker") + pp(2)', "zero(3)", "zero(3) + pp(2)"],
+        ["ddp + pp(2)", "zero(3) + tp(2)", "zero(2) + pp(2)", 'ps(placement="workers")'],
+    ],
+    ids=lambda chain: chain[0],
+)
+def test_each_goes_on_from_what_another_has_saved(
+    world: World, tmp_path: Path, chain: list[str]
+) -> None:
+    def go(group: Group, strategy: str, model: nn.Module, number: int) -> dict[str, Tensor]:
+        with job_of(group, strategy, model, **GPT_OPTIONS) as (job, step):
+            if number:
+                job.load(tmp_path / "saved")
+            for batch in job.batches(texts(64), 8, steps=2 * number + 2):
+                step(batch)
+            job.save(tmp_path / "saved")
+            return whole(step)
+
+    found: dict[str, Tensor] = {}
+    for number, strategy in enumerate(chain):
+        size = 1 if strategy == "single" else 4
+        models = [gpt(2) for _ in range(size)]
+        found = world(size, lambda g, s=strategy, m=models, n=number: go(g, s, m[g.rank], n))[0]
+    with job_of(SoloGroup(), "single", gpt(2), **GPT_OPTIONS) as (job, step):
+        for batch in job.batches(texts(64), 8, steps=2 * len(chain)):
+            step(batch)
+        straight = whole(step)
+    for name, tensor in straight.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)

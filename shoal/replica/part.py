@@ -42,6 +42,11 @@ class Part:
         self.model = model
         self.named = list(model.named_parameters())
 
+    @property
+    def computes(self) -> nn.Module | None:
+        """What computes here, where that is not the model itself."""
+        return None
+
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
         return Engine(self.model, loss, flat, accumulate(1, 0, microbatches), **options)
 
@@ -118,6 +123,14 @@ class StagePart(Part):
             stages=self.group,
         )
 
+    @property
+    def computes(self) -> nn.Module | None:
+        first, step = self.group.rank, self.group.size
+        own = range(first, self.stages.parts, step)
+        segments = [self.stages.segment(virtual) for virtual in own]
+        modules = [segment for segment in segments if isinstance(segment, nn.Module)]
+        return nn.ModuleList(modules) if len(modules) == len(segments) else self.model
+
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
         pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
         return PipelineEngine(
@@ -141,9 +154,9 @@ class StagePart(Part):
         if self._is_trusted or size > LARGEST_CHECKED_BYTES:
             return
         inputs = microbatches[0].inputs
-        mine = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
         same = torch.ones(1, device=engine.flat.device)
-        with keeping_modes(self.model):
+        with engine.flat.assembled(), keeping_modes(self.model):
+            mine = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
             self.model.eval()
             split = engine.share(tensors_of(whole_tensors(engine.predict(inputs))))
             tensors = {n: t for part in reversed(self.collect(mine)) for n, t in part.items()}

@@ -162,10 +162,21 @@ class Shard:
         for i, key, number in state.numbers:
             held.setdefault(i, {})[key] = number
         document = self.optimizer.state_dict()
-        document["state"] = held
+        numbers = self._numbers(document)
+        document["state"] = {numbers[i]: entries for i, entries in held.items()}
         for group, options in zip(document["param_groups"], state.options, strict=False):
             group.update({k: v for k, v in options.items() if k in group and k != "params"})
         self.optimizer.load_state_dict(document)
+
+    def _numbers(self, document: dict[str, Any]) -> list[int]:
+        """What the optimizer calls each parameter in its state: a number in the order of groups."""
+        assert self.optimizer is not None
+        found: dict[int, int] = {}
+        for group, packed in zip(
+            self.optimizer.param_groups, document["param_groups"], strict=True
+        ):
+            found |= dict(zip(map(id, group["params"]), packed["params"], strict=True))
+        return [found[id(p)] for p in self.params]
 
     def _present(self) -> list[Tensor]:
         return [

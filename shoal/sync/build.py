@@ -69,7 +69,8 @@ def place(
     Where it is sharded that is left to `lay_out`; where a replica is split, to `part_of_replica`.
     """
     blank = Blank(model)
-    if not _shards_parameters(part, group) and not (is_split and blank):
+    left = bool(blank) if is_split else _shards_parameters(part, group)
+    if not left:
         blank.fill_all(model)
         model.to(device)
     return blank
@@ -82,11 +83,14 @@ def lay_out(
     device: torch.device,
     blank: Blank,
     named: Sequence[tuple[str, nn.Parameter]],
+    stage: nn.Module | None,
 ) -> FlatParams:
     """The parameters of a replica, as the strategy keeps them; `named` are those of this worker."""
     if not _shards_parameters(part, group):
         return FlatParams(named)
-    flat = ShardedParams(model, group, device, blank)
+    flat = ShardedParams(model, group, device, blank, named, stage)
+    if stage is not None:  # it is on the device, and the rest of the model is nowhere
+        return flat
     trained = {id(p) for p in flat.params}
     for module in model.modules():  # what is not sharded
         for p in module._parameters.values():
