@@ -196,6 +196,7 @@ class Step:
                 options.microbatches if options.exact else None,
                 [] if part.in_lockstep else running_statistics(self.model),
                 say,
+                self.part if is_split else None,
             ),
         )
         store = self.sync.row_store()

@@ -12,7 +12,7 @@ them. Text is parsed with `ast` and never evaluated, and whatever is wrong is a 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import KW_ONLY, Field, dataclass, field, fields
+from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from shoal.errors import NotBuilt, StrategyError
@@ -508,6 +508,11 @@ def _require_together(strategy: Strategy) -> None:
             raise NotBuilt(
                 f"{sync} + {part} is not built yet: the workers of a replica would have to take "
                 f"and leave out the same steps; take ps + {part}"
+            )
+        if isinstance(sync, Gossip) and sync.mode == "async":
+            raise NotBuilt(
+                f"{sync} + {part} is not built yet: the workers of a replica would have to hear "
+                f"the same of other replicas; take {replace(sync, mode='sync')} + {part}"
             )
 
 

@@ -21,6 +21,7 @@ from shoal.replica.sharded import ShardedParams
 from shoal.snapshot import whole_model
 from shoal.step import Step
 from shoal.strategy import parse, require_built
+from shoal.sync.compressed import CompressedReduce
 from tests.conftest import World
 from tests.models import samples
 from tests.server.helpers import launched
@@ -213,3 +214,122 @@ def test_each_goes_on_from_what_another_has_saved(
         straight = whole(step)
     for name, tensor in straight.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+# ---- replicas that do not exchange every gradient in full ---------------------------------------
+
+PARTLY = [
+    'ddp(compress="int8")',
+    'ddp(compress="topk(0.2)")',
+    'ddp(compress="powersgd(rank=2)")',
+    "localsgd(every=3)",
+    'localsgd(every=2, outer="nesterov(lr=0.7)", compress="int8")',
+]
+
+
+@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
+@pytest.mark.parametrize("sync", PARTLY)
+def test_copies_of_a_parameter_stay_equal(world: World, sync: str, split: str) -> None:
+    """Embedding and head are one parameter on two stages; norms are whole on two workers."""
+    models = [gpt(2) for _ in range(4)]
+
+    def body(group: Group) -> tuple[dict[str, Tensor], float]:
+        with job_of(group, f"{sync} + {split}", models[group.rank], **GPT_OPTIONS) as (job, step):
+            losses = [float(step(batch)) for batch in job.batches(texts(32), 8, epochs=3)]
+            assert losses[-1] < losses[0] - 0.1
+            return {name: p.detach().clone() for name, p in step.part.named}, losses[-1]
+
+    found = world(4, body)
+    assert found[0][1] == found[1][1]  # one replica, one loss
+    for first, second in ((0, 1), (2, 3)):
+        first_part, second_part = found[first][0], found[second][0]
+        both = set(first_part) & set(second_part)
+        copies = [n for n in both if split == "pp(2)" or "norm" in n]
+        assert len(copies) >= 1
+        for name in copies:
+            assert torch.equal(first_part[name], second_part[name]), name
+
+
+@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
+@pytest.mark.parametrize("sync", ['ddp(compress="int8")', 'ddp(compress="topk(0.2)")'])
+def test_a_continued_run_is_the_run_without_a_break(
+    world: World, tmp_path: Path, sync: str, split: str
+) -> None:
+    def go(group: Group, model: nn.Module, first: int, last: int) -> dict[str, Tensor]:
+        with job_of(group, f"{sync} + {split}", model, **GPT_OPTIONS) as (job, step):
+            if first:
+                job.load(tmp_path / "saved")
+            for batch in job.batches(texts(64), 8, steps=last):
+                step(batch)
+            job.save(tmp_path / "saved")
+            return whole(step)
+
+    def run(first: int, last: int) -> dict[str, Tensor]:
+        models = [gpt(2) for _ in range(4)]
+        return world(4, lambda g: go(g, models[g.rank], first, last))[0]
+
+    straight = run(0, 6)
+    run(0, 3)
+    continued = run(3, 6)
+    for name, tensor in straight.items():
+        assert torch.equal(continued[name], tensor), name
+
+
+@pytest.mark.parametrize("outer", ["", ', outer="nesterov(lr=0.7)"'])
+def test_an_agreement_is_saved_for_any_cut(world: World, tmp_path: Path, outer: str) -> None:
+    """Saved between two agreements; whole or split, replicas go on from it alike."""
+
+    def go(group: Group, split: str, model: nn.Module, load: bool) -> dict[str, Tensor]:
+        strategy, options = f"localsgd(every=3{outer}){split}", {**GPT_OPTIONS, "accumulate": 4}
+        with job_of(group, strategy, model, **options) as (job, step):  # of the same samples each
+            if load:
+                job.load(tmp_path / "saved")
+            for batch in job.batches(texts(96), 8, steps=9 if load else 4):
+                step(batch)
+            if not load:
+                job.save(tmp_path / "saved")
+            return whole(step)
+
+    def run(split: str, load: bool = True) -> dict[str, Tensor]:
+        size = 4 if split else 2
+        models = [gpt(2) for _ in range(size)]
+        return world(size, lambda g: go(g, split, models[g.rank], load))[0]
+
+    run(" + pp(2)", load=False)
+    found = run("")
+    for split in (" + pp(2)", " + tp(2)"):
+        for name, tensor in run(split).items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_what_is_left_to_send_moves_to_another_cut(world: World, tmp_path: Path) -> None:
+    def residual(step: Step) -> dict[str, Tensor]:
+        """The sum of what both replicas have still to send, by parameter, of this part."""
+        sync = step.sync
+        assert isinstance(sync, CompressedReduce)
+        total = sync.exchange.residual.clone()
+        step.mesh.dp.all_reduce(total).wait()
+        named = {n: step.flat.view(i, total, 0) for i, (n, _) in enumerate(step.flat.named)}
+        return step.part.join(named)
+
+    def go(group: Group, split: str, model: nn.Module, load: bool) -> dict[str, Tensor]:
+        strategy = 'ddp(compress="topk(0.1)")' + split
+        with job_of(group, strategy, model, **GPT_OPTIONS) as (job, step):
+            if load:
+                job.load(tmp_path / "saved")
+            else:
+                for batch in job.batches(texts(32), 8):
+                    step(batch)
+                job.save(tmp_path / "saved")
+            return residual(step)
+
+    models = [gpt(2) for _ in range(4)]
+    saved = world(4, lambda g: go(g, " + pp(2)", models[g.rank], False))
+    stages = [saved[0], saved[1]]
+    for split, size in ((" + tp(2)", 4), ("", 2), (" + pp(2)", 4)):
+        models = [gpt(2) for _ in range(4)]
+        found = world(size, lambda g, s=split, m=models: go(g, s, m[g.rank], True))[0]
+        for name, tensor in found.items():
+            expected = next(stage[name] for stage in stages if name in stage)
+            assert expected.abs().sum() > 0
+            torch.testing.assert_close(tensor, expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,18 @@ class Part:
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """This worker's slices of whole tensors."""
         return tensors if self.tensor is None else self.tensor.take(tensors)
+
+    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Make equal what several workers of the replica have of the same parameter.
+
+        Where gradients are compressed, what arrives also depends on the neighbours in a bucket.
+        """
+        if self.tensor is not None:
+            self.tensor.even_out(tensors)
+
+    def is_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether `even_out` replaces what is here by what another worker has."""
+        return self.tensor is not None and self.tensor.is_copy(parameter)
 
     def share(self, loss: Tensor) -> Tensor:
         """The loss, on every worker of the replica."""
@@ -138,6 +150,13 @@ class StagePart(Part):
             recompute=self.pp.recompute,
             **options,
         )
+
+    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        self.ties.even_out(tensors)
+        super().even_out(tensors)
+
+    def is_copy(self, parameter: nn.Parameter) -> bool:
+        return not self.ties.is_counted_here(parameter) or super().is_copy(parameter)
 
     def share(self, loss: Tensor) -> Tensor:
         number = loss.double()

@@ -27,6 +27,7 @@ from shoal.strategy import (
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.compressed import CompressedReduce
 from shoal.sync.exact import ExactReduce
+from shoal.sync.exchange import Copies
 from shoal.sync.hogwild import Hogwild as HogwildSync
 from shoal.sync.local import LocalUpdate
 from shoal.sync.localsgd import LocalSgd
@@ -50,6 +51,7 @@ class Replica:
     exact_microbatches: int | None = None  # the same bits at any number of replicas
     statistics: Sequence[Tensor] = ()  # of BatchNorm, where replicas keep their own
     say: Callable[[str], None] = lambda sentence: None
+    copies: Copies | None = None  # where a replica is split over workers
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,12 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
         case Ddp(compress=None):
             return AllReduce(flat, update, group, _bytes(part))
         case Ddp(compress=str(compress)):
-            return CompressedReduce(flat, update, group, _bytes(part), compress)
+            return CompressedReduce(*(flat, update, group, _bytes(part), compress), replica.copies)
         case Localsgd(every=every, outer=outer, compress=compress):
-            return LocalSgd(flat, update, group, every, outer, compress, replica.statistics)
+            return LocalSgd(
+                *(flat, update, group, every, outer, compress),
+                *(replica.statistics, replica.copies),
+            )
         case Gossip() if group.size == 1:
             return LocalUpdate(flat, update)
         case Gossip():
