@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.embedding import Embedding
 from shoal.errors import NotBuilt
 from shoal.examples.gpt import next_token_loss
 from shoal.group.group import Group
@@ -25,7 +27,7 @@ from shoal.sync.compressed import CompressedReduce
 from tests.conftest import World
 from tests.models import samples
 from tests.server.helpers import launched
-from tests.test_pipelines import ADAMW, SGD, gpt, mlp, texts
+from tests.test_pipelines import ADAMW, SGD, gpt, mlp, normed, texts
 
 CPU = torch.device("cpu")
 GPT_OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
@@ -333,3 +335,60 @@ def test_what_is_left_to_send_moves_to_another_cut(world: World, tmp_path: Path)
             expected = next(stage[name] for stage in stages if name in stage)
             assert expected.abs().sum() > 0
             torch.testing.assert_close(tensor, expected)
+
+
+# ---- around training ----------------------------------------------------------------------------
+
+SYNCS = ['ps(placement="rank0")', "zero(3)", "localsgd(every=2)", 'gossip(graph="complete")']
+
+
+@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_evaluating_between_steps(world: World, sync: str, split: str) -> None:
+    def body(group: Group, strategy: str, model: nn.Module) -> list[float]:
+        found = []
+        with job_of(group, strategy, model, loss=next_token_loss, accumulate=4) as (job, step):
+            for batch in job.batches(texts(16), 8):
+                step(batch)
+                found.append(job.evaluate(next_token_loss, texts(11), batch_size=4))
+        return found
+
+    models = [gpt(2) for _ in range(6)]
+    size, alone = (2, sync) if "localsgd" in sync else (1, "single")
+    expected = world(size, lambda g: body(g, alone, models[g.rank]))[0]
+    for found in world(4, lambda g: body(g, f"{sync} + {split}", models[2 + g.rank])):
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("sync", ['ps(placement="rank0")', "zero(3)"])
+def test_batchnorm_in_stages_of_replicas(world: World, sync: str) -> None:
+    assert_equal(world, 4, f"{sync} + pp(2)", normed, samples(48), 16, accumulate=4)
+
+
+def test_batchnorm_in_stages_that_train_alone(world: World) -> None:
+    """Whole or in stages, replicas see the same samples."""
+    options = {"accumulate": 4}
+    models = [normed() for _ in range(6)]
+    data = samples(64)
+    together = world(
+        2, lambda g: train(g, "localsgd(every=2)", models[g.rank], data, 16, **options)
+    )
+    split = world(
+        4, lambda g: train(g, "localsgd(every=2) + pp(2)", models[2 + g.rank], data, 16, **options)
+    )
+    for name, tensor in together[0][1].items():
+        torch.testing.assert_close(split[0][1][name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_rows_on_servers_are_refused_in_a_split_model(world: World) -> None:
+    models = [nn.Sequential(Embedding(10, 4), mlp()) for _ in range(2)]
+    with pytest.raises(NotBuilt, match=r"shoal\.Embedding is not built for a model that is split"):
+        plain = partial(torch.optim.SGD, lr=0.1)
+        strategy = 'ps(placement="rank0") + pp(2)'
+        world(2, lambda g: train(g, strategy, models[g.rank], None, 8, optimizer=plain))
+
+
+@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
+def test_hearing_at_different_times_is_refused(split: str) -> None:
+    with pytest.raises(NotBuilt, match=r'take gossip\(graph="star"\) \+ '):
+        require_built(parse(f'gossip(graph="star", mode="async") + {split}'))

@@ -267,6 +267,8 @@ class Holding:
 
     def norms(self, worker: int) -> Sequence[float]:
         """Of every cutting of every server, once the pushes of a step are added up."""
+        if not self.spec.is_part or self.spec.clip_norm is None:
+            raise Refused("this server clips by itself, or not at all")
         with self.changed:
             self._wait(worker, lambda: self._norms is not None)
             assert self._norms is not None

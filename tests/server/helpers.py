@@ -58,7 +58,8 @@ def client_of(
     named = options.get("named", Named("SGD", {"lr": 1.0}))
     addresses = [server.address for server in found]
     leads = [addresses[0]] * len(addresses)
-    specs = specs_of(flat, rule, leads, named, options.get("clip_norm"), None)
+    is_part = options.get("is_part", False)
+    specs = specs_of(flat, rule, leads, named, options.get("clip_norm"), None, is_part)
     return Client(rank, MODEL, addresses, secret, specs)
 
 
