@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal import checkpoint
@@ -26,11 +27,9 @@ def snapshot(
         saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
         saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
         saved.model |= _rows(step, f"{i}:")
-        if step.mesh.pp.size == step.mesh.tp.size == 1:
-            # what a sync keeps of a stage or of slices has no place in the whole
-            saved.optimizer |= {
-                f"sync{i}:{name}": checkpoint.on_cpu(tensor) for name, tensor in states[i].items()
-            }
+        by_name, rest_of_sync = whole_sync(step, states[i])
+        saved.optimizer |= {f"sync{i}/{name}": tensor for name, tensor in by_name.items()}
+        saved.optimizer |= {f"sync{i}:{name}": tensor for name, tensor in rest_of_sync.items()}
         scaler = step.update.scaler
         saved.document["models"].append(
             {
@@ -67,6 +66,40 @@ def whole_optimizer(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, checkpoint.join_optimizers([rest for _, rest in parts])
 
 
+def whole_sync(step: Step, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a sync keeps, in the same way: "parameter/what:it:is", and what is of no parameter.
+
+    Of a model that is split, the latter is kept where it is a number.
+    """
+    flat, by_name, rest = step.flat, {}, {}
+    is_split = step.mesh.pp.size > 1 or step.mesh.tp.size > 1
+    for key, tensor in state.items():
+        tensor = checkpoint.on_cpu(tensor)
+        if tensor.shape == (flat.size,):
+            for i, (name, _) in enumerate(flat.named):
+                by_name[f"{name}/{key.replace('/', ':')}"] = flat.view(i, tensor, 0).clone()
+        elif not is_split or tensor.numel() == 1:
+            rest[key] = tensor
+    parts = step.part.collect((step.part.join(by_name), rest))
+    found = {name: tensor for part, _ in reversed(parts) for name, tensor in part.items()}
+    return found, rest
+
+
+def _sync_of_part(step: Step, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This worker's part of `whole_sync`, as the sync has given it."""
+    flat, taken = step.flat, step.part.take(whole)
+    found: dict[str, Tensor] = {}
+    for i, (name, p) in enumerate(flat.named):
+        mine = {n: t for n, t in taken.items() if n.rpartition("/")[0] == name}
+        for key, tensor in mine.items():
+            key = key.rpartition("/")[2].replace(":", "/")
+            if key not in found:
+                found[key] = torch.zeros(flat.size, dtype=tensor.dtype)
+            if tensor.shape == p.shape:
+                flat.view(i, found[key], 0).copy_(tensor)
+    return found
+
+
 def restore(steps: list[Step], saved: checkpoint.Checkpoint, path: Path) -> None:
     """Put a checkpoint into the steps of a job; another script's is refused."""
     models = saved.document.get("models")
@@ -79,7 +112,8 @@ def restore(steps: list[Step], saved: checkpoint.Checkpoint, path: Path) -> None
     for i, (step, rest) in enumerate(zip(steps, models, strict=True)):
         _restore_step(step, f"{i}:", saved, rest, path)
         step.sync.restored()
-        step.sync.load_state(_named(f"sync{i}:", saved.optimizer))
+        of_part = _sync_of_part(step, _named(f"sync{i}/", saved.optimizer))
+        step.sync.load_state(of_part | _named(f"sync{i}:", saved.optimizer))
 
 
 def _restore_step(

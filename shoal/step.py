@@ -170,7 +170,9 @@ class Step:
         self._check_embeddings(say)
         presence = self._share_batchnorm(part, say)
         self.part = part_of_replica(self.model, strategy, mesh, device, blank, example)
-        self.flat = lay_out(part, model, group, device, blank, self.part.named)
+        self.flat = lay_out(
+            *(part, model, group, device, blank), self.part.named, self.part.computes
+        )
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
         own = ownership(part, self.flat, group, options.exact)
@@ -194,6 +196,7 @@ class Step:
                 options.microbatches if options.exact else None,
                 [] if part.in_lockstep else running_statistics(self.model),
                 say,
+                self.part if is_split else None,
             ),
         )
         store = self.sync.row_store()
@@ -205,7 +208,8 @@ class Step:
             self.flat,
             self.local_microbatches,
             precision=options.precision,
-            every_microbatch=self.sync.every_microbatch,
+            # a stage adds gradients up over micro-batches, whose backwards overlap
+            every_microbatch=self.sync.every_microbatch and (options.exact or mesh.pp.size == 1),
             gradient_scale=self.sync.gradient_scale,
             loss_scale=self.update.scale if scaler is not None else None,
             presence=presence,
@@ -272,6 +276,11 @@ class Step:
             raise NotBuilt(
                 "shoal.Embedding trains on several workers under ps, not otherwise; under hogwild "
                 "take nn.Embedding(sparse=True)"
+            )
+        if self.mesh.pp.size > 1 or self.mesh.tp.size > 1:
+            raise NotBuilt(
+                "shoal.Embedding is not built for a model that is split over workers: leave out "
+                "tp and pp, or take nn.Embedding"
             )
         if self.options.exact or self.options.precision == "fp16":
             raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')

@@ -12,7 +12,7 @@ them. Text is parsed with `ast` and never evaluated, and whatever is wrong is a 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import KW_ONLY, Field, dataclass, field, fields
+from dataclasses import KW_ONLY, Field, dataclass, field, fields, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from shoal.errors import NotBuilt, StrategyError
@@ -500,10 +500,26 @@ def require_built(strategy: Strategy) -> None:
 
 
 def _require_together(strategy: Strategy) -> None:
-    alone = isinstance(strategy.sync, Ps) or strategy.sync == Zero(3)
+    sync = strategy.sync
     for part in (strategy.tp, strategy.pp):
-        if alone and part is not None and part.size > 1:
-            raise NotBuilt(f"{strategy.sync} + {part} is not built yet: take ddp + {part}")
+        if part is None or part.size == 1:
+            continue
+        if isinstance(sync, Ps) and not sync.waits_for_all:
+            raise NotBuilt(
+                f"{sync} + {part} is not built yet: the workers of a replica would have to take "
+                f"and leave out the same steps; take ps + {part}"
+            )
+        if isinstance(sync, Ps) and sync.compress is not None:
+            raise NotBuilt(
+                f"{sync} + {part} is not built yet: weights that several workers of a replica "
+                f"hold would drift apart; take {replace(sync, compress=None)} + {part}, or "
+                f"{Ddp(compress=sync.compress)} + {part}"
+            )
+        if isinstance(sync, Gossip) and sync.mode == "async":
+            raise NotBuilt(
+                f"{sync} + {part} is not built yet: the workers of a replica would have to hear "
+                f"the same of other replicas; take {replace(sync, mode='sync')} + {part}"
+            )
 
 
 def parse(text: str) -> Strategy:

@@ -38,6 +38,33 @@ if __name__ == "__main__":
 """
 )
 
+# enough layers for four stages of two chunks; clipped, with AdamW
+DEEP = (
+    HEAD
+    + """
+def deep():
+    torch.manual_seed(0)
+    widths = [6, 20, 16, 18, 14, 16, 12, 18, 3]
+    pairs = zip(widths, widths[1:])
+    layers = [m for a, b in pairs for m in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+def train(job):
+    step = job.step(
+        deep(),
+        loss,
+        optimizer=partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+        clip_norm=0.05,
+        exact="--exact" in sys.argv,
+    )
+    for batch in job.batches(data, batch_size=24, epochs=2):
+        job.log(loss=step(batch))
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+)
+
 BROKEN_REDUCTION = PLAIN.replace(
     "if __name__",
     """

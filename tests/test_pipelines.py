@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.errors import BadInput, NotBuilt
+from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
@@ -122,12 +122,6 @@ def test_other_syncs_of_pipelines(world: World, sync: str, schedule: str) -> Non
     strategy = f'{sync} + pp(2, schedule="{schedule}")'
     options = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
     assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)
-
-
-def test_what_does_not_go_together_yet_is_refused(world: World) -> None:
-    for sync in ("ps", "zero(3)"):
-        with pytest.raises(NotBuilt, match=r"\+ pp\(2\) is not built yet"):
-            world(2, lambda g, s=sync: Job(parse(f"{s} + pp(2)"), g, device=torch.device("cpu")))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -194,13 +194,13 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """The running means and variances inside a model, each once."""
+    """The running means and variances that are here, each once."""
     found: dict[int, Tensor] = {}
     for module in model.modules():
         if isinstance(module, _NormBase) and module.running_mean is not None:
             assert module.running_var is not None
             found |= {id(t): t for t in (module.running_mean, module.running_var)}
-    return list(found.values())
+    return [tensor for tensor in found.values() if not tensor.is_meta]
 
 
 def globalize(model: nn.Module, group: Group) -> Presence:

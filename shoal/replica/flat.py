@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,7 @@ class FlatParams:
         self.notes_loss = False  # whether the engine leaves its loss in the head
         self.buckets_of_grad: list[slice] = []
         self.late: set[int] = set()  # parameters whose gradient is not final before `flush`
+        self.in_halves = False  # whether hooks of gradients see nothing of a backward
         self._on_bucket: OnBucket | None = None
         self._room: Room | None = None
 
@@ -101,6 +103,17 @@ class FlatParams:
                 view.copy_(p.data)
             p.data = view
         self.data = data
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Around a forward: the parameters that it uses are here."""
+        return nullcontext()
+
+    def assembled(self, only: int | None = None) -> AbstractContextManager[None]:
+        """While the block runs all parameters are here, on all ranks or on one; for reading."""
+        return nullcontext()
+
+    def rest(self) -> None:
+        """Let go of parameters that are here only while they are used."""
 
     def gaps(self) -> Tensor:
         """The places between and behind parameters that belong to none of them."""

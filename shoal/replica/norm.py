@@ -38,11 +38,17 @@ class NormOverParts:
     @torch.no_grad()
     def __call__(self, params: Sequence[nn.Parameter]) -> Tensor:
         mine = [p for p in params if p.grad is not None and self._counts(p)]
+        found = torch._foreach_norm([p.grad for p in mine if p.grad is not None]) if mine else []
+        return self.of(dict(zip(mine, found, strict=True)))
+
+    @torch.no_grad()
+    def of(self, found: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """The same from the norm of each gradient that is here."""
+        mine = [p for p in found if self._counts(p)]
         norms = self._like.new_zeros(self._num)
         if mine:
-            found = torch._foreach_norm([p.grad for p in mine if p.grad is not None])
             places = torch.tensor([self._places[p] for p in mine], device=norms.device)
-            norms[places] = torch.stack(list(found)).to(norms.dtype)
+            norms[places] = torch.stack([found[p] for p in mine]).to(norms)
         if self._shards is not None:
             self._shards.all_reduce(norms).wait()
         if self._tensor is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ class Part:
         self.model = model
         self.named = list(model.named_parameters())
 
+    @property
+    def computes(self) -> nn.Module | None:
+        """What computes here, where that is not the model itself."""
+        return None
+
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
         return Engine(self.model, loss, flat, accumulate(1, 0, microbatches), **options)
 
@@ -65,6 +70,18 @@ class Part:
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """This worker's slices of whole tensors."""
         return tensors if self.tensor is None else self.tensor.take(tensors)
+
+    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Make equal what several workers of the replica have of the same parameter.
+
+        Where gradients are compressed, what arrives also depends on the neighbours in a bucket.
+        """
+        if self.tensor is not None:
+            self.tensor.even_out(tensors)
+
+    def is_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether `even_out` replaces what is here by what another worker has."""
+        return self.tensor is not None and self.tensor.is_copy(parameter)
 
     def share(self, loss: Tensor) -> Tensor:
         """The loss, on every worker of the replica."""
@@ -118,6 +135,14 @@ class StagePart(Part):
             stages=self.group,
         )
 
+    @property
+    def computes(self) -> nn.Module | None:
+        first, step = self.group.rank, self.group.size
+        own = range(first, self.stages.parts, step)
+        segments = [self.stages.segment(virtual) for virtual in own]
+        modules = [segment for segment in segments if isinstance(segment, nn.Module)]
+        return nn.ModuleList(modules) if len(modules) == len(segments) else self.model
+
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
         pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
         return PipelineEngine(
@@ -125,6 +150,13 @@ class StagePart(Part):
             recompute=self.pp.recompute,
             **options,
         )
+
+    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        self.ties.even_out(tensors)
+        super().even_out(tensors)
+
+    def is_copy(self, parameter: nn.Parameter) -> bool:
+        return not self.ties.is_counted_here(parameter) or super().is_copy(parameter)
 
     def share(self, loss: Tensor) -> Tensor:
         number = loss.double()
@@ -141,9 +173,9 @@ class StagePart(Part):
         if self._is_trusted or size > LARGEST_CHECKED_BYTES:
             return
         inputs = microbatches[0].inputs
-        mine = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
         same = torch.ones(1, device=engine.flat.device)
-        with keeping_modes(self.model):
+        with engine.flat.assembled(), keeping_modes(self.model):
+            mine = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
             self.model.eval()
             split = engine.share(tensors_of(whole_tensors(engine.predict(inputs))))
             tensors = {n: t for part in reversed(self.collect(mine)) for n, t in part.items()}

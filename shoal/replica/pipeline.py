@@ -58,6 +58,7 @@ class PipelineEngine(Engine):
         self.is_last = self.stage == pipeline.stages - 1
         loss, flat = args
         super().__init__(stages.model, loss, flat, pipeline.actions[self.stage], **options)
+        self.flat.in_halves = any(action.kind is Kind.INPUT for action in self.actions)
         self.flat.late = {i for i, p in enumerate(flat.params) if ties.is_tied(p)}
         self._order = {
             (stage, action): place
@@ -99,7 +100,8 @@ class PipelineEngine(Engine):
             virtual = self._virtual(chunk)
             giver, taker = self._giver(action), self._taker(action)
             taken = values if giver is None else self.post.recv(giver.stage, _tag(virtual, 0))
-            outputs = self.stages.compute(virtual, given, taken)
+            with self.flat.computing():
+                outputs = self.stages.compute(virtual, given, taken)
             if taker is None:
                 values = outputs
             else:
@@ -152,6 +154,7 @@ class PipelineEngine(Engine):
         halves = self._halves[_where(action)] = Halves(roots, grads)
         with self.tracer.span("backward", str(action)):
             found = halves.inputs(inputs)
+        self.flat.rest()
         self._give_gradients(action, found)
 
     def _go_to_weights(self, action: Action) -> None:
@@ -161,6 +164,7 @@ class PipelineEngine(Engine):
                 for weight, grad in halves.weights():
                     # tensors that autograd hands out may be shared between weights
                     weight.grad = grad.clone() if weight.grad is None else weight.grad.add_(grad)
+            self.flat.rest()
         self._set_apart(action)
 
     def _do_last(self, action: Action) -> None:
@@ -183,7 +187,8 @@ class PipelineEngine(Engine):
         self.presence.real = micro.real
         self._seed(_where(action), micro.seed + (0 if self.every_microbatch else virtual))
         with self._autocast():
-            outputs = self.stages.compute(virtual, given, inputs)
+            with self.flat.computing():
+                outputs = self.stages.compute(virtual, given, inputs)
             is_end = virtual == self.stages.parts - 1
             return self._loss_of(outputs, micro) if is_end else outputs
 

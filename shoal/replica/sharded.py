@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ class Unit:
     works: list[Work] = field(default_factory=list)
     is_asked: bool = False
     is_here: bool = False
-    missing: int = 0  # gradients that have not come in this backward
+    missing: int = 0  # gradients that have not come in the backward of one forward
 
 
 class _Note(NamedTuple):
@@ -77,16 +77,25 @@ class _Note(NamedTuple):
 class ShardedParams(FlatParams):
     """As FlatParams, and `data` is empty except inside `assembled`.
 
-    The model may be blank (see `meta`): its modules are then filled one by one.
+    The model may be blank (see `meta`): its modules are then filled one by one. Of a model that
+    is cut into stages, `stage` is what computes here; its caller tells when (`computing`).
     """
 
-    def __init__(self, model: nn.Module, group: Group, device: torch.device, blank: Blank):
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        device: torch.device,
+        blank: Blank,
+        named: Sequence[tuple[str, nn.Parameter]] | None = None,
+        stage: nn.Module | None = None,
+    ):
         self.model, self._on = model, device
         self.group: Group = group.duplicate()
-        self._blank = blank
+        self._blank, self._stage = blank, stage
         self._is_whole = False
         self.on_saved: Callable[[Tensor], Tensor] = lambda tensor: tensor  # for who counts
-        super().__init__(model.named_parameters())
+        super().__init__(model.named_parameters() if named is None else named)
         self._make_units()
         self._watch_modules()
         self._latest: dict[bool, int | None] = {True: None, False: None}
@@ -186,7 +195,7 @@ class ShardedParams(FlatParams):
 
     def _make_units(self) -> None:
         index = {id(p): i for i, p in enumerate(self.params)}
-        found = find_units(self.model, self.params)
+        found = find_units(self._stage or self.model, self.params)
         self._modules = [unit.module for unit in found]
         self.units: list[Unit] = []
         self._unit_of = [0] * len(self.params)
@@ -235,10 +244,12 @@ class ShardedParams(FlatParams):
         if not unit.is_here:
             self._arrive(number, unit)
         last = self._latest[backward]
-        if last == number:
+        if last == number or (backward and unit.stays):  # that comes between any two others
             return
         if last is not None:
             self._follows[backward, last] = number
+            if backward and self.in_halves:  # whose gradients are not told of
+                self._let_go(self.units[last])
         self._latest[backward] = number
         following = self._follows.get((backward, number))
         if following is not None:
@@ -253,7 +264,9 @@ class ShardedParams(FlatParams):
                 self._by_storage[run.memory.untyped_storage().data_ptr()] = (number, run)
                 for i in run.members:
                     self.params[i].data = self.view(i, run.memory, run.where.start)
-        unit.is_here, unit.missing = True, len(unit.members)
+        unit.is_here = True
+        if not _in_backward():  # there, some of its gradients may have come before
+            unit.missing = len(unit.members)
 
     def _let_go(self, unit: Unit) -> None:
         """Forget gathered memory; a tensor that somebody else still holds stays valid."""
@@ -272,21 +285,28 @@ class ShardedParams(FlatParams):
 
     # ------------------------------------------------------------------ when they are used
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around a forward of the model, or of a stage."""
+        if self._is_whole:
+            yield
+            return
+        self._latest[False] = None
+        self._gather(0)
+        with _Noticing(self._notice), saved_tensors_hooks(self._note, self._find):
+            yield
+        if not torch.is_grad_enabled():
+            self.rest()
+
     def _watch_modules(self) -> None:
         forward = self.model.forward
 
         def whole_forward(*args: Any, **kwargs: Any) -> Any:
-            if self._is_whole:
+            with self.computing():
                 return forward(*args, **kwargs)
-            self._latest[False] = None
-            self._gather(0)
-            with _Noticing(self._notice), saved_tensors_hooks(self._note, self._find):
-                out = forward(*args, **kwargs)
-            if not torch.is_grad_enabled():
-                self.rest()
-            return out
 
-        self.model.forward = whole_forward
+        if self._stage is None:
+            self.model.forward = whole_forward
         for number, module in itertools.islice(enumerate(self._modules), 1, None):
             module.register_forward_pre_hook(self._before(number))
             module.register_forward_hook(self._after(number))
@@ -315,6 +335,7 @@ class ShardedParams(FlatParams):
             unit.missing -= 1
             if unit.missing == 0:
                 self._let_go(unit)
+                unit.missing = len(unit.members)
 
         return count
 

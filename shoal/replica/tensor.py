@@ -7,7 +7,7 @@ rank, and their gradients and weights stay the same without any exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,10 @@ class TensorSplit:
     def is_slice(self, parameter: nn.Parameter) -> bool:
         return parameter in self._slices
 
+    def is_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether the first rank holds it, too."""
+        return self.group.rank > 0 and not self.is_slice(parameter)
+
     def join(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors from slices; all ranks call it. Keys are a parameter's name, or that and
         "/" and what an optimizer keeps of it."""
@@ -80,6 +84,17 @@ class TensorSplit:
 
     def unpack(self, tree: Tree) -> Tree:
         return unpack(tree, self.group, self.streams)
+
+    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Replace what belongs to a parameter that every rank holds by what the first one has."""
+        copies = [tensor for p, tensor in tensors.items() if not self.is_slice(p)]
+        if not copies:
+            return
+        together = torch.cat([tensor.reshape(-1) for tensor in copies])
+        self.group.broadcast(together).wait()
+        parts = torch.split(together, [tensor.numel() for tensor in copies])
+        for tensor, part in zip(copies, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
     def _joined(self, name: str, tensor: Tensor) -> Tensor:
         share = self._share(name)

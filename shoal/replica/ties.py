@@ -46,6 +46,16 @@ class Ties:
             for one in sent:
                 one.wait()
 
+    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Replace what belongs to a tied parameter by what its first holder has."""
+        mine = self.post.group.rank
+        for p, holders in self.tied:
+            if mine == holders[0]:
+                for sent in [self.post.send([tensors[p]], s, _TAG) for s in holders[1:]]:
+                    sent.wait()
+            else:
+                tensors[p].copy_(self.post.recv(holders[0], _TAG)[0])
+
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
     total: Tensor | None = None

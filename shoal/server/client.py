@@ -37,6 +37,8 @@ from shoal.server.messages import (
     Meet,
     Message,
     Met,
+    Norm,
+    Norms,
     Pull,
     Pulled,
     Spec,
@@ -297,17 +299,31 @@ class Client:
             elif start < stop:
                 self._later_push(link, spec, start, stop)
 
-    def commit(self, commit: Commit, heads: Tensor) -> Ack:
-        """The push is whole: everybody has it, then the lead decides about it."""
-        self.sequence += 1
-        return self.send_commit(commit, heads, self.sequence)
+    def commit(
+        self, commit: Commit, heads: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> Ack:
+        """The push is whole: everybody has it, then the lead decides about it.
 
-    def send_commit(self, commit: Commit, heads: Tensor, sequence: int) -> Ack:
+        `meanwhile` is what the lead may need before it answers.
+        """
+        self.sequence += 1
+        return self.send_commit(commit, heads, self.sequence, meanwhile)
+
+    def send_commit(
+        self,
+        commit: Commit,
+        heads: Tensor,
+        sequence: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Ack:
         meta, payload = encode(commit), bytes_of(heads)
         staged = [self._later_commit(link, meta, payload, sequence) for link in self.links[1:]]
         for future in staged:
             future.result()
-        return self._later_commit(self.links[0], meta, payload, sequence).result()
+        decided = self._later_commit(self.links[0], meta, payload, sequence)
+        if meanwhile is not None:
+            meanwhile()
+        return decided.result()
 
     def settle(self, position: int) -> None:
         """Ask for the moment when nobody needs this push any more; `wait_settled` waits."""
@@ -320,6 +336,19 @@ class Client:
         for future in self._settling:
             future.result()
         self._settling = []
+
+    def norms(self) -> dict[int, float]:
+        """The norm of each parameter's gradient in the step that is being done, by its index."""
+        found = decode(self.request(self.links[0], Kind.NORMS), Norms).values
+        cuts = [cut.parameter for spec in self.specs for cut in spec.cuts]
+        norms: dict[int, float] = {}
+        for parameter, norm in zip(cuts, found, strict=True):
+            norms[parameter] = math.hypot(norms[parameter], norm) if parameter in norms else norm
+        return norms
+
+    def set_norm(self, value: float) -> None:
+        """The norm of the whole gradient, of which these servers hold a part."""
+        self.request(self.links[0], Kind.NORM_SET, Norm(value))
 
     # ------------------------------------------------------------------ pulling
 

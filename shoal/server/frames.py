@@ -45,6 +45,7 @@ class Kind(enum.IntEnum):
     STATS = 18
     LEAVE = 19
     SHARE = 20
+    NORM_SET = 21
     FOLLOW = 30
     ENTRY = 31
     NORMS = 32

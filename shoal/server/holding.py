@@ -104,7 +104,7 @@ class Holding:
         self.version = self.position = 0
         self.log: deque[Entry] = deque(maxlen=LOG_ENTRIES)
         self.ledger = Ledger(spec.rule) if spec.index == 0 else None
-        self.agree: Agree = lambda norms, bound: clip_factor(norms, bound, self.shard.dtype)
+        self.agree: Agree = self.factor
         self.tell: Callable[[Entry], None] = lambda entry: None  # the other servers
         self.failure: Lost | None = None
         self.gone: set[int] = set()
@@ -119,6 +119,8 @@ class Holding:
         self._rows: list[tuple[int, RowPush]] = []  # by worker, for the update to come
         self._counting: list[Member] = []
         self._share = 0.0
+        self._norms: Sequence[float] | None = None  # while the norm of the whole is awaited
+        self._norm_of_whole: float | None = None
 
     # ------------------------------------------------------------------ workers
 
@@ -260,6 +262,39 @@ class Holding:
                 raise Refused(f"entry {entry.position} of the log after {self.position}")
             self._carry_out(entry)
             self.changed.notify_all()
+
+    # ------------------------------------------------------------------ clipping
+
+    def factor(self, norms: Sequence[float], bound: float) -> float:
+        """What to multiply gradients by, from the norms of all servers; under the lock."""
+        if self.spec.is_part:
+            norms = [self._await_whole(norms)]
+        return clip_factor(norms, bound, self.shard.dtype)
+
+    def norms(self, worker: int) -> Sequence[float]:
+        """Of every cutting of every server, once the pushes of a step are added up."""
+        if not self.spec.is_part or self.spec.clip_norm is None:
+            raise Refused("this server clips by itself, or not at all")
+        with self.changed:
+            self._wait(worker, lambda: self._norms is not None)
+            assert self._norms is not None
+            return self._norms
+
+    def set_norm(self, value: float) -> None:
+        with self.changed:
+            if self._norms is None or self._norm_of_whole is not None:
+                raise Refused("a norm that nobody has asked for")
+            self._norm_of_whole = value
+            self.changed.notify_all()
+
+    def _await_whole(self, norms: Sequence[float]) -> float:
+        self._norms = norms
+        self.changed.notify_all()
+        self.changed.wait_for(lambda: self.failure is not None or self._norm_of_whole is not None)
+        self._check()
+        found, self._norms, self._norm_of_whole = self._norm_of_whole, None, None
+        assert found is not None
+        return found
 
     # ------------------------------------------------------------------ rows of tables
 

@@ -11,7 +11,6 @@ from shoal.server.frames import Header, Kind, Refused, decode, encode
 from shoal.server.handshake import introduce
 from shoal.server.holding import Holding, Lost
 from shoal.server.messages import Entry, Error, Factor, Norms
-from shoal.server.shard import clip_factor
 
 _MOST_NORMS_BYTES = 32 << 20
 
@@ -48,7 +47,7 @@ class Followers:
         everything = list(norms)
         for index in self._everybody():
             everything += self._receive_norms(index)
-        factor = clip_factor(everything, bound, self.holding.shard.dtype)
+        factor = self.holding.factor(everything, bound)
         for index in self._everybody():
             self._send(index, Kind.OK, encode(Factor(factor)))
         return factor

@@ -70,6 +70,7 @@ class Spec(Message, frozen=True):
     optimizer: Named | None = None  # None: the workers update
     clip_norm: float | None = None
     compress: Annotated[str, msgspec.Meta(max_length=64)] | None = None  # how gradients travel
+    is_part: bool = False  # of a model: the workers tell the norm of the whole gradient
 
 
 class Commit(Message, frozen=True):
@@ -171,10 +172,16 @@ class Entry(Message, frozen=True):
 
 
 class Norms(Message, frozen=True):
-    """The norms of the gradients that one server holds, for clipping."""
+    """The norms of the gradients that one server holds, or all of them, for clipping."""
 
     values: tuple[float, ...]
 
 
 class Factor(Message, frozen=True):
+    value: float
+
+
+class Norm(Message, frozen=True):
+    """The norm of the whole gradient, of which this model is a part."""
+
     value: float

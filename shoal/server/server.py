@@ -31,6 +31,8 @@ from shoal.server.messages import (
     Hello,
     Meet,
     Met,
+    Norm,
+    Norms,
     Pull,
     Spec,
     State,
@@ -280,6 +282,8 @@ class Session:
                 Kind.MEET: self._meet,
                 Kind.STATS: self._stats,
                 Kind.LEAVE: self._leave,
+                Kind.NORMS: self._norms,
+                Kind.NORM_SET: self._norm_set,
             },
             "push": {
                 Kind.BUCKET: self._bucket,
@@ -469,6 +473,15 @@ class Session:
         holding, _ = self._here()
         holding.leave(self.worker)
         self._answer(Kind.OK, encode(Met(holding.first)))
+
+    def _norms(self, header: Header, meta: bytes) -> None:
+        holding, _ = self._here()
+        self._answer(Kind.OK, encode(Norms(tuple(holding.norms(self.worker)))))
+
+    def _norm_set(self, header: Header, meta: bytes) -> None:
+        holding, _ = self._here()
+        holding.set_norm(decode(meta, Norm).value)
+        self._answer(Kind.OK)
 
     # ------------------------------------------------------------------ push
 

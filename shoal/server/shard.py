@@ -88,7 +88,11 @@ class Shard:
             self.sum.div_(by)
 
     def norms(self) -> list[float]:
-        """The norm of each gradient that is there."""
+        """The norm of each gradient that is there; of a part of a model one for every cutting."""
+        if self.spec.is_part:
+            flags = [self.head[1 + cut.parameter] > 0 for cut in self.spec.cuts]
+            pairs = zip(self._grads, flags, strict=True)
+            return [float(torch.linalg.vector_norm(g)) if there else 0.0 for g, there in pairs]
         return [float(torch.linalg.vector_norm(g)) for g in self._present()]
 
     def update(self, lr: float | None, factor: float | None) -> None:
@@ -158,10 +162,21 @@ class Shard:
         for i, key, number in state.numbers:
             held.setdefault(i, {})[key] = number
         document = self.optimizer.state_dict()
-        document["state"] = held
+        numbers = self._numbers(document)
+        document["state"] = {numbers[i]: entries for i, entries in held.items()}
         for group, options in zip(document["param_groups"], state.options, strict=False):
             group.update({k: v for k, v in options.items() if k in group and k != "params"})
         self.optimizer.load_state_dict(document)
+
+    def _numbers(self, document: dict[str, Any]) -> list[int]:
+        """What the optimizer calls each parameter in its state: a number in the order of groups."""
+        assert self.optimizer is not None
+        found: dict[int, int] = {}
+        for group, packed in zip(
+            self.optimizer.param_groups, document["param_groups"], strict=True
+        ):
+            found |= dict(zip(map(id, group["params"]), packed["params"], strict=True))
+        return [found[id(p)] for p in self.params]
 
     def _present(self) -> list[Tensor]:
         return [

@@ -27,6 +27,7 @@ from shoal.strategy import (
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.compressed import CompressedReduce
 from shoal.sync.exact import ExactReduce
+from shoal.sync.exchange import Copies
 from shoal.sync.hogwild import Hogwild as HogwildSync
 from shoal.sync.local import LocalUpdate
 from shoal.sync.localsgd import LocalSgd
@@ -50,6 +51,7 @@ class Replica:
     exact_microbatches: int | None = None  # the same bits at any number of replicas
     statistics: Sequence[Tensor] = ()  # of BatchNorm, where replicas keep their own
     say: Callable[[str], None] = lambda sentence: None
+    copies: Copies | None = None  # where a replica is split over workers
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def place(
     Where it is sharded that is left to `lay_out`; where a replica is split, to `part_of_replica`.
     """
     blank = Blank(model)
-    if not _shards_parameters(part, group) and not (is_split and blank):
+    left = bool(blank) if is_split else _shards_parameters(part, group)
+    if not left:
         blank.fill_all(model)
         model.to(device)
     return blank
@@ -82,11 +85,14 @@ def lay_out(
     device: torch.device,
     blank: Blank,
     named: Sequence[tuple[str, nn.Parameter]],
+    stage: nn.Module | None,
 ) -> FlatParams:
     """The parameters of a replica, as the strategy keeps them; `named` are those of this worker."""
     if not _shards_parameters(part, group):
         return FlatParams(named)
-    flat = ShardedParams(model, group, device, blank)
+    flat = ShardedParams(model, group, device, blank, named, stage)
+    if stage is not None:  # it is on the device, and the rest of the model is nowhere
+        return flat
     trained = {id(p) for p in flat.params}
     for module in model.modules():  # what is not sharded
         for p in module._parameters.values():
@@ -123,9 +129,12 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
         case Ddp(compress=None):
             return AllReduce(flat, update, group, _bytes(part))
         case Ddp(compress=str(compress)):
-            return CompressedReduce(flat, update, group, _bytes(part), compress)
+            return CompressedReduce(*(flat, update, group, _bytes(part), compress), replica.copies)
         case Localsgd(every=every, outer=outer, compress=compress):
-            return LocalSgd(flat, update, group, every, outer, compress, replica.statistics)
+            return LocalSgd(
+                *(flat, update, group, every, outer, compress),
+                *(replica.statistics, replica.copies),
+            )
         case Gossip() if group.size == 1:
             return LocalUpdate(flat, update)
         case Gossip():

@@ -10,7 +10,14 @@ from shoal.group.counting import CountingGroup
 from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
 from shoal.sync.allreduce import FIRST_BUCKET_BYTES
-from shoal.sync.exchange import Exchange, Staged, complete, make_exchange
+from shoal.sync.exchange import (
+    Copies,
+    Exchange,
+    Staged,
+    complete,
+    even_out,
+    make_exchange,
+)
 from shoal.sync.sync import Sync
 from shoal.sync.traffic import Traffic
 from shoal.sync.update import Update
@@ -30,15 +37,17 @@ class CompressedReduce(Sync):
         group: Group,
         bucket_bytes: int,
         compress: str,
+        copies: Copies | None = None,
     ):
         self.flat, self.update, self.group = flat, update, CountingGroup(group)
         buckets = flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
         flat.watch(buckets)
         bodies = [self._body(bucket) for bucket in buckets]
-        self.exchange: Exchange = make_exchange(compress, flat, self.group, bodies)
+        self.exchange: Exchange = make_exchange(compress, flat, self.group, bodies, copies)
         self.traffic = Traffic(flat, self.group)
         self._under_way: list[Staged] = []
         self._gaps = flat.gaps()
+        self._copies = copies
 
     def begin(self) -> None:
         self._under_way.clear()
@@ -52,6 +61,8 @@ class CompressedReduce(Sync):
     def finish(self) -> None:
         complete(self._under_way)
         self.flat.grad[self._gaps] = 0.0  # unpacking leaves noise there, which would add up
+        self.exchange.clear_unused()
+        even_out(self.flat, self.flat.grad, self._copies)
         self.traffic.steps += 1
         self.flat.publish()
         self.update.apply()
@@ -71,6 +82,7 @@ class CompressedReduce(Sync):
         self.exchange.load_state(
             {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         )
+        self.exchange.clear_unused()
 
     def report(self) -> dict[str, Any]:
         return self.traffic.report()

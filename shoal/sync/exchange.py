@@ -13,11 +13,11 @@ A sum goes in stages, written as a generator: what it yields is under way while 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.compress.build import make_compressor
@@ -30,6 +30,23 @@ from shoal.replica.flat import FlatParams
 from shoal.wire.transport import Work
 
 MOST_KEPT = 4  # times as many elements of a sum as each replica sends
+
+
+class Copies(Protocol):
+    """Parameters that several workers of a replica hold: what arrives has to be the same on all."""
+
+    def is_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether another worker has the say about it."""
+        ...
+
+    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Replace what is here of copies by what is there."""
+        ...
+
+
+def even_out(flat: FlatParams, buffer: Tensor, copies: Copies | None) -> None:
+    if copies is not None:
+        copies.even_out({p: flat.view(i, buffer, 0) for i, p in enumerate(flat.params)})
 
 
 class Staged:
@@ -58,11 +75,16 @@ class Exchange(Protocol):
 
     group: Group
     residual: Tensor
+    unused: Tensor  # places of the buffer between parameters, and of copies
     feedback: bool = True  # False: what compression loses is lost, to see what that does
 
     def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
         """Replace `x`, which lies at `at` of the buffer, by (about) the sum of everybody's."""
         ...
+
+    def clear_unused(self) -> None:
+        """What was lost there is of no use, and no checkpoint has it."""
+        self.residual[self.unused] = 0.0
 
     def state(self) -> dict[str, Tensor]:
         """What has to be saved of all workers, at rank 0."""
@@ -89,11 +111,18 @@ class Sharded(Exchange):
         slices: Sequence[slice],
         compressor: Compressor,
         answers: Compressor,
+        unused: Tensor,
     ):
         self.group, self.compressor, self.answers = group, compressor, answers
-        self.residual = _zeros(flat, flat.size)
+        self.residual, self.unused = _zeros(flat, flat.size), unused
         self._places = {at.start: self._place(at) for at in slices}
         self.owed = {start: _zeros(flat, p.stop - p.start) for start, p in self._places.items()}
+        self._unused = {start: _inside(unused, p) for start, p in self._places.items()}
+
+    def clear_unused(self) -> None:
+        super().clear_unused()
+        for start, places in self._unused.items():
+            self.owed[start][places] = 0.0
 
     def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
         size, shard = self.group.size, _shard(x.numel(), self.group.size)
@@ -155,9 +184,10 @@ class Factored(Exchange):
         flat: FlatParams,
         group: Group,
         factors: dict[int, PowerSgd],
+        unused: Tensor,
     ):
         self.group, self.factors = group, factors
-        self.residual = _zeros(flat, flat.size)
+        self.residual, self.unused = _zeros(flat, flat.size), unused
 
     def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
         factors = self.factors[at.start]
@@ -193,14 +223,16 @@ def make_exchange(
     flat: FlatParams,
     group: Group,
     slices: Sequence[slice],
+    copies: Copies | None = None,
 ) -> Exchange:
     """What `compress="…"` asks for, for these slices of the buffer."""
+    unused = _unused(flat, copies)
     made = {at.start: make_compressor(text, *_layout(flat, at)) for at in slices}
     factors = {start: c for start, c in made.items() if isinstance(c, PowerSgd)}
     first = next(iter(made.values()))
     if factors:
-        return Factored(flat, group, factors)
-    return Sharded(flat, group, slices, first, _answers(first, group.size))
+        return Factored(flat, group, factors, unused)
+    return Sharded(flat, group, slices, first, _answers(first, group.size), unused)
 
 
 def _answers(compressor: Compressor, replicas: int) -> Compressor:
@@ -249,6 +281,21 @@ def _zeros(flat: FlatParams, numel: int) -> Tensor:
     """What is carried over has at least 24 bits of precision, whatever the parameters have."""
     dtype = torch.promote_types(flat.dtype, torch.float32)
     return torch.zeros(numel, dtype=dtype, device=flat.device)
+
+
+def _unused(flat: FlatParams, copies: Copies | None) -> Tensor:
+    found = [flat.gaps()]
+    for piece, p in zip(flat.pieces, flat.params, strict=True):
+        if copies is not None and copies.is_copy(p):
+            found.append(torch.arange(piece.start, piece.stop, device=flat.device))
+    return torch.cat(found)
+
+
+def _inside(places: Tensor, where: slice) -> Tensor:
+    """Those of the places that lie in a slice, counted from its start."""
+    is_inside = (places >= where.start) & (places < where.stop)
+    found: Tensor = places[is_inside] - where.start
+    return found
 
 
 def _shard(numel: int, size: int) -> int:

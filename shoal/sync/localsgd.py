@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from shoal.group.counting import CountingGroup
 from shoal.group.group import Group, Op
 from shoal.replica.flat import FlatParams
-from shoal.sync.exchange import Exchange, Staged, check_size, complete, make_exchange
+from shoal.sync.exchange import (
+    Copies,
+    Exchange,
+    Staged,
+    check_size,
+    complete,
+    even_out,
+    make_exchange,
+)
 from shoal.sync.mean import mean_state
 from shoal.sync.outer import Outer
 from shoal.sync.sync import Sync
@@ -49,6 +57,7 @@ class LocalSgd(Sync):
         outer: str | None = None,
         compress: str | None = None,
         statistics: Sequence[Tensor] = (),
+        copies: Copies | None = None,
     ):
         self.flat, self.update, self.group = flat, update, CountingGroup(group)
         self.every, self.statistics = every, statistics
@@ -58,10 +67,11 @@ class LocalSgd(Sync):
         self.outer = Outer(outer, self.agreed) if outer else None
         body = slice(flat.offset, flat.size)
         self.exchange: Exchange | None = (
-            make_exchange(compress, flat, self.group, [body]) if compress else None
+            make_exchange(compress, flat, self.group, [body], copies) if compress else None
         )
         self.traffic = Traffic(flat, self.group)
         self._gaps = flat.gaps()
+        self._copies = copies
         self._loss: Tensor | None = None
         flat.notes_loss = True
 
@@ -115,6 +125,9 @@ class LocalSgd(Sync):
             works.append(Staged(self.exchange.sum(difference[body], body)))
         complete(works)
         difference[self._gaps] = 0.0
+        if self.exchange is not None:
+            self.exchange.clear_unused()
+            even_out(self.flat, difference, self._copies)
         return loss[0].clone()
 
     def _average_statistics(self) -> None:
@@ -168,6 +181,7 @@ class LocalSgd(Sync):
             self.outer.load_state(saved)
         if self.exchange is not None:
             self.exchange.load_state(saved)
+            self.exchange.clear_unused()
 
     def report(self) -> dict[str, Any]:
         return self.traffic.report()

@@ -70,7 +70,14 @@ def join_servers(
         model = torch.tensor([secrets.randbits(62)])
         group.broadcast(model).wait()
         specs = specs_of(
-            flat, rule, hosts.leads, named, update.clip_norm, microbatches, part.compress
+            flat,
+            rule,
+            hosts.leads,
+            named,
+            update.clip_norm,
+            microbatches,
+            part.compress,
+            is_part=update.total_norm is not None,
         )
         client = Client(group.rank, int(model), hosts.addresses, hosts.secret, specs)
     except BaseException:
@@ -87,6 +94,7 @@ def specs_of(
     clip_norm: float | None,
     microbatches: int | None,
     compress: str | None = None,
+    is_part: bool = False,
 ) -> list[Spec]:
     """What each server holds; `leads` says for each how it reaches the first one."""
     places = [
@@ -111,6 +119,7 @@ def specs_of(
             named,
             clip_norm if named is not None else None,
             compress,
+            is_part,
         )
         for index, held in enumerate(cut(places, flat.size, len(leads), by_rows))
     ]
@@ -154,6 +163,8 @@ class ParameterServer(Sync):
         self._loss = torch.zeros((), device=flat.device)
         self._stats: list[dict[str, Any]] = []
         self._closed = False
+        tells = client.specs[0].is_part and client.specs[0].clip_norm is not None
+        self._meanwhile = self._tell_norm if tells and group.rank == 0 else None
         self._exact = None if microbatches is None else _Tree(microbatches, group)
         self.packed = PackedPush(flat, client) if client.specs[0].compress is not None else None
         zero_copy = flat.device.type == "cpu" and self._exact is None and self.packed is None
@@ -194,7 +205,7 @@ class ParameterServer(Sync):
     def finish(self) -> None:
         step = self.update.steps
         with self.tracer.span("push", f"step {step}"):
-            ack = self.client.commit(self._commit(step), self._heads())
+            ack = self.client.commit(self._commit(step), self._heads(), self._meanwhile)
         if self.rule.needs_everyone:
             self._pulling = self.client.pull(step + 1, step + 1)
             self._arrive()
@@ -224,6 +235,17 @@ class ParameterServer(Sync):
             lr = float(self.update.lr(step))
             self.update.set_lr(lr)
         return Commit(step, self._version, self.share, lr)
+
+    def _tell_norm(self) -> None:
+        """The servers know the sum of the gradients of this part; the workers know of the others.
+
+        One replica is enough; its workers add up what their servers have.
+        """
+        assert self.update.total_norm is not None
+        params = self.flat.params
+        norms = self.client.norms().items()
+        found = {params[i]: torch.tensor(norm, dtype=torch.float64) for i, norm in norms}
+        self.client.set_norm(float(self.update.total_norm.of(found)))
 
     def _heads(self) -> Tensor:
         if self._exact is None:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
+from shoal.replica.norm import NormOverParts
 from shoal.server.optimizers import ratios
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 LearningRate = Callable[[int], float]
 NormOver = Callable[[Tensor], Tensor]
-TotalNorm = Callable[[list[nn.Parameter]], Tensor]
 
 
 class Update:
@@ -36,7 +36,7 @@ class Update:
         scaler: torch.amp.GradScaler | None = None,
         norm_over: NormOver | None = None,
         clipped: list[nn.Parameter] | None = None,
-        total_norm: TotalNorm | None = None,
+        total_norm: NormOverParts | None = None,
         tracer: Tracer = OFF,
     ):
         self.named, self.params = named, [p for _, p in named]

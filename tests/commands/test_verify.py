@@ -56,6 +56,11 @@ def test_the_examples_are_equal(tmp_path: Path, example: str) -> None:
     assert json_of(done)["ok"] is True
 
 
+def test_stages_with_a_server_are_equal_by_processes(tmp_path: Path) -> None:
+    status, found = verify(tmp_path, scripts.DEEP, "-n", "4", "-s", "ps + pp(2)", "--steps", "4")
+    assert (status, found["ok"], found["replicas_apart"]) == (0, True, 0)
+
+
 def test_workers_of_several_hosts_give_the_result_of_one(tmp_path: Path) -> None:
     """Workers 0 and 1 are said to be on one host and share its memory, worker 2 on another."""
     where = 'os.environ["SHOAL_HOST_ID"] = str(int(os.environ.get("SHOAL_RANK", "0")) // 2)\n'

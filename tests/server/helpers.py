@@ -59,7 +59,14 @@ def client_of(
     addresses = [server.address for server in found]
     leads = [addresses[0]] * len(addresses)
     specs = specs_of(
-        flat, rule, leads, named, options.get("clip_norm"), None, options.get("compress")
+        flat,
+        rule,
+        leads,
+        named,
+        options.get("clip_norm"),
+        None,
+        options.get("compress"),
+        options.get("is_part", False),
     )
     return Client(rank, MODEL, addresses, secret, specs)
 

@@ -44,6 +44,54 @@ def test_a_push_moves_the_weights_of_all_servers(tcp: bool, count: int) -> None:
         drop(client)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_part_of_a_model_is_clipped_by_the_norm_of_the_whole(count: int) -> None:
+    """Gradients of 2, in 15 and 5 elements: norms of 2√15 and 2√5, and the whole has one of 40."""
+    with servers(count) as found:
+        client = client_of(found, 0, Rule(1), clip_norm=4.0, is_part=True)
+        seen: list[dict[int, float]] = []
+
+        def tell() -> None:
+            seen.append(client.norms())
+            client.set_norm(40.0)
+
+        client.commit(*fill(client, 2.0), tell)
+        assert seen == [pytest.approx({0: 60**0.5, 1: 20**0.5})]
+        moved = weights(client, version=1)
+        assert moved[moved != 0].numel() == 20
+        torch.testing.assert_close(moved[moved != 0], torch.full((20,), -2.0 * 4.0 / 40.0))
+        drop(client)
+
+
+def test_a_norm_that_nobody_waits_for_is_refused() -> None:
+    with servers() as found:
+        client = client_of(found, 0, Rule(1), clip_norm=4.0, is_part=True)
+        with pytest.raises(ShoalError, match="a norm that nobody has asked for"):
+            client.set_norm(1.0)
+        client.close()
+    with servers() as found:
+        client = client_of(found, 0, Rule(1), clip_norm=4.0)
+        with pytest.raises(ShoalError, match="this server clips by itself"):
+            client.norms()
+        client.close()
+
+
+def test_a_worker_that_dies_ends_the_wait_for_its_norm() -> None:
+    with servers() as found:
+        first, second = (
+            client_of(found, rank, Rule(2), clip_norm=4.0, is_part=True) for rank in range(2)
+        )
+        second_push = fill(second, 1.0)
+        with ThreadPoolExecutor(1) as pool:
+            first.commit(*fill(first, 1.0))
+            waiting = pool.submit(second.commit, *second_push)
+            assert first.norms()
+            first.close()
+            with pytest.raises(PeerLost):
+                waiting.result(30)
+        second.close()
+
+
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_push_that_is_sent_again_is_not_applied_again(tcp: bool, count: int) -> None:

@@ -1,0 +1,400 @@
+"""Replicas that are split over workers, under every way to agree: the model of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.embedding import Embedding
+from shoal.errors import NotBuilt
+from shoal.examples.gpt import next_token_loss
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.replica.sharded import ShardedParams
+from shoal.snapshot import whole_model
+from shoal.step import Step
+from shoal.strategy import parse, require_built
+from shoal.sync.compressed import CompressedReduce
+from tests.conftest import World
+from tests.models import samples
+from tests.server.helpers import launched
+from tests.test_pipelines import ADAMW, SGD, gpt, mlp, normed, texts
+
+CPU = torch.device("cpu")
+GPT_OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
+Run = tuple[list[float], dict[str, Tensor]]
+
+
+@contextmanager
+def job_of(group: Group, strategy: str, model: nn.Module, **options: Any) -> Iterator[Any]:
+    job = Job(parse(strategy), group, device=CPU, seed=3)
+    loss = options.pop("loss", F.cross_entropy)
+    try:
+        yield job, job.step(model, loss, **{"optimizer": SGD, **options})
+    finally:
+        job.close()
+
+
+def whole(step: Step) -> dict[str, Tensor]:
+    with step.sync.whole():
+        return {name: tensor.clone() for name, tensor in whole_model(step)[0].items()}
+
+
+def train(
+    group: Group, strategy: str, model: nn.Module, data: Any, batch_size: int, **options: Any
+) -> Run:
+    with job_of(group, strategy, model, **options) as (job, step):
+        losses = [float(step(batch)) for batch in job.batches(data, batch_size)]
+        return losses, whole(step)
+
+
+def assert_equal(
+    world: World,
+    size: int,
+    strategy: str,
+    make: Callable[[], nn.Module],
+    data: Any,
+    batch_size: int = 8,
+    exactly: bool = False,
+    **options: Any,
+) -> None:
+    models = [make() for _ in range(size)]
+    alone = train(SoloGroup(), "single", make(), data, batch_size, **options)
+    together = world(
+        size, lambda g: train(g, strategy, models[g.rank], data, batch_size, **options)
+    )
+    for losses, _ in together:
+        assert losses == (alone[0] if exactly else pytest.approx(alone[0], abs=2e-5))
+    found = together[0][1]
+    assert list(found) == list(alone[1])
+    for name, tensor in alone[1].items():
+        if exactly:
+            assert torch.equal(found[name], tensor), name
+        else:
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+# ---- a parameter server for each part of a replica ----------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["server", "worker"])
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
+def test_served_parts(world: World, split: str, placement: str, update: str) -> None:
+    strategy = f'ps(placement="{placement}", update="{update}") + {split}'
+    assert_equal(world, 4, strategy, gpt, texts(22), **GPT_OPTIONS)  # the last batch is short
+    assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("split", ['pp(2, schedule="zb-h1")', "tp(2)"])
+def test_servers_that_all_parts_share(
+    world: World, monkeypatch: pytest.MonkeyPatch, split: str, tcp: bool
+) -> None:
+    """Each of two servers has a slice of every stage, some of it cut by rows."""
+    with launched(monkeypatch, 2, tcp) as servers:
+        strategy = f"ps(servers=2) + {split}"
+        assert_equal(world, 4, strategy, gpt, texts(16), **GPT_OPTIONS)
+        assert not any(server.models for server in servers)
+
+
+def test_served_parts_in_three_dimensions(world: World) -> None:
+    strategy = 'ps(placement="rank0") + tp(2) + pp(2)'
+    assert_equal(world, 8, strategy, gpt, texts(16), **GPT_OPTIONS)
+
+
+def test_one_replica_with_servers(world: World) -> None:
+    strategy = 'ps(placement="rank0") + pp(2)'
+    assert_equal(world, 2, strategy, mlp, samples(28), 12, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+def test_served_stages_give_the_same_bits(world: World, placement: str) -> None:
+    options = {"exact": True, "microbatches": 4, **GPT_OPTIONS}
+    strategy = f'ps(placement="{placement}") + pp(2)'
+    assert_equal(world, 4, strategy, gpt, texts(16), exactly=True, **options)
+
+
+@pytest.mark.parametrize("sync", ["ps(quorum=0.5)", "ps(staleness=2)", 'ps(mode="async")'])
+def test_what_replicas_cannot_leave_out_is_refused(sync: str) -> None:
+    with pytest.raises(NotBuilt, match=r"\+ pp\(2\) is not built yet: .* take ps \+ pp\(2\)"):
+        require_built(parse(f"{sync} + pp(2)"))
+
+
+def test_compressed_pushes_of_parts_are_refused() -> None:
+    take = r'take ps \+ pp\(2\), or ddp\(compress="int8"\) \+ pp\(2\)'
+    with pytest.raises(NotBuilt, match=take):
+        require_built(parse('ps(compress="int8") + pp(2)'))
+
+
+# ---- sharded parts ------------------------------------------------------------------------------
+
+PIPELINES = ["pp(2)", 'pp(2, schedule="zb-h1")', 'pp(2, schedule="interleaved", recompute=True)']
+
+
+@pytest.mark.parametrize("split", [*PIPELINES, "tp(2)"])
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_sharded_parts(world: World, split: str, optimizer: Any) -> None:
+    strategy, options = f"zero(3) + {split}", {**GPT_OPTIONS, "optimizer": optimizer}
+    assert_equal(world, 4, strategy, gpt, texts(22), **options)
+    assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1, optimizer=optimizer)
+
+
+def test_sharded_parts_in_three_dimensions(world: World) -> None:
+    assert_equal(world, 8, "zero(3) + tp(2) + pp(2)", gpt, texts(16), **GPT_OPTIONS)
+
+
+def test_sharded_stages_give_the_same_bits(world: World) -> None:
+    options = {"exact": True, "microbatches": 4, **GPT_OPTIONS}
+    assert_equal(world, 4, "zero(3) + pp(2)", gpt, texts(16), exactly=True, **options)
+
+
+@pytest.mark.parametrize("split", ["pp(2)", 'pp(2, schedule="zb-h1")', "tp(2)"])
+def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, split: str) -> None:
+    models = [gpt(8) for _ in range(4)]
+    whole_bytes = sum(p.nbytes for p in gpt(8).parameters())
+
+    def body(group: Group) -> None:
+        with job_of(group, f"zero(3) + {split}", models[group.rank], **GPT_OPTIONS) as (job, step):
+            flat, peak = step.flat, 0
+            assert isinstance(flat, ShardedParams)
+            arrive = flat._arrive
+
+            def noting(*args: Any) -> None:
+                nonlocal peak
+                arrive(*args)
+                peak = max(peak, flat.resident_bytes())
+
+            batches = job.batches(texts(16), 8)
+            step(next(batches))  # on the first batch the stages are compared with the model
+            flat._arrive = noting  # type: ignore[method-assign]
+            step(next(batches))
+            part_bytes = flat.size * flat.own.element_size()
+            assert part_bytes < 0.65 * whole_bytes
+            assert 0.4 * part_bytes < flat.own.nbytes == flat.resident_bytes() < 0.6 * part_bytes
+            assert flat.own.nbytes < peak < 0.8 * part_bytes
+
+    world(4, body)
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        ["single", 'ps(placement="rank0") + pp(2)', "zero(3) + tp(2)", "single"],
+        ["zero(3) + pp(2)", 'ps(placement="workers") + tp(2)', "tp(2) + pp(2)"],
+        ["ddp", 'ps(placement="rank0", update="worker") + pp(2)', "zero(3)", "zero(3) + pp(2)"],
+        ["ddp + pp(2)", "zero(3) + tp(2)", "zero(2) + pp(2)", 'ps(placement="workers")'],
+    ],
+    ids=lambda chain: chain[0],
+)
+def test_each_goes_on_from_what_another_has_saved(
+    world: World, tmp_path: Path, chain: list[str]
+) -> None:
+    def go(group: Group, strategy: str, model: nn.Module, number: int) -> dict[str, Tensor]:
+        with job_of(group, strategy, model, **GPT_OPTIONS) as (job, step):
+            if number:
+                job.load(tmp_path / "saved")
+            for batch in job.batches(texts(64), 8, steps=2 * number + 2):
+                step(batch)
+            job.save(tmp_path / "saved")
+            return whole(step)
+
+    found: dict[str, Tensor] = {}
+    for number, strategy in enumerate(chain):
+        size = 1 if strategy == "single" else 4
+        models = [gpt(2) for _ in range(size)]
+        found = world(size, lambda g, s=strategy, m=models, n=number: go(g, s, m[g.rank], n))[0]
+    with job_of(SoloGroup(), "single", gpt(2), **GPT_OPTIONS) as (job, step):
+        for batch in job.batches(texts(64), 8, steps=2 * len(chain)):
+            step(batch)
+        straight = whole(step)
+    for name, tensor in straight.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+# ---- replicas that do not exchange every gradient in full ---------------------------------------
+
+PARTLY = [
+    'ddp(compress="int8")',
+    'ddp(compress="topk(0.2)")',
+    'ddp(compress="powersgd(rank=2)")',
+    "localsgd(every=3)",
+    'localsgd(every=2, outer="nesterov(lr=0.7)", compress="int8")',
+]
+
+
+@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
+@pytest.mark.parametrize("sync", PARTLY)
+def test_copies_of_a_parameter_stay_equal(world: World, sync: str, split: str) -> None:
+    """Embedding and head are one parameter on two stages; norms are whole on two workers."""
+    models = [gpt(2) for _ in range(4)]
+
+    def body(group: Group) -> tuple[dict[str, Tensor], float]:
+        with job_of(group, f"{sync} + {split}", models[group.rank], **GPT_OPTIONS) as (job, step):
+            losses = [float(step(batch)) for batch in job.batches(texts(32), 8, epochs=3)]
+            assert losses[-1] < losses[0] - 0.1
+            return {name: p.detach().clone() for name, p in step.part.named}, losses[-1]
+
+    found = world(4, body)
+    assert found[0][1] == found[1][1]  # one replica, one loss
+    for first, second in ((0, 1), (2, 3)):
+        first_part, second_part = found[first][0], found[second][0]
+        both = set(first_part) & set(second_part)
+        copies = [n for n in both if split == "pp(2)" or "norm" in n]
+        assert len(copies) >= 1
+        for name in copies:
+            assert torch.equal(first_part[name], second_part[name]), name
+
+
+@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
+@pytest.mark.parametrize("sync", ['ddp(compress="int8")', 'ddp(compress="topk(0.2)")'])
+def test_a_continued_run_is_the_run_without_a_break(
+    world: World, tmp_path: Path, sync: str, split: str
+) -> None:
+    def go(group: Group, model: nn.Module, first: int, last: int) -> dict[str, Tensor]:
+        with job_of(group, f"{sync} + {split}", model, **GPT_OPTIONS) as (job, step):
+            if first:
+                job.load(tmp_path / "saved")
+            for batch in job.batches(texts(64), 8, steps=last):
+                step(batch)
+            job.save(tmp_path / "saved")
+            return whole(step)
+
+    def run(first: int, last: int) -> dict[str, Tensor]:
+        models = [gpt(2) for _ in range(4)]
+        return world(4, lambda g: go(g, models[g.rank], first, last))[0]
+
+    straight = run(0, 6)
+    run(0, 3)
+    continued = run(3, 6)
+    for name, tensor in straight.items():
+        assert torch.equal(continued[name], tensor), name
+
+
+@pytest.mark.parametrize("outer", ["", ', outer="nesterov(lr=0.7)"'])
+def test_an_agreement_is_saved_for_any_cut(world: World, tmp_path: Path, outer: str) -> None:
+    """Saved between two agreements; whole or split, replicas go on from it alike."""
+
+    def go(group: Group, split: str, model: nn.Module, load: bool) -> dict[str, Tensor]:
+        strategy, options = f"localsgd(every=3{outer}){split}", {**GPT_OPTIONS, "accumulate": 4}
+        with job_of(group, strategy, model, **options) as (job, step):  # of the same samples each
+            if load:
+                job.load(tmp_path / "saved")
+            for batch in job.batches(texts(96), 8, steps=9 if load else 4):
+                step(batch)
+            if not load:
+                job.save(tmp_path / "saved")
+            return whole(step)
+
+    def run(split: str, load: bool = True) -> dict[str, Tensor]:
+        size = 4 if split else 2
+        models = [gpt(2) for _ in range(size)]
+        return world(size, lambda g: go(g, split, models[g.rank], load))[0]
+
+    run(" + pp(2)", load=False)
+    found = run("")
+    for split in (" + pp(2)", " + tp(2)"):
+        for name, tensor in run(split).items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_what_is_left_to_send_moves_to_another_cut(world: World, tmp_path: Path) -> None:
+    def residual(step: Step) -> dict[str, Tensor]:
+        """The sum of what both replicas have still to send, by parameter, of this part."""
+        sync = step.sync
+        assert isinstance(sync, CompressedReduce)
+        total = sync.exchange.residual.clone()
+        step.mesh.dp.all_reduce(total).wait()
+        named = {n: step.flat.view(i, total, 0) for i, (n, _) in enumerate(step.flat.named)}
+        return step.part.join(named)
+
+    def go(group: Group, split: str, model: nn.Module, load: bool) -> dict[str, Tensor]:
+        strategy = 'ddp(compress="topk(0.1)")' + split
+        with job_of(group, strategy, model, **GPT_OPTIONS) as (job, step):
+            if load:
+                job.load(tmp_path / "saved")
+            else:
+                for batch in job.batches(texts(32), 8):
+                    step(batch)
+                job.save(tmp_path / "saved")
+            return residual(step)
+
+    models = [gpt(2) for _ in range(4)]
+    saved = world(4, lambda g: go(g, " + pp(2)", models[g.rank], False))
+    stages = [saved[0], saved[1]]
+    for split, size in ((" + tp(2)", 4), ("", 2), (" + pp(2)", 4)):
+        models = [gpt(2) for _ in range(4)]
+        found = world(size, lambda g, s=split, m=models: go(g, s, m[g.rank], True))[0]
+        for name, tensor in found.items():
+            expected = next(stage[name] for stage in stages if name in stage)
+            assert expected.abs().sum() > 0
+            torch.testing.assert_close(tensor, expected)
+
+
+# ---- around training ----------------------------------------------------------------------------
+
+SYNCS = ['ps(placement="rank0")', "zero(3)", "localsgd(every=2)", 'gossip(graph="complete")']
+
+
+@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_evaluating_between_steps(world: World, sync: str, split: str) -> None:
+    def body(group: Group, strategy: str, model: nn.Module) -> list[float]:
+        found = []
+        with job_of(group, strategy, model, loss=next_token_loss, accumulate=4) as (job, step):
+            for batch in job.batches(texts(16), 8):
+                step(batch)
+                found.append(job.evaluate(next_token_loss, texts(11), batch_size=4))
+        return found
+
+    models = [gpt(2) for _ in range(6)]
+    size, alone = (2, sync) if "localsgd" in sync else (1, "single")
+    expected = world(size, lambda g: body(g, alone, models[g.rank]))[0]
+    for found in world(4, lambda g: body(g, f"{sync} + {split}", models[2 + g.rank])):
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("sync", ['ps(placement="rank0")', "zero(3)"])
+def test_batchnorm_in_stages_of_replicas(world: World, sync: str) -> None:
+    assert_equal(world, 4, f"{sync} + pp(2)", normed, samples(48), 16, accumulate=4)
+
+
+def test_batchnorm_in_stages_that_train_alone(world: World) -> None:
+    """Whole or in stages, replicas see the same samples."""
+    options = {"accumulate": 4}
+    models = [normed() for _ in range(6)]
+    data = samples(64)
+    together = world(
+        2, lambda g: train(g, "localsgd(every=2)", models[g.rank], data, 16, **options)
+    )
+    split = world(
+        4, lambda g: train(g, "localsgd(every=2) + pp(2)", models[2 + g.rank], data, 16, **options)
+    )
+    for name, tensor in together[0][1].items():
+        torch.testing.assert_close(split[0][1][name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_rows_on_servers_are_refused_in_a_split_model(world: World) -> None:
+    models = [nn.Sequential(Embedding(10, 4), mlp()) for _ in range(2)]
+    with pytest.raises(NotBuilt, match=r"shoal\.Embedding is not built for a model that is split"):
+        plain = partial(torch.optim.SGD, lr=0.1)
+        strategy = 'ps(placement="rank0") + pp(2)'
+        world(2, lambda g: train(g, strategy, models[g.rank], None, 8, optimizer=plain))
+
+
+@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
+def test_hearing_at_different_times_is_refused(split: str) -> None:
+    with pytest.raises(NotBuilt, match=r'take gossip\(graph="star"\) \+ '):
+        require_built(parse(f'gossip(graph="star", mode="async") + {split}'))
