@@ -23,6 +23,7 @@ from shoal.errors import BadInput
 from shoal.server.frames import HEADER_BYTES, Header, Refused, pack, unpack, verify
 
 CONNECT_S = 30.0
+_PIECE_BYTES = 1 << 20
 SILENT_PEER_MS = 30_000  # a host that has vanished is noticed after so long
 
 
@@ -69,12 +70,19 @@ class Connection:
         header = unpack(self._head)
         if header.meta_bytes > most_meta:
             raise Refused(f"{header.meta_bytes} bytes of metadata, and {most_meta} are allowed")
-        data = bytearray(header.meta_bytes)
-        self.read_into(memoryview(data))
-        meta = bytes(data)
+        meta = self._read(header.meta_bytes)
         verify(self._head, meta, header)
         self.requests += 1
         return header, meta
+
+    def _read(self, count: int) -> bytes:
+        """As it comes: what was only announced takes no memory."""
+        data = bytearray()
+        while len(data) < count:
+            part = bytearray(min(_PIECE_BYTES, count - len(data)))
+            self.read_into(memoryview(part))
+            data += part
+        return bytes(data)
 
     def read_into(self, view: memoryview) -> None:
         view = view.cast("B") if view.nbytes else view

@@ -54,6 +54,7 @@ class PackedPush:
         if self._before is not None:
             self._before[run] = self.residual[run]
         packed = packing.pack(self.flat.grad[run], self.residual[run], self.feedback)
+        self.residual[self._gaps] = 0.0  # of no use, and no checkpoint has it
         self.pushed_bytes += packed.nbytes
 
         def do() -> None:

@@ -134,12 +134,13 @@ def test_workers_that_wait_for_each_other_see_the_weights_where_they_are(count: 
         assert all(pool.map(lambda c, tell: c.share_weights(tell), clients, tells(2)))
         for client in clients:
             client.commit(*fill(client, 1.0))
-        # nobody has pulled, and both have what two gradients of 1 make of 0
         for client in clients:
+            weights(client, version=1)  # waits, and copies nothing
             for spec in client.specs:
                 for cut in spec.cuts:
                     moved = client.inbox[cut.start : cut.start + torch.Size(cut.shape).numel()]
-                    assert torch.all(moved == -2.0)
+                    assert torch.all(moved == -2.0), "two gradients of 1, SGD with lr 1, from 0"
+        assert all(member.sees_weights for member in found[0].models[7].members.values())
         drop(*clients)
 
 
