@@ -1,6 +1,7 @@
 """What a parameter server costs: Shoal's, Ray's example and torch.distributed.rpc.
 
-Run by `shoal bench ps` in each of the workers of one run; all ways are measured alternately. A
+Run by `shoal bench ps` in each of the workers of one run. Each peer is measured alternately with
+Shoal and then closed, so that what it does when idle (torch's agents poll) burdens nobody else. A
 dense round is a push of gradients by every worker, one SGD step, and a pull of the new weights by
 every worker. A sparse pull asks for rows of a table; all workers ask at once.
 """
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.bench.compare import Timing, alternate
+from shoal.bench.compare import Timing, alternate, ratios
 from shoal.bench.ps_peers import LR, RayPeer, RpcPeer, serve_rpc
 from shoal.embedding import RowStore
 from shoal.replica.flat import FlatParams
@@ -65,25 +66,30 @@ class Ours:
 
 def measure(job: shoal.Job, args: argparse.Namespace) -> Any:
     torch.set_num_threads(1)
-    numel = args.bytes // 4
-    against = [peer for peer in args.against.split(",") if peer]
+    peers = [peer for peer in args.against.split(",") if peer]
     ids = torch.randint(0, TABLE_ROWS, (args.rows,), generator=job.generator)
+    ours = Ours(job, args.bytes // 4)
+    try:
+        results = [_beside(job, args, ours, peer, ids) for peer in peers or [None]]
+    finally:
+        ours.sync.close()
+    return {"workers": job.size, "bytes": args.bytes, "rows": args.rows, "results": results}
+
+
+def _beside(
+    job: shoal.Job, args: argparse.Namespace, ours: Ours, peer: str | None, ids: torch.Tensor
+) -> dict[str, Any]:
+    """Shoal and one peer, or Shoal alone."""
+    dense: Ways = {"shoal": ours.dense}
+    sparse: Ways = {"shoal": lambda: ours.sparse(ids)}
+    barrier = partial(_meet, job)
     with ExitStack() as stack:
-        ours = Ours(job, numel)
-        stack.callback(ours.sync.close)
-        dense: Ways = {"shoal": ours.dense}
-        sparse: Ways = {"shoal": lambda: ours.sparse(ids)}
-        if "rpc" in against:
-            _add_rpc(stack, job, numel, ids, dense, sparse)
-        if "ray" in against:
-            _add_ray(stack, job, numel, ids, dense, sparse)
-        barrier = partial(_meet, job)
+        if peer is not None:
+            _ADD[peer](stack, job, args.bytes // 4, ids, dense, sparse)
         return {
-            "workers": job.size,
-            "bytes": args.bytes,
-            "rows": args.rows,
-            "dense_ms": _medians(alternate(dense, args.rounds, 5, barrier, barrier)),
-            "sparse_ms": _medians(alternate(sparse, args.rounds, 20, barrier, barrier)),
+            "peer": peer,
+            "dense": _medians(alternate(dense, args.rounds, 5, barrier, barrier)),
+            "sparse": _medians(alternate(sparse, args.rounds, 20, barrier, barrier)),
         }
 
 
@@ -92,7 +98,13 @@ def _meet(job: shoal.Job) -> None:
 
 
 def _medians(times: dict[str, list[float]]) -> dict[str, Any]:
-    return {name: asdict(Timing.of(values)) for name, values in times.items()}
+    """Both ways, and the peer's time over ours, round by round."""
+    found: dict[str, Any] = {"shoal": asdict(Timing.of(times["shoal"]))}
+    if "peer" in times:
+        ratio = ratios(times["shoal"], times["peer"])
+        found["theirs"] = asdict(Timing.of(times["peer"]))
+        found["ratio"] = {"median": ratio.median_ms, "low": ratio.low_ms, "high": ratio.high_ms}
+    return found
 
 
 def _add_rpc(
@@ -107,20 +119,23 @@ def _add_rpc(
     peer = RpcPeer(job.rank, job.size, method)
     stack.callback(peer.close)
     gradient, weights = torch.ones(numel), torch.zeros(numel)
-    dense["rpc"] = lambda: weights.copy_(peer.dense(gradient))
-    sparse["rpc"] = lambda: peer.sparse(ids)
+    dense["peer"] = lambda: weights.copy_(peer.dense(gradient))
+    sparse["peer"] = lambda: peer.sparse(ids)
 
 
 def _add_ray(
     stack: ExitStack, job: shoal.Job, numel: int, ids: torch.Tensor, dense: Ways, sparse: Ways
 ) -> None:
     """Ray's workers are its own processes; rank 0 drives them, and the others stand by."""
-    dense["ray"], sparse["ray"] = lambda: None, lambda: None
+    dense["peer"], sparse["peer"] = lambda: None, lambda: None
     if job.rank == 0:
         peer = RayPeer(job.size, numel, TABLE_ROWS, DIM)
         stack.callback(peer.close)
         wanted = ids.numpy()
-        dense["ray"], sparse["ray"] = peer.dense, lambda: peer.sparse(wanted)
+        dense["peer"], sparse["peer"] = peer.dense, lambda: peer.sparse(wanted)
+
+
+_ADD = {"rpc": _add_rpc, "ray": _add_ray}
 
 
 def main() -> None:

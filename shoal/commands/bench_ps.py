@@ -33,21 +33,16 @@ def measure(against: list[str], size: str, rows: int, rounds: int, workers: int)
         ]  # fmt: skip
         strategy = strategy_for("ps", workers)
         run_quietly(command, workers, environment(strategy, device="cpu"))
-        return with_ratios(json.loads(result.read_text()))
+        return with_speeds(json.loads(result.read_text()))
 
 
-def with_ratios(found: dict[str, Any]) -> dict[str, Any]:
-    """Each peer's time over ours, and the rows a worker pulls in a second."""
-    for what in ("dense", "sparse"):
-        times = found[f"{what}_ms"]
-        ours = times["shoal"]["median_ms"]
-        found[f"{what}_ratio"] = {
-            peer: times[peer]["median_ms"] / ours for peer in times if peer != "shoal"
+def with_speeds(found: dict[str, Any]) -> dict[str, Any]:
+    """Beside each time of a sparse pull: the rows that a worker gets in a second."""
+    for result in found["results"]:
+        times = {way: t for way, t in result["sparse"].items() if way != "ratio"}
+        result["rows_per_s"] = {
+            way: found["rows"] / (timing["median_ms"] / 1e3) for way, timing in times.items()
         }
-    found["rows_per_s"] = {
-        way: found["rows"] / (timing["median_ms"] / 1e3)
-        for way, timing in found["sparse_ms"].items()
-    }
     return found
 
 
@@ -55,23 +50,26 @@ def print_table(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{found['workers']} workers, one server; medians (quartiles)")
-    dense_title = f"push and pull of {found['bytes'] / 1e6:.0f} MB"
-    sparse_title = f"pull of {found['rows']:,} rows"
-    for column in ("", dense_title, "theirs / ours", sparse_title, "rows/s", "theirs / ours"):
-        table.add_column(column, justify="right")
-    for way, dense in found["dense_ms"].items():
-        sparse = found["sparse_ms"][way]
-        table.add_row(
-            way, _ms(dense), _ratio(found["dense_ratio"], way), _ms(sparse),
-            f"{found['rows_per_s'][way]:,.0f}", _ratio(found["sparse_ratio"], way),
-        )  # fmt: skip
+    table = Table(title=f"{found['workers']} workers, one server: ms, medians (quartiles)")
+    for column in ("", "", "shoal", "peer", "peer / shoal", "rows/s"):
+        table.add_column(column, justify="left" if not column else "right")
+    dense = f"push and pull of {found['bytes'] / 1e6:.0f} MB"
+    for result in found["results"]:
+        peer = result["peer"] or ""
+        rows = " against ".join(f"{speed:,.0f}" for speed in result["rows_per_s"].values())
+        table.add_row(peer, dense, *_cells(result["dense"]), "")
+        table.add_row(peer, f"pull of {found['rows']:,} rows", *_cells(result["sparse"]), rows)
     Console().print(table)
+    print("peer / shoal above 1: Shoal is faster")
 
 
-def _ms(timing: dict[str, float]) -> str:
-    return f"{timing['median_ms']:.2f} ms ({timing['low_ms']:.2f} to {timing['high_ms']:.2f})"
+def _cells(found: dict[str, Any]) -> list[str]:
+    if "theirs" not in found:
+        return [_spread(found["shoal"], "_ms"), "", ""]
+    ratio = _spread(found["ratio"], "")
+    return [_spread(found["shoal"], "_ms"), _spread(found["theirs"], "_ms"), ratio]
 
 
-def _ratio(ratios: dict[str, float], way: str) -> str:
-    return f"{ratios[way]:.2f}" if way in ratios else ""
+def _spread(found: dict[str, float], unit: str) -> str:
+    median, low, high = (found[key + unit] for key in ("median", "low", "high"))
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
