@@ -311,6 +311,8 @@ class Job:
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
         if step.steps > self.steps:  # one step of a job may train several models
+            if step.sync.passed and step.latest is not None:
+                self._pace.samples -= sum(step.latest.parts)  # it was left out
             self._pace.note(step.steps - self.steps)
             self.steps = step.steps
 

@@ -12,8 +12,8 @@ def account(strategy: str, workers: int, ending: Ending) -> dict[str, Any]:
     """For machines.
 
     `steps` is that of the worker that made most of them, `seconds` the whole run with its
-    start, `samples_per_s` what all workers together trained on, each from the end of its first
-    step to the end of its last. `ranks` are the workers' own reports, null where one was lost.
+    start, `samples_per_s` what all workers together computed, each without the first fifth of its
+    steps. `ranks` are the workers' own reports, null where one was lost.
     """
     there = [report for report in ending.reports if report is not None]
     rates = [r["samples_per_s"] for r in there if isinstance(r.get("samples_per_s"), float)]

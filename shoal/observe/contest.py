@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from shoal.launch.run_dir import read_reports
-from shoal.observe.report import Shares, shares
+from shoal.observe.report import Shares, shares_within
 from shoal.observe.trace import read
 from shoal.strategy import as_strategy
 
@@ -35,8 +35,10 @@ class Outcome:
 
     `loss` is the one that job.evaluate found last, if its metric has a "loss", else the training
     loss: the mean over the last tenth of the steps and all workers. `bytes_sent` is the mean over
-    workers of what each sent in the whole run, `most_bytes_sent` that of the busiest. The shares of
-    time (`computing`, `waiting` for others, `idle`: the rest) are means over workers.
+    workers of what each sent in the whole run, `most_bytes_sent` that of the busiest. Speeds and
+    shares of time (`computing`, `waiting` for others, `idle`: the rest) leave out the first fifth
+    of the steps, and are means over workers (`samples_per_s`: the sum). `speed_up` is that of
+    steps_per_s over single's.
     `loss_difference` is the largest difference to the loss of the same step of single, relative
     to the largest loss, where a strategy promises the same; `loss_gap` is loss - single's.
     """
@@ -101,8 +103,9 @@ def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float])
     loss = evaluated.get("loss", training)
     rate = _sum([report["samples_per_s"] for report in reports])
     sent = [number for number in map(_bytes_sent, reports) if number is not None]
-    times = _times(Path(entry.folder))
-    faster = rate / base.samples_per_s if base and base.samples_per_s and rate else None
+    times = _times(Path(entry.folder), reports)
+    speed = _mean([r["steps_per_s"] for r in reports if r["steps_per_s"] is not None])
+    faster = speed / base.steps_per_s if base and base.steps_per_s and speed else None
     return Outcome(
         entry.strategy,
         entry.workers,
@@ -111,7 +114,7 @@ def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float])
         training_loss=_finite(training),
         first_loss=_finite(_mean([r["losses"][0] for r in reports if r["losses"]])),
         evaluated=evaluated or None,
-        steps_per_s=reports[0]["steps_per_s"],
+        steps_per_s=speed,
         samples_per_s=rate,
         speed_up=faster if base else 1.0,
         bytes_sent=_mean(sent),
@@ -130,8 +133,13 @@ def losses_of(entry: Entry) -> list[float]:
     return list(report["losses"]) if report and "losses" in report else []
 
 
-def _times(folder: Path) -> list[Shares]:
-    return [shares(spans) for spans in read(folder).values()]
+def _times(folder: Path, reports: Sequence[dict[str, Any]]) -> list[Shares]:
+    """Of each worker, in the time in which its speed was measured."""
+    found, spans = [], read(folder)
+    for report in reports:
+        if report["measured_ns"] is not None and report["rank"] in spans:
+            found.append(shares_within(spans[report["rank"]], *report["measured_ns"]))
+    return found
 
 
 def _bytes_sent(report: dict[str, Any]) -> int | None:

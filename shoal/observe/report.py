@@ -31,7 +31,10 @@ def shares(spans: Iterable[Span]) -> Shares:
     spans = list(spans)
     if not spans:
         return Shares(0.0, 0.0, 0.0, 0.0, 0.0)
-    start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
+    return _divide(spans, min(s.start_ns for s in spans), max(s.end_ns for s in spans))
+
+
+def _divide(spans: list[Span], start: int, end: int) -> Shares:
     whole = max(1, end - start)
     compute = union((s.start_ns, s.end_ns) for s in spans if s.kind in COMPUTE)
     wait = union((s.start_ns, s.end_ns) for s in spans if s.kind == WAIT)
@@ -45,6 +48,16 @@ def shares(spans: Iterable[Span]) -> Shares:
         hidden / whole,
         whole / 1e9,
     )
+
+
+def shares_within(spans: Iterable[Span], start_ns: int, end_ns: int) -> Shares:
+    """Divide the time between two moments."""
+    inside = [
+        s._replace(start_ns=max(s.start_ns, start_ns), end_ns=min(s.end_ns, end_ns))
+        for s in spans
+        if s.start_ns < end_ns and s.end_ns > start_ns
+    ]
+    return _divide(inside, start_ns, end_ns)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -89,10 +89,11 @@ class Ledger:
 
     def restart(self, start: int) -> None:
         """Everybody goes on from the same step: that of a checkpoint."""
-        self.version = start
+        self.version = self.start = start
         self.clocks = dict.fromkeys(range(self.rule.workers), start)
         self.counted: set[int] = set()
         self.folded = 0
+        self._pushed = Counter[int]()
 
     def arrive(self, worker: int, step: int) -> Verdict:
         """A whole push of `worker`, whose gradients are those of `step`."""
@@ -103,7 +104,13 @@ class Ledger:
         verdict = self._judge(worker, step)
         self.clocks[worker] = step + 1
         self.outcomes[worker][verdict] += 1
+        self._pushed[worker] += 1
         return verdict
+
+    def left_out(self, worker: int, to_the_end: bool) -> int:
+        """Steps that it has not pushed: up to its latest push, or to everybody's."""
+        last = max(self.clocks.values()) if to_the_end else self.clocks[worker]
+        return max(0, last - self.start - self._pushed[worker])
 
     def complete(self) -> bool:
         """Whether the gradients that count now make up a step."""

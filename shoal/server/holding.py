@@ -382,6 +382,10 @@ class Holding:
                 found["workers"] = {
                     str(w): {v.value: outcomes[w][v] for v in Verdict} for w in sorted(outcomes)
                 }
+                found["left_out"] = {
+                    str(w): self.ledger.left_out(w, w in self.members and self.members[w].left)
+                    for w in sorted(outcomes)
+                }
                 found["missed_updates"] = _by_number(self.missed)
                 found["steps_ahead"] = _by_number(self.ahead)
             return found

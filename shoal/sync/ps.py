@@ -337,7 +337,7 @@ class ParameterServer(Sync):
 
     def summary(self) -> list[str]:
         packed = [] if self.packed is None else self.packed.summary()
-        return [*summary_of(self._stats, self.rule), *packed]
+        return [*summary_of(self._stats, self.rule, self.client.shares_memory), *packed]
 
     def close(self) -> None:
         if self._closed:
@@ -434,7 +434,9 @@ class _Tree:
         return heads
 
 
-def summary_of(stats: Sequence[dict[str, Any]], rule: Rule) -> list[str]:
+def summary_of(
+    stats: Sequence[dict[str, Any]], rule: Rule, shares_memory: bool = False
+) -> list[str]:
     """What the servers counted, in sentences."""
     if not stats:
         return []
@@ -445,6 +447,8 @@ def summary_of(stats: Sequence[dict[str, Any]], rule: Rule) -> list[str]:
             if rule.quorum is not None:
                 words.append(f"{counts['folded']} folded into a later step")
                 words.append(f"{counts['dropped']} dropped as late")
+            if lead["left_out"][worker]:
+                words.append(f"{lead['left_out'][worker]} steps left out")
             found.append(f"worker {worker}: {', '.join(words)}")
         missed = ", ".join(f"{k}: {v}" for k, v in lead["missed_updates"].items())
         found.append(f"updates between a pull and its push, and how often: {missed}")
@@ -452,5 +456,6 @@ def summary_of(stats: Sequence[dict[str, Any]], rule: Rule) -> list[str]:
         found.append(
             f"server {index}: {server['updates']} updates, {server['requests']} requests, "
             f"{server['received_bytes'] / 1e6:.1f} MB in, {server['sent_bytes'] / 1e6:.1f} MB out"
+            + (" by sockets; gradients and weights by shared memory" if shares_memory else "")
         )
     return found

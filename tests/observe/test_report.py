@@ -17,6 +17,7 @@ from shoal.observe.report import (
     length,
     print_shares,
     shares,
+    shares_within,
     union,
     write_chrome,
 )
@@ -115,6 +116,12 @@ def test_the_shares_of_one_step() -> None:
 def test_waiting_inside_backward_is_exposed_and_no_computing() -> None:
     s = shares([span("backward", 0, 100), span("wait", 40, 60), span("reduce", 30, 60)])
     assert s == Shares(0.8, 0.2, 0.0, 0.1, 100e-9)
+
+
+def test_shares_within_two_moments_cut_off_what_lies_outside() -> None:
+    spans = [Span("forward", 0, 40, "main", ""), Span("wait", 60, 200, "main", "")]
+    found = shares_within(spans, 20, 120)
+    assert (found.computing, found.exposed, found.idle) == pytest.approx((0.2, 0.6, 0.2))
 
 
 def test_no_spans_are_no_time() -> None:

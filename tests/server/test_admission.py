@@ -157,3 +157,14 @@ def test_an_asynchronous_worker_that_is_far_behind_leaves_out_steps_up_to_the_fa
     assert ledger.arrive(1, 3) is Verdict.ADMITTED
     with pytest.raises(Impossible):
         ledger.arrive(1, MOST_BEHIND + 4)
+
+
+def test_steps_left_out_are_those_that_were_not_pushed() -> None:
+    ledger = Ledger(Rule(2, at_once=True), start=5)
+    for step in (5, 6, 7, 8):
+        ledger.arrive(0, step)
+    ledger.arrive(1, 5)
+    ledger.arrive(1, 7)
+    assert ledger.left_out(0, to_the_end=True) == 0
+    assert ledger.left_out(1, to_the_end=False) == 1, "step 6"
+    assert ledger.left_out(1, to_the_end=True) == 2, "and step 8"
