@@ -289,7 +289,7 @@ class Job:
             "steps": self.steps,
             "logged": {name: float(value) for name, value in self._logged.items()},
             "evaluated": self._evaluated,
-            **self._pace.read(),
+            **self._pace.read(self._tracer.origin_ns),
             "sync": [step.sync.report() for step in self._steps],
         }
 

@@ -106,6 +106,8 @@ def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float])
     times = _times(Path(entry.folder), reports)
     speed = _mean([r["steps_per_s"] for r in reports if r["steps_per_s"] is not None])
     faster = speed / base.steps_per_s if base and base.steps_per_s and speed else None
+    if strategy.sync_for(entry.workers).takes_everything:
+        faster = None  # a step is of the whole dataset
     return Outcome(
         entry.strategy,
         entry.workers,

@@ -10,7 +10,7 @@ _START = 0.2  # the share of steps in which workers that started late catch up
 
 
 class Mark(NamedTuple):
-    """The end of a step: when (as in traces), and what had been done by then."""
+    """The end of a step: when, and what had been done by then."""
 
     time_ns: int
     steps: int
@@ -37,7 +37,8 @@ class Pace:
         if len(self._marks) > _MOST_MARKS:  # every other one will do
             self._marks, self._every = self._marks[1::2], 2 * self._every
 
-    def read(self) -> dict[str, Any]:
+    def read(self, origin_ns: int = 0) -> dict[str, Any]:
+        """`measured_ns` is when speeds were measured, on the clock of a trace with that origin."""
         first, last = self._settled(), self._last
         seconds = 0.0 if first is None or last is None else (last.time_ns - first.time_ns) / 1e9
         found: dict[str, Any] = {"seconds": seconds, "samples": self.samples}
@@ -47,7 +48,7 @@ class Pace:
             **found,
             "steps_per_s": (last.steps - first.steps) / seconds,
             "samples_per_s": (last.samples - first.samples) / seconds,
-            "measured_ns": [first.time_ns, last.time_ns],
+            "measured_ns": [first.time_ns - origin_ns, last.time_ns - origin_ns],
         }
 
     def _settled(self) -> Mark | None:

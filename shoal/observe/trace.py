@@ -32,6 +32,8 @@ class Tracer(Protocol):
 
     @property
     def enabled(self) -> bool: ...
+    @property
+    def origin_ns(self) -> int: ...  # the moment that spans count from
     def span(self, kind: str, detail: str = "") -> AbstractContextManager[None]: ...
     def add(self, kind: str, start_ns: int, end_ns: int, lane: str, detail: str = "") -> None: ...
 
@@ -39,7 +41,7 @@ class Tracer(Protocol):
 class Off:
     """The tracer that records nothing and costs next to nothing."""
 
-    enabled = False
+    enabled, origin_ns = False, 0
     _nothing: AbstractContextManager[None] = nullcontext()
 
     def span(self, kind: str, detail: str = "") -> AbstractContextManager[None]:

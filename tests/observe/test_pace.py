@@ -24,6 +24,7 @@ def test_speeds_leave_out_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["steps_per_s"] == pytest.approx(2.0)
     assert found["samples_per_s"] == pytest.approx(16.0)
     assert found["measured_ns"] == [200_500_000_000, 204_000_000_000]
+    assert pace.read(200_000_000_000)["measured_ns"] == [500_000_000, 4_000_000_000]
 
 
 @pytest.mark.parametrize("steps", [0, 1])
