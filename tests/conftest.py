@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,9 @@ from shoal.group.group import Group
 from shoal.group.scheduled import ScheduledGroup
 from shoal.schedules.cost import Link
 from shoal.wire.threads import Mailboxes, ThreadTransport
+
+# a shell that starts the tests in the background ignores Ctrl-C, and so would all they start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 World = Callable[[int, Callable[[Group], Any]], list[Any]]
 
