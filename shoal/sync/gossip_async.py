@@ -100,6 +100,7 @@ class AsyncGossip(Sync):
         with kept(self._tensors):
             self._wait_for_others()
             self._take_mean()
+            self.first = min(set(range(self.size)) - self.lost)
             yield
 
     def report(self) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class Hogwild(Sync):
     @contextmanager
     def whole(self, optimizer: bool = False) -> Iterator[None]:
         self._wait_for_others()
+        self.first = next(r for r in range(self.size) if not self.commons.has_died(r))
         with self._settings.as_asked():
             yield
 

@@ -68,6 +68,10 @@ class Commons:
         poll.register(self._processes[peer], select.POLLIN)
         return bool(poll.poll(0))
 
+    def has_died(self, peer: int) -> bool:
+        """Its process has ended before it closed."""
+        return self.is_over(peer) and not self._marks[peer, _CLOSED]
+
     def close(self) -> None:
         """This rank changes nothing any more. The memory stays as long as tensors show it."""
         self._marks[self.rank, _CLOSED] = 1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal import checkpoint
 from shoal.errors import BadInput
 from shoal.examples import digits
 from shoal.group.group import Group
@@ -66,6 +67,18 @@ def test_when_a_worker_is_killed_the_others_finish(tmp_path: Path) -> None:
         assert report["ranks"][rank]["sync"][0]["lost"] == [2]
     accuracy = float(done.stdout.split("test accuracy ")[1].split("%")[0])
     assert accuracy > 80
+
+
+@pytest.mark.parametrize("strategy", ["hogwild", 'gossip(mode="async")'])
+def test_when_rank_0_is_killed_the_first_that_is_left_tests_and_saves(
+    tmp_path: Path, strategy: str
+) -> None:
+    words = ["train", "digits", "-n", "3", "-s", strategy, "--kill", "0@10", "--out", "saved"]
+    done = shoal(*words, "--", "--epochs", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "shoal: finished by workers 1 and 2, without worker 0" in done.stderr
+    assert "[1] test accuracy" in done.stdout and "[2] test accuracy" not in done.stdout
+    assert checkpoint.read(tmp_path / "saved").document["steps"] == 24
 
 
 def alone(group: Group, model: nn.Module) -> AsyncGossip:
