@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from shoal.errors import PeerLost
 from shoal.group.group import Group
@@ -20,6 +21,10 @@ from shoal.wire.threads import Mailboxes, ThreadTransport
 
 # a shell that starts the tests in the background ignores Ctrl-C, and so would all they start
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# how long an example takes is no fact about the code
+settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shoal")
 
 World = Callable[[int, Callable[[Group], Any]], list[Any]]
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from shoal.data import num_rows, take
 from shoal.job import Job
@@ -309,7 +311,10 @@ def estimate_from_environment(
 
 @contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Modules that are made inside the block have their parameters on the meta device."""
+    """Modules that are made inside the block have their parameters on the meta device.
+
+    Those of torch make them there; from others they go there, one by one, as they are registered.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -320,6 +325,28 @@ def parameters_without_memory() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
-        yield
+        with _MadeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _MadeOnMeta(TorchFunctionMode):
+    """`torch.empty` of a module of torch takes no memory; it would be filled and used as weights.
+
+    Modules ask for it without a device unless they were told one.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and _is_torch_module(1):
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _is_torch_module(above: int) -> bool:
+    """Whether the code so many calls above the caller is that of a module of torch."""
+    name = sys._getframe(above + 1).f_globals.get("__name__", "")
+    return bool(name.startswith("torch.nn.modules."))
