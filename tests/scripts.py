@@ -172,7 +172,7 @@ TINY_BATCH = PLAIN.replace("batch_size=20", "batch_size=1")
 
 def shoal(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user would."""
-    return _run("-m", "shoal.cli", *words, cwd=cwd, **env)
+    return _run("-m", "shoal", *words, cwd=cwd, **env)
 
 
 def shoal_elastic(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -35,6 +35,7 @@ LAYERS = [
     ["bench"],
     ["commands"],
     ["cli"],
+    ["__main__"],
 ]
 # the planner and the runtime both stand on the schedules and do not know each other
 APART = [({"plan"}, {"wire", "group", "replica", "server", "sync"})]
