@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,13 @@ from torch import Tensor
 
 from shoal.errors import BadInput
 from shoal.group.group import Group
+from shoal.group.words import tell_all
 from shoal.replica.flat import FlatParams
 from shoal.sync.sync import Sync
 from shoal.sync.update import Update
 from shoal.wire.commons import Commons
-from shoal.wire.segment import Exchange
 
-_ENTRY = _ALIGN = 64
+_ALIGN = 64
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.0005, 0.02
 
 
@@ -60,7 +61,7 @@ class Hogwild(Sync):
         self._settings = Settings(update.optimizer, momentum, say)
         tensors = [flat.data, *statistics, *self._sums()]
         places, num_bytes = _lay_out(tensors)
-        commons = Commons.meet(_over(group), self.rank, self.size, num_bytes)
+        commons = Commons.meet(partial(tell_all, group), self.rank, self.size, num_bytes)
         if commons is None:
             raise BadInput(
                 "hogwild keeps the weights in memory that all workers share, and these share "
@@ -233,13 +234,3 @@ def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
         places.append(end)
         end += -(-tensor.nbytes // _ALIGN) * _ALIGN
     return places, end
-
-
-def _over(group: Group) -> Exchange:
-    def exchange(said: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(said.ljust(_ENTRY)), dtype=torch.uint8)
-        everything = torch.empty(group.size, _ENTRY, dtype=torch.uint8)
-        group.all_gather(everything, own).wait()
-        return [bytes(row.tolist()).rstrip() for row in everything]
-
-    return exchange
