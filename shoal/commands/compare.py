@@ -22,6 +22,7 @@ from shoal.commands.common import wide_console
 from shoal.commands.target import (
     Device,
     Json,
+    Script,
     ScriptArgs,
     Seed,
     Workers,
@@ -66,9 +67,7 @@ Strategies = Annotated[
 
 
 def compare(
-    script: Annotated[
-        str, typer.Argument(help="A script that calls shoal.run, or an example.")
-    ] = "digits",
+    script: Script = "digits",
     args: ScriptArgs = None,
     workers: Workers = 2,
     strategy: Strategies = None,
@@ -87,7 +86,11 @@ def compare(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train one model under several strategies and compare speed, traffic and result."""
+    """Train one model under many strategies.
+
+    Side by side: the result, the speed, the bytes that a worker sends, and the difference to a
+    run on one worker.
+    """
     command = [sys.executable, "-m", WORKER, "PLAN", *_target(script, args)]
     names = _strategies(strategy, workers)
     if steps is None and command[4].startswith("shoal.examples."):
@@ -168,9 +171,7 @@ class _Contest:
                 self._launch(group)
                 return
             except ShoalError as error:
-                begun = [
-                    i for i, entry in enumerate(group) if (Path(entry.folder) / BEGUN).exists()
-                ]
+                begun = [i for i, entry in enumerate(group) if _has_begun(entry)]
                 if not begun:
                     raise  # the script itself
                 at = begun[-1]

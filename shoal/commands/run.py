@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from shoal.commands.target import (
     Device,
     Gpus,
     Kill,
     Report,
+    Script,
     ScriptArgs,
     Seed,
     Slow,
@@ -27,7 +24,7 @@ from shoal.commands.target import (
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")],
+    script: Script,
     args: ScriptArgs = None,
     workers: Workers = 1,
     strategy: StrategyText = None,

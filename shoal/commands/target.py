@@ -25,6 +25,7 @@ from shoal.strategy import Ddp, Strategy, as_strategy, require_built
 
 EXAMPLES = ("digits", "gpt", "clicks")
 
+Script = Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")]
 Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")]
 StrategyText = Annotated[
     str | None,
@@ -35,11 +36,17 @@ StrategyText = Annotated[
         show_default="ddp, or single for one worker",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of weights, order of samples and dropout.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Seed of weights, order of samples and dropout.", show_default="0"),
+]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cuda where there is one")
 ]
-Gpus = Annotated[str | None, typer.Option(help="The GPUs to use, such as 0,1.")]
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="The GPUs to use, such as 0,1; implies --device cuda.", show_default="all"),
+]
 Trace = Annotated[
     Path | None, typer.Option(help="Write a Chrome trace here, and print where the time went.")
 ]
@@ -73,11 +80,12 @@ def command_for(target: str, args: Sequence[str] | None) -> list[str]:
     return [sys.executable, target, *(args or [])]
 
 
-def strategy_for(text: str | None, workers: int) -> Strategy:
+def strategy_for(text: str | None, workers: int, to_run: bool = True) -> Strategy:
     """The strategy, checked against the number of workers before anything starts."""
     strategy = as_strategy(text if text is not None else ("ddp" if workers > 1 else "single"))
     strategy.layout(workers)
-    require_built(strategy)
+    if to_run:
+        require_built(strategy)
     if isinstance(strategy.sync, Ddp) and strategy.sync.algorithm != "auto":
         from shoal.schedules.catalog import build  # numpy: only where it is needed
 
@@ -135,6 +143,15 @@ def _run_shown(command: Sequence[str], workers: int, env: Mapping[str, str]) -> 
         return _launch(command, workers, env, bar.print, bar.show)
     finally:
         bar.close()
+
+
+def check_trained(file: Path) -> None:
+    """Refuse a script that has left no such file, which a training step does."""
+    if not file.is_file():
+        raise BadInput(
+            "the script has ended without a training step: it has to call shoal.run(train), "
+            "and train has to call the function that job.step returns"
+        )
 
 
 def run_quietly(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None:
