@@ -15,7 +15,6 @@ would make, on weights that are a little older. What Adagrad adds up is shared l
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +30,7 @@ from shoal.replica.flat import FlatParams
 from shoal.sync.sync import Sync
 from shoal.sync.update import Update
 from shoal.wire.commons import Commons
+from shoal.wire.pauses import Pauses
 
 _ALIGN = 64
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.0005, 0.02
@@ -111,14 +111,13 @@ class Hogwild(Sync):
 
     def _wait_for_others(self) -> None:
         """Until none of the others that still train is behind."""
-        pause_s = _FIRST_LOOK_S
+        pause = Pauses(_FIRST_LOOK_S, _LONGEST_LOOK_S)
         mine = self.commons.steps[self.rank]
         while any(
             self.commons.steps[peer] < mine and not self.commons.is_over(peer)
             for peer in range(self.size)
         ):
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+            pause()
 
     def restored(self) -> None:
         """All have put the same into the shared weights; nobody trains before the last one has."""
