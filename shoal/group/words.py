@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
 from shoal.errors import BadInput
-from shoal.group.group import Group
+from shoal.group.group import Group, Op
 
 ROOM_BYTES = 64
 
@@ -26,6 +28,14 @@ def tell(group: Group, said: bytes, root: int, room_bytes: int = ROOM_BYTES) -> 
     entry = _entry(said, room_bytes)
     group.broadcast(entry, root).wait()
     return _words(entry)
+
+
+def all_say(group: Group, said: bytes, device: torch.device | None = None) -> bool:
+    """Whether all ranks say the same, of any length: one all-reduce of 16 bytes."""
+    number = int.from_bytes(hashlib.sha256(said).digest()[:7], "big")
+    highest = torch.tensor([number, -number], device=device)
+    group.all_reduce(highest, Op.MAX).wait()
+    return highest.tolist() == [number, -number]
 
 
 def _entry(said: bytes, room_bytes: int, device: torch.device | None = None) -> Tensor:

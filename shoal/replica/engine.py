@@ -150,12 +150,15 @@ class Engine:
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
+    args, kwargs = arguments_of(inputs)
+    return model(*args, **kwargs)
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A tuple is spread over the positional arguments, a dict over the named ones."""
     if isinstance(inputs, dict):
-        return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    return model(inputs)
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal.errors import BadInput
 from shoal.replica.balance import cut_evenly, dearest
 from shoal.replica.cutting import Operations, Untraceable, arguments, open_modules
+from shoal.replica.engine import arguments_of
 from shoal.replica.meta import Place, places
 from shoal.replica.tensor import TensorSplit
 from shoal.replica.trunk import Trunk
@@ -80,14 +81,9 @@ class Stages:
 
     def arrange(self, inputs: Tree) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names of the arguments that a batch gives, and what the first stage takes."""
-        signature = self._signature
+        args, kwargs = arguments_of(inputs)
         try:
-            if isinstance(inputs, dict):
-                bound = signature.bind(**inputs)
-            elif isinstance(inputs, (tuple, list)):
-                bound = signature.bind(*inputs)
-            else:
-                bound = signature.bind(inputs)
+            bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise BadInput(f"the model cannot be called with this batch: {error}") from error
         return tuple(bound.arguments), tuple(bound.arguments.values())
