@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.commands import options
 from shoal.commands.measured import measured, say, spread
-from shoal.commands.target import Device, Json, environment, strategy_for
+from shoal.commands.target import environment, strategy_for
 from shoal.errors import BadInput
 
 app = typer.Typer(help="Measure against a peer, alternately in one run.", no_args_is_help=True)
@@ -37,8 +38,8 @@ def step(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
-    device: Device = None,
-    as_json: Json = False,
+    device: options.Device = None,
+    as_json: options.Json = False,
 ) -> None:
     """ms a training step.
 
@@ -64,7 +65,7 @@ def collectives(
     ] = "4,1KB,64KB,1MB,4MB,16MB,64MB,100MB",
     kinds: Annotated[str, typer.Option(help="Collectives, with commas.")] = "all_reduce",
     rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """µs a call of a collective.
 
@@ -83,7 +84,7 @@ def pipeline(
     rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
     steps: Annotated[int, typer.Option(min=1, help="Steps a round.")] = 2,
     idle: Annotated[bool, typer.Option(help="Also trace how long stages idle.")] = True,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """ms a step of pp(2), and how long stages idle.
 
@@ -106,7 +107,7 @@ def ps(
     rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats in a sparse pull.")] = 1000,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
     workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Number of workers.")] = 2,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """ms a round of a parameter server.
 
@@ -121,9 +122,9 @@ def ps(
 
 def _measure(name: str, workers: int, rounds: int, device: str | None) -> Any:
     batch_size, steps = WORKLOADS[name]
-    options = {"workload": name, "batch-size": batch_size, "rounds": rounds, "steps": steps}
+    asked = {"workload": name, "batch-size": batch_size, "rounds": rounds, "steps": steps}
     env = environment(strategy_for(None, workers), device=device)
-    return measured("shoal.bench.step", options, workers, env)
+    return measured("shoal.bench.step", asked, workers, env)
 
 
 def _print(results: list[Any]) -> None:

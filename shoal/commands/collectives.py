@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table as Grid
 
+from shoal.commands import options
 from shoal.commands.common import call_own, wide_console, write_text
-from shoal.commands.target import Json
 from shoal.commands.units import (
     parse_bytes,
     parse_s_per_byte,
@@ -46,7 +46,7 @@ def table(
     gamma: Annotated[str, typer.Option(help="Cost of reducing a byte: 20GB/s, or seconds.")] = "0",
     kind: Annotated[str, typer.Option(help="Which collective, or `all`.")] = "all_reduce",
     prove_all: Annotated[bool, typer.Option("--prove", help="Also prove each one.")] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """A table of all algorithms, the fastest first."""
     if context.invoked_subcommand is not None:
@@ -85,14 +85,14 @@ def show(
     outer: Outer = None,
     svg: Annotated[Path | None, typer.Option(help="Write an animated picture here.")] = None,
     prove_it: Annotated[bool, typer.Option("--prove", help="Prove it, do not draw it.")] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Draw one algorithm round by round.
 
     Which chunk goes where, and what each rank holds then.
     """
-    options = {"node": node, "rack": rack, "inner": inner, "outer": outer}
-    given = {key: value for key, value in options.items() if value is not None}
+    asked = {"node": node, "rack": rack, "inner": inner, "outer": outer}
+    given = {key: value for key, value in asked.items() if value is not None}
     collective = _own(kind, name, ranks) if ":" in name else build(kind, name, ranks, root, **given)
     proof = prove(collective) if prove_it or svg is not None or as_json else None
     if svg is not None:

@@ -18,18 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.commands import options
 from shoal.commands.common import wide_console
-from shoal.commands.target import (
-    Device,
-    Json,
-    Script,
-    ScriptArgs,
-    Seed,
-    Workers,
-    command_for,
-    environment,
-    strategy_for,
-)
+from shoal.commands.target import command_for, environment, strategy_for
 from shoal.commands.units import show_bytes
 from shoal.cores import cores
 from shoal.errors import BadInput, ShoalError
@@ -67,9 +58,9 @@ Strategies = Annotated[
 
 
 def compare(
-    script: Script = "digits",
-    args: ScriptArgs = None,
-    workers: Workers = 2,
+    script: options.Script = "digits",
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 2,
     strategy: Strategies = None,
     steps: Annotated[
         int | None,
@@ -79,12 +70,12 @@ def compare(
             show_default=f"{EXAMPLE_STEPS} for an example, else where the script ends",
         ),
     ] = None,
-    seed: Seed = None,
-    device: Device = None,
+    seed: options.Seed = None,
+    device: options.Device = None,
     apart: Annotated[
         bool, typer.Option("--apart", help="Start new processes for every strategy.")
     ] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Train one model under many strategies.
 

@@ -11,15 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from shoal.commands import options
 from shoal.commands.common import wide_console
 from shoal.commands.target import (
-    Device,
-    Json,
-    Script,
-    ScriptArgs,
-    Seed,
-    StrategyText,
-    Workers,
     check_trained,
     command_for,
     environment,
@@ -33,16 +27,16 @@ COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 
 
 def memory(
-    script: Script,
-    args: ScriptArgs = None,
-    workers: Workers = 1,
-    strategy: StrategyText = None,
+    script: options.Script,
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 1,
+    strategy: options.Strategy = None,
     measure: Annotated[
         bool, typer.Option(help="Also train two steps under the strategy and measure.")
     ] = False,
-    seed: Seed = None,
-    device: Device = None,
-    as_json: Json = False,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
 ) -> None:
     """Tell how much memory each worker needs.
 

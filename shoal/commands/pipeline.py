@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table as Grid
 
+from shoal.commands import options
 from shoal.commands.common import call_own, wide_console, write_text
-from shoal.commands.target import Json
 from shoal.errors import BadInput
 from shoal.plan.pipeline import Time, Timeline, Times, simulate
 from shoal.plan.staircase import draw
@@ -47,7 +47,7 @@ def table(
     backward: Backward = "1",
     weight: Weight = "1",
     transfer: Transfer = "0",
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """All schedules side by side: time, bubble, activations held."""
     times = _times(forward, backward, weight, transfer)
@@ -76,7 +76,7 @@ def show(
     weight: Weight = "1",
     transfer: Transfer = "0",
     svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Draw one schedule: what each stage does when.
 

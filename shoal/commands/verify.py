@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.commands import options
 from shoal.commands.target import (
-    Device,
-    Json,
-    Script,
-    ScriptArgs,
-    Seed,
-    StrategyText,
-    Workers,
     check_trained,
     command_for,
     environment,
@@ -32,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def verify(
-    script: Script,
-    args: ScriptArgs = None,
-    workers: Workers = 2,
-    strategy: StrategyText = None,
+    script: options.Script,
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 2,
+    strategy: options.Strategy = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps to compare, at most.")] = 20,
-    seed: Seed = None,
-    device: Device = None,
-    as_json: Json = False,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
 ) -> None:
     """Show that a strategy trains what one worker would."""
     from shoal.observe.verify import judge
