@@ -105,6 +105,15 @@ def test_evaluate_switches_training_off_and_on_again() -> None:
     assert not model.training
 
 
+def test_evaluate_leaves_modules_that_evaluate_as_they_are() -> None:
+    job, frozen = job_of(), nn.Dropout()
+    model = nn.Sequential(nn.Linear(6, 3), frozen)
+    job.step(model, F.cross_entropy, optimizer=SGD)
+    frozen.eval()
+    job.evaluate(accuracy, samples(4))
+    assert model.training and not frozen.training
+
+
 def test_evaluate_switches_training_on_again_after_an_error() -> None:
     job, model = job_of(), mlp()
     job.step(model, F.cross_entropy, optimizer=SGD)

@@ -162,6 +162,17 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @contextmanager
+def keeping_modes(model: nn.Module) -> Iterator[None]:
+    """Every module is as it was afterwards: training or evaluating."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
 def own_random_streams(device: torch.device) -> Iterator[None]:
     """Give the global random generators back as they were found.
 

@@ -14,13 +14,13 @@ from shoal.group.group import Group
 from shoal.group.mesh import Mesh
 from shoal.group.parcel import Post
 from shoal.group.words import all_say
-from shoal.replica.engine import Engine, Loss, MicroBatch, arguments_of
+from shoal.replica.engine import Engine, Loss, MicroBatch, arguments_of, keeping_modes
 from shoal.replica.flat import FlatParams
 from shoal.replica.meta import Blank, Place
 from shoal.replica.norm import NormOverParts
 from shoal.replica.pipeline import PipelineEngine
 from shoal.replica.split_tensor import whole_tensors
-from shoal.replica.stages import Stages, keeping_modes, named_tensors
+from shoal.replica.stages import Stages, named_tensors
 from shoal.replica.tensor import TensorSplit
 from shoal.replica.tensor_plan import plan_of
 from shoal.replica.ties import Ties
