@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import cast
 
 import typer
 
@@ -14,6 +16,9 @@ from shoal.commands.run import run
 from shoal.commands.train import evaluate, train
 from shoal.commands.verify import verify
 from shoal.errors import BadInput, ShoalError, WorkersFailed
+
+# what is wrong with the words of a command: click's, or typer's own since it carries click along
+_UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 app = typer.Typer(
     name="shoal",
@@ -45,10 +50,13 @@ def about(
         raise typer.Exit
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; an error of ours is one sentence, and its kind is the exit status."""
     try:
-        app()
+        sys.exit(app(arguments, prog_name="shoal", standalone_mode=False))
+    except _UsageError as error:
+        print(_mistake(error), file=sys.stderr)
+        sys.exit(2)
     except BadInput as error:
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(2)
@@ -56,6 +64,13 @@ def main() -> None:
         print(f"shoal: {error}", file=sys.stderr)
         # a script that refused its own arguments has ended with 2, as its parser does
         sys.exit(2 if isinstance(error, WorkersFailed) and error.exit_status == 2 else 1)
+
+
+def _mistake(error: typer.BadParameter) -> str:
+    message = error.format_message()
+    if "\n" in message or error.ctx is None:  # no words at all are answered with the help
+        return message
+    return f"shoal: {message.rstrip('.')} (see {error.ctx.command_path} --help)"
 
 
 if __name__ == "__main__":

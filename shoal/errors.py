@@ -81,11 +81,14 @@ def tells_of_lost_peer(text: str) -> bool:
 
 
 class WorkersFailed(ShoalError):
-    """At least one worker process ended badly; `rank` is the first one that did."""
+    """At least one worker process ended badly; `rank` is the first one that did.
+
+    `report` names it and tells how it ended.
+    """
 
     def __init__(self, rank: int, exit_status: int, report: str):
         self.rank, self.exit_status, self.report = rank, exit_status, report
-        super().__init__(f"worker {rank} failed with exit status {exit_status}\n{report}")
+        super().__init__(report)
 
 
 class ServerFailed(ShoalError):

@@ -31,7 +31,7 @@ from shoal.items import map_reduce_over
 from shoal.observe.pace import Pace
 from shoal.observe.progress import Progress, Silent
 from shoal.observe.trace import OFF, Tracer
-from shoal.replica.engine import Loss, Precision
+from shoal.replica.engine import Loss, Precision, keeping_modes
 from shoal.snapshot import restore, snapshot
 from shoal.step import Count, Step, StepOptions
 from shoal.strategy import Strategy, require_built
@@ -188,7 +188,7 @@ class Job:
 
     def print(self, *words: Any) -> None:
         """Print once, from rank 0, or the first rank that is left."""
-        if self._is_first:
+        if self.rank == self._first:
             print(*words, flush=True)
 
     @torch.no_grad()
@@ -206,14 +206,10 @@ class Job:
         latest one, in evaluation mode.
         """
         step = step or self._latest_step()
-        model = step.model
-        was_training = model.training
-        model.eval()
-        try:
+        with keeping_modes(step.model):
+            step.model.eval()
             with step.sync.evaluating():
                 found = self._evaluate(metric, step, data, batch_size)
-        finally:
-            model.train(was_training)
         names, everything = step.engine.share(found)
         means = [value / everything[-1] for value in everything[:-1]]
         self._evaluated = dict(zip(names, means, strict=True))
@@ -240,7 +236,7 @@ class Job:
             for step in self._steps:
                 stack.enter_context(step.sync.whole(optimizer=True))
             states = [step.sync.state() for step in self._steps]
-            first = self._steps[-1].sync.first if self._steps else 0
+            first = self._first
             if self.replica != first:
                 return
             document = {
@@ -317,11 +313,12 @@ class Job:
             self.steps = step.steps
 
     @property
-    def _is_first(self) -> bool:
-        return self.rank == (self._steps[-1].sync.first if self._steps else 0)
+    def _first(self) -> int:
+        """The rank that speaks and saves for all."""
+        return self._steps[-1].sync.first if self._steps else 0
 
     def _say_once(self, sentence: str) -> None:
-        if self._is_first and sentence not in self._said:
+        if self.rank == self._first and sentence not in self._said:
             self._said.add(sentence)
             print(f"shoal: {sentence}", file=sys.stderr, flush=True)
 

@@ -248,7 +248,7 @@ class Worker:
             world = join_world(rendezvous, self.rank, self.size, backend, f"run {self.number}")
             group = None
             if self._shares_memory():
-                own = PrefixStore(f"memory of run {_calls}", world.get_group_store())
+                own = PrefixStore(f"memory of run {self.number}", world.get_group_store())
                 group = share_memory(own, self.rank, self.size)
             met()
             try:

@@ -153,7 +153,7 @@ def _restore_rows(
         raise CheckpointError(f"the checkpoint at {path} is of a model with other embeddings")
     for embedding in step.embeddings:
         prefix, updates = embedding.spec.name + "/", tables[embedding.spec.name]
-        own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        own = _named(prefix, tensors)
         if not isinstance(updates, int):
             raise CheckpointError(f"the checkpoint at {path} is damaged: its tables")
         try:

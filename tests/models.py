@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 
@@ -26,6 +26,19 @@ def convnet(seed: int = 0) -> nn.Module:
         nn.ReLU(),
         nn.Linear(8, 3),
     )
+
+
+class Partly(nn.Module):
+    """Half of its parameters never get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
 
 
 def samples(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,76 +9,33 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shoal.embedding import Embedding
 from shoal.errors import NotBuilt
 from shoal.examples.gpt import next_token_loss
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
-from shoal.job import Job
 from shoal.replica.sharded import ShardedParams
-from shoal.snapshot import whole_model
 from shoal.step import Step
 from shoal.strategy import parse, require_built
 from shoal.sync.compressed import CompressedReduce
 from tests.conftest import World
 from tests.models import samples
 from tests.server.helpers import launched
-from tests.test_pipelines import ADAMW, SGD, gpt, mlp, normed, texts
+from tests.splitting import (
+    ADAMW,
+    SGD,
+    assert_equal,
+    gpt,
+    job_of,
+    mlp,
+    normed,
+    texts,
+    train,
+    whole,
+)
 
-CPU = torch.device("cpu")
 GPT_OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
-Run = tuple[list[float], dict[str, Tensor]]
-
-
-@contextmanager
-def job_of(group: Group, strategy: str, model: nn.Module, **options: Any) -> Iterator[Any]:
-    job = Job(parse(strategy), group, device=CPU, seed=3)
-    loss = options.pop("loss", F.cross_entropy)
-    try:
-        yield job, job.step(model, loss, **{"optimizer": SGD, **options})
-    finally:
-        job.close()
-
-
-def whole(step: Step) -> dict[str, Tensor]:
-    with step.sync.whole():
-        return {name: tensor.clone() for name, tensor in whole_model(step)[0].items()}
-
-
-def train(
-    group: Group, strategy: str, model: nn.Module, data: Any, batch_size: int, **options: Any
-) -> Run:
-    with job_of(group, strategy, model, **options) as (job, step):
-        losses = [float(step(batch)) for batch in job.batches(data, batch_size)]
-        return losses, whole(step)
-
-
-def assert_equal(
-    world: World,
-    size: int,
-    strategy: str,
-    make: Callable[[], nn.Module],
-    data: Any,
-    batch_size: int = 8,
-    exactly: bool = False,
-    **options: Any,
-) -> None:
-    models = [make() for _ in range(size)]
-    alone = train(SoloGroup(), "single", make(), data, batch_size, **options)
-    together = world(
-        size, lambda g: train(g, strategy, models[g.rank], data, batch_size, **options)
-    )
-    for losses, _ in together:
-        assert losses == (alone[0] if exactly else pytest.approx(alone[0], abs=2e-5))
-    found = together[0][1]
-    assert list(found) == list(alone[1])
-    for name, tensor in alone[1].items():
-        if exactly:
-            assert torch.equal(found[name], tensor), name
-        else:
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
 
 
 # ---- a parameter server for each part of a replica ----------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,79 +15,27 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.errors import BadInput
-from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
+from shoal.examples.gpt import next_token_loss
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.job import Job
 from shoal.replica.part import StagePart
 from shoal.replica.stages import Stages
-from shoal.snapshot import whole_model
 from shoal.step import StepOptions
 from shoal.strategy import SCHEDULES, parse
 from tests.conftest import World
 from tests.models import samples
-
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
-ADAMW = partial(adamw, lr=1e-2)
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    widths = [6, 10, 8, 9, 7, 8, 6, 9, 3]
-    layers = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh())]
-    return nn.Sequential(*layers[:-1])
-
-
-def gpt(layers: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    return GPT(Size(layers, 8, 2, 6, 1e-2))
-
-
-def texts(n: int, context: int = 6) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, VOCABULARY, (n, context), generator=generator)
-    return TensorDataset(tokens, tokens.roll(-1, 1))
-
-
-def train(
-    group: Group,
-    strategy: str,
-    model: nn.Module,
-    data: Any,
-    batch_size: int | None,
-    loss: Any = F.cross_entropy,
-    **options: Any,
-) -> tuple[list[float], dict[str, Tensor]]:
-    job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
-    step = job.step(model, loss, **{"optimizer": SGD, **options})
-    losses = [float(step(batch)) for batch in job.batches(data, batch_size)]
-    return losses, whole_model(step)[0]
-
-
-def assert_equal(
-    world: World,
-    size: int,
-    strategy: str,
-    make: Callable[[], nn.Module],
-    data: Any,
-    batch_size: int | None = 8,
-    exactly: bool = False,
-    **options: Any,
-) -> None:
-    models = [make() for _ in range(size)]
-    alone = train(SoloGroup(), "single", make(), data, batch_size, **options)
-    together = world(
-        size, lambda g: train(g, strategy, models[g.rank], data, batch_size, **options)
-    )
-    for losses, _ in together:
-        assert losses == (alone[0] if exactly else pytest.approx(alone[0], abs=2e-5))
-    whole = together[0][1]
-    assert list(whole) == list(alone[1])
-    for name, tensor in alone[1].items():
-        if exactly:
-            assert torch.equal(whole[name], tensor), name
-        else:
-            torch.testing.assert_close(whole[name], tensor, rtol=1e-4, atol=2e-5)
+from tests.splitting import (
+    ADAMW,
+    SGD,
+    assert_another_goes_on,
+    assert_equal,
+    gpt,
+    mlp,
+    normed,
+    texts,
+    train,
+)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -155,14 +102,6 @@ def test_exact_drops_the_same(world: World) -> None:
     options = {"exact": True, "microbatches": 4}
     strategy = 'pp(2, schedule="inter-op", recompute=True, cuts=["2"])'
     assert_equal(world, 2, strategy, dropping, samples(24), 12, exactly=True, **options)
-
-
-def normed() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 7)),
-        *(nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3)),
-    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -361,34 +300,7 @@ def test_evaluating(world: World) -> None:
 def test_what_one_strategy_saved_another_loads(
     world: World, tmp_path: Path, first: str, second: str
 ) -> None:
-    def go(group: Group, strategy: str, model: nn.Module, steps: int, resume: bool) -> Any:
-        job = Job(parse(strategy), group, device=torch.device("cpu"))
-        step = job.step(model, next_token_loss, optimizer=ADAMW)
-        if resume:
-            job.load(tmp_path / "saved")
-        for batch in job.batches(texts(32), 8, steps=steps):
-            step(batch)
-        if not resume:
-            job.save(tmp_path / "saved")
-        with step.sync.whole():
-            return whole_model(step)[0]
-
-    def run(strategy: str, steps: int, resume: bool) -> Any:
-        if strategy == "single":
-            return go(SoloGroup(), strategy, gpt(), steps, resume)
-        size = 4 if "+" in strategy else 2
-        models = [gpt() for _ in range(size)]
-        return world(size, lambda g: go(g, strategy, models[g.rank], steps, resume))[0]
-
-    run(first, 2, False)
-    resumed = run(second, 4, True)
-    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
-    step = job.step(gpt(), next_token_loss, optimizer=ADAMW)
-    for batch in job.batches(texts(32), 8):
-        step(batch)
-    straight = whole_model(step)[0]
-    for name, tensor in straight.items():
-        torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=2e-5)
+    assert_another_goes_on(world, tmp_path / "saved", first, second, gpt)
 
 
 def refused(world: World, strategy: str, make: Callable[[], nn.Module], **options: Any) -> str:

@@ -12,7 +12,7 @@ from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from tests.conftest import World
 from tests.models import samples
-from tests.test_pipelines import train
+from tests.splitting import train
 
 
 class Steady(nn.Linear):

@@ -18,12 +18,19 @@ from shoal.examples.gpt import GPT, Size, next_token_loss
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.job import Job
-from shoal.snapshot import whole_model
 from shoal.step import Step
 from shoal.strategy import parse
 from tests.conftest import World
 from tests.models import samples
-from tests.test_pipelines import ADAMW, SGD, assert_equal, gpt, mlp, texts
+from tests.splitting import (
+    ADAMW,
+    SGD,
+    assert_another_goes_on,
+    assert_equal,
+    gpt,
+    mlp,
+    texts,
+)
 
 GPT_OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 1.0, "loss": next_token_loss}
 
@@ -277,30 +284,7 @@ def test_evaluating(world: World) -> None:
 def test_what_one_strategy_saved_another_loads(
     world: World, tmp_path: Path, first: str, second: str
 ) -> None:
-    def go(group: Group, strategy: str, model: nn.Module, steps: int, resume: bool) -> Any:
-        job, step = build(group, strategy, model)
-        if resume:
-            job.load(tmp_path / "saved")
-        for batch in job.batches(texts(32), 8, steps=steps):
-            step(batch)
-        if not resume:
-            job.save(tmp_path / "saved")
-        return whole_model(step)[0]
-
-    def run(strategy: str, steps: int, resume: bool) -> Any:
-        if strategy == "single":
-            return go(SoloGroup(), strategy, gpt(2), steps, resume)
-        size = 4 if "+" in strategy or "4" in strategy else 2
-        models = [gpt(2) for _ in range(size)]
-        return world(size, lambda g: go(g, strategy, models[g.rank], steps, resume))[0]
-
-    run(first, 2, False)
-    resumed = run(second, 4, True)
-    job, step = build(SoloGroup(), "single", gpt(2))
-    for batch in job.batches(texts(32), 8):
-        step(batch)
-    for name, tensor in whole_model(step)[0].items():
-        torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=2e-5)
+    assert_another_goes_on(world, tmp_path / "saved", first, second, partial(gpt, 2))
 
 
 def refused(world: World, strategy: str, make: Callable[[], nn.Module], **options: Any) -> str:

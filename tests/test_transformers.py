@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from shoal.replica.tensor_plan import plan_of
 from shoal.strategy import Tp
 from tests.conftest import World
-from tests.test_pipelines import ADAMW, assert_equal, texts
+from tests.splitting import ADAMW, assert_equal, texts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

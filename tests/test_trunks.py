@@ -12,7 +12,7 @@ from shoal.errors import BadInput
 from shoal.replica.stages import Stages
 from tests.conftest import World
 from tests.models import samples
-from tests.test_pipelines import assert_equal, train
+from tests.splitting import assert_equal, train
 
 
 class Layer(nn.Module):

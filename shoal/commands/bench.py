@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shoal.commands.target import Device, Json, environment, run_quietly, strategy_for
+from shoal.commands import options
+from shoal.commands.measured import measured, say, spread
+from shoal.commands.target import environment, strategy_for
 from shoal.errors import BadInput
 
 app = typer.Typer(help="Measure against a peer, alternately in one run.", no_args_is_help=True)
@@ -27,23 +26,32 @@ def about() -> None:
 @app.command()
 def step(
     workers: Annotated[
-        list[int] | None, typer.Option("--workers", "-n", help="Number of workers; repeatable.")
+        list[int] | None,
+        typer.Option(
+            "--workers", "-n", min=1, help="Number of workers; repeatable.", show_default="1 and 2"
+        ),
     ] = None,
     workload: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(WORKLOADS)}; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help=f"One of {', '.join(WORKLOADS)}; repeatable.", show_default="digits, gpt and mlp"
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
-    device: Device = None,
-    as_json: Json = False,
+    device: options.Device = None,
+    as_json: options.Json = False,
 ) -> None:
-    """ms a step: Shoal against the plain loop (1 worker) or DistributedDataParallel."""
+    """ms a training step.
+
+    Against the plain loop of PyTorch on one worker, and DistributedDataParallel on more.
+    """
+    for name in workload or ():
+        if name not in WORKLOADS:
+            raise BadInput(f"there is no workload {name!r}: take {', '.join(WORKLOADS)}")
     results = []
     for count in workers or [1, 2]:
         for name in workload or ["digits", "gpt", "mlp"]:
-            if name not in WORKLOADS:
-                raise BadInput(f"there is no workload {name!r}: take {', '.join(WORKLOADS)}")
-            if not as_json:
-                print(f"measuring {name} on {count}", file=sys.stderr, flush=True)
+            say(f"measuring {name} on {count}")
             results.append(_measure(name, count, rounds, device))
     print(json.dumps({"results": results})) if as_json else _print(results)
 
@@ -57,9 +65,12 @@ def collectives(
     ] = "4,1KB,64KB,1MB,4MB,16MB,64MB,100MB",
     kinds: Annotated[str, typer.Option(help="Collectives, with commas.")] = "all_reduce",
     rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """µs a call: shared memory against Gloo, Open MPI and the speed of the memory."""
+    """µs a call of a collective.
+
+    Through shared memory: against Gloo, Open MPI, and the speed of the memory.
+    """
     from shoal.commands.bench_collectives import measure, print_table
 
     results = measure(against.split(","), ranks, sizes, kinds, rounds)
@@ -73,11 +84,12 @@ def pipeline(
     rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
     steps: Annotated[int, typer.Option(min=1, help="Steps a round.")] = 2,
     idle: Annotated[bool, typer.Option(help="Also trace how long stages idle.")] = True,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """ms a step: pp(2) against torch.distributed.pipelining; the idle share, traced and simulated.
+    """ms a step of pp(2), and how long stages idle.
 
-    Both ways run in the same two processes, in turn. Idling is traced on layers that sleep.
+    Against torch.distributed.pipelining in the same two processes, in turn. The idle share is
+    traced on layers that sleep, beside the simulated one.
     """
     from shoal.commands.bench_pipeline import measure_idle, measure_steps, print_tables
 
@@ -95,9 +107,13 @@ def ps(
     rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats in a sparse pull.")] = 1000,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
     workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Number of workers.")] = 2,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """ms a round of the parameter server: against Ray's example and torch.distributed.rpc."""
+    """ms a round of a parameter server.
+
+    Against Ray's example of one and torch.distributed.rpc: a push and pull of all weights, and a
+    pull of some rows.
+    """
     from shoal.commands.bench_ps import measure, print_table
 
     found = measure(against.split(","), size, rows, rounds, workers)
@@ -106,13 +122,9 @@ def ps(
 
 def _measure(name: str, workers: int, rounds: int, device: str | None) -> Any:
     batch_size, steps = WORKLOADS[name]
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        result = Path(folder) / "result.json"
-        options = {"workload": name, "batch-size": batch_size, "rounds": rounds, "steps": steps}
-        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        command = [sys.executable, "-m", "shoal.bench.step", *words, "--result", str(result)]
-        run_quietly(command, workers, environment(strategy_for(None, workers), device=device))
-        return json.loads(result.read_text())
+    asked = {"workload": name, "batch-size": batch_size, "rounds": rounds, "steps": steps}
+    env = environment(strategy_for(None, workers), device=device)
+    return measured("shoal.bench.step", asked, workers, env)
 
 
 def _print(results: list[Any]) -> None:
@@ -127,15 +139,10 @@ def _print(results: list[Any]) -> None:
             r["workload"],
             str(r["workers"]),
             f"{r['parameters']:,}",
-            _spread(r["shoal"], "_ms"),
-            _spread(r["theirs"], "_ms"),
+            spread(r["shoal"], "_ms"),
+            spread(r["theirs"], "_ms"),
             r["peer"],
-            _spread(r["ratio"], ""),
+            spread(r["ratio"], ""),
         )
     Console().print(table)
     print("peer / shoal above 1: Shoal is faster")
-
-
-def _spread(found: dict[str, float], unit: str) -> str:
-    median, low, high = (found[key + unit] for key in ("median", "low", "high"))
-    return f"{median:.3f} ({low:.3f} to {high:.3f})"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
+from shoal.commands.measured import check_names, measured, say
 from shoal.commands.target import environment, run_quietly, strategy_for
 from shoal.commands.units import parse_bytes
 from shoal.errors import BadInput, ShoalError
@@ -20,9 +18,9 @@ PEERS = ("gloo", "mpi")
 
 
 def measure(against: list[str], ranks: str, sizes: str, kinds: str, rounds: int) -> list[Any]:
-    unknown = (set(against) - {*PEERS, ""}) | (set(kinds.split(",")) - set(KINDS))
-    if unknown:
-        raise BadInput(f"{', '.join(sorted(unknown))}: take {', '.join(PEERS + KINDS)}")
+    against = [peer for peer in against if peer]
+    check_names("--against", against, PEERS)
+    check_names("--kinds", kinds.split(","), KINDS)
     num_bytes = ",".join(str(parse_bytes(size)) for size in sizes.split(","))
     counts = [_count(text) for text in ranks.split(",")]
     against = _available(against)
@@ -38,22 +36,15 @@ def _count(text: str) -> int:
 
 
 def _workers(count: int, against: list[str], sizes: str, kinds: str, rounds: int) -> list[Any]:
-    print(f"measuring {count} ranks", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        result = Path(folder) / "result.json"
-        command = [
-            sys.executable, "-m", "shoal.bench.collectives", "--kinds", kinds, "--sizes", sizes,
-            "--rounds", str(rounds), "--against", ",".join(against), "--result", str(result),
-        ]  # fmt: skip
-        env = environment(strategy_for(None, count), device="cpu")
-        if "mpi" in against:
-            _mpirun(command, count, env)
-        else:
-            run_quietly(command, count, env)
-        return json.loads(result.read_text())  # type: ignore[no-any-return]
+    say(f"measuring {count} ranks")
+    options = {"kinds": kinds, "sizes": sizes, "rounds": rounds, "against": ",".join(against)}
+    env = environment(strategy_for(None, count), device="cpu")
+    run = _mpirun if "mpi" in against else run_quietly
+    found: list[Any] = measured("shoal.bench.collectives", options, count, env, run)
+    return found
 
 
-def _mpirun(command: list[str], count: int, env: dict[str, str]) -> None:
+def _mpirun(command: list[str], count: int, env: Mapping[str, str]) -> None:
     """The workers as ranks of MPI, too, so that all ways are measured in the same processes."""
     start = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     done = subprocess.run([*start, "-n", str(count), *command], env=env, capture_output=True,
@@ -67,7 +58,7 @@ def _available(against: list[str]) -> list[str]:
     missing = next((what for what, there in _needs().items() if not there), None)
     if "mpi" not in against or missing is None:
         return against
-    print(f"mpi is not measured: there is no {missing} here", file=sys.stderr)
+    say(f"mpi is not measured: there is no {missing} here")
     return [peer for peer in against if peer != "mpi"]
 
 

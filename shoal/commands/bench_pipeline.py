@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from shoal.commands.target import environment, run_quietly
+from shoal.commands.measured import measured, say, spread
+from shoal.commands.target import environment
 from shoal.strategy import as_strategy
 
 PEERS = ("gpipe", "1f1b")
@@ -24,7 +21,7 @@ def measure_idle() -> list[Any]:
 
     found = []
     for name in IDLE:
-        print(f"tracing {name}", file=sys.stderr, flush=True)
+        say(f"tracing {name}")
         found.append(compare(name))
     return found
 
@@ -39,9 +36,9 @@ def print_tables(steps: list[Any], idle: list[Any]) -> None:
     for r in steps:
         table.add_row(
             r["schedule"],
-            _spread(r["shoal"], "_ms"),
-            _spread(r["theirs"], "_ms"),
-            _spread(r["ratio"], ""),
+            spread(r["shoal"], "_ms"),
+            spread(r["theirs"], "_ms"),
+            spread(r["ratio"], ""),
         )
     Console().print(table)
     table = Table(title="idle share of 4 stages, 8 micro-batches, layers that sleep")
@@ -53,18 +50,8 @@ def print_tables(steps: list[Any], idle: list[Any]) -> None:
     Console().print(table)
 
 
-def _spread(found: dict[str, float], unit: str) -> str:
-    median, low, high = (found[key + unit] for key in ("median", "low", "high"))
-    return f"{median:.3f} ({low:.3f} to {high:.3f})"
-
-
 def _measure(schedule: str, batch_size: int, microbatches: int, rounds: int, steps: int) -> Any:
-    print(f"measuring {schedule} on 2", file=sys.stderr, flush=True)
+    say(f"measuring {schedule} on 2")
     strategy = as_strategy(f'pp(2, schedule="{schedule}", microbatches={microbatches})')
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        result = Path(folder) / "result.json"
-        options = {"batch-size": batch_size, "rounds": rounds, "steps": steps}
-        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        command = [sys.executable, "-m", "shoal.bench.pipeline", *words, "--result", str(result)]
-        run_quietly(command, 2, environment(strategy, device="cpu"))
-        return json.loads(result.read_text())
+    options = {"batch-size": batch_size, "rounds": rounds, "steps": steps}
+    return measured("shoal.bench.pipeline", options, 2, environment(strategy, device="cpu"))

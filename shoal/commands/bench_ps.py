@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from shoal.commands.target import environment, run_quietly, strategy_for
+from shoal.commands.measured import check_names, measured, say, spread
+from shoal.commands.target import environment, strategy_for
 from shoal.commands.units import parse_bytes
-from shoal.errors import BadInput
 
 PEERS = ("ray", "rpc")
 
 
 def measure(against: list[str], size: str, rows: int, rounds: int, workers: int) -> Any:
-    unknown = set(against) - {*PEERS, ""}
-    if unknown:
-        raise BadInput(f"{', '.join(sorted(unknown))}: take {', '.join(PEERS)}")
+    against = [peer for peer in against if peer]
+    check_names("--against", against, PEERS)
     if "ray" in against and importlib.util.find_spec("ray") is None:
-        print("ray is not measured: it is not installed (pip install ray)", file=sys.stderr)
-        against = [peer for peer in against if peer != "ray"]
-    print(f"measuring {workers} workers and a server", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        result = Path(folder) / "result.json"
-        command = [
-            sys.executable, "-m", "shoal.bench.ps", "--bytes", str(parse_bytes(size)), "--rows",
-            str(rows), "--rounds", str(rounds), "--against", ",".join(against), "--result",
-            str(result),
-        ]  # fmt: skip
-        strategy = strategy_for("ps", workers)
-        run_quietly(command, workers, environment(strategy, device="cpu"))
-        return with_speeds(json.loads(result.read_text()))
+        say("ray is not measured: it is not installed (pip install ray)")
+        against.remove("ray")
+    say(f"measuring {workers} workers and a server")
+    options = {
+        "bytes": parse_bytes(size),
+        "rows": rows,
+        "rounds": rounds,
+        "against": ",".join(against),
+    }
+    env = environment(strategy_for("ps", workers), device="cpu")
+    return with_speeds(measured("shoal.bench.ps", options, workers, env))
 
 
 def with_speeds(found: dict[str, Any]) -> dict[str, Any]:
@@ -65,11 +58,6 @@ def print_table(found: dict[str, Any]) -> None:
 
 def _cells(found: dict[str, Any]) -> list[str]:
     if "theirs" not in found:
-        return [_spread(found["shoal"], "_ms"), "", ""]
-    ratio = _spread(found["ratio"], "")
-    return [_spread(found["shoal"], "_ms"), _spread(found["theirs"], "_ms"), ratio]
-
-
-def _spread(found: dict[str, float], unit: str) -> str:
-    median, low, high = (found[key + unit] for key in ("median", "low", "high"))
-    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+        return [spread(found["shoal"], "_ms", 2), "", ""]
+    ratio = spread(found["ratio"], "", 2)
+    return [spread(found["shoal"], "_ms", 2), spread(found["theirs"], "_ms", 2), ratio]

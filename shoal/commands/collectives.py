@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table as Grid
 
-from shoal.commands.common import call_own, told, wide_console, write_text
+from shoal.commands import options
+from shoal.commands.common import call_own, wide_console, write_text
 from shoal.commands.units import (
     parse_bytes,
     parse_s_per_byte,
@@ -28,19 +29,24 @@ from shoal.schedules.svg import animated_svg
 
 app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_args_is_help=False)
 
+Ranks = Annotated[int, typer.Option(help="How many ranks take part.")]
+Size = Annotated[str, typer.Option("--bytes", help="Size of the vector: 100MB, 64KiB.")]
+Root = Annotated[int, typer.Option(help="The root of a broadcast, reduce, scatter or gather.")]
+Inner = Annotated[str | None, typer.Option(help="For hierarchical: the algorithm inside a node.")]
+Outer = Annotated[str | None, typer.Option(help="For hierarchical: the one between nodes.")]
+
 
 @app.callback(invoke_without_command=True)
-@told
 def table(
     context: typer.Context,
-    ranks: Annotated[int, typer.Option(help="How many ranks take part.")] = 8,
-    size: Annotated[str, typer.Option("--bytes", help="Of a vector: 100MB, 64KiB.")] = "100MB",
+    ranks: Ranks = 8,
+    size: Size = "100MB",
     alpha: Annotated[str, typer.Option(help="Time of a message: 10us.")] = "10us",
-    beta: Annotated[str, typer.Option(help="Of a byte: 10GB/s, or seconds.")] = "10GB/s",
-    gamma: Annotated[str, typer.Option(help="Of a byte reduced: 20GB/s, or seconds.")] = "0",
+    beta: Annotated[str, typer.Option(help="Cost of a byte: 10GB/s, or seconds.")] = "10GB/s",
+    gamma: Annotated[str, typer.Option(help="Cost of reducing a byte: 20GB/s, or seconds.")] = "0",
     kind: Annotated[str, typer.Option(help="Which collective, or `all`.")] = "all_reduce",
-    prove_all: Annotated[bool, typer.Option("--prove", help="Prove each one.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    prove_all: Annotated[bool, typer.Option("--prove", help="Also prove each one.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """A table of all algorithms, the fastest first."""
     if context.invoked_subcommand is not None:
@@ -68,23 +74,25 @@ def table(
 
 
 @app.command()
-@told
 def show(
     kind: Annotated[str, typer.Argument(help="all_reduce, broadcast, scan, …")],
     name: Annotated[str, typer.Argument(help="ring, tree, …; or FILE.py:FUNCTION of your own")],
-    ranks: Annotated[int, typer.Option(help="How many ranks take part.")] = 4,
-    root: Annotated[int, typer.Option(help="Of broadcast, reduce, scatter, gather.")] = 0,
-    node: Annotated[int | None, typer.Option(help="hierarchical: ranks a node.")] = None,
-    rack: Annotated[int | None, typer.Option(help="hierarchical: nodes a rack.")] = None,
-    inner: Annotated[str | None, typer.Option(help="hierarchical: inside the node.")] = None,
-    outer: Annotated[str | None, typer.Option(help="hierarchical: between them.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write an animated picture.")] = None,
-    prove_it: Annotated[bool, typer.Option("--prove", help="Prove it, do not draw.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    ranks: Ranks = 4,
+    root: Root = 0,
+    node: Annotated[int | None, typer.Option(help="For hierarchical: ranks in a node.")] = None,
+    rack: Annotated[int | None, typer.Option(help="For hierarchical: nodes in a rack.")] = None,
+    inner: Inner = None,
+    outer: Outer = None,
+    svg: Annotated[Path | None, typer.Option(help="Write an animated picture here.")] = None,
+    prove_it: Annotated[bool, typer.Option("--prove", help="Prove it, do not draw it.")] = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Draw one algorithm round by round: which chunk goes where, what each rank holds."""
-    options = {"node": node, "rack": rack, "inner": inner, "outer": outer}
-    given = {key: value for key, value in options.items() if value is not None}
+    """Draw one algorithm round by round.
+
+    Which chunk goes where, and what each rank holds then.
+    """
+    asked = {"node": node, "rack": rack, "inner": inner, "outer": outer}
+    given = {key: value for key, value in asked.items() if value is not None}
     collective = _own(kind, name, ranks) if ":" in name else build(kind, name, ranks, root, **given)
     proof = prove(collective) if prove_it or svg is not None or as_json else None
     if svg is not None:

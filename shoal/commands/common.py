@@ -1,34 +1,15 @@
-"""What the commands about schedules share: how they fail, write, and load a user's own."""
+"""What the commands about schedules share: how they write, and load a user's own."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import typer
 from rich.console import Console
 
-from shoal.errors import BadInput, CheckFailed
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def told(command: Command) -> Command:
-    """A mistake is one sentence on stderr: exit 2 for bad input, 1 for a check that says no."""
-
-    @functools.wraps(command)
-    def safely(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except (BadInput, CheckFailed) as error:
-            typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(2 if isinstance(error, BadInput) else 1) from error
-
-    return safely  # type: ignore[return-value]
+from shoal.errors import BadInput
 
 
 def call_own(name: str, *args: Any) -> Any:
@@ -38,11 +19,11 @@ def call_own(name: str, *args: Any) -> Any:
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise BadInput(f"there is no Python file {path}")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    made = getattr(module, function, None)
     try:
+        spec.loader.exec_module(module)
+        made = getattr(module, function, None)
         return made(*args) if callable(made) else None
-    except Exception as error:  # whatever the user's function raises
+    except Exception as error:  # whatever the user's file or function raises
         raise BadInput(f"{name} raised {type(error).__name__}: {error}") from error
 
 

@@ -18,17 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.commands import options
 from shoal.commands.common import wide_console
-from shoal.commands.target import (
-    Device,
-    Json,
-    ScriptArgs,
-    Seed,
-    Workers,
-    command_for,
-    environment,
-    strategy_for,
-)
+from shoal.commands.target import command_for, environment, strategy_for
 from shoal.commands.units import show_bytes
 from shoal.cores import cores
 from shoal.errors import BadInput, ShoalError
@@ -66,11 +58,9 @@ Strategies = Annotated[
 
 
 def compare(
-    script: Annotated[
-        str, typer.Argument(help="A script that calls shoal.run, or an example.")
-    ] = "digits",
-    args: ScriptArgs = None,
-    workers: Workers = 2,
+    script: options.Script = "digits",
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 2,
     strategy: Strategies = None,
     steps: Annotated[
         int | None,
@@ -80,14 +70,18 @@ def compare(
             show_default=f"{EXAMPLE_STEPS} for an example, else where the script ends",
         ),
     ] = None,
-    seed: Seed = None,
-    device: Device = None,
+    seed: options.Seed = None,
+    device: options.Device = None,
     apart: Annotated[
         bool, typer.Option("--apart", help="Start new processes for every strategy.")
     ] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Train one model under several strategies and compare speed, traffic and result."""
+    """Train one model under many strategies.
+
+    Side by side: the result, the speed, the bytes that a worker sends, and the difference to a
+    run on one worker.
+    """
     command = [sys.executable, "-m", WORKER, "PLAN", *_target(script, args)]
     names = _strategies(strategy, workers)
     if steps is None and command[4].startswith("shoal.examples."):
@@ -168,9 +162,7 @@ class _Contest:
                 self._launch(group)
                 return
             except ShoalError as error:
-                begun = [
-                    i for i, entry in enumerate(group) if (Path(entry.folder) / BEGUN).exists()
-                ]
+                begun = [i for i, entry in enumerate(group) if _has_begun(entry)]
                 if not begun:
                     raise  # the script itself
                 at = begun[-1]

@@ -11,43 +11,39 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from shoal.commands import options
 from shoal.commands.common import wide_console
 from shoal.commands.target import (
-    Device,
-    Json,
-    ScriptArgs,
-    Seed,
-    StrategyText,
-    Workers,
+    check_trained,
     command_for,
     environment,
     run_quietly,
+    strategy_for,
 )
 from shoal.commands.units import show_bytes
-from shoal.errors import BadInput
-from shoal.strategy import Strategy, as_strategy, require_built
+from shoal.strategy import Strategy, as_strategy
 
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 
 
 def memory(
-    script: Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")],
-    args: ScriptArgs = None,
-    workers: Workers = 1,
-    strategy: StrategyText = None,
+    script: options.Script,
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 1,
+    strategy: options.Strategy = None,
     measure: Annotated[
         bool, typer.Option(help="Also train two steps under the strategy and measure.")
     ] = False,
-    seed: Seed = None,
-    device: Device = None,
-    as_json: Json = False,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Tell what each worker holds: parameters, gradients, optimizer state, activations."""
+    """Tell how much memory each worker needs.
+
+    Parameters, gradients, optimizer state and activations, estimated without allocating them.
+    """
     command = command_for(script, args)
-    value = as_strategy(strategy or ("ddp" if workers > 1 else "single"))
-    value.layout(workers)
-    if measure:
-        require_built(value)
+    value = strategy_for(strategy, workers, to_run=measure)
     with tempfile.TemporaryDirectory(prefix="shoal-memory-") as name:
         folder = Path(name)
         document = _estimate(command, value, workers, folder)
@@ -73,11 +69,7 @@ def _estimate(command: list[str], strategy: Strategy, workers: int, folder: Path
     }
     run_quietly(command, 1, env)
     file = folder / "estimate.json"
-    if not file.is_file():
-        raise BadInput(
-            "the script has ended without a training step: it has to call shoal.run(train), "
-            "and train has to call the function that job.step returns"
-        )
+    check_trained(file)
     found = json.loads(file.read_text())
     return {"estimated": found["workers"], "unknown": found["unknown"]}
 

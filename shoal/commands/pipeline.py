@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table as Grid
 
-from shoal.commands.common import call_own, told, wide_console, write_text
+from shoal.commands import options
+from shoal.commands.common import call_own, wide_console, write_text
 from shoal.errors import BadInput
 from shoal.plan.pipeline import Time, Timeline, Times, simulate
 from shoal.plan.staircase import draw
@@ -25,19 +26,19 @@ Stages = Annotated[int, typer.Option(help="How many stages the model is cut into
 Microbatches = Annotated[int, typer.Option(help="How many micro-batches a batch has.")]
 Chunks = Annotated[
     int | None,
-    typer.Option(help="Of a stage, for looped schedules.", show_default="2 where there are any"),
+    typer.Option(
+        help="Pieces of the model on each stage, for interleaved and bfs.", show_default="2 there"
+    ),
 ]
 Forward = Annotated[
     str, typer.Option(help="Time of a micro-batch's forward in a stage; or 1,2,…: of each stage.")
 ]
-Backward = Annotated[str, typer.Option(help="Of the backward for the input.")]
-Weight = Annotated[str, typer.Option(help="Of the backward for the weights.")]
-Transfer = Annotated[str, typer.Option(help="From a stage to the next.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+Backward = Annotated[str, typer.Option(help="Time of the backward for the input.")]
+Weight = Annotated[str, typer.Option(help="Time of the backward for the weights.")]
+Transfer = Annotated[str, typer.Option(help="Time from a stage to the next.")]
 
 
 @app.command("list")
-@told
 def table(
     stages: Stages = 4,
     microbatches: Microbatches = 8,
@@ -46,7 +47,7 @@ def table(
     backward: Backward = "1",
     weight: Weight = "1",
     transfer: Transfer = "0",
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """All schedules side by side: time, bubble, activations held."""
     times = _times(forward, backward, weight, transfer)
@@ -63,7 +64,6 @@ def table(
 
 
 @app.command()
-@told
 def show(
     name: Annotated[
         str, typer.Argument(help=f"{', '.join(CATALOG)}; or FILE.py:FUNCTION of your own")
@@ -75,10 +75,13 @@ def show(
     backward: Backward = "1",
     weight: Weight = "1",
     transfer: Transfer = "0",
-    svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
-    as_json: Json = False,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Draw one schedule: what each stage does when, its bubble, the activations it holds."""
+    """Draw one schedule: what each stage does when.
+
+    With its bubble, and the activations that stages hold.
+    """
     times = _times(forward, backward, weight, transfer)
     _check_size(stages, microbatches, chunks or 2)
     if ":" in name:

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
+from shoal.commands import options
 from shoal.commands.target import (
-    Device,
-    Gpus,
-    Kill,
-    Report,
-    ScriptArgs,
-    Seed,
-    Slow,
-    StrategyText,
-    Trace,
-    Workers,
     add_faults,
     command_for,
     environment,
@@ -27,17 +14,17 @@ from shoal.commands.target import (
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")],
-    args: ScriptArgs = None,
-    workers: Workers = 1,
-    strategy: StrategyText = None,
-    seed: Seed = None,
-    device: Device = None,
-    gpus: Gpus = None,
-    trace: Trace = None,
-    slow: Slow = None,
-    kill: Kill = None,
-    report: Report = None,
+    script: options.Script,
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 1,
+    strategy: options.Strategy = None,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    gpus: options.Gpus = None,
+    trace: options.Trace = None,
+    slow: options.Slow = None,
+    kill: options.Kill = None,
+    report: options.Report = None,
 ) -> None:
     """Run a training script on several workers of this host."""
     command = command_for(script, args)

@@ -10,9 +10,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from shoal.errors import BadInput
 from shoal.faults import fault_variables
@@ -24,42 +21,6 @@ from shoal.observe.progress import Bar
 from shoal.strategy import Ddp, Strategy, as_strategy, require_built
 
 EXAMPLES = ("digits", "gpt", "clicks")
-
-Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")]
-StrategyText = Annotated[
-    str | None,
-    typer.Option(
-        "--strategy",
-        "-s",
-        help='How the work is divided, such as "ddp(bucket_mb=4)".',
-        show_default="ddp, or single for one worker",
-    ),
-]
-Seed = Annotated[int | None, typer.Option(help="Seed of weights, order of samples and dropout.")]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cuda where there is one")
-]
-Gpus = Annotated[str | None, typer.Option(help="The GPUs to use, such as 0,1.")]
-Trace = Annotated[
-    Path | None, typer.Option(help="Write a Chrome trace here, and print where the time went.")
-]
-Slow = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Make a worker compute slower, such as 1:4x for worker 1, four times; repeatable."
-    ),
-]
-Kill = Annotated[
-    list[str] | None,
-    typer.Option(help="Kill a worker at a step, such as 2@50 for worker 2, step 50; repeatable."),
-]
-Report = Annotated[
-    Path | None, typer.Option(help="Write what happened, as JSON, when the run has succeeded.")
-]
-ScriptArgs = Annotated[
-    list[str] | None, typer.Argument(help="Arguments of the script, after --.", metavar="-- ARGS")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 def command_for(target: str, args: Sequence[str] | None) -> list[str]:
@@ -73,11 +34,12 @@ def command_for(target: str, args: Sequence[str] | None) -> list[str]:
     return [sys.executable, target, *(args or [])]
 
 
-def strategy_for(text: str | None, workers: int) -> Strategy:
+def strategy_for(text: str | None, workers: int, to_run: bool = True) -> Strategy:
     """The strategy, checked against the number of workers before anything starts."""
     strategy = as_strategy(text if text is not None else ("ddp" if workers > 1 else "single"))
     strategy.layout(workers)
-    require_built(strategy)
+    if to_run:
+        require_built(strategy)
     if isinstance(strategy.sync, Ddp) and strategy.sync.algorithm != "auto":
         from shoal.schedules.catalog import build  # numpy: only where it is needed
 
@@ -135,6 +97,15 @@ def _run_shown(command: Sequence[str], workers: int, env: Mapping[str, str]) -> 
         return _launch(command, workers, env, bar.print, bar.show)
     finally:
         bar.close()
+
+
+def check_trained(file: Path) -> None:
+    """Refuse a script that has left no such file, which a training step does."""
+    if not file.is_file():
+        raise BadInput(
+            "the script has ended without a training step: it has to call shoal.run(train), "
+            "and train has to call the function that job.step returns"
+        )
 
 
 def run_quietly(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None:

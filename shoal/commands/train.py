@@ -10,19 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.commands import options
 from shoal.commands.target import (
     EXAMPLES,
-    Device,
-    Gpus,
-    Json,
-    Kill,
-    Report,
-    ScriptArgs,
-    Seed,
-    Slow,
-    StrategyText,
-    Trace,
-    Workers,
     add_faults,
     command_for,
     environment,
@@ -35,16 +25,16 @@ from shoal.errors import BadInput, CheckpointError
 
 def train(
     example: Annotated[str, typer.Argument(help="digits, gpt or clicks.")] = "digits",
-    args: ScriptArgs = None,
-    workers: Workers = 1,
-    strategy: StrategyText = None,
-    seed: Seed = None,
-    device: Device = None,
-    gpus: Gpus = None,
-    trace: Trace = None,
-    slow: Slow = None,
-    kill: Kill = None,
-    report: Report = None,
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 1,
+    strategy: options.Strategy = None,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    gpus: options.Gpus = None,
+    trace: options.Trace = None,
+    slow: options.Slow = None,
+    kill: options.Kill = None,
+    report: options.Report = None,
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Where to save.", show_default="runs/EXAMPLE")
@@ -66,8 +56,8 @@ def train(
 
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="The folder of a checkpoint.")],
-    device: Device = None,
-    as_json: Json = False,
+    device: options.Device = None,
+    as_json: options.Json = False,
 ) -> None:
     """Test a trained example on data that it has not seen."""
     from shoal.checkpoint import read_manifest

@@ -11,13 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.commands import options
 from shoal.commands.target import (
-    Device,
-    Json,
-    ScriptArgs,
-    Seed,
-    StrategyText,
-    Workers,
+    check_trained,
     command_for,
     environment,
     run_quietly,
@@ -30,16 +26,16 @@ if TYPE_CHECKING:
 
 
 def verify(
-    script: Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")],
-    args: ScriptArgs = None,
-    workers: Workers = 2,
-    strategy: StrategyText = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 20,
-    seed: Seed = None,
-    device: Device = None,
-    as_json: Json = False,
+    script: options.Script,
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 2,
+    strategy: options.Strategy = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare, at most.")] = 20,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Show that a strategy trains the model that one worker would train."""
+    """Show that a strategy trains what one worker would."""
     from shoal.observe.verify import judge
 
     command = command_for(script, args)
@@ -66,7 +62,8 @@ def verify(
         document = {"script": script, "strategy": str(value), "workers": workers}
         print(json.dumps({**document, **verdict.to_json()}))
     else:
-        _print(verdict, f"{script} under {value} on {workers} workers")
+        taken = steps_taken(verdict.steps, steps, value.sync_for(workers).takes_everything)
+        _print(verdict, f"{script} under {value} on {workers} workers, {taken}")
     if not verdict.ok:
         raise typer.Exit(1)
 
@@ -82,18 +79,21 @@ class _Runs:
         from shoal.observe.verify import Captured
 
         if not self.quiet:
-            print(f"running {name}: {self.steps} steps", file=sys.stderr, flush=True)
+            print(f"running {name}: up to {self.steps} steps", file=sys.stderr, flush=True)
         self.count += 1
         folder = self.folder / str(self.count)
         folder.mkdir()
         capture = {"SHOAL_CAPTURE_DIR": str(folder), "SHOAL_CAPTURE_STEPS": str(self.steps)}
         run_quietly(self.command, workers, {**env, **capture})
-        if not (folder / "capture.json").is_file():
-            raise BadInput(
-                "the script has ended without a training step: it has to call shoal.run(train), "
-                "and train has to call the function that job.step returns"
-            )
+        check_trained(folder / "capture.json")
         return Captured.read(folder)
+
+
+def steps_taken(taken: int, asked: int, of_everything: bool) -> str:
+    """How many, and why not as many as were asked for."""
+    text = f"{taken} step{'s' if taken != 1 else ''}"
+    text += " over the whole dataset each" if of_everything else ""
+    return text if taken == asked else f"{text} (the script takes no more)"
 
 
 def _print(verdict: Verdict, what: str) -> None:
@@ -130,4 +130,4 @@ def _print(verdict: Verdict, what: str) -> None:
         print(f"first loss that differs: {verdict.first_loss.what}")
     if verdict.first_tensor:
         print(f"first tensor that differs: {verdict.first_tensor.what}")
-    print(f"{'equal' if verdict.ok else 'NOT EQUAL'}: {what}, {verdict.steps} steps")
+    print(f"{'equal' if verdict.ok else 'NOT EQUAL'}: {what}")

@@ -24,6 +24,7 @@ from shoal.group.native import Side
 from shoal.group.places import Places
 from shoal.group.shm_group import ShmGroup
 from shoal.group.torch_group import told
+from shoal.wire.pauses import Pauses
 from shoal.wire.shm import ANY_SOURCE
 
 _PAUSES_S = (0.00002, 0.001)
@@ -42,12 +43,14 @@ class Message(Protocol):
 
 
 class Awaited:
-    """A receive that `Anybody` may fulfil. `look` is called with its lock held."""
+    """A receive that `Anybody` may fulfil. `look` is called with the lock of `changed` held."""
 
-    def __init__(self, side: Side, rank: int, doing: str, limit_s: float, lock: threading.Lock):
+    def __init__(
+        self, side: Side, rank: int, doing: str, limit_s: float, changed: threading.Condition
+    ):
         self.side, self.source = side, ANY_SOURCE
         self.error: ShoalError | None = None
-        self._rank, self._doing, self._limit_s, self._lock = rank, doing, limit_s, lock
+        self._rank, self._doing, self._limit_s, self._changed = rank, doing, limit_s, changed
         self._done = False
 
     def deliver(self, source: int, data: Tensor) -> None:
@@ -59,23 +62,19 @@ class Awaited:
         return self._done
 
     def poll(self) -> bool:
-        with self._lock:
+        with self._changed:
             self._done = self._done or self.error is not None or self.look()
             return self._done
 
-    def _settled(self) -> bool:
-        return self.poll()
-
     def wait(self, timeout_s: float | None = None) -> None:
         limit_s = self._limit_s if timeout_s is None else timeout_s
-        deadline_s, pause_s = time.monotonic() + limit_s, _PAUSES_S[0]
-        while not self._settled():
-            if time.monotonic() > deadline_s:
-                raise PeerLost(self._rank, None, self._doing, limit_s)
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 2, _PAUSES_S[1])
+        if not self._settles_within(limit_s):
+            raise PeerLost(self._rank, None, self._doing, limit_s)
         if self.error is not None:
             raise self.error
+
+    def _settles_within(self, limit_s: float) -> bool:
+        raise NotImplementedError
 
 
 class FromAnybody(Awaited):
@@ -95,6 +94,15 @@ class FromAnybody(Awaited):
         except ShoalError as error:
             self.error = error
         return self._work.is_done
+
+    def _settles_within(self, limit_s: float) -> bool:
+        """By looking: it may come through memory as well, of which nothing tells."""
+        deadline_s, pause = time.monotonic() + limit_s, Pauses(*_PAUSES_S)
+        while not self.poll():
+            if time.monotonic() > deadline_s:
+                return False
+            pause()
+        return True
 
 
 class Claim(Awaited):
@@ -121,8 +129,9 @@ class Claim(Awaited):
             self._message.wait(timeout_s)
         self.source = self.src
 
-    def _settled(self) -> bool:
-        return self._message is not None or self.poll()
+    def _settles_within(self, limit_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._message is not None or self.poll(), limit_s)
 
 
 class Anybody:
@@ -130,14 +139,14 @@ class Anybody:
 
     def __init__(self, places: Places, inner: ShmGroup, post: Callable[[Tensor, int], Any]):
         self._places, self._inner, self._post = places, inner, post
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._waiting: dict[int, list[FromAnybody]] = defaultdict(list)
         self._claims: dict[int, list[Claim]] = {}  # for every tag that Gloo has been asked for
         self._kept: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
     def recv(self, into: Tensor, tag: int) -> Message:
         message = FromAnybody(*self._about(Side(into), f"recv from anybody, tag {tag}"))
-        with self._lock:
+        with self._changed:
             if self._kept[tag]:
                 message.deliver(*self._kept[tag].pop(0))
                 return message
@@ -149,7 +158,7 @@ class Anybody:
 
     def claim(self, side: Side, src: int, tag: int, post: Callable[[], Message]) -> Message | None:
         """A receive from one rank of another host; None where nothing is in its way."""
-        with self._lock:
+        with self._changed:
             kept = [entry for entry in self._kept.get(tag, ()) if entry[0] == src]
             if not kept and tag not in self._claims:
                 return None
@@ -161,8 +170,8 @@ class Anybody:
                 self._claims[tag].append(claim)
             return claim
 
-    def _about(self, side: Side, doing: str) -> tuple[Side, int, str, float, threading.Lock]:
-        return side, self._places.rank, doing, self._inner.timeout_s, self._lock
+    def _about(self, side: Side, doing: str) -> tuple[Side, int, str, float, threading.Condition]:
+        return side, self._places.rank, doing, self._inner.timeout_s, self._changed
 
     def _ask(self, tag: int, num_bytes: int) -> None:
         """Nothing can interrupt the thread that waits for it, so it does not hold up the end."""
@@ -179,21 +188,26 @@ class Anybody:
             work.wait()
         except RuntimeError as cause:
             error = told(cause, self._places.rank, f"recv from anybody, tag {tag}")
-        with self._lock:
+        with self._changed:
             claims = self._claims.pop(tag)
-            if self._inner.segment.closed:
-                return
-            self._waiting[tag] = self._open(tag)
-            if error is not None:
-                for message in (*claims, *self._waiting.pop(tag)):
-                    message.error = error
-                return
-            taken = self._hand_over(tag, claims, work._source_rank(), data)
-            for claim in claims:
-                if claim is not taken:
-                    claim.give_up()
-            if self._waiting[tag]:
-                self._ask(tag, self._waiting[tag][0].side.host.nbytes)
+            if not self._inner.segment.closed:
+                self._settle(tag, claims, work, data, error)
+                self._changed.notify_all()
+
+    def _settle(
+        self, tag: int, claims: list[Claim], work: Any, data: Tensor, error: ShoalError | None
+    ) -> None:
+        self._waiting[tag] = self._open(tag)
+        if error is not None:
+            for message in (*claims, *self._waiting.pop(tag)):
+                message.error = error
+            return
+        taken = self._hand_over(tag, claims, work._source_rank(), data)
+        for claim in claims:
+            if claim is not taken:
+                claim.give_up()
+        if self._waiting[tag]:
+            self._ask(tag, self._waiting[tag][0].side.host.nbytes)
 
     def _open(self, tag: int) -> list[FromAnybody]:
         return [message for message in self._waiting[tag] if not message.look()]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal.errors import BadInput
-from shoal.group.group import Op
+from shoal.group.group import Op, check_all_to_all, check_pieces
 from shoal.group.memory import Memory
 from shoal.group.operator import check_operator, divide, fill_identity
 
@@ -121,7 +121,7 @@ def scatter(out: Tensor, data: Tensor | None, place: Place) -> Call:
 
 
 def all_gather(out: Tensor, data: Tensor, place: Place) -> Call:
-    _check_sizes("all_gather", out, data, place)
+    check_pieces("all_gather", out, data, place.size)
     target = Flat(out)
 
     def bind(memory: Memory) -> None:
@@ -134,7 +134,7 @@ def all_gather(out: Tensor, data: Tensor, place: Place) -> Call:
 def reduce_scatter(out: Tensor, data: Tensor, op: Op, place: Place) -> Call:
     """`data` is left as it was: the sums grow in a copy of it."""
     check_operator(op, data.dtype)
-    _check_sizes("reduce_scatter", data, out, place)
+    check_pieces("reduce_scatter", data, out, place.size)
     source = Flat(data)
 
     def bind(memory: Memory) -> None:
@@ -150,11 +150,7 @@ def reduce_scatter(out: Tensor, data: Tensor, op: Op, place: Place) -> Call:
 
 
 def all_to_all(out: Tensor, data: Tensor, place: Place) -> Call:
-    if out.numel() != data.numel() or data.numel() % place.size:
-        raise BadInput(
-            f"all_to_all over {place.size} ranks needs `out` and `data` of one size that "
-            f"{place.size} divides, not {out.numel()} and {data.numel()} elements"
-        )
+    check_all_to_all(out, data, place.size)
     source, target = Flat(data), Flat(out)
 
     def bind(memory: Memory) -> None:
@@ -199,16 +195,8 @@ def _root_has(kind: str, whole: Tensor | None, piece: Tensor, place: Place) -> T
         return piece
     if whole is None:
         raise BadInput(f"rank {place.rank} is the root of a {kind} and has not given the whole")
-    _check_sizes(kind, whole, piece, place)
+    check_pieces(kind, whole, piece, place.size)
     return whole
-
-
-def _check_sizes(kind: str, whole: Tensor, piece: Tensor, place: Place) -> None:
-    if whole.numel() != piece.numel() * place.size or whole.dtype != piece.dtype:
-        raise BadInput(
-            f"{kind} over {place.size} ranks with pieces of {piece.numel()} {piece.dtype} needs a "
-            f"whole of {piece.numel() * place.size}, not of {whole.numel()} {whole.dtype}"
-        )
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

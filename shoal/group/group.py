@@ -73,3 +73,25 @@ class Group(Protocol):
 def check_subgroup(ranks: Sequence[int], size: int) -> None:
     if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
         raise BadInput(f"a subgroup needs different ranks below {size}, not {list(ranks)}")
+
+
+def check_root(root: int, size: int) -> None:
+    if not 0 <= root < size:
+        raise BadInput(f"the root must be one of the ranks 0 to {size - 1}, not {root}")
+
+
+def check_pieces(kind: str, whole: Tensor, piece: Tensor, size: int) -> None:
+    """The whole has to hold a piece of each rank."""
+    if whole.numel() != piece.numel() * size or whole.dtype != piece.dtype:
+        raise BadInput(
+            f"{kind} over {size} ranks with pieces of {piece.numel()} {piece.dtype} needs a whole "
+            f"of {piece.numel() * size}, not of {whole.numel()} {whole.dtype}"
+        )
+
+
+def check_all_to_all(out: Tensor, data: Tensor, size: int) -> None:
+    if out.numel() != data.numel() or data.numel() % size:
+        raise BadInput(
+            f"all_to_all over {size} ranks needs `out` and `data` of one size that {size} divides, "
+            f"not {out.numel()} and {data.numel()} elements"
+        )

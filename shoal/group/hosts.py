@@ -22,8 +22,8 @@ from shoal.errors import BadInput, ShoalError
 from shoal.group.across import Across
 from shoal.group.anybody import Message
 from shoal.group.between import Between
-from shoal.group.group import Group, Op, check_subgroup
-from shoal.group.lane import Lane, LaneWork
+from shoal.group.group import Group, Op, check_all_to_all, check_pieces, check_root, check_subgroup
+from shoal.group.lane import Lane, LaneWork, OnLane
 from shoal.group.mail import Mail, as_global, reserved_tag
 from shoal.group.native import Side, reduced_as
 from shoal.group.operator import divide
@@ -37,7 +37,7 @@ _COLLECTIVES = 1 << 28  # reserved tags from here on
 _PATIENCE_S = 1.0
 
 
-class HostsGroup:
+class HostsGroup(OnLane):
     """Made on all ranks together; `inner` are those of this host, `store` is common to all."""
 
     def __init__(
@@ -60,14 +60,6 @@ class HostsGroup:
         self._subgroups = itertools.count()
         self._lane = Lane("shoal collectives over hosts")
         self.tracer = tracer
-
-    @property
-    def tracer(self) -> Tracer:
-        return self._lane.tracer
-
-    @tracer.setter
-    def tracer(self, tracer: Tracer) -> None:
-        self._lane.tracer = tracer
 
     @property
     def timeout_s(self) -> float:
@@ -99,7 +91,7 @@ class HostsGroup:
         return self._submit("barrier", 0, self._across.barrier)
 
     def broadcast(self, data: Tensor, root: int = 0) -> LaneWork:
-        self._check_root(root)
+        check_root(root, self.size)
         side = Side(data)
         across, flat = self._across, side.host.view(-1)
         return self._submit(
@@ -116,14 +108,14 @@ class HostsGroup:
         return self.combine("all_reduce", data, into, data.numel(), op.value)
 
     def reduce_scatter(self, out: Tensor, data: Tensor, op: Op = Op.SUM) -> LaneWork:
-        self._check_sizes("reduce_scatter", data, out)
+        check_pieces("reduce_scatter", data, out, self.size)
         return self.combine("reduce_scatter", data, out, out.numel(), op.value)
 
     def combine(
         self, kind: str, data: Tensor, out: Tensor, count: int, op: str, root: int = 0
     ) -> LaneWork:
         """A reduction by the name of its operator, which may also be and, or, xor."""
-        self._check_root(root)
+        check_root(root, self.size)
         reduced_as(data, op)  # refuses what cannot be
         target, across = Side(out), self._across
         in_place = kind == "all_reduce" and out is data
@@ -148,7 +140,7 @@ class HostsGroup:
         return self._submit(kind, data.nbytes, steps[kind], finish)
 
     def all_gather(self, out: Tensor, data: Tensor) -> LaneWork:
-        self._check_sizes("all_gather", out, data)
+        check_pieces("all_gather", out, data, self.size)
         source, target, across = Side(data, copy=True), Side(out), self._across
         rows, flat = target.host.view(self.size, -1), source.host.view(-1)
         return self._submit(
@@ -156,32 +148,28 @@ class HostsGroup:
         )
 
     def gather(self, out: Tensor | None, data: Tensor, root: int = 0) -> LaneWork:
-        self._check_root(root)
+        check_root(root, self.size)
         given = {root: Side(data, copy=True).host.view(-1)}
         if self.rank != root:
             return self._exchange("gather", given, {})
         if out is None:
             raise BadInput(f"rank {root} is the root of a gather and has not given the whole")
-        self._check_sizes("gather", out, data)
+        check_pieces("gather", out, data, self.size)
         target = Side(out)
         return self._exchange("gather", given, self._rows(target), target)
 
     def scatter(self, out: Tensor, data: Tensor | None, root: int = 0) -> LaneWork:
-        self._check_root(root)
+        check_root(root, self.size)
         target, given = Side(out), dict[int, Tensor]()
         if self.rank == root:
             if data is None:
                 raise BadInput(f"rank {root} is the root of a scatter and has not given the whole")
-            self._check_sizes("scatter", data, out)
+            check_pieces("scatter", data, out, self.size)
             given = self._rows(Side(data, copy=True))
         return self._exchange("scatter", given, {root: target.host.view(-1)}, target)
 
     def all_to_all(self, out: Tensor, data: Tensor) -> LaneWork:
-        if out.numel() != data.numel() or data.numel() % self.size:
-            raise BadInput(
-                f"all_to_all over {self.size} ranks needs `out` and `data` of one size that "
-                f"{self.size} divides, not {out.numel()} and {data.numel()} elements"
-            )
+        check_all_to_all(out, data, self.size)
         source, target = Side(data, copy=True), Side(out)
         return self._exchange("all_to_all", self._rows(source), self._rows(target), target)
 
@@ -351,17 +339,6 @@ class HostsGroup:
     def _check_open(self) -> None:
         if self._failures:
             raise self._failures[0]
-
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise BadInput(f"the root must be one of the ranks 0 to {self.size - 1}, not {root}")
-
-    def _check_sizes(self, kind: str, whole: Tensor, piece: Tensor) -> None:
-        if whole.numel() != piece.numel() * self.size or whole.dtype != piece.dtype:
-            raise BadInput(
-                f"{kind} over {self.size} ranks with pieces of {piece.numel()} {piece.dtype} needs "
-                f"a whole of {piece.numel() * self.size}, not of {whole.numel()} {whole.dtype}"
-            )
 
     def _rows(self, side: Side) -> dict[int, Tensor]:
         return dict(enumerate(side.host.view(self.size, -1)))

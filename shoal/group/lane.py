@@ -166,3 +166,17 @@ class Lane:
                 self._working = True
                 work = self._waiting.popleft()
             self._execute(work)
+
+
+class OnLane:
+    """A group whose collectives go on a lane, which knows where to trace them."""
+
+    _lane: Lane
+
+    @property
+    def tracer(self) -> Tracer:
+        return self._lane.tracer
+
+    @tracer.setter
+    def tracer(self, tracer: Tracer) -> None:
+        self._lane.tracer = tracer

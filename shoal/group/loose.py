@@ -11,7 +11,6 @@ all ranks see. For everything else a whole group is made, which all ranks have t
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 from shoal.errors import Desync
 from shoal.group.group import Group, Op, check_subgroup
 from shoal.group.survivors import FIRST_LOOK_S, LONGEST_LOOK_S
+from shoal.wire.pauses import Pauses
 from shoal.wire.threads import DoneWork
 from shoal.wire.transport import Work
 
@@ -51,7 +51,7 @@ class LooseGroup:
         self._round += 1
         before = [root, *(r for r in range(self.size) if r != root)]
         before = before[: before.index(self.rank)]
-        path, pause_s = self._path("given"), FIRST_LOOK_S
+        path, pause = self._path("given"), Pauses(FIRST_LOOK_S, LONGEST_LOOK_S)
         while True:
             alone = all(self._is_gone(r) for r in before)  # first: then what they gave is final
             if path.exists():
@@ -60,8 +60,7 @@ class LooseGroup:
             if alone:
                 self._give(path, data)
                 break
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_LOOK_S)
+            pause()
         self._tidy(path)
         return DoneWork()
 

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.errors import BadInput
 from shoal.group import binding
 from shoal.group.binding import Call, Place
 from shoal.group.choice import Choosable, Chooser
-from shoal.group.group import Group, Op, check_subgroup
+from shoal.group.group import Group, Op, check_root, check_subgroup
 from shoal.group.interpreter import SEGMENT_BYTES, Interpreter, segments_for
 from shoal.group.measure import measure_link
 from shoal.group.memory import Memory
@@ -150,8 +149,7 @@ class ScheduledGroup:
         )
 
     def _place(self, root: int = 0) -> Place:
-        if not 0 <= root < self.size:
-            raise BadInput(f"the root must be one of the ranks 0 to {self.size - 1}, not {root}")
+        check_root(root, self.size)
         return Place(self.rank, self.size, root)
 
     def _start(self, call: Call) -> Work:

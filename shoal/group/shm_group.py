@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import BadInput, ShoalError
-from shoal.group.group import Op, check_subgroup
-from shoal.group.lane import Lane, LaneWork
+from shoal.group.group import Op, check_all_to_all, check_pieces, check_root, check_subgroup
+from shoal.group.lane import Lane, LaneWork, OnLane
 from shoal.group.native import (
     KIND,
     PLAIN,
@@ -30,16 +30,16 @@ from shoal.group.native import (
     reduced_as,
 )
 from shoal.group.operator import fill_identity
+from shoal.group.words import tell_all
 from shoal.observe.trace import OFF, Tracer
 from shoal.wire.segment import Segment, join
 from shoal.wire.shm import ShmTransport, ShmWork
 
 _ALL_REDUCE, _SUM = KIND["all_reduce"], PLAIN[torch.float32, "sum"]
 _PLUS, _FLOAT = Op.SUM, torch.float32
-_ENTRY = 64  # bytes that a rank says when ranks meet over their group
 
 
-class ShmGroup:
+class ShmGroup(OnLane):
     """Collectives through a segment. Until they are waited for their tensors must be left alone."""
 
     def __init__(self, segment: Segment, tracer: Tracer = OFF):
@@ -49,14 +49,6 @@ class ShmGroup:
         self._lane = Lane("shoal collectives")
         self._children: list[ShmGroup] = []
         self.tracer = tracer
-
-    @property
-    def tracer(self) -> Tracer:
-        return self._lane.tracer
-
-    @tracer.setter
-    def tracer(self, tracer: Tracer) -> None:
-        self._lane.tracer = tracer
 
     @property
     def timeout_s(self) -> float:
@@ -108,31 +100,27 @@ class ShmGroup:
         if self.rank == root:
             if out is None:
                 raise BadInput(f"rank {root} is the root of a gather and has not given the whole")
-            self._check_sizes("gather", out, data)
+            check_pieces("gather", out, data, self.size)
         return self._move("gather", data, out if self.rank == root else None, data.numel(), root)
 
     def scatter(self, out: Tensor, data: Tensor | None, root: int = 0) -> LaneWork:
         if self.rank == root:
             if data is None:
                 raise BadInput(f"rank {root} is the root of a scatter and has not given the whole")
-            self._check_sizes("scatter", data, out)
+            check_pieces("scatter", data, out, self.size)
         source = out if data is None or self.rank != root else data
         return self._move("scatter", source, out, out.numel(), root)
 
     def all_gather(self, out: Tensor, data: Tensor) -> LaneWork:
-        self._check_sizes("all_gather", out, data)
+        check_pieces("all_gather", out, data, self.size)
         return self._move("all_gather", data, out, data.numel())
 
     def reduce_scatter(self, out: Tensor, data: Tensor, op: Op = Op.SUM) -> LaneWork:
-        self._check_sizes("reduce_scatter", data, out)
+        check_pieces("reduce_scatter", data, out, self.size)
         return self.combine("reduce_scatter", data, out, out.numel(), op.value)
 
     def all_to_all(self, out: Tensor, data: Tensor) -> LaneWork:
-        if out.numel() != data.numel() or data.numel() % self.size:
-            raise BadInput(
-                f"all_to_all over {self.size} ranks needs `out` and `data` of one size that "
-                f"{self.size} divides, not {out.numel()} and {data.numel()} elements"
-            )
+        check_all_to_all(out, data, self.size)
         return self._move("all_to_all", data, out, data.numel() // self.size)
 
     def all_to_all_uneven(
@@ -163,7 +151,7 @@ class ShmGroup:
 
         A list of one tensor is the rank's own piece; pieces may lie anywhere.
         """
-        self._check_root(root)
+        check_root(root, self.size)
         like = given[0] if given else taken[0]
         for piece in (*given, *taken):
             if piece.numel() != like.numel() or piece.dtype != like.dtype:
@@ -201,11 +189,11 @@ class ShmGroup:
         check_subgroup(ranks, self.size)
         if self.rank not in ranks:
             for _ in range(2):
-                self._tell(b"")
+                tell_all(self, b"")
             return None
 
         def exchange(said: bytes) -> list[bytes]:
-            everything = self._tell(said)
+            everything = tell_all(self, said)
             return [everything[rank] for rank in ranks]
 
         segment = join(
@@ -247,7 +235,7 @@ class ShmGroup:
             work = NativeWork(self._lane, self.segment, args, data, after)
             self._lane.submit(work)
             return work
-        self._check_root(root)
+        check_root(root, self.size)
         code, scale, operator = reduced_as(data, op)
         args, keep, store = self._sides(kind, data, out, count * scale, code, operator, root)
         return self._submit(kind, data.nbytes, args, keep, after or store)
@@ -255,7 +243,7 @@ class ShmGroup:
     def _move(
         self, kind: str, data: Tensor, out: Tensor | None, count: int, root: int = 0
     ) -> LaneWork:
-        self._check_root(root)
+        check_root(root, self.size)
         code, scale = moved_as(data)
         args, keep, store = self._sides(kind, data, out, count * scale, code, 0, root)
         return self._submit(kind, data.nbytes, args, keep, store)
@@ -294,23 +282,6 @@ class ShmGroup:
         work = NativeWork(self._lane, self.segment, args, keep, after, table)
         self._lane.submit(work)
         return work
-
-    def _tell(self, said: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(said.ljust(_ENTRY)), dtype=torch.uint8)
-        everything = torch.empty(self.size, _ENTRY, dtype=torch.uint8)
-        self.all_gather(everything, own).wait()
-        return [bytes(row.tolist()).rstrip() for row in everything]
-
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise BadInput(f"the root must be one of the ranks 0 to {self.size - 1}, not {root}")
-
-    def _check_sizes(self, kind: str, whole: Tensor, piece: Tensor) -> None:
-        if whole.numel() != piece.numel() * self.size or whole.dtype != piece.dtype:
-            raise BadInput(
-                f"{kind} over {self.size} ranks with pieces of {piece.numel()} {piece.dtype} needs "
-                f"a whole of {piece.numel() * self.size}, not of {whole.numel()} {whole.dtype}"
-            )
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

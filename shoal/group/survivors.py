@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.errors import Desync, PeerLost
+from shoal.wire.pauses import Pauses
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.001, 0.05
 PATIENCE_S = 1800.0
@@ -71,7 +72,7 @@ class Tally:
         os.replace(part, path)
 
     def _wait_for(self, rank: int, ranks: Sequence[int], length: int) -> list[float] | None:
-        start_s, pause_s = time.monotonic(), FIRST_LOOK_S
+        start_s, pause = time.monotonic(), Pauses(FIRST_LOOK_S, LONGEST_LOOK_S)
         while True:
             gone = self._is_gone(rank)  # asked first: what it left is final if it is gone now
             row = self._read(rank, length)
@@ -79,8 +80,7 @@ class Tally:
                 return row
             if time.monotonic() - start_s > self._patience_s:
                 raise self._lost(ranks)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_LOOK_S)
+            pause()
 
     def _read(self, rank: int, length: int) -> list[float] | None:
         path = self._path(self._round, rank)

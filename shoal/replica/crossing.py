@@ -13,6 +13,8 @@ What is the same on all ranks on one side of a crossing has the same gradient on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,102 +23,50 @@ from torch import Tensor
 from shoal.group.group import Group
 from shoal.replica.share import Share
 
+Move = Callable[[Tensor], Tensor]
+
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    return _apply(_Copy, x, group)
+    return _cross(x, lambda x: x.view_as(x), partial(_sum, group=group))
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    return _apply(_Reduce, x, group)
+    return _cross(x, partial(_sum, group=group), lambda grad: grad)
 
 
 def gather(x: Tensor, share: Share, group: Group) -> Tensor:
-    return _apply(_Gather, x, share, group)
+    return _cross(x, partial(share.gather, group=group), partial(share.take, rank=group.rank))
 
 
 def scatter(x: Tensor, share: Share, group: Group) -> Tensor:
-    return _apply(_Scatter, x, share, group)
+    return _cross(x, partial(share.take, rank=group.rank), partial(share.gather, group=group))
 
 
 def enter(x: Tensor, share: Share, group: Group) -> Tensor:
-    return _apply(_Enter, x, share, group)
+    return _cross(x, partial(share.gather, group=group), partial(share.add_up, group=group))
 
 
 def leave(x: Tensor, share: Share, group: Group) -> Tensor:
-    return _apply(_Leave, x, share, group)
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
-    return out
+    return _cross(x, partial(share.add_up, group=group), partial(share.gather, group=group))
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:
-    total = x.detach().clone(memory_format=torch.contiguous_format)
+    total = x.clone(memory_format=torch.contiguous_format)
     group.all_reduce(total).wait()
     return total
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grads[0], ctx.group), None
+def _cross(x: Tensor, forward: Move, backward: Move) -> Tensor:
+    out: Tensor = _Crossing.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return out
 
 
-class _Reduce(torch.autograd.Function):
+class _Crossing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _sum(x, group)
+    def forward(ctx: Any, x: Tensor, forward: Move, backward: Move) -> Tensor:
+        ctx.move_back = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
-        ctx.share, ctx.rank = share, group.rank
-        return share.gather(x.detach(), group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.share.take(grads[0], ctx.rank), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
-        ctx.share, ctx.group = share, group
-        return share.take(x.detach(), group.rank)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.share.gather(grads[0], ctx.group), None, None
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
-        ctx.share, ctx.group = share, group
-        return share.gather(x.detach(), group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.share.add_up(grads[0], ctx.group), None, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
-        ctx.share, ctx.group = share, group
-        return share.add_up(x.detach(), group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.share.gather(grads[0], ctx.group), None, None
+        return ctx.move_back(grads[0]), None, None

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from shoal.errors import BadInput
+from shoal.replica.meta import full_name
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -141,7 +142,7 @@ def open_modules(model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0) ->
     def visit(name: str, module: nn.Module, deeper: int) -> None:
         kinds = Counter(type(child) for child in module.children())
         for own, child in module.named_children():
-            full = f"{name}.{own}" if name else own
+            full = full_name(name, own)
             is_block = isinstance(module, _CONTAINERS) and kinds[type(child)] > 1
             wanted = any(cut.startswith(full + ".") for cut in cuts)
             if wanted or _is_container(child) or (not is_block and _is_around_a_trunk(child)):

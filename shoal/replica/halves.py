@@ -70,7 +70,7 @@ def junctions(
     None for the weights: one joins at several nodes.
     """
     inputs = {id(leaf) for leaf in leaves}
-    starts = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
+    starts = _spots_of(roots)
     spots: dict[Spot, None] = {}
     weights: dict[Node, list[Tensor]] = {}
     for node, number in _walk(starts):
@@ -103,6 +103,10 @@ def _from_junctions(
             down = torch.autograd.grad(outputs, own, grads, allow_unused=True)
             found += [(w, g) for w, g in zip(own, down, strict=True) if g is not None]
     return found
+
+
+def _spots_of(roots: Sequence[Tensor]) -> list[Spot]:
+    return [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
 
 
 def _walk(starts: Sequence[Spot]) -> list[Spot]:
@@ -139,11 +143,9 @@ def _weight(node: Node) -> Tensor | None:
 
 def nodes_behind(roots: Sequence[Tensor]) -> set[Node]:
     """Every node of the graph that some tensors were computed by."""
-    starts = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
-    return {node for node, _ in _walk(starts)}
+    return {node for node, _ in _walk(_spots_of(roots))}
 
 
 def _leaves(roots: Sequence[Tensor]) -> list[Tensor]:
-    starts = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
-    found = [node.variable for node, _ in _walk(starts) if hasattr(node, "variable")]
+    found = [node.variable for node, _ in _walk(_spots_of(roots)) if hasattr(node, "variable")]
     return [leaf for leaf in found if isinstance(leaf, nn.Parameter)]

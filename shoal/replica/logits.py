@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shoal.group.group import Group, Op
 from shoal.replica.crossing import gather, scatter
 from shoal.replica.share import Share
-from shoal.replica.split_tensor import SplitTensor
+from shoal.replica.split_tensor import SplitTensor, reshaped
 
 
 class SplitLogits(SplitTensor):
@@ -53,10 +53,7 @@ def _flatten(logits: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> Tens
 
 
 def _reshape(logits: SplitLogits, *shape: Any) -> Tensor | None:
-    wanted = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
-    if not all(isinstance(size, int) for size in wanted):
-        return None
-    whole = torch.empty(_shape(logits), device="meta").reshape(wanted).shape
+    whole = reshaped(_shape(logits), shape)
     if not whole or whole[-1] != logits.share.size:
         return None
     return _like(logits, logits.local.reshape(*whole[:-1], logits.local.shape[-1]))

@@ -102,7 +102,12 @@ def places(model: nn.Module) -> Iterator[Place]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                yield Place(module, own, f"{prefix}.{own}" if prefix else own)
+                yield Place(module, own, full_name(prefix, own))
+
+
+def full_name(prefix: str, own: str) -> str:
+    """Of what a module, which is the model itself or has a name, calls `own`."""
+    return f"{prefix}.{own}" if prefix else own
 
 
 def _move(found: list[Place], device: torch.device) -> None:

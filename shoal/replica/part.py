@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,16 +10,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shoal.errors import BadInput
-from shoal.group.group import Group, Op
+from shoal.group.group import Group
 from shoal.group.mesh import Mesh
 from shoal.group.parcel import Post
-from shoal.replica.engine import Engine, Loss, MicroBatch
+from shoal.group.words import all_say
+from shoal.replica.engine import Engine, Loss, MicroBatch, arguments_of, keeping_modes
 from shoal.replica.flat import FlatParams
 from shoal.replica.meta import Blank, Place
 from shoal.replica.norm import NormOverParts
 from shoal.replica.pipeline import PipelineEngine
 from shoal.replica.split_tensor import whole_tensors
-from shoal.replica.stages import Stages, keeping_modes, named_tensors
+from shoal.replica.stages import Stages, named_tensors
 from shoal.replica.tensor import TensorSplit
 from shoal.replica.tensor_plan import plan_of
 from shoal.replica.ties import Ties
@@ -180,7 +180,7 @@ class StagePart(Part):
             split = engine.share(tensors_of(whole_tensors(engine.predict(inputs))))
             tensors = {n: t for part in reversed(self.collect(mine)) for n, t in part.items()}
             if self.group.rank == 0:
-                whole = functional_call(self.model, tensors, *_arguments(inputs))
+                whole = functional_call(self.model, tensors, *arguments_of(inputs))
                 same.fill_(_alike(tensors_of(whole_tensors(whole)), split))
         self.group.broadcast(same).wait()
         if not same:
@@ -199,11 +199,7 @@ class StagePart(Part):
     def _agree(self, device: torch.device) -> None:
         """All stages must have cut the same model at the same places."""
         said = repr((self.stages.cuts, sorted(self.stages.holders.items())))
-        mine = torch.tensor([zlib.crc32(said.encode())], device=device)
-        low, high = mine.clone(), mine.clone()
-        self.group.all_reduce(low, Op.MIN).wait()
-        self.group.all_reduce(high, Op.MAX).wait()
-        if not torch.equal(low, high):
+        if not all_say(self.group, said.encode(), device):
             raise BadInput(
                 f"rank {self.group.rank} and another stage have built different models: every "
                 "worker has to build the same one, with the same layers"
@@ -266,12 +262,6 @@ def _from_rank_0(filled: Iterator[list[Place]], world: Group) -> Iterator[list[P
             world.broadcast(whole).wait()
             tensor.data.copy_(whole)
         yield found
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 def _alike(whole: list[Tensor], split: list[Tensor]) -> bool:

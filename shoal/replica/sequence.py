@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from shoal.group.group import Group
 from shoal.replica.crossing import copy, enter, gather, leave, scatter
 from shoal.replica.share import Share
-from shoal.replica.split_tensor import SplitTensor
+from shoal.replica.split_tensor import SplitTensor, reshaped
 from shoal.replica.streams import Streams
 from shoal.tree import Tree
 
@@ -173,11 +173,8 @@ def _size(x: SplitSequence, dim: int | None = None) -> Any:
 
 def _reshape(x: SplitSequence, *shape: Any) -> Tensor | None:
     """Rows stay rows as long as the features are a dimension of their own."""
-    wanted = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
-    if not all(isinstance(size, int) for size in wanted):
-        return None
-    whole = torch.empty(_shape(x), device="meta").reshape(wanted).shape
-    if len(whole) < 2 or whole[-1] != x.local.shape[-1]:
+    whole = reshaped(_shape(x), shape)
+    if whole is None or len(whole) < 2 or whole[-1] != x.local.shape[-1]:
         return None
     return SplitSequence.of(x.local, whole[:-1], x.group, x.streams)
 

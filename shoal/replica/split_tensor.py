@@ -6,7 +6,7 @@ whole: they are gathered first, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -74,6 +74,15 @@ class SplitTensor(Tensor):
 def whole_tensors(tree: Tree) -> Tree:
     """The same tree with whole tensors."""
     return map_tensors(lambda t: t.whole() if isinstance(t, SplitTensor) else t, tree)
+
+
+def reshaped(shape: Sequence[int], arguments: Sequence[Any]) -> torch.Size | None:
+    """What `view` and `reshape` with these arguments make of a shape; None if that is not plain."""
+    is_one = len(arguments) == 1 and not isinstance(arguments[0], int)
+    wanted = list(arguments[0] if is_one else arguments)
+    if not all(isinstance(size, int) for size in wanted):
+        return None
+    return torch.empty(shape, device="meta").reshape(wanted).shape
 
 
 def _is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

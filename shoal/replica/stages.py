@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from shoal.errors import BadInput
 from shoal.replica.balance import cut_evenly, dearest
 from shoal.replica.cutting import Operations, Untraceable, arguments, open_modules
+from shoal.replica.engine import arguments_of, keeping_modes
 from shoal.replica.meta import Place, places
 from shoal.replica.tensor import TensorSplit
 from shoal.replica.trunk import Trunk
@@ -80,14 +80,9 @@ class Stages:
 
     def arrange(self, inputs: Tree) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names of the arguments that a batch gives, and what the first stage takes."""
-        signature = self._signature
+        args, kwargs = arguments_of(inputs)
         try:
-            if isinstance(inputs, dict):
-                bound = signature.bind(**inputs)
-            elif isinstance(inputs, (tuple, list)):
-                bound = signature.bind(*inputs)
-            else:
-                bound = signature.bind(inputs)
+            bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise BadInput(f"the model cannot be called with this batch: {error}") from error
         return tuple(bound.arguments), tuple(bound.arguments.values())
@@ -228,17 +223,6 @@ class Stages:
         for name, tensor in named_tensors(self.model):
             if self._trunk.is_used_by(name, self.cuts, virtual):
                 yield tensor
-
-
-@contextmanager
-def keeping_modes(model: nn.Module) -> Iterator[None]:
-    """Every module is as it was afterwards: training or evaluating."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ from shoal.errors import BadInput
 from shoal.group.group import Group
 from shoal.replica.heads import SplitAttention
 from shoal.replica.matrices import is_transformers
-from shoal.replica.meta import Place
+from shoal.replica.meta import Place, full_name
 from shoal.replica.sequence import pack, unpack
 from shoal.replica.share import Share
 from shoal.replica.split_layers import (
@@ -57,7 +57,7 @@ class TensorSplit:
                 module.in_rows = sequence
         _take_slow_paths(model)
         self.shares = {
-            f"{prefix}.{own}" if prefix else own: share
+            full_name(prefix, own): share
             for prefix, module in model.named_modules(remove_duplicate=False)
             for own, share in (module.shares.items() if isinstance(module, SplitLayer) else ())
         }

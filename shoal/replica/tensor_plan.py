@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from shoal.errors import BadInput
 from shoal.replica.matrices import is_transformers, matrix_of
+from shoal.replica.meta import full_name
 from shoal.strategy import Tp
 
 _ELEMENTWISE = (
@@ -144,12 +145,12 @@ class _Planner:
             self._find_attention(name, module)
         elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             if module.activation in (F.relu, F.gelu) or isinstance(module.activation, _ELEMENTWISE):
-                self._pair(_full(name, "linear1"), _full(name, "linear2"))
+                self._pair(full_name(name, "linear1"), full_name(name, "linear2"))
         elif isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             for first, second in _pairs(module):
-                self._pair(_full(name, first), _full(name, second))
+                self._pair(full_name(name, first), full_name(name, second))
         elif is_transformers(module, "GPT2MLP"):
-            self._pair(_full(name, "c_fc"), _full(name, "c_proj"))
+            self._pair(full_name(name, "c_fc"), full_name(name, "c_proj"))
         elif is_transformers(module, "GPT2Attention"):
             self._find_gpt2_attention(name, module)
         elif callable(getattr(module, "split_plan", None)):
@@ -165,7 +166,7 @@ class _Planner:
     def _find_gpt2_attention(self, name: str, module: nn.Module) -> None:
         if not getattr(module, "is_cross_attention", True):
             unit = int(module.head_dim)  # type: ignore[arg-type]
-            self._pair(_full(name, "c_attn"), _full(name, "c_proj"), (unit, unit), blocks=3)
+            self._pair(full_name(name, "c_attn"), full_name(name, "c_proj"), (unit, unit), blocks=3)
 
     def _pair(
         self, first: str, second: str, units: tuple[int, int] = (1, 1), blocks: int = 1
@@ -187,7 +188,7 @@ class _Planner:
             if kind == "column":
                 column = (own, unit)
             elif column is not None:
-                self._pair(_full(name, column[0]), _full(name, own), (column[1], unit))
+                self._pair(full_name(name, column[0]), full_name(name, own), (column[1], unit))
 
     def _find_heads(self) -> None:
         """An embedding and the layer that turns features into logits with the same weight."""
@@ -241,10 +242,6 @@ def _is_embedding(module: nn.Module) -> bool:
     return (
         is_plain and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     )
-
-
-def _full(name: str, own: str) -> str:
-    return f"{name}.{own}" if name else own
 
 
 def _is_in(name: str, module: str) -> bool:

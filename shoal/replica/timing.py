@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.replica.engine import call, own_random_streams
+from shoal.replica.engine import call, keeping_modes, own_random_streams
 
 _ROUNDS = 3
 
@@ -22,18 +22,13 @@ def module_seconds(model: nn.Module, inputs: Any, device: torch.device) -> dict[
     The model evaluates, so that it keeps nothing of it.
     """
     best: dict[str, float] = {}
-    modes = {module: module.training for module in model.modules()}
-    try:
+    with keeping_modes(model), own_random_streams(device):
         model.eval()
-        with own_random_streams(device):
-            for _ in range(_ROUNDS):
-                with _timing(model, device) as found:
-                    call(model, inputs)
-                for name, seconds in found.items():
-                    best[name] = min(seconds, best.get(name, seconds))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+        for _ in range(_ROUNDS):
+            with _timing(model, device) as found:
+                call(model, inputs)
+            for name, seconds in found.items():
+                best[name] = min(seconds, best.get(name, seconds))
     return best
 
 

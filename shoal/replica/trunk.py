@@ -32,6 +32,7 @@ from shoal.replica.balance import cut_evenly
 from shoal.replica.cutting import weights_of
 from shoal.replica.engine import generators_of
 from shoal.replica.halves import nodes_behind
+from shoal.replica.meta import full_name
 from shoal.replica.split_tensor import HERE
 from shoal.tree import Tree, tensors_of
 
@@ -57,7 +58,7 @@ class Trunk:
     def find(cls, model: nn.Module) -> Trunk | None:
         """The row of like modules with the most weights."""
         rows = [
-            [f"{name}.{own}" if name else own for own, _ in container.named_children()]
+            [full_name(name, own) for own, _ in container.named_children()]
             for name, container in model.named_modules()
             if isinstance(container, nn.ModuleList | nn.Sequential)
             and len({type(child) for child in container.children()}) == 1

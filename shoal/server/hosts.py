@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from shoal.cores import threads_of
 from shoal.errors import BadInput, PeerLost
+from shoal.group import words
 from shoal.group.gone import gone_in
 from shoal.group.group import Group
 from shoal.group.places import Places, host_id
@@ -208,26 +208,12 @@ def _share_secret(group: Group, environ: Mapping[str, str]) -> bytes:
 
 def tell_all(group: Group, text: str) -> list[str]:
     """What every rank says, by rank."""
-    everything = torch.zeros(group.size * _ENTRY_BYTES, dtype=torch.uint8)
-    group.all_gather(everything, _entry(text)).wait()
-    return [_text(row) for row in everything.view(group.size, _ENTRY_BYTES)]
+    return [said.decode() for said in words.tell_all(group, text.encode(), _ENTRY_BYTES)]
 
 
 def _tell(group: Group, text: str, root: int) -> str:
     """What `root` says."""
-    said = _entry(text)
-    group.broadcast(said, root).wait()
-    if not (found := _text(said)):
+    found = words.tell(group, text.encode(), root, _ENTRY_BYTES).decode()
+    if not found:
         raise PeerLost(group.rank, root, "looking for the servers")
     return found
-
-
-def _entry(text: str) -> Tensor:
-    said = text.encode()
-    if len(said) > _ENTRY_BYTES:
-        raise BadInput(f"the address of a server is too long: {text}")
-    return torch.frombuffer(bytearray(said.ljust(_ENTRY_BYTES, b"\0")), dtype=torch.uint8).clone()
-
-
-def _text(entry: Tensor) -> str:
-    return bytes(entry.tolist()).rstrip(b"\0").decode()

@@ -15,7 +15,6 @@ those that are linear in the gradient, which AdamW and clipping are not.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from torch import Tensor
 from shoal.errors import BadInput
 from shoal.group.counting import CountingGroup
 from shoal.group.group import Group, Op
+from shoal.group.words import all_say
 from shoal.observe.trace import WAIT
 from shoal.replica.flat import FlatParams
 from shoal.schedules.mixing import Mixing, mixing_for
@@ -252,13 +252,7 @@ class MixWeights(Mixer):
 
 def _check_same(mixing: Mixing, part: Gossip, group: Group, device: torch.device) -> None:
     """Files may differ between hosts, and random graphs between versions of networkx."""
-    digest = hashlib.sha256(b"".join(m.tobytes() for m in mixing.matrices)).digest()
-    mine = torch.tensor([int.from_bytes(digest[:6], "big")], dtype=torch.int64, device=device)
-    first = mine.clone()
-    group.broadcast(first).wait()
-    differs = (first != mine).to(torch.int64)
-    group.all_reduce(differs, Op.MAX).wait()
-    if differs:
+    if not all_say(group, b"".join(m.tobytes() for m in mixing.matrices), device):
         raise BadInput(
             f"{part}: not all ranks have the same graph; give all hosts the same file and the same "
             "version of networkx"

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from shoal.errors import BadInput
 from shoal.group.group import Group
+from shoal.group.words import tell_all
 from shoal.observe.trace import WAIT
 from shoal.replica.flat import FlatParams
 from shoal.schedules.mixing import Mixing
@@ -26,10 +28,9 @@ from shoal.sync.mean import kept
 from shoal.sync.sync import Sync
 from shoal.sync.update import Update
 from shoal.wire.board import Board, Bytes
-from shoal.wire.segment import Exchange
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next
-_ENTRY = _ALIGN = 64
+_ALIGN = 64
 _POLL_S = 0.002
 _PATIENCE_S = 60.0
 
@@ -66,7 +67,8 @@ class AsyncGossip(Sync):
         self._others = torch.empty_like(flat.data)
         self._loss: Tensor | None = None
         flat.notes_loss = True
-        board = Board.meet(over(group, flat.device), self.rank, self.size, self._page.nbytes)
+        exchange = partial(tell_all, group, device=flat.device)
+        board = Board.meet(exchange, self.rank, self.size, self._page.nbytes)
         if board is None:
             raise BadInput(
                 'gossip(mode="async") goes through the memory of one host, and these workers '
@@ -202,15 +204,3 @@ def room_for(tensors: Sequence[Tensor]) -> tuple[Bytes, list[Tensor]]:
         for start, tensor in zip([0, *ends], tensors, strict=False)
     ]
     return page.numpy(), views
-
-
-def over(group: Group, device: torch.device) -> Exchange:
-    """Ranks tell each other some bytes by a collective."""
-
-    def exchange(said: bytes) -> list[bytes]:
-        own = torch.tensor(list(said.ljust(_ENTRY)), dtype=torch.uint8, device=device)
-        everything = own.new_empty(group.size, _ENTRY)
-        group.all_gather(everything, own).wait()
-        return [bytes(row).rstrip() for row in everything.tolist()]
-
-    return exchange

@@ -15,9 +15,9 @@ would make, on weights that are a little older. What Adagrad adds up is shared l
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ from torch import Tensor
 
 from shoal.errors import BadInput
 from shoal.group.group import Group
+from shoal.group.words import tell_all
 from shoal.replica.flat import FlatParams
 from shoal.sync.sync import Sync
 from shoal.sync.update import Update
 from shoal.wire.commons import Commons
-from shoal.wire.segment import Exchange
+from shoal.wire.pauses import Pauses
 
-_ENTRY = _ALIGN = 64
+_ALIGN = 64
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.0005, 0.02
 
 
@@ -60,7 +61,7 @@ class Hogwild(Sync):
         self._settings = Settings(update.optimizer, momentum, say)
         tensors = [flat.data, *statistics, *self._sums()]
         places, num_bytes = _lay_out(tensors)
-        commons = Commons.meet(_over(group), self.rank, self.size, num_bytes)
+        commons = Commons.meet(partial(tell_all, group), self.rank, self.size, num_bytes)
         if commons is None:
             raise BadInput(
                 "hogwild keeps the weights in memory that all workers share, and these share "
@@ -110,14 +111,13 @@ class Hogwild(Sync):
 
     def _wait_for_others(self) -> None:
         """Until none of the others that still train is behind."""
-        pause_s = _FIRST_LOOK_S
+        pause = Pauses(_FIRST_LOOK_S, _LONGEST_LOOK_S)
         mine = self.commons.steps[self.rank]
         while any(
             self.commons.steps[peer] < mine and not self.commons.is_over(peer)
             for peer in range(self.size)
         ):
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+            pause()
 
     def restored(self) -> None:
         """All have put the same into the shared weights; nobody trains before the last one has."""
@@ -233,13 +233,3 @@ def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
         places.append(end)
         end += -(-tensor.nbytes // _ALIGN) * _ALIGN
     return places, end
-
-
-def _over(group: Group) -> Exchange:
-    def exchange(said: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(said.ljust(_ENTRY)), dtype=torch.uint8)
-        everything = torch.empty(group.size, _ENTRY, dtype=torch.uint8)
-        group.all_gather(everything, own).wait()
-        return [bytes(row.tolist()).rstrip() for row in everything]
-
-    return exchange

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.group.group import Group, Op
+from shoal.group.words import all_say
 
 
 @contextmanager
@@ -40,7 +40,8 @@ def mean_state(optimizer: torch.optim.Optimizer, group: Group) -> list[tuple[Ten
     """
     found = _alike(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
-    if group.size == 1 or not _same_everywhere([name for name, _ in found], group, device):
+    names = "\n".join(name for name, _ in found).encode()
+    if group.size == 1 or not all_say(group, names, device):
         return []
     before = []
     for _, tensor in found:
@@ -61,11 +62,3 @@ def _alike(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
         for key, value in sorted(optimizer.state.get(p, {}).items())
         if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
     ]
-
-
-def _same_everywhere(names: list[str], group: Group, device: torch.device) -> bool:
-    low = torch.tensor([zlib.crc32("\n".join(names).encode())], device=device)
-    high = low.clone()
-    group.all_reduce(low, Op.MIN).wait()
-    group.all_reduce(high, Op.MAX).wait()
-    return int(low) == int(high)

@@ -7,9 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from shoal.commands.collectives import app
 from shoal.commands.units import (
     parse_bytes,
     parse_s_per_byte,
@@ -19,10 +17,11 @@ from shoal.commands.units import (
 )
 from shoal.errors import BadInput
 from shoal.schedules.catalog import algorithms, kinds
+from tests.commands.terminal import Answer, shoal
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
+def run(*arguments: str) -> Answer:
+    return shoal("collectives", *arguments)
 
 
 def test_the_table_shows_ring_against_star_as_the_notes_tell_it() -> None:
@@ -135,7 +134,8 @@ def test_a_schedule_of_ones_own_is_proven_or_refused_with_1(tmp_path: Path) -> N
 def test_bad_input_is_one_sentence_and_exit_2(arguments: tuple[str, ...], sentence: str) -> None:
     answer = run(*arguments)
     assert answer.exit_code == 2 and answer.stdout == ""
-    assert sentence in answer.stderr and answer.stderr.count("\n") == 1
+    assert answer.stderr.startswith("shoal: ") and answer.stderr.count("\n") == 1
+    assert sentence in answer.stderr
 
 
 def test_the_command_does_not_import_torch() -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from shoal.commands.pipeline import app
 from shoal.schedules.pipeline_catalog import schedules
+from tests.commands.terminal import Answer, shoal
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
+def run(*arguments: str) -> Answer:
+    return shoal("pipeline", *arguments)
 
 
 def test_show_draws_the_staircase() -> None:
@@ -142,7 +141,8 @@ def test_a_schedule_of_ones_own_is_drawn_or_refused(tmp_path: Path) -> None:
 def test_bad_input_is_one_sentence_and_exit_2(arguments: tuple[str, ...], sentence: str) -> None:
     answer = run(*arguments)
     assert answer.exit_code == 2 and answer.stdout == ""
-    assert sentence in answer.stderr and answer.stderr.count("\n") == 1
+    assert answer.stderr.startswith("shoal: ") and answer.stderr.count("\n") == 1
+    assert sentence in answer.stderr
 
 
 def test_the_command_line_does_not_import_torch() -> None:

@@ -153,6 +153,10 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         (["run", "train.py", "-n", "2", "-s", "single"], "single runs on one worker"),
         (["run", "missing.py"], "there is no script 'missing.py'"),
         (["run", "train.py", "-n", "0"], "Invalid value for '--workers'"),
+        (["run", "train.py", "-n", "two"], "Invalid value for '--workers' / '-n'"),
+        (["run", "train.py", "--wrokers", "2"], "No such option: --wrokers"),
+        (["run"], "Missing argument 'script' (see shoal run --help)"),
+        (["rum"], "No such command 'rum'"),
         (["run", "train.py", "--gpus", "a,b"], "--gpus takes numbers"),
         (["run", "train.py", "-n", "2", "--slow", "2:4x"], "there is no worker 2"),
         (["run", "train.py", "-n", "2", "--kill", "1:4"], "--kill takes a text such as 2@50"),
@@ -170,8 +174,8 @@ def test_bad_input_is_one_sentence_and_exit_status_2(
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     done = shoal(*words, cwd=tmp_path)
     assert done.returncode == 2
+    assert done.stderr.startswith("shoal: ") and done.stderr.count("\n") == 1
     assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_batch_smaller_than_the_replicas_is_one_sentence_and_exit_status_2(
@@ -254,3 +258,9 @@ def test_hogwild_trains_in_memory_that_nobody_leaves_behind(tmp_path: Path, kill
     assert "better True" in done.stdout
     assert "hogwild sets momentum=0.9 to 0" in done.stderr
     assert ("without worker 1" in done.stderr) is kill
+
+
+def test_a_command_without_words_shows_its_help(tmp_path: Path) -> None:
+    for words, usage in (([], "Usage: shoal [OPTIONS]"), (["bench"], "Usage: shoal bench ")):
+        done = shoal(*words, cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr.startswith(usage)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shoal.commands.verify import steps_taken
 from tests import scripts
 from tests.scripts import json_of, shoal
 
@@ -68,3 +69,21 @@ def test_workers_of_several_hosts_give_the_result_of_one(tmp_path: Path) -> None
     script = scripts.PLAIN.replace("def train(job):\n", where + "def train(job):\n" + look)
     status, found = verify(tmp_path, script, "-n", "3", "--steps", "5")
     assert (status, found["ok"], found["replicas_apart"]) == (0, True, 0)
+
+
+def test_fewer_steps_than_asked_for_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    done = shoal("verify", "train.py", "-n", "2", "-s", "mapreduce", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "running alone: up to 20 steps\n" in done.stderr
+    equal = "equal: train.py under mapreduce on 2 workers"
+    steps = "2 steps over the whole dataset each (the script takes no more)"
+    assert done.stdout.endswith(f"{equal}, {steps}\n")
+
+
+@pytest.mark.parametrize(
+    ("taken", "asked", "text"),
+    [(20, 20, "20 steps"), (1, 1, "1 step"), (3, 20, "3 steps (the script takes no more)")],
+)
+def test_how_many_steps_were_taken(taken: int, asked: int, text: str) -> None:
+    assert steps_taken(taken, asked, of_everything=False) == text

@@ -1,6 +1,6 @@
 """One of two ranks of backend "shoal" that share a GPU: `python -m tests.gpu.backend_worker …`.
 
-RANK FOLDER [DEVICE]; runs every case and leaves what went wrong in FOLDER/RANK.json.
+RANK SIZE FOLDER [DEVICE]; runs every case and leaves what went wrong in FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -151,11 +151,11 @@ CASES: dict[str, Callable[[int, str], None]] = {
 }
 
 
-def main(rank: int, folder: Path, device: str = "cuda") -> None:
+def main(rank: int, size: int, folder: Path, device: str = "cuda") -> None:
     torch.set_num_threads(1)
     shoal.register_backend()
     dist.init_process_group(
-        "shoal", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE,
+        "shoal", init_method=f"file://{folder}/store", rank=rank, world_size=size,
         timeout=timedelta(seconds=30),
     )  # fmt: skip
     report: dict[str, str | None] = {}
@@ -170,4 +170,4 @@ def main(rank: int, folder: Path, device: str = "cuda") -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shoal.group import meeting
 from shoal.group.hosts import HostsGroup
+from tests.group.threads import Ranks
 
 T = TypeVar("T")
 
@@ -21,27 +22,19 @@ def on_hosts(
     """What `work` gives on every rank; `where[r]` is the host of rank r."""
     store, all_here = dist.HashStore(), threading.Barrier(len(where))  # type: ignore[attr-defined]
     own = threading.local()
-    results: dict[int, T] = {}
-    failures: list[BaseException] = []
+    ranks = Ranks[T]()
 
     def main(rank: int) -> None:
         own.host = where[rank].encode()
         group = meeting.share_memory(store, rank, len(where), timeout_s)
         assert isinstance(group, HostsGroup)
         try:
-            results[rank] = work(group)
+            ranks.results[rank] = work(group)
         except BaseException as error:
-            failures.append(error)
+            ranks.failures.append(error)
         finally:
             all_here.wait()
             group.close()
 
     with patch.object(meeting, "host_id", lambda: own.host):
-        threads = [threading.Thread(target=main, args=(rank,)) for rank in range(len(where))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if failures:
-        raise failures[0]
-    return [results[rank] for rank in range(len(where))]
+        return ranks.run(len(where), main)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from shoal.group.shm_group import ShmGroup
 from shoal.wire.segment import Exchange, join
+from tests.group.threads import Ranks
 
 T = TypeVar("T")
 SMALL_SLOTS = 4096
@@ -39,29 +40,21 @@ def on_shm_threads(
 ) -> list[T]:
     """What `work` gives on every rank; the first failure is raised here."""
     table = Table(size)
-    results: dict[int, T] = {}
-    failures: list[BaseException] = []
+    ranks = Ranks[T]()
 
     def main(rank: int) -> None:
         segment = join(table.exchange(rank), rank, size, 20.0, slot_bytes)
         assert segment is not None
         group = ShmGroup(segment)
         try:
-            results[rank] = work(group)
+            ranks.results[rank] = work(group)
             group.barrier().wait()
         except BaseException as error:
-            failures.append(error)
+            ranks.failures.append(error)
         finally:
             group.close()
 
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return [results[rank] for rank in range(size)]
+    return ranks.run(size, main)
 
 
 class ShmWorld:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +17,8 @@ from shoal.wire.threads import Mailboxes, ThreadTransport
 from tests.conftest import World
 from tests.group.conformance import CASES, check
 from tests.group.threads import on_threads
+from tests.processes import findings
 
-ROOT = Path(__file__).parents[2]
 PROCESSES = 3
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -51,25 +47,7 @@ def test_scheduled_group_on_threads(size: int, background: bool, case: str) -> N
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of one world of processes reports; they have all ended."""
-    folder = tmp_path_factory.mktemp("gloo")
-    commands = [
-        [sys.executable, "-m", "tests.group.worker", str(rank), str(PROCESSES), str(folder)]
-        for rank in range(PROCESSES)
-    ]
-    with open(folder / "output", "wb") as output:
-        processes = [
-            subprocess.Popen(c, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) for c in commands
-        ]
-        try:
-            for process in processes:
-                process.wait(timeout=90)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    files = [folder / f"{rank}.json" for rank in range(PROCESSES)]
-    assert all(f.is_file() for f in files), (folder / "output").read_text()
-    return [json.loads(f.read_text()) for f in files]
+    return findings("tests.group.worker", PROCESSES, tmp_path_factory.mktemp("gloo"))
 
 
 @every_case

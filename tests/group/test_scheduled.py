@@ -19,7 +19,7 @@ from shoal.schedules.cost import Link, cheapest
 from shoal.schedules.proof import ProofFailed
 from shoal.wire.threads import ThreadTransport
 from shoal.wire.transport import Work
-from tests.group.cases import call, cases, check, group_for
+from tests.group.cases import CALLS_THAT_CANNOT_BE, call, cases, check, group_for
 from tests.group.threads import on_threads
 
 EVERY = [(kind, name) for kind in kinds() for name in algorithms(kind)]
@@ -253,17 +253,7 @@ def test_parameters_that_require_gradients_can_be_reduced_in_place() -> None:
     assert on_threads(3, work) == [4.0] * 3
 
 
-@pytest.mark.parametrize(
-    ("call_it", "sentence"),
-    [
-        (lambda g: g.all_gather(torch.zeros(5), torch.zeros(2)), "needs a whole of 4"),
-        (lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(5)), "needs a whole of 4"),
-        (lambda g: g.all_to_all(torch.zeros(5), torch.zeros(5)), "that 2 divides"),
-        (lambda g: g.broadcast(torch.zeros(1), root=2), "ranks 0 to 1"),
-        (lambda g: g.gather(None, torch.zeros(1), root=g.rank), "has not given the whole"),
-        (lambda g: g.all_reduce(torch.ones(1, dtype=torch.bool), Op.MEAN), "have no mean"),
-    ],
-)
+@pytest.mark.parametrize(("call_it", "sentence"), CALLS_THAT_CANNOT_BE)
 def test_a_call_that_cannot_be_is_told_at_once(
     call_it: Callable[[ScheduledGroup], object], sentence: str
 ) -> None:

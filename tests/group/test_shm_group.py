@@ -16,7 +16,7 @@ from shoal.observe.trace import Recorder
 from shoal.schedules.catalog import algorithms, kinds
 from shoal.wire.segment import is_built
 from shoal.wire.shm import ANY_SOURCE
-from tests.group.cases import call, cases, check, group_for
+from tests.group.cases import CALLS_THAT_CANNOT_BE, call, cases, check, group_for
 from tests.group.shm import on_shm_threads
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
@@ -217,17 +217,7 @@ def test_different_calls_are_told_with_both_ranks(
     assert len(set(told)) == 1 and len(told) == 2 and sentence in told[0]
 
 
-@pytest.mark.parametrize(
-    ("call_it", "sentence"),
-    [
-        (lambda g: g.all_gather(torch.zeros(5), torch.zeros(2)), "needs a whole of 4"),
-        (lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(5)), "needs a whole of 4"),
-        (lambda g: g.all_to_all(torch.zeros(5), torch.zeros(5)), "that 2 divides"),
-        (lambda g: g.broadcast(torch.zeros(1), root=2), "ranks 0 to 1"),
-        (lambda g: g.gather(None, torch.zeros(1), root=g.rank), "has not given the whole"),
-        (lambda g: g.all_reduce(torch.ones(1, dtype=torch.bool), Op.MEAN), "have no mean"),
-    ],
-)
+@pytest.mark.parametrize(("call_it", "sentence"), CALLS_THAT_CANNOT_BE)
 def test_a_call_that_cannot_be_is_told_at_once(
     call_it: Callable[[ShmGroup], object], sentence: str
 ) -> None:

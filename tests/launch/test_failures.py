@@ -121,7 +121,7 @@ def test_a_mistake_of_the_user_has_no_traceback(tmp_path: Path) -> None:
 def test_texts() -> None:
     def text(death: Death) -> tuple[int, str]:
         error = as_error(death)
-        assert isinstance(error, WorkersFailed)
+        assert isinstance(error, WorkersFailed) and str(error) == error.report
         return error.exit_status, error.report
 
     assert text(reported(2, 0)) == (1, "worker 2 failed (exit status 1):\nTraceback of 2")

@@ -1,17 +1,11 @@
 """One of two processes: a plan of ours beside DTensor's parallelize_module with the same plan.
 
-`python -m tests.replica.dtensor RANK FOLDER`; it leaves what it found in FOLDER/RANK.json.
+`python -m tests.replica.dtensor RANK SIZE FOLDER`; it leaves what it found in FOLDER/RANK.json.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
-from pathlib import Path
-
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -21,11 +15,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shoal.group.torch_group import TorchGroup, join_world
+from shoal.group.torch_group import TorchGroup
 from shoal.replica.meta import Blank
 from shoal.replica.tensor import TensorSplit
 from shoal.replica.tensor_plan import plan_of
 from shoal.strategy import Tp
+from tests.replica.beside_torch import main
 
 PLAN = {"up": "column", "down": "row", "head": "column"}
 
@@ -81,16 +76,5 @@ def compare(group: TorchGroup) -> dict[str, float]:
     return found
 
 
-def main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        found: object = compare(TorchGroup(join_world("", rank, 2, "gloo")))
-    except Exception:
-        found = {"error": traceback.format_exc()}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(compare)

@@ -1,27 +1,23 @@
 """One of two processes: gradients of our pipeline beside those of torch.distributed.pipelining.
 
-`python -m tests.replica.pipelining RANK FOLDER`; it leaves what it found in FOLDER/RANK.json.
+`python -m tests.replica.pipelining RANK SIZE FOLDER`; it leaves what it found in FOLDER/RANK.json.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
-import traceback
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 
-from shoal.group.torch_group import TorchGroup, join_world
+from shoal.group.torch_group import TorchGroup
 from shoal.job import Job
 from shoal.strategy import parse
+from tests.replica.beside_torch import main
 
 MICROBATCHES = 4
 THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -88,18 +84,5 @@ def compare(group: TorchGroup, schedule: str) -> float:
     return max(float((mine[name] - other[name]).abs().max()) for name in mine)
 
 
-def main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    group = TorchGroup(join_world("", rank, 2, "gloo"))
-    found: dict[str, Any] = {}
-    try:
-        found = {schedule: compare(group, schedule) for schedule in THEIRS}
-    except Exception:
-        found = {"error": traceback.format_exc()}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(lambda group: {schedule: compare(group, schedule) for schedule in THEIRS})

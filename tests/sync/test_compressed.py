@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shoal.checkpoint import read
 from shoal.errors import BadInput
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
-from shoal.job import Job
 from shoal.replica.flat import FlatParams
 from shoal.step import Step
-from shoal.strategy import parse
 from shoal.sync.exchange import Exchange, Staged, complete, make_exchange
 from shoal.sync.exchange import Sharded as ShardedExchange
 from tests.conftest import World
-from tests.models import mlp, samples
-
-METHODS = ["fp16", "bf16", "int8", "onebit", "topk(0.05)", "powersgd(rank=2)"]
-CPU = torch.device("cpu")
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def large() -> nn.Module:
-    """48,640 parameters."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 256), nn.Tanh(), nn.Linear(256, 180), nn.Linear(180, 3))
-
-
-def start(group: Group, text: str, model: nn.Module, **options: Any) -> tuple[Job, Step]:
-    job = Job(parse(text), group, device=CPU, seed=3)
-    return job, job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
+from tests.models import Partly, mlp, samples
+from tests.sync.compressing import (
+    METHODS,
+    POWERSGD_FLOATS,
+    SGD,
+    assert_continued_alike,
+    assert_same_bits_and_learning,
+    large,
+    run,
+    start,
+)
 
 
 def exchange_of(step: Step) -> Exchange:
@@ -90,34 +81,11 @@ def test_what_was_sent_and_what_is_left_make_up_all_gradients(
 @pytest.mark.parametrize("bucket_mb", ["25", "0.0001"])
 @pytest.mark.parametrize("method", METHODS)
 def test_replicas_hold_the_same_bits_and_learn(world: World, method: str, bucket_mb: str) -> None:
-    models = [mlp() for _ in range(3)]
     text = f'ddp(compress="{method}", bucket_mb={bucket_mb})'
-
-    def body(group: Group) -> tuple[list[float], Tensor]:
-        job, step = start(group, text, models[group.rank])
-        x = samples(44).tensors[0]
-        data = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
-        losses = [float(step(b)) for b in job.batches(data, 11, epochs=8)]
-        return losses, step.flat.data.clone()
-
-    found = world(3, body)
-    for losses, data in found:
-        assert losses == found[0][0]
-        assert torch.equal(data, found[0][1])
-    assert sum(found[0][0][-4:]) < 0.5 * sum(found[0][0][:4])
+    assert_same_bits_and_learning(world, text)
 
 
 def test_a_parameter_without_a_gradient_is_left_alone(world: World) -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.used(x)
-            return out
-
     models = [Partly(), Partly()]
 
     def body(group: Group) -> None:
@@ -128,10 +96,6 @@ def test_a_parameter_without_a_gradient_is_left_alone(world: World) -> None:
     world(2, body)
     assert torch.equal(models[0].unused.weight, Partly().unused.weight)
     assert not torch.equal(models[0].used.weight, Partly().used.weight)
-
-
-# (linear 6x256, 256x180, 180x3 and their biases) at rank 4, or as they are where that is less
-POWERSGD_FLOATS = 4 * (6 + 256) + 256 + 4 * (256 + 180) + 180 + 3 * 180 + 3
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -250,33 +214,13 @@ def test_scaled_gradients_are_not_compressed() -> None:
 # ------------------------------------------------------------------------------ checkpoints
 
 
-def run(
-    group: Group, model: nn.Module, text: str, path: Path, save_at: int | None
-) -> tuple[list[float], Tensor]:
-    """Six steps, saved after one of them; or the rest of them, continued from there."""
-    job, step = start(group, text, model)
-    if save_at is None:
-        job.load(path)
-    losses = []
-    for batch in job.batches(samples(31), 10, epochs=2, steps=6):
-        losses.append(float(step(batch)))
-        if job.steps == save_at:
-            job.save(path)
-    return losses, step.flat.data.clone()
-
-
 @pytest.mark.parametrize("bucket_mb", ["25", "0.0001"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_continued_run_has_the_same_bits(
     world: World, tmp_path: Path, method: str, bucket_mb: str
 ) -> None:
     text = f'ddp(compress="{method}", bucket_mb={bucket_mb})'
-    models = [[mlp(seed) for _ in range(3)] for seed in (0, 9)]
-    whole = world(3, lambda g: run(g, models[0][g.rank], text, tmp_path, save_at=3))
-    again = world(3, lambda g: run(g, models[1][g.rank], text, tmp_path, save_at=None))
-    for (losses, data), (losses_again, data_again) in zip(whole, again, strict=True):
-        assert losses_again == losses[3:]
-        assert torch.equal(data_again, data)
+    assert_continued_alike(world, text, tmp_path)
 
 
 @pytest.mark.parametrize("method", METHODS)

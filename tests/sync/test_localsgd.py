@@ -20,7 +20,7 @@ from shoal.step import Step
 from shoal.strategy import parse
 from shoal.sync.localsgd import LocalSgd
 from tests.conftest import World
-from tests.models import convnet, mlp, samples
+from tests.models import Partly, convnet, mlp, samples
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -175,16 +175,6 @@ def test_batchnorm_is_local_and_its_running_statistics_are_averaged(world: World
 
 
 def test_without_a_gradient_a_parameter_keeps_its_bits(world: World) -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.used(x)
-            return out
-
     models = [Partly() for _ in range(3)]
     world(3, lambda g: train(g, "localsgd(every=2)", models[g.rank], 4) and None)
     assert torch.equal(models[0].unused.weight, Partly().unused.weight)

@@ -108,8 +108,7 @@ def test_one_error_names_a_worker_that_died_with_a_server(
 ) -> None:
     done = run(tmp_path, strategy, "middle kill", victim)
     assert done.returncode == 1
-    words = f"shoal: worker {victim} failed with exit status 137\nworker {victim} was killed by SIG"
-    assert words in done.stderr
+    assert f"shoal: worker {victim} was killed by SIGKILL\n" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -18,36 +18,30 @@ from shoal.compress.topk import BLOCK
 from shoal.errors import BadInput, ShoalError
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
-from shoal.job import Job
 from shoal.server.admission import Rule
 from shoal.server.frames import Kind
 from shoal.server.packing import Packing
 from shoal.step import Step
-from shoal.strategy import parse
 from shoal.sync.ps import ParameterServer
 from shoal.sync.ps_packed import PackedPush
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.server.helpers import client_of, launched, servers
-from tests.sync.test_compressed import METHODS, large
-
-CPU = torch.device("cpu")
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def start(group: Group, text: str, model: nn.Module, **options: Any) -> tuple[Job, Step]:
-    job = Job(parse(text), group, device=CPU, seed=3)
-    return job, job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
+from tests.sync.compressing import (
+    METHODS,
+    POWERSGD_FLOATS,
+    assert_continued_alike,
+    assert_same_bits_and_learning,
+    large,
+    run,
+    signs,
+    start,
+)
 
 
 def packed_of(step: Step) -> PackedPush:
     assert isinstance(step.sync, ParameterServer) and step.sync.packed is not None
     return step.sync.packed
-
-
-def signs() -> TensorDataset:
-    x = samples(44).tensors[0]
-    return TensorDataset(x, (x[:, 0] > 0).long())
 
 
 # ---- learning -----------------------------------------------------------------------------------
@@ -59,19 +53,7 @@ def signs() -> TensorDataset:
     ['placement="rank0"', 'placement="workers"', 'update="worker", placement="rank0"'],
 )
 def test_workers_hold_the_same_bits_and_learn(world: World, method: str, options: str) -> None:
-    models = [mlp() for _ in range(3)]
-
-    def body(group: Group) -> tuple[list[float], Tensor]:
-        job, step = start(group, f'ps(compress="{method}", {options})', models[group.rank])
-        losses = [float(step(b)) for b in job.batches(signs(), 11, epochs=8)]
-        job.close()
-        return losses, step.flat.data[step.flat.offset :].clone()
-
-    found = world(3, body)
-    for losses, data in found:
-        assert losses == found[0][0]
-        assert torch.equal(data, found[0][1])
-    assert sum(found[0][0][-4:]) < 0.5 * sum(found[0][0][:4])
+    assert_same_bits_and_learning(world, f'ps(compress="{method}", {options})')
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -123,9 +105,6 @@ def test_a_classifier_reaches_what_full_precision_reaches(world: World) -> None:
 
 
 # ---- bytes --------------------------------------------------------------------------------------
-
-# (linear 6x256, 256x180, 180x3 and their biases) at rank 4, or as they are where that is less
-POWERSGD_FLOATS = 4 * (6 + 256) + 256 + 4 * (256 + 180) + 180 + 3 * 180 + 3
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
@@ -239,34 +218,13 @@ def test_a_push_that_is_dropped_takes_nothing_of_earlier_steps_with_it(
     job.close()
 
 
-def run(
-    group: Group, model: nn.Module, text: str, path: Path, save_at: int | None
-) -> tuple[list[float], Tensor]:
-    """Six steps, saved after one of them; or the rest of them, continued from there."""
-    job, step = start(group, text, model)
-    if save_at is None:
-        job.load(path)
-    losses = []
-    for batch in job.batches(samples(31), 10, epochs=2, steps=6):
-        losses.append(float(step(batch)))
-        if job.steps == save_at:
-            job.save(path)
-    job.close()
-    return losses, step.flat.data[step.flat.offset :].clone()
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("update", ["server", "worker"])
 def test_a_continued_run_has_the_same_bits(
     world: World, tmp_path: Path, method: str, update: str
 ) -> None:
     text = f'ps(compress="{method}", placement="workers", update="{update}")'
-    models = [[mlp(seed) for _ in range(3)] for seed in (0, 9)]
-    whole = world(3, lambda g: run(g, models[0][g.rank], text, tmp_path, save_at=3))
-    again = world(3, lambda g: run(g, models[1][g.rank], text, tmp_path, save_at=None))
-    for (losses, data), (losses_again, data_again) in zip(whole, again, strict=True):
-        assert losses_again == losses[3:]
-        assert torch.equal(data_again, data)
+    assert_continued_alike(world, text, tmp_path)
 
 
 @pytest.mark.parametrize("rule", ["", ", staleness=2"])

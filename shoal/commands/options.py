@@ -1,0 +1,51 @@
+"""The words that commands take, each told once: arguments and options with their help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Script = Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")]
+Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")]
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        help='How the work is divided, such as "ddp(bucket_mb=4)".',
+        show_default="ddp, or single for one worker",
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Seed of weights, order of samples and dropout.", show_default="0"),
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cuda where there is one")
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="The GPUs to use, such as 0,1; implies --device cuda.", show_default="all"),
+]
+Trace = Annotated[
+    Path | None, typer.Option(help="Write a Chrome trace here, and print where the time went.")
+]
+Slow = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Make a worker compute slower, such as 1:4x for worker 1, four times; repeatable."
+    ),
+]
+Kill = Annotated[
+    list[str] | None,
+    typer.Option(help="Kill a worker at a step, such as 2@50 for worker 2, step 50; repeatable."),
+]
+Report = Annotated[
+    Path | None, typer.Option(help="Write what happened, as JSON, when the run has succeeded.")
+]
+ScriptArgs = Annotated[
+    list[str] | None, typer.Argument(help="Arguments of the script, after --.", metavar="-- ARGS")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]

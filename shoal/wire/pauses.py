@@ -1,0 +1,16 @@
+"""Pauses between looks at what no event tells of: files and memory of other processes."""
+
+from __future__ import annotations
+
+import time
+
+
+class Pauses:
+    """Each call sleeps, every time twice as long as before, up to a limit."""
+
+    def __init__(self, first_s: float, longest_s: float):
+        self._next_s, self._longest_s = first_s, longest_s
+
+    def __call__(self) -> None:
+        time.sleep(self._next_s)
+        self._next_s = min(2 * self._next_s, self._longest_s)

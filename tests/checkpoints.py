@@ -1,0 +1,66 @@
+"""Checkpoints for tests: jobs that save them, and a look inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.step import Step
+from shoal.strategy import parse
+from tests.models import mlp, samples
+
+CPU = torch.device("cpu")
+SGD = partial(torch.optim.SGD, lr=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=1e-2, amsgrad=True)
+
+
+def adamw_with_groups(pairs: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    pairs = list(pairs)
+    groups = [
+        {"params": [p for name, p in pairs if "bias" not in name], "weight_decay": 0.1},
+        {"params": [p for name, p in pairs if "bias" in name], "lr": 1e-3, "betas": (0.8, 0.9)},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+OPTIMIZERS = {"sgd": SGD, "momentum": MOMENTUM, "adam": ADAM, "adamw": adamw_with_groups}
+
+
+def start(
+    model: nn.Module | None = None, group: Group | None = None, **options: Any
+) -> tuple[Job, Step]:
+    job = Job(parse("ddp"), group or SoloGroup(), device=CPU, seed=3)
+    options = {"optimizer": MOMENTUM, **options}
+    return job, job.step(model if model is not None else mlp(), F.cross_entropy, **options)
+
+
+def save_some(path: Path, steps: int = 2, **options: Any) -> tuple[Job, Step]:
+    job, step = start(**options)
+    for batch in job.batches(samples(10 * steps), 10):
+        step(batch)
+    job.save(path, about={"name": "test"})
+    return job, step
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+    return document
+
+
+def write_manifest(path: Path, document: Any) -> None:
+    (path / "manifest.json").write_text(json.dumps(document))
+
+
+def file_of(path: Path, part: str) -> Path:
+    return path / str(manifest_of(path)["files"][part]["name"])

@@ -1,0 +1,24 @@
+"""The command line inside of the test's process, for commands that start no other."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from typing import NamedTuple
+
+import pytest
+
+from shoal.cli import main
+
+
+class Answer(NamedTuple):
+    exit_code: object
+    stdout: str
+    stderr: str
+
+
+def shoal(*words: str) -> Answer:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as caught:
+        main(words)
+    return Answer(caught.value.code or 0, out.getvalue(), err.getvalue())

@@ -1,0 +1,37 @@
+"""A job alone or on a group, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.strategy import parse
+
+CPU = torch.device("cpu")
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def job_of(group: Group | None = None, seed: int = 3, **options: Any) -> Job:
+    return Job(parse("ddp"), group or SoloGroup(), device=CPU, seed=seed, **options)
+
+
+class Shown:
+    """A progress that keeps what it is given."""
+
+    def __init__(self, due: bool = True):
+        self.is_due, self.records = due, list[Mapping[str, Any]]()
+
+    def due(self, step: int, total: int | None) -> bool:
+        return self.is_due
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        return None

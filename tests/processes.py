@@ -1,0 +1,38 @@
+"""Ranks that are processes of their own, each of which leaves its findings in a file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def findings(module: str, size: int, folder: Path, timeout_s: float = 90.0) -> list[Any]:
+    """What `python -m module RANK SIZE FOLDER` leaves in FOLDER/RANK.json, by rank.
+
+    All of them have ended.
+    """
+    with open(folder / "output", "wb") as output:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", module, str(rank), str(size), str(folder)],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(size)
+        ]
+        try:
+            for process in processes:
+                process.wait(timeout=timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    files = [folder / f"{rank}.json" for rank in range(size)]
+    assert all(file.is_file() for file in files), (folder / "output").read_text()
+    return [json.loads(file.read_text()) for file in files]

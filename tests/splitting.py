@@ -1,0 +1,137 @@
+"""Replicas that are split over workers, for tests: models, and training beside one worker."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
+from shoal.job import Job
+from shoal.snapshot import whole_model
+from shoal.step import Step
+from shoal.strategy import parse
+from tests.conftest import World
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
+ADAMW = partial(adamw, lr=1e-2)
+CPU = torch.device("cpu")
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    widths = [6, 10, 8, 9, 7, 8, 6, 9, 3]
+    layers = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 7)),
+        *(nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3)),
+    )
+
+
+def gpt(layers: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(Size(layers, 8, 2, 6, 1e-2))
+
+
+def texts(n: int, context: int = 6) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (n, context), generator=generator)
+    return TensorDataset(tokens, tokens.roll(-1, 1))
+
+
+@contextmanager
+def job_of(group: Group, strategy: str, model: nn.Module, **options: Any) -> Iterator[Any]:
+    job = Job(parse(strategy), group, device=CPU, seed=3)
+    loss = options.pop("loss", F.cross_entropy)
+    try:
+        yield job, job.step(model, loss, **{"optimizer": SGD, **options})
+    finally:
+        job.close()
+
+
+def whole(step: Step) -> dict[str, Tensor]:
+    with step.sync.whole():
+        return {name: tensor.clone() for name, tensor in whole_model(step)[0].items()}
+
+
+def train(
+    group: Group,
+    strategy: str,
+    model: nn.Module,
+    data: Any,
+    batch_size: int | None,
+    **options: Any,
+) -> tuple[list[float], dict[str, Tensor]]:
+    with job_of(group, strategy, model, **options) as (job, step):
+        losses = [float(step(batch)) for batch in job.batches(data, batch_size)]
+        return losses, whole(step)
+
+
+def assert_equal(
+    world: World,
+    size: int,
+    strategy: str,
+    make: Callable[[], nn.Module],
+    data: Any,
+    batch_size: int | None = 8,
+    exactly: bool = False,
+    **options: Any,
+) -> None:
+    """Losses and the whole model are those of one worker."""
+    models = [make() for _ in range(size)]
+    alone = train(SoloGroup(), "single", make(), data, batch_size, **options)
+    together = world(
+        size, lambda g: train(g, strategy, models[g.rank], data, batch_size, **options)
+    )
+    for losses, _ in together:
+        assert losses == (alone[0] if exactly else pytest.approx(alone[0], abs=2e-5))
+    found = together[0][1]
+    assert list(found) == list(alone[1])
+    for name, tensor in alone[1].items():
+        if exactly:
+            assert torch.equal(found[name], tensor), name
+        else:
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def assert_another_goes_on(
+    world: World, path: Path, first: str, second: str, make: Callable[[], nn.Module]
+) -> None:
+    """Two steps under one strategy and two more under another are four steps of one worker."""
+
+    def go(group: Group, strategy: str, model: nn.Module, steps: int, load: bool) -> Any:
+        options = {"loss": next_token_loss, "optimizer": ADAMW}
+        with job_of(group, strategy, model, **options) as (job, step):
+            if load:
+                job.load(path)
+            for batch in job.batches(texts(32), 8, steps=steps):
+                step(batch)
+            if not load:
+                job.save(path)
+            return whole(step)
+
+    def run(strategy: str, steps: int, load: bool = False) -> Any:
+        size = 1 if strategy == "single" else 4 if "+" in strategy or "4" in strategy else 2
+        models = [make() for _ in range(size)]
+        return world(size, lambda g: go(g, strategy, models[g.rank], steps, load))[0]
+
+    run(first, 2)
+    resumed = run(second, 4, load=True)
+    for name, tensor in run("single", 4).items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=2e-5)
