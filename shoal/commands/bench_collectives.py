@@ -6,6 +6,8 @@ import importlib.util
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
+from subprocess import PIPE
 from typing import Any
 
 from shoal.commands.measured import check_names, measured, say
@@ -15,6 +17,7 @@ from shoal.errors import BadInput, ShoalError
 
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 PEERS = ("gloo", "mpi")
+_PATIENCE_S = 10.0
 
 
 def measure(against: list[str], ranks: str, sizes: str, kinds: str, rounds: int) -> list[Any]:
@@ -47,10 +50,20 @@ def _workers(count: int, against: list[str], sizes: str, kinds: str, rounds: int
 def _mpirun(command: list[str], count: int, env: Mapping[str, str]) -> None:
     """The workers as ranks of MPI, too, so that all ways are measured in the same processes."""
     start = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-    done = subprocess.run([*start, "-n", str(count), *command], env=env, capture_output=True,
-                          text=True)  # fmt: skip
-    if done.returncode:
-        raise ShoalError(f"mpirun failed: {done.stderr.strip()[-500:]}")
+    words = [*start, "-n", str(count), *command]
+    streams: dict[str, Any] = {"stdout": PIPE, "stderr": PIPE, "text": True}
+    # a session of its own: it leaves memory behind when Ctrl-C and we tell it to end at once
+    with subprocess.Popen(words, env=env, start_new_session=True, **streams) as mpi:
+        try:
+            _, said = mpi.communicate()
+        except BaseException:
+            mpi.terminate()  # it ends its ranks and takes their memory away, given the time
+            with suppress(subprocess.TimeoutExpired):
+                mpi.wait(_PATIENCE_S)
+            mpi.kill()
+            raise
+    if mpi.returncode:
+        raise ShoalError(f"mpirun failed: {said.strip()[-500:]}")
 
 
 def _available(against: list[str]) -> list[str]:
