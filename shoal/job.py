@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -72,8 +72,7 @@ class Job:
         self._steps: list[Step] = []
         self._progress, self._tracer = progress or Silent(), tracer
         self._faults = faults
-        # how to add up where ranks may be lost; the stages of a replica cannot be missed
-        self._tally = tally if layout.replicas == self.size else None
+        self._tally = tally  # how to add up where ranks may be lost
         self._said: set[str] = set()
         self._logged: dict[str, float | Tensor] = {}
         self._evaluated: dict[str, float] = {}
@@ -188,7 +187,7 @@ class Job:
 
     def print(self, *words: Any) -> None:
         """Print once, from rank 0, or the first rank that is left."""
-        if self.rank == self._first:
+        if self._is_first:
             print(*words, flush=True)
 
     @torch.no_grad()
@@ -236,8 +235,7 @@ class Job:
             for step in self._steps:
                 stack.enter_context(step.sync.whole(optimizer=True))
             states = [step.sync.state() for step in self._steps]
-            first = self._first
-            if self.replica != first:
+            if self.replica != self._first:
                 return
             document = {
                 "steps": self.steps,
@@ -248,7 +246,7 @@ class Job:
                 "about": about or {},
             }
             saved = snapshot(self._steps, states, document)
-            if self.rank == first:
+            if self._is_first:
                 checkpoint.write(Path(path), saved)
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -314,11 +312,21 @@ class Job:
 
     @property
     def _first(self) -> int:
-        """The rank that speaks and saves for all."""
+        """The first replica that is left."""
         return self._steps[-1].sync.first if self._steps else 0
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the first worker of the first replica, which writes and speaks."""
+        return self.rank == self._first * self._parts
+
+    @property
+    def _parts(self) -> int:
+        """Workers of a replica."""
+        return self.size // self.replicas
+
     def _say_once(self, sentence: str) -> None:
-        if self.rank == self._first and sentence not in self._said:
+        if self._is_first and sentence not in self._said:
             self._said.add(sentence)
             print(f"shoal: {sentence}", file=sys.stderr, flush=True)
 
@@ -338,17 +346,36 @@ class Job:
             torch.arange(len(data)), tuple(range(self.replicas)), size or self._feed.batch_size
         )
         names, sums = self._evaluate_part(metric, step, deal.batches(data, self.replica))
-        if not step.engine.is_last:
-            return names, []
         if self._tally is None:
-            self.mesh.dp.all_reduce(sums).wait()
+            if step.engine.is_last:
+                self.mesh.dp.all_reduce(sums).wait()
             return names, sums.tolist()
-        everything, missing = self._tally.add_up(sums.tolist(), deal.ranks)
+        everything, missing = self._add_up(self._tally, step, sums, deal.ranks)
         while len((deal := deal.without(missing)).samples):
             _, sums = self._evaluate_part(metric, step, deal.batches(data, self.replica))
-            more, missing = self._tally.add_up(sums.tolist(), deal.ranks)
+            more, missing = self._add_up(self._tally, step, sums, deal.ranks)
             everything = [a + b for a, b in zip(everything, more, strict=True)]
         return names, everything
+
+    def _add_up(
+        self, tally: Tally, step: Step, sums: Tensor, replicas: Sequence[int]
+    ) -> tuple[list[float], list[int]]:
+        """Over the replicas that are left, and those that are not.
+
+        One worker of the last stage asks, so that all workers of a replica hear the same.
+        """
+        speaker = self._parts - self.mesh.tp.size
+        missing = torch.zeros(self.replicas, dtype=torch.float64, device=self.device)
+        if step.engine.is_last and self.mesh.tp.rank == 0:
+            ranks = [replica * self._parts + speaker for replica in replicas]
+            numbers, gone = tally.add_up(sums.tolist(), ranks)
+            sums = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+            missing[[rank // self._parts for rank in gone]] = 1.0
+        if step.engine.is_last:
+            self.mesh.tp.broadcast(sums).wait()
+            self.mesh.tp.broadcast(missing).wait()
+        sums, missing = step.engine.share((sums, missing))
+        return sums.tolist(), [replica for replica in replicas if missing[replica]]
 
     def _evaluate_part(
         self, metric: Callable[[Any, Any], Any], step: Step, batches: DatasetBatches

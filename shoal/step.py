@@ -16,6 +16,7 @@ from shoal.data import Batch, Cut, WholeBatch, mix, num_rows, take
 from shoal.embedding import apply_embeddings, bind_embeddings
 from shoal.errors import BadInput, NotBuilt
 from shoal.faults import Faults, busy_s
+from shoal.group.fellows import Fellows
 from shoal.group.group import Op
 from shoal.group.mesh import Mesh
 from shoal.observe.trace import Tracer
@@ -197,6 +198,7 @@ class Step:
                 [] if part.in_lockstep else running_statistics(self.model),
                 say,
                 self.part if is_split else None,
+                Fellows(mesh.pp, mesh.tp),
             ),
         )
         store = self.sync.row_store()
@@ -230,7 +232,8 @@ class Step:
         microbatches = self._cut(batch)
         self.sync.share = _share(batch, microbatches)
         self.sync.begin()
-        loss = self.sync.skip() if self.sync.passed else self._train(microbatches)
+        own = self.sync.skip() if self.sync.passed else self._train(microbatches)
+        loss = self.part.share(own)
         worth = self._worth(batch)
         self.steps += worth
         self.update.steps += worth - 1  # the sync has counted one, if this rank updates
@@ -248,7 +251,7 @@ class Step:
         self.sync.finish()
         if self.options.exact:
             settle(self.model, self.group)
-        return self.part.share(self.sync.loss(local))
+        return self.sync.loss(local)
 
     def _push_rows(self, real: bool) -> None:
         if not real:  # a row that stood in was looked up, which is no use of it

@@ -404,13 +404,11 @@ class Strategy:
 
     @property
     def survives_loss(self) -> bool:
-        """Whether the other workers go on when one is killed.
+        """Whether the other replicas go on when a worker is killed.
 
-        Where nobody waits for all, and no worker holds what the others need: each has a whole
-        replica, and none but rank 0 (see `needs`) may host a server.
+        Where nobody waits for all, and no replica holds what the others need: none but the first
+        (see `needs`) may host servers. The loss of a worker is that of its replica.
         """
-        if self.tp or self.pp:
-            return False
         match self.sync:
             case Ps(placement="workers"):
                 return False
@@ -422,12 +420,21 @@ class Strategy:
 
     @property
     def starts_apart(self) -> bool:
-        """Whether workers can begin without one that is lost before it has come."""
-        return self.survives_loss and isinstance(self.sync, Ps)
+        """Whether workers can begin without one that is lost before it has come.
+
+        The workers of a split replica meet at the start.
+        """
+        is_whole = self.tp is None and self.pp is None
+        return self.survives_loss and isinstance(self.sync, Ps) and is_whole
 
     def needs(self, rank: int) -> bool:
         """Whether the run fails with this worker even if it survives the loss of others."""
-        return rank == 0 and isinstance(self.sync, Ps) and self.sync.placement == "rank0"
+        hosts = isinstance(self.sync, Ps) and self.sync.placement == "rank0"
+        return hosts and rank < self._workers_of_replica
+
+    @property
+    def _workers_of_replica(self) -> int:
+        return (self.tp.size if self.tp else 1) * (self.pp.size if self.pp else 1)
 
     def servers(self, workers: int) -> int:
         """How many processes a launcher has to start beside the workers."""
@@ -442,7 +449,7 @@ class Strategy:
         if isinstance(self.sync, Single) and workers > 1:
             raise StrategyError(f"single runs on one worker, and {there}: did you mean ddp?")
         tp_size, pp_size = (part.size if part else 1 for part in (self.tp, self.pp))
-        needed = tp_size * pp_size
+        needed = self._workers_of_replica
         if workers < needed:
             raise StrategyError(f"{self} needs at least {needed} workers, and {there}")
         if workers % needed:
@@ -504,11 +511,6 @@ def _require_together(strategy: Strategy) -> None:
     for part in (strategy.tp, strategy.pp):
         if part is None or part.size == 1:
             continue
-        if isinstance(sync, Ps) and not sync.waits_for_all:
-            raise NotBuilt(
-                f"{sync} + {part} is not built yet: the workers of a replica would have to take "
-                f"and leave out the same steps; take ps + {part}"
-            )
         if isinstance(sync, Ps) and sync.compress is not None:
             raise NotBuilt(
                 f"{sync} + {part} is not built yet: weights that several workers of a replica "

@@ -306,30 +306,36 @@ class Client:
 
         `meanwhile` is what the lead may need before it answers.
         """
-        self.sequence += 1
-        return self.send_commit(commit, heads, self.sequence, meanwhile)
-
-    def send_commit(
-        self,
-        commit: Commit,
-        heads: Tensor,
-        sequence: int,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Ack:
-        meta, payload = encode(commit), bytes_of(heads)
-        staged = [self._later_commit(link, meta, payload, sequence) for link in self.links[1:]]
-        for future in staged:
-            future.result()
-        decided = self._later_commit(self.links[0], meta, payload, sequence)
+        self.stage(commit, heads)
+        decided = self._later_commit(self.links[0], commit, heads)
         if meanwhile is not None:
             meanwhile()
         return decided.result()
+
+    def stage(self, commit: Commit, heads: Tensor) -> None:
+        """The push is whole: all servers that decide nothing have it when this returns."""
+        self.sequence += 1
+        for future in [self._later_commit(link, commit, heads) for link in self._followers]:
+            future.result()
+
+    def decide(self, commit: Commit, heads: Tensor) -> Ack:
+        """What the lead says of the push that was staged."""
+        return self._later_commit(self.links[0], commit, heads).result()
+
+    @property
+    def leads(self) -> bool:
+        """Whether the first of these servers decides; else it is one of another part."""
+        return self.specs[0].index == 0
+
+    @property
+    def _followers(self) -> list[Link]:
+        return self.links[1:] if self.leads else self.links
 
     def settle(self, position: int) -> None:
         """Ask for the moment when nobody needs this push any more; `wait_settled` waits."""
         self._settling = [
             link.later("push", lambda link=link: self._settle(link, position))  # type: ignore[misc]
-            for link in self.links[1:]
+            for link in self._followers
         ]
 
     def wait_settled(self) -> None:
@@ -447,9 +453,9 @@ class Client:
 
             link.later("push", do, answered=False)
 
-    def _later_commit(
-        self, link: Link, meta: bytes, payload: memoryview, sequence: int
-    ) -> Future[Ack]:
+    def _later_commit(self, link: Link, commit: Commit, heads: Tensor) -> Future[Ack]:
+        meta, payload, sequence = encode(commit), bytes_of(heads), self.sequence
+
         def do() -> Ack:
             link.send("push", Kind.COMMIT, meta, payload, sequence=sequence)
             return decode(link.answer("push", Kind.COMMIT), Ack)

@@ -28,6 +28,7 @@ import torch
 from shoal.cores import threads_of
 from shoal.errors import BadInput, PeerLost
 from shoal.group import words
+from shoal.group.fellows import Fellows
 from shoal.group.gone import gone_in
 from shoal.group.group import Group
 from shoal.group.places import Places, host_id
@@ -53,9 +54,9 @@ class Home(NamedTuple):
 
 
 class Hosts:
-    """Addresses of all servers, in order; the first one leads.
+    """Addresses of all servers, in order; the first one leads, or the first one of part 0.
 
-    `leads` says for each server how it reaches the first one.
+    `leads` says for each server how it reaches the one that leads.
     """
 
     def __init__(self, secret: bytes, homes: Sequence[Home] = (), host: str = ""):
@@ -67,8 +68,15 @@ class Hosts:
 
     def settle(self, homes: Sequence[Home], host: str) -> None:
         """All servers are known; this worker is on `host`."""
+        self.homes = list(homes)
         self.addresses = [home.seen_from(host) for home in homes]
         self.leads = [homes[0].seen_from(home.host) for home in homes]
+
+    def follow(self, fellows: Fellows) -> None:
+        """Let the first server of part 0 lead those of all parts."""
+        said = "\n".join(self.homes[0]).encode()
+        lead = Home(*fellows.tell_words(said, _ENTRY_BYTES).decode().split("\n"))
+        self.leads = [lead.seen_from(home.host) for home in self.homes]
 
     def close(self, failed: bool = False) -> None:
         """Stop what was started here, once nobody needs it any more."""
@@ -86,14 +94,17 @@ class Hosts:
             self.folder = None
 
 
-def find_hosts(part: Ps, group: Group, environ: Mapping[str, str] = os.environ) -> Hosts:
+def find_hosts(
+    part: Ps, group: Group, fellows: Fellows, environ: Mapping[str, str] = os.environ
+) -> Hosts:
     """All ranks call it together. What has to be started is started.
 
-    Where workers are on several hosts, servers are dealt out to the hosts in turns.
+    Where workers are on several hosts, servers are dealt out to the hosts in turns. Servers of
+    all parts of a replica know one secret.
     """
     if part.placement == "servers" and environ.get("SHOAL_SERVERS"):
         return _of_launcher(part, environ)
-    hosts = Hosts(_share_secret(group, environ))
+    hosts = Hosts(_share_secret(group, fellows, environ))
     try:
         places, host = _places(group, environ), host_id().decode()
         homes = []
@@ -197,12 +208,13 @@ def _folder() -> Path:
     return Path(path)
 
 
-def _share_secret(group: Group, environ: Mapping[str, str]) -> bytes:
+def _share_secret(group: Group, fellows: Fellows, environ: Mapping[str, str]) -> bytes:
     """Rank 0's: of its launcher, or a fresh one."""
     mine = (read_secret(environ) or fresh_secret()) if group.rank == 0 else b""
     tensor = torch.frombuffer(bytearray(mine.ljust(SECRET_BYTES, b"\0")), dtype=torch.uint8)
     tensor = tensor[:SECRET_BYTES].clone()
     group.broadcast(tensor).wait()
+    fellows.tell(tensor)
     return bytes(tensor.tolist())
 
 

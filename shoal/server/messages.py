@@ -52,8 +52,27 @@ class Cut(Message, frozen=True):
     shape: Shape
 
 
+class PartOf(Message, frozen=True):
+    """Where a model stands among the parts of replicas: its worker w is rank w * parts + part."""
+
+    part: Count = 0
+    parts: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    follows: Count | None = None  # the model of part 0, whose lead decides for this one, too
+    copies: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 << 20)] = ()
+    """Parameters that another part holds, too: there they count for the norm."""
+
+    def rank(self, worker: int) -> int:
+        return worker * self.parts + self.part
+
+
+WHOLE = PartOf()
+
+
 class Spec(Message, frozen=True):
-    """What one server holds of a model, and by which rule; the same from every worker."""
+    """What one server holds of a model, and by which rule; the same from every worker.
+
+    Where the parts of a replica have one lead, `index` and `servers` count those of all parts.
+    """
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     servers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -71,6 +90,7 @@ class Spec(Message, frozen=True):
     clip_norm: float | None = None
     compress: Annotated[str, msgspec.Meta(max_length=64)] | None = None  # how gradients travel
     is_part: bool = False  # of a model: the workers tell the norm of the whole gradient
+    place: PartOf = WHOLE
 
 
 class Commit(Message, frozen=True):

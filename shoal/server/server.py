@@ -81,6 +81,7 @@ class Server:
                 raise
             self.beyond = self.listeners[1].address
         self.models: dict[int, Holding] = {}
+        self._being_made: set[int] = set()
         self.followers: dict[int, Followers] = {}
         self.refused: Counter[str] = Counter()
         self.changed = threading.Condition()
@@ -218,30 +219,44 @@ class Server:
     def hold(self, model: int, spec: Spec) -> Holding:
         """The holding of a model; made when its first worker comes."""
         with self.changed:
+            self.changed.wait_for(lambda: model not in self._being_made)
             found = self.models.get(model)
             if found is not None:
                 if found.spec != spec:
                     raise Refused("the workers of one model do not describe it alike")
                 return found
-            if len(self.models) >= MOST_MODELS:
+            if len(self.models) + len(self._being_made) >= MOST_MODELS:
                 raise Refused(f"this server holds {MOST_MODELS} models already")
             check_spec(spec, self.most_bytes)
-            try:
-                holding = Holding(spec)
-            except (BadInput, RuntimeError) as error:
-                raise Refused(str(error)) from error
-            holding.is_gone = self.is_gone
-            if spec.index == 0 and spec.servers > 1:
-                self.followers[model] = Followers(holding)
-            elif spec.index > 0:
-                self._follow(model, holding)
-            self.models[model] = holding
-            return holding
+            self._being_made.add(model)
+        try:
+            return self._make(model, spec)
+        finally:
+            with self.changed:
+                self._being_made.discard(model)
+                self.changed.notify_all()
 
-    def _follow(self, model: int, holding: Holding) -> None:
-        thread, connection = follow(holding, model, self.secret)
-        self._threads.add(thread)
-        self._connections.add(connection)
+    def _make(self, model: int, spec: Spec) -> Holding:
+        """Not under the lock: the lead that it follows may be this server, for another part."""
+        try:
+            holding = Holding(spec)
+        except (BadInput, RuntimeError) as error:
+            raise Refused(str(error)) from error
+        is_gone = self.is_gone
+        if is_gone is not None:
+            holding.is_gone = lambda worker: is_gone(spec.place.rank(worker))
+        following = None
+        if spec.index > 0:
+            followed = model if spec.place.follows is None else spec.place.follows
+            following = follow(holding, followed, self.secret)
+        with self.changed:
+            if following is not None:
+                self._threads.add(following[0])
+                self._connections.add(following[1])
+            elif spec.servers > 1:
+                self.followers[model] = Followers(holding)
+            self.models[model] = holding
+        return holding
 
     def drop(self, model: int) -> None:
         """Nobody works on it any more."""

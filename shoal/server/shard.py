@@ -39,6 +39,7 @@ class Shard:
         self.params = [nn.Parameter(self._view(self.data, i)) for i in range(len(spec.cuts))]
         self._grads = [self._view(self.sum, i) for i in range(len(spec.cuts))]
         self._nodes = nodes_of(spec)
+        self._copies = frozenset(spec.place.copies)
         self.optimizer: torch.optim.Optimizer | None = None
         if spec.optimizer is not None and self.params:
             self.optimizer = spec.optimizer.make(self.params, [c.parameter for c in spec.cuts])
@@ -93,7 +94,7 @@ class Shard:
             flags = [self.head[1 + cut.parameter] > 0 for cut in self.spec.cuts]
             pairs = zip(self._grads, flags, strict=True)
             return [float(torch.linalg.vector_norm(g)) if there else 0.0 for g, there in pairs]
-        return [float(torch.linalg.vector_norm(g)) for g in self._present()]
+        return [float(torch.linalg.vector_norm(g)) for g in self._counted()]
 
     def update(self, lr: float | None, factor: float | None) -> None:
         """One step of the optimizer on the sum."""
@@ -178,11 +179,12 @@ class Shard:
             found |= dict(zip(map(id, group["params"]), packed["params"], strict=True))
         return [found[id(p)] for p in self.params]
 
-    def _present(self) -> list[Tensor]:
+    def _counted(self) -> list[Tensor]:
+        """The gradients that are there, and that no other part of the model counts."""
         return [
             grad
             for grad, cut in zip(self._grads, self.spec.cuts, strict=True)
-            if self.head[1 + cut.parameter] > 0
+            if self.head[1 + cut.parameter] > 0 and cut.parameter not in self._copies
         ]
 
     def _view(self, buffer: Tensor, i: int) -> Tensor:
@@ -195,6 +197,8 @@ def check_spec(spec: Spec, most_bytes: int) -> None:
     """Refuse a slice that is larger than the server allows, or whose parts do not fit into it."""
     if not spec.start <= spec.stop <= spec.size or spec.index >= spec.servers:
         raise Refused(f"a slice {spec.start}:{spec.stop} of {spec.size} elements")
+    if spec.place.part >= spec.place.parts or (spec.place.follows is not None and not spec.index):
+        raise Refused(f"part {spec.place.part} of {spec.place.parts}, which decides and follows")
     itemsize = DTYPES[spec.dtype].itemsize
     if (spec.size * (1 + parts_of(spec)) + 4 * (spec.stop - spec.start)) * itemsize > most_bytes:
         raise Refused(f"{spec.size} elements are more than this server can hold")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput, NotBuilt
+from shoal.group.fellows import Fellows
 from shoal.group.group import Group
 from shoal.replica.flat import FlatParams
 from shoal.replica.meta import Blank
@@ -32,7 +33,7 @@ from shoal.sync.hogwild import Hogwild as HogwildSync
 from shoal.sync.local import LocalUpdate
 from shoal.sync.localsgd import LocalSgd
 from shoal.sync.mapreduce import MapReduce
-from shoal.sync.ps import join_servers
+from shoal.sync.ps_join import join_servers
 from shoal.sync.sync import Sync
 from shoal.sync.update import NormOver, Update
 from shoal.sync.zero import ExactZero, ZeroReduce, norm_over, own_named
@@ -52,6 +53,7 @@ class Replica:
     statistics: Sequence[Tensor] = ()  # of BatchNorm, where replicas keep their own
     say: Callable[[str], None] = lambda sentence: None
     copies: Copies | None = None  # where a replica is split over workers
+    fellows: Fellows = field(default_factory=Fellows)  # these workers
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,10 @@ def build_sync(part: SyncPart, replica: Replica) -> Sync:
 
             return build_gossip(part, flat, update, group, replica.statistics, replica.say)
         case Ps():
-            return join_servers(part, flat, update, group, replica.exact_microbatches)
+            return join_servers(
+                *(part, flat, update, group, replica.exact_microbatches),
+                *(replica.fellows, replica.copies),
+            )
         case Zero() if update.scaler is not None:
             raise BadInput(f'{part} does not train with precision="fp16": take "bf16"')
         case Zero() if replica.exact_microbatches is not None:

@@ -21,7 +21,6 @@ The loss is that of the global batch where everybody is waited for, and else the
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -32,19 +31,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import ShoalError
 from shoal.group.group import Group
 from shoal.replica.addition import Node, note_leaf, runs_of, whole_subtrees
 from shoal.replica.flat import FlatParams
 from shoal.server.admission import Rule
 from shoal.server.client import Arrived, Client
-from shoal.server.hosts import Hosts, find_hosts, tell_all
-from shoal.server.messages import Commit, Cut, Spec
-from shoal.server.optimizers import Named, name_of
+from shoal.server.hosts import Hosts, tell_all
+from shoal.server.messages import Ack, Commit
 from shoal.server.remote_rows import ServerStore
-from shoal.server.shard import NAMES
-from shoal.server.slices import Place, cut
-from shoal.strategy import Ps
+from shoal.sync.exchange import Copies, even_out
 from shoal.sync.ps_packed import PackedPush
 from shoal.sync.ps_state import cut_state, whole_state
 from shoal.sync.sync import Sync
@@ -53,91 +49,10 @@ from shoal.sync.update import Update
 BUCKET_BYTES = 4 << 20
 
 
-def join_servers(
-    part: Ps,
-    flat: FlatParams,
-    update: Update,
-    group: Group,
-    microbatches: int | None,
-) -> ParameterServer:
-    """Find the servers, tell them what they hold, and give them the weights."""
-    rule = Rule.of(part, group.size)
-    named = _named(part, update)
-    if microbatches is not None and not rule.needs_everyone:
-        raise BadInput(f"exact=True needs every worker in every step, and {part} does not wait")
-    hosts = find_hosts(part, group)
-    try:
-        model = torch.tensor([secrets.randbits(62)])
-        group.broadcast(model).wait()
-        specs = specs_of(
-            flat,
-            rule,
-            hosts.leads,
-            named,
-            update.clip_norm,
-            microbatches,
-            part.compress,
-            is_part=update.total_norm is not None,
-        )
-        client = Client(group.rank, int(model), hosts.addresses, hosts.secret, specs)
-    except BaseException:
-        hosts.close(failed=True)
-        raise
-    return ParameterServer(flat, update, group, client, hosts, rule, microbatches)
-
-
-def specs_of(
-    flat: FlatParams,
-    rule: Rule,
-    leads: Sequence[str],
-    named: Named | None,
-    clip_norm: float | None,
-    microbatches: int | None,
-    compress: str | None = None,
-    is_part: bool = False,
-) -> list[Spec]:
-    """What each server holds; `leads` says for each how it reaches the first one."""
-    places = [
-        Place(piece.name, piece.start, tuple(p.shape))
-        for piece, p in zip(flat.pieces, flat.params, strict=True)
-    ]
-    by_rows = microbatches is None and (named is None or named.is_elementwise)
-    return [
-        Spec(
-            index,
-            len(leads),
-            leads[index],
-            rule,
-            NAMES[flat.dtype],  # type: ignore[arg-type]
-            NAMES[flat.head.dtype],  # type: ignore[arg-type]
-            flat.size,
-            held.start,
-            held.stop,
-            len(flat.params),
-            tuple(Cut(*cutting) for cutting in held.cuttings),
-            microbatches,
-            named,
-            clip_norm if named is not None else None,
-            compress,
-            is_part,
-        )
-        for index, held in enumerate(cut(places, flat.size, len(leads), by_rows))
-    ]
-
-
-def _named(part: Ps, update: Update) -> Named | None:
-    if part.update == "worker":
-        return None
-    if update.scaler is not None:
-        raise BadInput(
-            'precision="fp16" scales the loss, which the workers have to undo: use '
-            'ps(update="worker") or precision="bf16"'
-        )
-    return name_of(update.optimizer, update.params)
-
-
 class ParameterServer(Sync):
     """One worker of a model whose truth lives on servers."""
+
+    whose = "worker"  # what the counts of pushes are counts of
 
     def __init__(
         self,
@@ -148,7 +63,9 @@ class ParameterServer(Sync):
         hosts: Hosts,
         rule: Rule,
         microbatches: int | None,
+        copies: Copies | None = None,
     ):
+        """`copies`: where what several workers of a replica hold has to be made equal."""
         self.flat, self.update, self.group = flat, update, group
         self.client, self.hosts, self.rule = client, hosts, rule
         self.tracer = update.tracer
@@ -159,6 +76,8 @@ class ParameterServer(Sync):
         self.skipped = 0
         self._pulls_ahead = rule.staleness is not None and not client.shares_memory
         self._pulling: list[Future[Arrived]] = []
+        self._asked = False
+        self._copies = copies
         self._version = self._fastest = 0
         self._loss = torch.zeros((), device=flat.device)
         self._stats: list[dict[str, Any]] = []
@@ -169,10 +88,13 @@ class ParameterServer(Sync):
         self.packed = PackedPush(flat, client) if client.specs[0].compress is not None else None
         zero_copy = flat.device.type == "cpu" and self._exact is None and self.packed is None
         flat.watch(flat.buckets(BUCKET_BYTES), memory=client.out[0] if zero_copy else None)
-        self._copies = not zero_copy
+        self._is_apart = not zero_copy  # gradients, from what is pushed
         # the servers write only what this worker waits for, unless a pull is under way in a step
         self._lives_in_inbox = (
-            flat.device.type == "cpu" and self.server_updates and rule.needs_everyone
+            flat.device.type == "cpu"
+            and self.server_updates
+            and rule.needs_everyone
+            and copies is None
         )
         if self._lives_in_inbox:
             shared = client.share_weights(partial(tell_all, group))
@@ -190,31 +112,31 @@ class ParameterServer(Sync):
             self._exact.begin()
 
     def reduce(self, bucket: slice) -> None:
-        if self._pulls_ahead and not self._pulling:
-            self._pulling = self.client.pull(self.update.steps + 1, 0)
+        if self._pulls_ahead and not self._asked:
+            self._ask(self.update.steps + 1, 0)
         if self._exact is not None:
             self._exact.note(bucket, self.flat)
             return
         if self.packed is not None:
             self.packed.reduce(bucket)
             return
-        if self._copies:
+        if self._is_apart:
             self.client.out[0, bucket].copy_(self.flat.grad[bucket])
         self.client.push(bucket)
 
     def finish(self) -> None:
         step = self.update.steps
         with self.tracer.span("push", f"step {step}"):
-            ack = self.client.commit(self._commit(step), self._heads(), self._meanwhile)
+            ack = self._decide(self._commit(step), self._heads())
         if self.rule.needs_everyone:
-            self._pulling = self.client.pull(step + 1, step + 1)
+            self._ask(step + 1, step + 1)
             self._arrive()
         else:
             if ack.verdict == "dropped" and self.packed is not None:
                 self.packed.take_back()
             self.client.settle(ack.position)
             if not self._pulls_ahead:
-                self._pulling = self.client.pull(step + 1, step + 1 if self.rule.quorum else 0)
+                self._ask(step + 1, step + 1 if self.rule.quorum else 0)
             self.flat.drop_gradients()
         if self.server_updates:
             self.update.steps += 1
@@ -236,6 +158,9 @@ class ParameterServer(Sync):
             self.update.set_lr(lr)
         return Commit(step, self._version, self.share, lr)
 
+    def _decide(self, commit: Commit, heads: Tensor) -> Ack:
+        return self.client.commit(commit, heads, self._meanwhile)
+
     def _tell_norm(self) -> None:
         """The servers know the sum of the gradients of this part; the workers know of the others.
 
@@ -254,14 +179,24 @@ class ParameterServer(Sync):
         self.client.push(slice(0, self.flat.size))
         return heads
 
+    def _ask(self, step: int | None, version: int) -> None:
+        self._pulling = self.client.pull(step, version)
+        self._asked = True
+
+    def _await_pull(self) -> Arrived:
+        """What the lead has answered; what the others have is there, too."""
+        found = [future.result() for future in self._pulling]
+        self._pulling = []
+        return found[0]
+
     def _arrive(self) -> None:
         """Take what was asked for, as soon as it is there."""
-        if not self._pulling:
+        if not self._asked:
             return
         with self.tracer.span("wait", "pull"):
-            found = [future.result() for future in self._pulling]
-        self._pulling = []
-        lead, run = found[0], slice(self.flat.offset, self.flat.size)
+            lead = self._await_pull()
+        self._asked = False
+        run = slice(self.flat.offset, self.flat.size)
         self._version = lead.version
         self._fastest = lead.fastest or 0
         if lead.slowest is not None:
@@ -270,9 +205,11 @@ class ParameterServer(Sync):
             if self.server_updates:
                 if not self._lives_in_inbox:
                     self.flat.data[run].copy_(self.client.inbox[run])
+                    even_out(self.flat, self.flat.data, self._copies)
                 self.flat.drop_gradients()
             else:
                 self.flat.grad[run].copy_(self.client.inbox[run])
+                even_out(self.flat, self.flat.grad, self._copies)
         if self.rule.needs_everyone:
             self._loss = lead.head[0].to(self.flat.device)
         if not self.server_updates:
@@ -337,17 +274,15 @@ class ParameterServer(Sync):
 
     def summary(self) -> list[str]:
         packed = [] if self.packed is None else self.packed.summary()
-        return [*summary_of(self._stats, self.rule, self.client.shares_memory), *packed]
+        found = summary_of(self._stats, self.rule, self.client.shares_memory, self.whose)
+        return [*found, *packed]
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = failed = True
         try:
-            if not self.rule.needs_everyone:
-                self._take_newest()
-            self.client.leave()
-            self.first = self.client.first
+            self._end()
             if self.is_first or self.hosts.processes:  # who has started some ends them
                 self._stats = self.client.stats(final=True)
             failed = False
@@ -357,9 +292,18 @@ class ParameterServer(Sync):
             self.client.close()
             self.hosts.close(failed)
 
+    def _end(self) -> None:
+        if not self.rule.needs_everyone:
+            self._take_newest()
+        self._leave()
+
+    def _leave(self) -> None:
+        self.client.leave()
+        self.first = self.client.first
+
     def _take_newest(self) -> None:
         self._arrive()
-        self._pulling = self.client.pull(None, 0)
+        self._ask(None, 0)
         self._arrive()
 
     def _give_weights(self) -> None:
@@ -435,13 +379,16 @@ class _Tree:
 
 
 def summary_of(
-    stats: Sequence[dict[str, Any]], rule: Rule, shares_memory: bool = False
+    stats: Sequence[dict[str, Any]],
+    rule: Rule,
+    shares_memory: bool = False,
+    whose: str = "worker",
 ) -> list[str]:
     """What the servers counted, in sentences."""
     if not stats:
         return []
     lead, found = stats[0], []
-    if not rule.needs_everyone:
+    if not rule.needs_everyone and "workers" in lead:
         for worker, counts in lead["workers"].items():
             words = [f"{counts['admitted']} pushes counted"]
             if rule.quorum is not None:
@@ -449,7 +396,7 @@ def summary_of(
                 words.append(f"{counts['dropped']} dropped as late")
             if lead["left_out"][worker]:
                 words.append(f"{lead['left_out'][worker]} steps left out")
-            found.append(f"worker {worker}: {', '.join(words)}")
+            found.append(f"{whose} {worker}: {', '.join(words)}")
         missed = ", ".join(f"{k}: {v}" for k, v in lead["missed_updates"].items())
         found.append(f"updates between a pull and its push, and how often: {missed}")
     for index, server in enumerate(stats):

@@ -19,7 +19,7 @@ from shoal.server.messages import Commit
 from shoal.server.optimizers import Named
 from shoal.server.secret import fresh_secret
 from shoal.server.server import Server
-from shoal.sync.ps import specs_of
+from shoal.sync.ps_join import specs_of
 
 SECRET = fresh_secret()
 MODEL = 7
