@@ -62,7 +62,7 @@ def whole_optimizer(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
     parts = step.part.collect(mine)
     if len(parts) == 1:
         return mine
-    tensors = {name: tensor for state, _ in parts for name, tensor in state.items()}
+    tensors = {name: tensor for state, _ in reversed(parts) for name, tensor in state.items()}
     return tensors, checkpoint.join_optimizers([rest for _, rest in parts])
 
 

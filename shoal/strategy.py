@@ -511,12 +511,6 @@ def _require_together(strategy: Strategy) -> None:
     for part in (strategy.tp, strategy.pp):
         if part is None or part.size == 1:
             continue
-        if isinstance(sync, Ps) and sync.compress is not None:
-            raise NotBuilt(
-                f"{sync} + {part} is not built yet: weights that several workers of a replica "
-                f"hold would drift apart; take {replace(sync, compress=None)} + {part}, or "
-                f"{Ddp(compress=sync.compress)} + {part}"
-            )
         if isinstance(sync, Gossip) and sync.mode == "async":
             raise NotBuilt(
                 f"{sync} + {part} is not built yet: the workers of a replica would have to hear "

@@ -226,7 +226,7 @@ def make_exchange(
     copies: Copies | None = None,
 ) -> Exchange:
     """What `compress="…"` asks for, for these slices of the buffer."""
-    unused = _unused(flat, copies)
+    unused = unused_places(flat, copies)
     made = {at.start: make_compressor(text, *_layout(flat, at)) for at in slices}
     factors = {start: c for start, c in made.items() if isinstance(c, PowerSgd)}
     first = next(iter(made.values()))
@@ -283,7 +283,8 @@ def _zeros(flat: FlatParams, numel: int) -> Tensor:
     return torch.zeros(numel, dtype=dtype, device=flat.device)
 
 
-def _unused(flat: FlatParams, copies: Copies | None) -> Tensor:
+def unused_places(flat: FlatParams, copies: Copies | None) -> Tensor:
+    """Places of the buffer between parameters, and of what another worker has the say about."""
     found = [flat.gaps()]
     for piece, p in zip(flat.pieces, flat.params, strict=True):
         if copies is not None and copies.is_copy(p):

@@ -85,7 +85,7 @@ class ParameterServer(Sync):
         tells = client.specs[0].is_part and client.specs[0].clip_norm is not None
         self._meanwhile = self._tell_norm if tells and group.rank == 0 else None
         self._exact = None if microbatches is None else _Tree(microbatches, group)
-        self.packed = PackedPush(flat, client) if client.specs[0].compress is not None else None
+        self.packed = PackedPush(flat, client, copies) if client.specs[0].compress else None
         zero_copy = flat.device.type == "cpu" and self._exact is None and self.packed is None
         flat.watch(flat.buckets(BUCKET_BYTES), memory=client.out[0] if zero_copy else None)
         self._is_apart = not zero_copy  # gradients, from what is pushed

@@ -19,7 +19,7 @@ from shoal.server.frames import Kind, decode
 from shoal.server.messages import Kept
 from shoal.server.packing import Packing
 from shoal.server.segment import bytes_of
-from shoal.sync.exchange import take_residual
+from shoal.sync.exchange import Copies, take_residual, unused_places
 
 PREFIX = "gradients/"
 
@@ -29,13 +29,13 @@ class PackedPush:
 
     feedback: bool = True  # False: what compression loses is lost, to see what that does
 
-    def __init__(self, flat: FlatParams, client: Client):
+    def __init__(self, flat: FlatParams, client: Client, copies: Copies | None = None):
         self.flat, self.client = flat, client
         self.packings = [Packing(spec) for spec in client.specs]
         dtype = self.packings[0].residual_dtype
         self.residual = torch.zeros(flat.size, dtype=dtype, device=flat.device)
         self.pushes = self.pushed_bytes = 0
-        self._gaps = flat.gaps()
+        self._gaps, self._unused = flat.gaps(), unused_places(flat, copies)
         rule = client.specs[0].rule
         drops = rule.quorum is not None and not rule.fold
         self._before = self.residual.clone() if drops else None
@@ -54,7 +54,7 @@ class PackedPush:
         if self._before is not None:
             self._before[run] = self.residual[run]
         packed = packing.pack(self.flat.grad[run], self.residual[run], self.feedback)
-        self.residual[self._gaps] = 0.0  # of no use, and no checkpoint has it
+        self.residual[self._unused] = 0.0  # of no use, and no checkpoint has it
         self.pushed_bytes += packed.nbytes
 
         def do() -> None:
@@ -86,6 +86,7 @@ class PackedPush:
         own = {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}
         rank = self.client.rank
         take_residual(own, self.residual, rank, self.client.specs[0].rule.workers)
+        self.residual[self._unused] = 0.0
         for index, packing in enumerate(self.packings):
             basis = own.get(f"worker/{rank}/basis/{index}")
             if basis is not None and basis.shape == packing.basis.shape:
