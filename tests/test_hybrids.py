@@ -19,6 +19,7 @@ from shoal.replica.sharded import ShardedParams
 from shoal.step import Step
 from shoal.strategy import parse, require_built
 from shoal.sync.compressed import CompressedReduce
+from shoal.sync.ps import ParameterServer
 from tests.conftest import World
 from tests.models import samples
 from tests.server.helpers import launched
@@ -77,18 +78,6 @@ def test_served_stages_give_the_same_bits(world: World, placement: str) -> None:
     options = {"exact": True, "microbatches": 4, **GPT_OPTIONS}
     strategy = f'ps(placement="{placement}") + pp(2)'
     assert_equal(world, 4, strategy, gpt, texts(16), exactly=True, **options)
-
-
-@pytest.mark.parametrize("sync", ["ps(quorum=0.5)", "ps(staleness=2)", 'ps(mode="async")'])
-def test_what_replicas_cannot_leave_out_is_refused(sync: str) -> None:
-    with pytest.raises(NotBuilt, match=r"\+ pp\(2\) is not built yet: .* take ps \+ pp\(2\)"):
-        require_built(parse(f"{sync} + pp(2)"))
-
-
-def test_compressed_pushes_of_parts_are_refused() -> None:
-    take = r'take ps \+ pp\(2\), or ddp\(compress="int8"\) \+ pp\(2\)'
-    with pytest.raises(NotBuilt, match=take):
-        require_built(parse('ps(compress="int8") + pp(2)'))
 
 
 # ---- sharded parts ------------------------------------------------------------------------------
@@ -185,6 +174,11 @@ PARTLY = [
     'ddp(compress="int8")',
     'ddp(compress="topk(0.2)")',
     'ddp(compress="powersgd(rank=2)")',
+    'ps(compress="int8", placement="rank0")',
+    'ps(compress="topk(0.2)", placement="workers", update="worker")',
+    'ps(compress="powersgd(rank=2)", placement="rank0")',
+    'ps(mode="async", compress="int8", placement="rank0")',
+    'ps(quorum=1, compress="topk(0.2)", placement="workers")',
     "localsgd(every=3)",
     'localsgd(every=2, outer="nesterov(lr=0.7)", compress="int8")',
 ]
@@ -214,7 +208,15 @@ def test_copies_of_a_parameter_stay_equal(world: World, sync: str, split: str) -
 
 
 @pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
-@pytest.mark.parametrize("sync", ['ddp(compress="int8")', 'ddp(compress="topk(0.2)")'])
+@pytest.mark.parametrize(
+    "sync",
+    [
+        *('ddp(compress="int8")', 'ddp(compress="topk(0.2)")'),
+        'ps(compress="int8", placement="workers")',
+        'ps(compress="topk(0.2)", placement="rank0", update="worker")',
+        'ps(quorum=1, compress="topk(0.2)", placement="rank0")',
+    ],
+)
 def test_a_continued_run_is_the_run_without_a_break(
     world: World, tmp_path: Path, sync: str, split: str
 ) -> None:
@@ -265,18 +267,19 @@ def test_an_agreement_is_saved_for_any_cut(world: World, tmp_path: Path, outer: 
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
 
 
-def test_what_is_left_to_send_moves_to_another_cut(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sync", ["ddp(", 'ps(placement="rank0", ', 'ps(staleness=2, placement="workers", ']
+)
+def test_what_is_left_to_send_moves_to_another_cut(world: World, tmp_path: Path, sync: str) -> None:
     def residual(step: Step) -> dict[str, Tensor]:
         """The sum of what both replicas have still to send, by parameter, of this part."""
-        sync = step.sync
-        assert isinstance(sync, CompressedReduce)
-        total = sync.exchange.residual.clone()
+        total = _left_to_send(step).clone()
         step.mesh.dp.all_reduce(total).wait()
         named = {n: step.flat.view(i, total, 0) for i, (n, _) in enumerate(step.flat.named)}
         return step.part.join(named)
 
     def go(group: Group, split: str, model: nn.Module, load: bool) -> dict[str, Tensor]:
-        strategy = 'ddp(compress="topk(0.1)")' + split
+        strategy = f'{sync}compress="topk(0.1)"){split}'
         with job_of(group, strategy, model, **GPT_OPTIONS) as (job, step):
             if load:
                 job.load(tmp_path / "saved")
@@ -296,6 +299,13 @@ def test_what_is_left_to_send_moves_to_another_cut(world: World, tmp_path: Path)
             expected = next(stage[name] for stage in stages if name in stage)
             assert expected.abs().sum() > 0
             torch.testing.assert_close(tensor, expected)
+
+
+def _left_to_send(step: Step) -> Tensor:
+    if isinstance(step.sync, CompressedReduce):
+        return step.sync.exchange.residual
+    assert isinstance(step.sync, ParameterServer) and step.sync.packed is not None
+    return step.sync.packed.residual
 
 
 # ---- around training ----------------------------------------------------------------------------

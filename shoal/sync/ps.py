@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.group.fellows import Fellows
 from shoal.group.group import Group
 from shoal.replica.addition import Node, note_leaf, runs_of, whole_subtrees
 from shoal.replica.flat import FlatParams
@@ -53,6 +54,7 @@ class ParameterServer(Sync):
     """One worker of a model whose truth lives on servers."""
 
     whose = "worker"  # what the counts of pushes are counts of
+    may_pull_ahead = True
 
     def __init__(
         self,
@@ -63,9 +65,14 @@ class ParameterServer(Sync):
         hosts: Hosts,
         rule: Rule,
         microbatches: int | None,
-        copies: Copies | None = None,
+        copies: Copies | None,
+        fellows: Fellows,
     ):
-        """`copies`: where what several workers of a replica hold has to be made equal."""
+        """`copies`: where what several workers of a replica hold has to be made equal.
+
+        `fellows` are these workers.
+        """
+        self.fellows = fellows
         self.flat, self.update, self.group = flat, update, group
         self.client, self.hosts, self.rule = client, hosts, rule
         self.tracer = update.tracer
@@ -74,7 +81,8 @@ class ParameterServer(Sync):
         self.server_updates = client.specs[0].optimizer is not None
         self.pulls: list[tuple[int, int]] = []  # step, clock of the slowest worker at that time
         self.skipped = 0
-        self._pulls_ahead = rule.staleness is not None and not client.shares_memory
+        by_network = rule.staleness is not None and not client.shares_memory
+        self._pulls_ahead = self.may_pull_ahead and by_network
         self._pulling: list[Future[Arrived]] = []
         self._asked = False
         self._copies = copies
@@ -170,7 +178,10 @@ class ParameterServer(Sync):
         params = self.flat.params
         norms = self.client.norms().items()
         found = {params[i]: torch.tensor(norm, dtype=torch.float64) for i, norm in norms}
-        self.client.set_norm(float(self.update.total_norm.of(found)))
+        total = self.update.total_norm.of(found).view(1)
+        if self._copies is not None:  # whose gradients are not the same on all servers
+            self.fellows.tell(total)
+        self.client.set_norm(float(total))
 
     def _heads(self) -> Tensor:
         if self._exact is None:
@@ -252,6 +263,8 @@ class ParameterServer(Sync):
         saved: dict[str, Tensor] = {}
         for _ in self._until_all_agree():
             saved = self.packed.collect() if self.is_first else {}
+        if self.rule.needs_everyone:
+            self._meet()  # nobody goes before what he has left is taken
         return saved
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:

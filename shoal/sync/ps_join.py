@@ -71,10 +71,9 @@ def join_servers(
     except BaseException:
         hosts.close(failed=True)
         raise
-    if has_one_lead:
-        return ServedPart(flat, update, group, client, hosts, rule, copies, fellows)
-    evened = copies if part.compress is not None else None
-    return ParameterServer(flat, update, group, client, hosts, rule, microbatches, evened)
+    kind = ServedPart if has_one_lead else ParameterServer
+    evened = copies if has_one_lead or part.compress is not None else None
+    return kind(flat, update, group, client, hosts, rule, microbatches, evened, fellows)
 
 
 def _place(flat: FlatParams, fellows: Fellows, model: int, copies: Copies | None) -> PartOf:

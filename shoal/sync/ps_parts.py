@@ -18,40 +18,19 @@ from typing import get_args, get_type_hints
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.group.fellows import Fellows
-from shoal.group.group import Group
-from shoal.replica.flat import FlatParams
-from shoal.server.admission import Rule
-from shoal.server.client import Arrived, Client
-from shoal.server.hosts import Hosts
+from shoal.server.client import Arrived
 from shoal.server.messages import Ack, Commit
-from shoal.sync.exchange import Copies
 from shoal.sync.ps import ParameterServer
-from shoal.sync.update import Update
 
 _VERDICTS = get_args(get_type_hints(Ack)["verdict"])
 
 
 class ServedPart(ParameterServer):
-    """One worker of a replica; `fellows` are all of them."""
+    """One worker of a replica that is split."""
 
     whose = "replica"
-
-    def __init__(
-        self,
-        flat: FlatParams,
-        update: Update,
-        group: Group,
-        client: Client,
-        hosts: Hosts,
-        rule: Rule,
-        copies: Copies | None,
-        fellows: Fellows,
-    ):
-        self.fellows = fellows
-        self._in_step = False
-        super().__init__(flat, update, group, client, hosts, rule, None, copies)
-        self._pulls_ahead = False  # the others learn in `begin` what part 0 has got
+    may_pull_ahead = False  # the others learn in `begin` what part 0 has got
+    _in_step = False
 
     def begin(self) -> None:
         self._in_step = True
