@@ -142,8 +142,8 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         (["run", "train.py", "-n", "2", "-s", "dpp"], "did you mean 'ddp'"),
         (["run", "train.py", "-n", "3", "-s", "tp(2) + pp(2)"], "needs at least 4 workers"),
         (
-            ["run", "train.py", "-n", "4", "-s", 'ps(mode="async") + pp(2)'],
-            'ps(mode="async") + pp(2) is not built yet',
+            ["run", "train.py", "-n", "4", "-s", 'gossip(mode="async") + pp(2)'],
+            'gossip(mode="async") + pp(2) is not built yet',
         ),
         (
             ["run", "train.py", "-n", "4", "-s", 'gossip(graph="edges:0-1,2-3")'],

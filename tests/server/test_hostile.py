@@ -309,6 +309,10 @@ def _setup(connection: Connection, header: Header, spec: object, handle: int | N
         {"cuts": [{"parameter": 0, "start": 0, "first_row": 0, "shape": [2**40]}]},
         {"cuts": [{"parameter": 9, "start": 16, "first_row": 0, "shape": [1]}]},
         {"cuts": [{"parameter": 0, "start": -16, "first_row": 0, "shape": [1]}]},
+        {"place": {"part": 2, "parts": 2}},
+        {"place": {"parts": 0}},
+        {"place": {"part": 1, "parts": 2, "follows": MODEL}},  # and it would be the lead
+        {"index": 1, "servers": 2},  # it would follow itself
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -42,17 +42,19 @@ from torch.utils.data import TensorDataset
 generator = torch.Generator().manual_seed(0)
 DATA = TensorDataset(torch.randn(40, 4, generator=generator), torch.arange(40) % 3)
 
-def accuracy(outputs, targets):
-    return (outputs.argmax(1) == targets).float().mean()
+def mean(outputs, targets):  # 0.975 of all samples; 1 and 0.95 of what two replicas have
+    end("metric")
+    return targets.double().mean()
 
 def train(job):
     end("train")
-    step = job.step(torch.nn.Linear(4, 3), torch.nn.functional.cross_entropy,
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    step = job.step(net, torch.nn.functional.cross_entropy,
                     optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     for batch in job.batches(DATA, batch_size=8, epochs=2):
         step(batch)
         if job.steps == 4: end("middle")
-    job.print("evaluated", job.evaluate(accuracy, DATA) > 0)
+    job.print("evaluated", abs(job.evaluate(mean, DATA) - 0.975) < 1e-9)
     job.save("saved")
     job.print("saved by", job.rank)
 
@@ -61,13 +63,18 @@ shoal.run(train)
 
 
 def run(
-    folder: Path, strategy: str, end: str, victim: int, *options: str
+    folder: Path, strategy: str, end: str, victim: int, *options: str, workers: int = 2
 ) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
-    command = ["-m", "shoal.cli", "run", "train.py", "-n", "2", "-s", strategy, *options]
+    command = ["-m", "shoal.cli", "run", "train.py", "-n", str(workers), "-s", strategy]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "END": end, "VICTIM": str(victim)}
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=180
+        [sys.executable, *command, *options],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
 
 
@@ -110,6 +117,40 @@ def test_one_error_names_a_worker_that_died_with_a_server(
     assert done.returncode == 1
     assert f"shoal: worker {victim} was killed by SIGKILL\n" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "end", "victim", "left"),
+    [
+        ('ps(mode="async") + pp(2)', "middle kill", 3, "0 and 1"),
+        ("ps(quorum=0.5, servers=2) + tp(2)", "middle kill", 0, "2 and 3"),
+        ("ps(staleness=2) + pp(2)", "metric kill", 3, "0 and 1"),
+        ("ps(staleness=2) + tp(2)", "metric kill", 2, "0 and 1"),
+        ('ps(mode="async", placement="rank0") + pp(2)', "middle kill", 2, "0 and 1"),
+    ],
+)
+def test_a_lost_worker_takes_its_replica_with_it_and_the_others_go_on(
+    tmp_path: Path, strategy: str, end: str, victim: int, left: str
+) -> None:
+    """The samples that the lost ones should have tested are tested by the others."""
+    done = run(tmp_path, strategy, end, victim, workers=4)
+    assert done.returncode == 0, done.stderr
+    first, lost = left[0], "2 and 3" if left == "0 and 1" else "0 and 1"
+    said = [f"[{first}] evaluated True", f"[{first}] saved by {first}"]
+    assert done.stdout.splitlines() == said
+    assert f"worker {victim} was killed by SIGKILL" in done.stderr
+    assert f"worker {victim ^ 1} gave up, having lost its peers" in done.stderr
+    for replica in range(2):
+        assert f"[{first}] shoal: replica {replica}: " in done.stderr
+    assert done.stderr.endswith(f"shoal: finished by workers {left}, without workers {lost}\n")
+    assert (tmp_path / "saved").is_dir()
+
+
+def test_the_replica_that_hosts_the_servers_is_not_survived(tmp_path: Path) -> None:
+    strategy = 'ps(mode="async", placement="rank0") + pp(2)'
+    done = run(tmp_path, strategy, "middle kill", 1, workers=4)
+    assert done.returncode == 1
+    assert "worker 1 was killed by SIGKILL" in done.stderr
 
 
 # ---- as threads ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from shoal.server.holding import Holding
 from shoal.server.server import Server
 from shoal.step import Step
 from shoal.strategy import parse
+from shoal.sync.ps import ParameterServer
 from shoal.sync.ps_parts import ServedPart
 from tests.conftest import World
 from tests.models import mlp, samples
@@ -249,6 +250,33 @@ def test_all_parts_learn_and_evaluate_alike(world: World, split: str, rule: str)
     assert len({losses[-1] for losses in found}) == 1
     assert found[0] == found[1] and found[2] == found[3]
     assert found[0][-1] < 1.25 * waiting + 0.05 < 0.5 * found[0][0]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_one_norm_clips_all_parts_where_pushes_are_compressed(
+    world: World, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    """The servers of both parts have different gradients of what both hold."""
+    told: dict[int, list[float]] = {0: [], 1: []}
+    models = [gpt(2) for _ in range(2)]
+
+    def body(group: Group) -> None:
+        strategy = f'ps(compress="topk(0.1)", placement="rank0") + {split}'
+        with job_of(group, strategy, models[group.rank], **GPT_OPTIONS) as (job, step):
+            assert isinstance(step.sync, ParameterServer)
+            client = step.sync.client
+            set_norm = client.set_norm
+
+            def noting(value: float) -> None:
+                told[group.rank].append(value)
+                set_norm(value)
+
+            monkeypatch.setattr(client, "set_norm", noting)
+            for batch in job.batches(texts(32), 8):
+                step(batch)
+
+    world(2, body)
+    assert len(told[0]) == 4 and told[0] == told[1]
 
 
 # ---- checkpoints --------------------------------------------------------------------------------
