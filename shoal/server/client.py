@@ -39,6 +39,7 @@ from shoal.server.messages import (
     Met,
     Norm,
     Norms,
+    PartOf,
     Pull,
     Pulled,
     Spec,
@@ -60,8 +61,9 @@ class Broken(PeerLost):
 class Link:
     """The three connections of one worker to one server."""
 
-    def __init__(self, rank: int, index: int, address: str, secret: bytes, header: Header):
-        self.rank, self.index, self.address = rank, index, address
+    def __init__(self, place: PartOf, index: int, address: str, secret: bytes, header: Header):
+        self.rank, self._place = place.rank(header.worker), place
+        self.index, self.address = index, address
         self._secret, self._header = secret, header
         self._connections: dict[Lane, Connection] = {}
         self._threads: dict[Lane, Thread] = {}
@@ -213,7 +215,7 @@ class Link:
             error = decode(meta, Error)
             doing = f"{kind.name.lower()} of server {self.index}"
             if error.lost is not None:
-                raise PeerLost(self.rank, error.lost, doing)
+                raise PeerLost(self.rank, self._place.rank(error.lost), doing)
             raise ShoalError(f"rank {self.rank}, {doing}: {error.sentence}")
         return header, meta
 
@@ -255,7 +257,7 @@ class Client:
         self._handle: int | None = None
         try:
             for index, address in enumerate(addresses):
-                self.links.append(Link(rank, index, address, secret, header))
+                self.links.append(Link(first.place, index, address, secret, header))
             self._make_memory()
             for link, spec in zip(self.links, self.specs, strict=True):
                 self._join(link, spec)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.replica.flat import FlatParams
 from shoal.server.admission import Rule
 from shoal.server.client import Client
-from shoal.server.messages import Commit
+from shoal.server.messages import WHOLE, Commit
 from shoal.server.optimizers import Named
 from shoal.server.secret import fresh_secret
 from shoal.server.server import Server
@@ -67,6 +67,7 @@ def client_of(
         None,
         options.get("compress"),
         options.get("is_part", False),
+        options.get("place", WHOLE),
     )
     return Client(rank, MODEL, addresses, secret, specs)
 

@@ -18,11 +18,12 @@ from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.job import Job
 from shoal.server.admission import Rule
+from shoal.server.messages import PartOf
 from shoal.strategy import parse
 from shoal.sync.ps import ParameterServer
 from tests.conftest import World
 from tests.models import mlp, samples
-from tests.server.helpers import client_of, launched, servers
+from tests.server.helpers import MODEL, client_of, launched, servers
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -183,6 +184,21 @@ def test_the_first_that_is_left_saves(
     alone.load(saved)
     assert torch.equal(models[1][0].weight, step.model[0].weight)  # type: ignore[index]
     assert len(step.update.optimizer.state) == 6, "Adam's state of every parameter"
+
+
+def test_of_a_split_replica_the_rank_is_asked_for_and_named() -> None:
+    """Worker 1 of the second of two parts is rank 3."""
+    asked: list[int] = []
+    with servers() as found:
+        found[0].is_gone = lambda rank: bool(asked.append(rank))
+        first, second = (client_of(found, w, Rule(2), place=PartOf(1, 2)) for w in range(2))
+        holding = found[0].models[MODEL]
+        assert holding.is_gone is not None and not holding.is_gone(1)
+        assert asked[-1] == 3
+        second.close()
+        with pytest.raises(PeerLost, match="rank 1 lost rank 3"):
+            first.meet()
+        first.close()
 
 
 @pytest.mark.parametrize("rule", [Rule(2), Rule(2, at_once=True), Rule(2, quorum=1)])
