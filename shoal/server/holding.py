@@ -2,7 +2,8 @@
 
 The lead (server 0) keeps the ledger and writes a log: this push counts, that one does not, now
 update. Every server carries out the same entries in the same order, so one decision holds for
-all of them. A worker commits a push to the lead last, when the others have it.
+all of them, also where they hold parts of a split replica, each a model of its own (`PartOf`).
+A worker commits a push to the lead last, when the others have it.
 
     worker ── COMMIT ──> server 1, 2 …  staged
     worker ── COMMIT ──> lead ── ledger ──> entries ──> server 1, 2 …

@@ -29,7 +29,7 @@ class Sync(Protocol):
     """Set by `begin`: the others have done this step without this replica, which leaves it out."""
 
     first: int = 0
-    """The first rank that is left, as far as is known: it saves and speaks for all."""
+    """The first replica that is left, as far as is known: it saves and speaks for all."""
 
     def begin(self) -> None:
         """Weights are usable when this returns."""
@@ -61,8 +61,8 @@ class Sync(Protocol):
     def whole(self, optimizer: bool = False) -> AbstractContextManager[None]:
         """While the block runs, the model of each rank holds the weights that count.
 
-        For evaluating and saving. With `optimizer`, the optimizer state of the rank `first`, 0
-        where nobody can be missed, is whole, too.
+        For evaluating and saving. With `optimizer`, the optimizer state of the replica `first`,
+        0 where nobody can be missed, is whole, too.
         """
         return nullcontext()
 
