@@ -249,7 +249,7 @@ def test_all_parts_learn_and_evaluate_alike(world: World, split: str, rule: str)
     found = [losses for _, _, losses in run(world, f'ps({rule}, placement="rank0") + {split}', 60)]
     assert len({losses[-1] for losses in found}) == 1
     assert found[0] == found[1] and found[2] == found[3]
-    assert found[0][-1] < 1.25 * waiting + 0.05 < 0.5 * found[0][0]
+    assert found[0][-1] < waiting + 0.15 < 0.3 * found[0][0]
 
 
 @pytest.mark.parametrize("split", SPLITS)
