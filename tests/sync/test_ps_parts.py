@@ -28,8 +28,8 @@ from shoal.sync.ps_parts import ServedPart
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.server.helpers import launched
-from tests.test_hybrids import GPT_OPTIONS, assert_equal, job_of, whole
-from tests.test_pipelines import gpt, texts
+from tests.splitting import assert_equal, gpt, job_of, texts, train, whole
+from tests.test_hybrids import GPT_OPTIONS
 
 CPU = torch.device("cpu")
 RULES = ["quorum=0.5", 'quorum=0.5, late="fold"', "staleness=2", 'mode="async"']
@@ -98,14 +98,8 @@ def test_where_everybody_counts_it_equals_one_device(
 
 def in_the_end(world: World, size: int, strategy: str) -> dict[str, Tensor]:
     models = [gpt() for _ in range(size)]
-
-    def body(group: Group) -> dict[str, Tensor]:
-        with job_of(group, strategy, models[group.rank], **GPT_OPTIONS) as (job, step):
-            for batch in job.batches(texts(22), 8):
-                step(batch)
-            return whole(step)
-
-    found: dict[str, Tensor] = world(size, body)[0]
+    body = partial(train, data=texts(22), batch_size=8, **GPT_OPTIONS)
+    found: dict[str, Tensor] = world(size, lambda g: body(g, strategy, models[g.rank]))[0][1]
     return found
 
 
@@ -277,36 +271,6 @@ def test_one_norm_clips_all_parts_where_pushes_are_compressed(
 
     world(2, body)
     assert len(told[0]) == 4 and told[0] == told[1]
-
-
-# ---- checkpoints --------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_moves_between_strategies(world: World, tmp_path: Path) -> None:
-    chain = [
-        *('ps(quorum=1, placement="rank0") + pp(2)', "ddp + tp(2)"),
-        *('ps(quorum=1, placement="workers") + tp(2)', 'ps(quorum=1, placement="rank0") + pp(2)'),
-    ]
-
-    def go(group: Group, strategy: str, model: Any, number: int) -> dict[str, Tensor]:
-        with job_of(group, strategy, model, **GPT_OPTIONS) as (job, step):
-            if number:
-                job.load(tmp_path / "saved")
-            for batch in job.batches(texts(64), 8, steps=2 * number + 2):
-                step(batch)
-            job.save(tmp_path / "saved")
-            return whole(step)
-
-    found: dict[str, Tensor] = {}
-    for number, strategy in enumerate(chain):
-        models = [gpt(2) for _ in range(4)]
-        found = world(4, lambda g, s=strategy, m=models, n=number: go(g, s, m[g.rank], n))[0]
-    with job_of(SoloGroup(), "single", gpt(2), **GPT_OPTIONS) as (job, step):
-        for batch in job.batches(texts(64), 8, steps=2 * len(chain)):
-            step(batch)
-        straight = whole(step)
-    for name, tensor in straight.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
 
 
 # ---- death --------------------------------------------------------------------------------------
