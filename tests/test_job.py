@@ -36,7 +36,7 @@ def test_a_job_knows_its_place(world: World) -> None:
 
 def test_what_has_no_runtime_or_no_sense_is_refused_at_once(world: World) -> None:
     with pytest.raises(NotBuilt, match="not built yet"):
-        Job(parse('ps(mode="async") + pp(2)'), SoloGroup(), device=CPU)
+        Job(parse('gossip(mode="async") + pp(2)'), SoloGroup(), device=CPU)
     with pytest.raises(StrategyError):
         world(2, lambda group: Job(parse("single"), group, device=CPU))
 

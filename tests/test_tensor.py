@@ -315,5 +315,5 @@ def test_what_cannot_be_split_is_refused_by_name(world: World) -> None:
     )
     assert "exact=True adds up as one worker does" in refused(world, "tp(2)", gpt, exact=True)
     assert 'take "bf16"' in refused(world, "tp(2)", gpt, precision="fp16")
-    message = refused(world, "ps(quorum=0.5) + tp(2)", gpt)
-    assert "ps(quorum=0.5) + tp(2) is not built yet" in message and "take ps + tp(2)" in message
+    message = refused(world, 'gossip(mode="async") + tp(2)', gpt)
+    assert 'gossip(mode="async") + tp(2) is not built yet' in message
