@@ -19,8 +19,10 @@ from shoal.group.scheduled import ScheduledGroup
 from shoal.schedules.cost import Link
 from shoal.wire.threads import Mailboxes, ThreadTransport
 
-# a shell that starts the tests in the background ignores Ctrl-C, and so would all they start
+# a shell that starts the tests in the background ignores Ctrl-C, and nohup ignores the end of the
+# terminal; so would all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # how long an example takes is no fact about the code
 settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])

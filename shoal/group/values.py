@@ -33,6 +33,10 @@ class _Head(msgspec.Struct, array_like=True):
     shape: tuple[int, ...]
 
 
+# made once: msgspec crashes if two threads make it meet a type for the first time
+_HEAD = msgspec.msgpack.Decoder(_Head)
+
+
 def encode(value: Any) -> bytes:
     try:
         return msgspec.msgpack.encode(_packed(value))
@@ -101,7 +105,7 @@ def _unpacked(code: int, data: memoryview) -> Any:
     if code != _TENSOR:
         raise ValueError(f"unknown kind {code}")
     end = 4 + int.from_bytes(data[:4], "little")
-    head = msgspec.msgpack.decode(data[4:end], type=_Head)
+    head = _HEAD.decode(data[4:end])
     dtype = _DTYPES.get(head.dtype)
     if dtype is None or any(length < 0 for length in head.shape):
         raise ValueError(f"a tensor of {head.dtype}")

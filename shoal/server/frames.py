@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import struct
+import threading
 import zlib
 from typing import Any, NamedTuple, TypeVar
 
@@ -128,6 +129,19 @@ def encode(value: Any) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Metadata as `kind`; whatever else it holds is refused."""
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return _decoder(kind).decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise Refused(f"metadata that is no {kind.__name__}: {error}") from error
+
+
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+_making = threading.Lock()
+
+
+def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """msgspec looks at a type when it first meets it, and crashes if two threads do at once."""
+    found = _decoders.get(kind)
+    if found is None:
+        with _making:
+            found = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return found
