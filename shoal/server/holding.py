@@ -60,6 +60,7 @@ class Occupant(NamedTuple):
 
     thread: int
     cut: Callable[[], None]
+    number: int  # of connections, in the order in which they were made
 
 
 @dataclass

@@ -6,6 +6,7 @@ pull that has to wait for others: control (joining, meeting, leaving, counts), p
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
@@ -86,6 +87,7 @@ class Server:
         self.refused: Counter[str] = Counter()
         self.changed = threading.Condition()
         self.requests = self.received_bytes = self.sent_bytes = 0
+        self._numbers = itertools.count()
         self._strangers: dict[int, tuple[float, socket.socket]] = {}
         self._connections: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
@@ -151,7 +153,10 @@ class Server:
                 self._make_room()
                 self._strangers[id(sock)] = (time.monotonic(), sock)
                 thread = threading.Thread(
-                    target=self._serve, args=(listener, sock), name="shoal-serve", daemon=True
+                    target=self._serve,
+                    args=(listener, sock, next(self._numbers)),
+                    name="shoal-serve",
+                    daemon=True,
                 )
                 self._threads.add(thread)
             thread.start()
@@ -166,7 +171,7 @@ class Server:
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
 
-    def _serve(self, listener: Listener, sock: socket.socket) -> None:
+    def _serve(self, listener: Listener, sock: socket.socket, number: int) -> None:
         connection: Connection | None = None
         try:
             sock.settimeout(HANDSHAKE_S)
@@ -181,7 +186,7 @@ class Server:
                 self._connections.add(connection)
                 if self._closed:
                     return
-            Session(self, connection, hello, header).run()
+            Session(self, connection, hello, header, number).run()
         except Refused as error:
             self._refuse(connection, error)
         except (OSError, TimeoutError):
@@ -276,13 +281,15 @@ class Server:
 class Session:
     """One connection of one worker, from its hello to its end."""
 
-    def __init__(self, server: Server, connection: Connection, hello: Hello, header: Header):
+    def __init__(
+        self, server: Server, connection: Connection, hello: Hello, header: Header, number: int
+    ):
         self.server, self.connection, self.lane = server, connection, hello.lane
         self.worker, self.incarnation = header.worker, header.incarnation
         self.model = header.model
         self.holding: Holding | None = None
         self.member: Member | None = None
-        self._occupant = Occupant(threading.get_ident(), connection.cut)
+        self._occupant = Occupant(threading.get_ident(), connection.cut, number)
         self._was_cut = self._is_back = False
         self._rows = RowRequests(connection, self._here, self._answer)
         self._packed = PackedRequests(connection, self._here, self._answer)
@@ -379,7 +386,7 @@ class Session:
     def _enter(self, holding: Holding) -> None:
         member = holding.members[self.worker]
         with holding.changed:
-            if (held := member.lanes.get(self.lane)) is not None:
+            while (held := member.lanes.get(self.lane)) is not None:
                 self._displace(holding, member, held)
             self.holding, self.member = holding, member
             member.lanes[self.lane] = self._occupant
@@ -390,14 +397,17 @@ class Session:
     def _displace(self, holding: Holding, member: Member, held: Occupant) -> None:
         """The worker has connected anew; the old connection may not have noticed its end.
 
-        Nothing of the old one may go on beside the new one. A Unix socket does not break.
+        Nothing of the old one may go on beside the new one. Several may be waiting to follow it,
+        all but the last of which have broken meanwhile. A Unix socket does not break.
         """
+        if held.number > self._occupant.number:
+            raise Closed("the worker has connected anew")
         if not self.connection.is_unix:
             holding.displaced.add(held.thread)
             held.cut()
             holding.changed.notify_all()
             holding.changed.wait_for(lambda: member.lanes.get(self.lane) is not held, RETURN_S)
-        if self.lane in member.lanes:
+        if member.lanes.get(self.lane) is held:
             raise Refused(f"worker {self.worker} has a {self.lane} connection already")
 
     def _end(self) -> None:

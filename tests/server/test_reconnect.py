@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,12 @@ from shoal.errors import PeerLost
 from shoal.group.group import Group
 from shoal.job import Job
 from shoal.server.admission import Rule
+from shoal.server.connection import Closed
 from shoal.strategy import parse
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.server.cutting import proxied
-from tests.server.helpers import SECRET, client_of, fill, servers
+from tests.server.helpers import MODEL, SECRET, client_of, fill, servers
 from tests.sync.test_ps_rows import OPTIMIZERS, Clicks
 from tests.sync.test_ps_rows import go as train_rows
 
@@ -114,3 +116,32 @@ def test_a_connection_that_only_the_worker_saw_break_is_displaced() -> None:
             worker.leave()
         for worker in (client, other):
             worker.close()
+
+
+@pytest.mark.parametrize("_", range(4))
+def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: int) -> None:
+    with servers(1, tcp=True) as found:
+        client = client_of(found, 0, Rule(1))
+        link, holding = client.links[0], found[0].models[MODEL]
+        asked, member = threading.Semaphore(0), holding.members[0]
+        with holding.changed:
+            assert holding.changed.wait_for(lambda: "push" in member.lanes, 10)
+            slow = member.lanes["push"]._replace(cut=asked.release)
+            member.lanes["push"] = slow
+        first, second = link._connect("push", 10), link._connect("push", 10)
+        for _waiting in range(2):
+            assert asked.acquire(timeout=10)
+        with holding.changed:
+            del member.lanes["push"]
+            holding.changed.notify_all()
+        with pytest.raises(Closed):
+            first.receive(100)
+        link._past.append(link._connections["push"])
+        link._connections["push"] = second
+        assert client.commit(*fill(client, 1.0)).verdict == "admitted"
+        assert not found[0].refused
+        first.close()
+        for connection in link._past:
+            connection.close()
+        client.leave()
+        client.close()
