@@ -22,7 +22,6 @@ from shoal.errors import BadInput
 
 SECRET_BYTES = 32
 NONCE_BYTES = 32
-PROOF_BYTES = 32
 FILE = "secret"
 
 
