@@ -47,8 +47,8 @@ SANITIZED := -g -O1 -std=gnu11 -fwrapv -fno-strict-aliasing -fno-omit-frame-poin
 check-native:
 	mkdir -p build
 	$(CC) $(SANITIZED) -fsanitize=address,undefined -fno-sanitize-recover=all \
-		tests/wire/shm_driver.c -o build/shm-address
-	$(CC) $(SANITIZED) -Wno-tsan -fsanitize=thread tests/wire/shm_driver.c -o build/shm-thread
+		tests/transport/shm_driver.c -o build/shm-address
+	$(CC) $(SANITIZED) -Wno-tsan -fsanitize=thread tests/transport/shm_driver.c -o build/shm-thread
 	build/shm-address
 	build/shm-thread
 

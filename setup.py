@@ -5,8 +5,8 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "shoal.wire._shm",
-            ["shoal/wire/_shm.c"],
+            "shoal.transport.shm._shm",
+            ["shoal/transport/shm/_shm.c"],
             extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-strict-aliasing", "-pthread"],
             extra_link_args=["-pthread"],
             optional=True,

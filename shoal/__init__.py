@@ -11,38 +11,38 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.data import Batch as Batch
-    from shoal.embedding import Embedding as Embedding
+    from shoal.data.sampling import Batch as Batch
+    from shoal.embedding.module import Embedding as Embedding
     from shoal.errors import BadInput as BadInput
     from shoal.errors import ShoalError as ShoalError
-    from shoal.items import map_reduce as map_reduce
-    from shoal.job import Job as Job
-    from shoal.run import run as run
-    from shoal.step import Step as Step
-    from shoal.strategy import Strategy as Strategy
-    from shoal.strategy import ddp as ddp
-    from shoal.strategy import gossip as gossip
-    from shoal.strategy import hogwild as hogwild
-    from shoal.strategy import localsgd as localsgd
-    from shoal.strategy import mapreduce as mapreduce
-    from shoal.strategy import parse as parse
-    from shoal.strategy import pp as pp
-    from shoal.strategy import ps as ps
-    from shoal.strategy import single as single
-    from shoal.strategy import tp as tp
-    from shoal.strategy import zero as zero
+    from shoal.launch.run import run as run
+    from shoal.strategy.strategy import Strategy as Strategy
+    from shoal.strategy.strategy import ddp as ddp
+    from shoal.strategy.strategy import gossip as gossip
+    from shoal.strategy.strategy import hogwild as hogwild
+    from shoal.strategy.strategy import localsgd as localsgd
+    from shoal.strategy.strategy import mapreduce as mapreduce
+    from shoal.strategy.strategy import parse as parse
+    from shoal.strategy.strategy import pp as pp
+    from shoal.strategy.strategy import ps as ps
+    from shoal.strategy.strategy import single as single
+    from shoal.strategy.strategy import tp as tp
+    from shoal.strategy.strategy import zero as zero
+    from shoal.train.job import Job as Job
+    from shoal.train.map_reduce import map_reduce as map_reduce
+    from shoal.train.step import Step as Step
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Batch": "data",
-    "Embedding": "embedding",
+    "Batch": "data.sampling",
+    "Embedding": "embedding.module",
     "BadInput": "errors",
     "ShoalError": "errors",
-    "Job": "job",
-    "map_reduce": "items",
-    "run": "run",
-    "Step": "step",
+    "Job": "train.job",
+    "map_reduce": "train.map_reduce",
+    "run": "launch.run",
+    "Step": "train.step",
     **dict.fromkeys(
         (
             "Strategy",
@@ -58,7 +58,7 @@ _HOME = {
             "tp",
             "pp",
         ),
-        "strategy",
+        "strategy.strategy",
     ),
 }
 
@@ -67,7 +67,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"shoal.{_HOME[name]}"), name)
-    # `shoal.run` is a module as well as a function: keep the function under the name
     globals()[name] = value
     _register_where_torch_is()  # if it has just been loaded
     return value
@@ -82,7 +81,7 @@ def register_backend() -> None:
 
     Importing shoal does it when torch is loaded; an installed Shoal is also found by torch itself.
     """
-    from shoal.group.registration import register
+    from shoal.comm.torch_backend.register import register
 
     register()
 

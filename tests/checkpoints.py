@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.step import Step
-from shoal.strategy import parse
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from shoal.train.step import Step
 from tests.models import mlp, samples
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from shoal.comm.executors.scheduled.executor import ScheduledGroup
+from shoal.comm.group import Group
 from shoal.errors import PeerLost
-from shoal.group.group import Group
-from shoal.group.scheduled import ScheduledGroup
-from shoal.schedules.cost import Link
-from shoal.wire.threads import Mailboxes, ThreadTransport
+from shoal.schedules.collectives.cost import Link
+from shoal.transport.threads import Mailboxes, ThreadTransport
 
 # a shell that starts the tests in the background ignores Ctrl-C, and nohup ignores the end of the
 # terminal; so would all that tests start

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.strategy import parse
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)

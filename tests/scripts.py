@@ -68,7 +68,7 @@ if __name__ == "__main__":
 BROKEN_REDUCTION = PLAIN.replace(
     "if __name__",
     """
-from shoal.sync.allreduce import AllReduce
+from shoal.sync.ddp import AllReduce
 finish = AllReduce.finish
 def too_much(self):  # doubles the gradient of the last layer's bias before it is used
     piece = self.flat.pieces[-1]
@@ -142,17 +142,17 @@ if __name__ == "__main__":
 
 # Stands in for a strategy that survives losses: replicas that do not agree at all.
 _ALONE = """
-import shoal.strategy
-shoal.strategy.BUILT["hogwild"] = {}
+import shoal.strategy.strategy
+shoal.strategy.strategy.BUILT["hogwild"] = {}
 """
 
 ELASTIC = (
     HEAD
     + _ALONE
     + """
-import shoal.step
+import shoal.train.step
 from shoal.sync.local import LocalUpdate
-shoal.step.build_sync = lambda part, replica: LocalUpdate(replica.flat, replica.update)
+shoal.train.step.build_sync = lambda part, replica: LocalUpdate(replica.flat, replica.update)
 numbered = TensorDataset(data.tensors[0], torch.arange(103))
 
 def train(job):

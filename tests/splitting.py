@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
 from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.snapshot import whole_model
-from shoal.step import Step
-from shoal.strategy import parse
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from shoal.train.state import whole_model
+from shoal.train.step import Step
 from tests.conftest import World
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.embedding import Embedding
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
+from shoal.embedding.module import Embedding
 from shoal.errors import NotBuilt
 from shoal.examples.gpt import next_token_loss
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.replica.sharded import ShardedParams
-from shoal.step import Step
-from shoal.strategy import parse, require_built
-from shoal.sync.compressed import CompressedReduce
-from shoal.sync.ps import ParameterServer
+from shoal.replica.fsdp.sharded_params import ShardedParams
+from shoal.strategy.strategy import parse, require_built
+from shoal.sync.ddp_compressed import CompressedReduce
+from shoal.sync.ps.worker import ParameterServer
+from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import samples
 from tests.server.helpers import launched

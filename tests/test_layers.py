@@ -11,26 +11,26 @@ ROOT = Path(shoal.__file__).parent
 
 # From the ground up. A package stands for all its files that are not named by themselves.
 LAYERS = [
-    ["errors", "observe.trace", "tree", "cores"],
-    ["rules", "notation", "settings", "strategy", "schedules", "faults"],
-    ["cluster"],
+    ["errors", "observe.trace", "pytree", "runtime"],
+    ["strategy", "schedules"],
     ["plan"],
-    ["wire"],
-    ["group", "compress"],
+    ["transport"],
+    ["comm", "compress"],
     ["replica"],
+    ["embedding.hashing", "embedding.spec", "embedding.table"],
     ["server"],
     ["embedding"],
     ["sync"],
     ["launch"],
-    ["data", "deal", "items", "checkpoint"],
-    ["observe.pace", "observe.progress"],
-    ["feed", "step"],
-    ["snapshot"],
-    ["job"],
-    ["observe.capture", "observe.contest", "observe.report", "observe.verify"],
-    ["observe.estimate"],
-    ["observe.probe"],
-    ["run"],
+    ["data", "train"],
+    ["observe.throughput", "observe.progress"],
+    ["data.stream", "train.step"],
+    ["train.state"],
+    ["train.job"],
+    ["observe.capture", "observe.comparison", "observe.time_shares", "observe.verify"],
+    ["observe.memory_estimate"],
+    ["observe.memory_probe"],
+    ["launch.run"],
     ["examples"],
     ["bench"],
     ["commands"],
@@ -38,7 +38,7 @@ LAYERS = [
     ["__main__"],
 ]
 # the planner and the runtime both stand on the schedules and do not know each other
-APART = [({"plan"}, {"wire", "group", "replica", "server", "sync"})]
+APART = [({"plan"}, {"transport", "comm", "replica", "server", "sync"})]
 
 
 def layer_of(module: str) -> int:

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples.gpt import next_token_loss
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.replica.part import StagePart
-from shoal.replica.stages import Stages
-from shoal.step import StepOptions
-from shoal.strategy import SCHEDULES, parse
+from shoal.replica.pipeline.stages import Stages
+from shoal.replica.shard import StagePart
+from shoal.strategy.strategy import SCHEDULES, parse
+from shoal.train.job import Job
+from shoal.train.step import StepOptions
 from tests.conftest import World
 from tests.models import samples
 from tests.splitting import (

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
 from shoal.errors import BadInput, NotBuilt
 from shoal.examples.gpt import GPT, Size, next_token_loss
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.step import Step
-from shoal.strategy import parse
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import samples
 from tests.splitting import (

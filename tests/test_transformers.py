@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.replica.tensor_plan import plan_of
-from shoal.strategy import Tp
+from shoal.replica.tensor.plan import plan_of
+from shoal.strategy.strategy import Tp
 from tests.conftest import World
 from tests.splitting import ADAMW, assert_equal, texts
 

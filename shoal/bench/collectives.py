@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
-from shoal.bench.compare import Timing, alternate
-from shoal.group.group import Group
+from shoal.bench.alternate import Timing, alternate
+from shoal.comm.group import Group
 
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 _ROUND_S = 0.02  # one round of one way takes about this long

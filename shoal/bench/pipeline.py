@@ -22,9 +22,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 
 import shoal
-from shoal.bench.compare import Timing, alternate, ratios
+from shoal.bench.alternate import Timing, alternate, ratios
 from shoal.examples.gpt import VOCABULARY, Block
-from shoal.strategy import Pp
+from shoal.strategy.strategy import Pp
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

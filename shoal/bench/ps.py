@@ -24,14 +24,14 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.bench.compare import Timing, alternate, ratios
+from shoal.bench.alternate import Timing, alternate, ratios
 from shoal.bench.ps_peers import LR, RayPeer, RpcPeer, serve_rpc
-from shoal.embedding import RowStore
-from shoal.replica.flat import FlatParams
-from shoal.server.rows import RowOptimizer, TableSpec
-from shoal.sync.build import Replica, build_sync
-from shoal.sync.sync import Sync
-from shoal.sync.update import Update
+from shoal.embedding.module import RowStore
+from shoal.embedding.spec import RowOptimizer, TableSpec
+from shoal.replica.flat_params import FlatParams
+from shoal.sync.base import Sync
+from shoal.sync.optimizer_step import Update
+from shoal.sync.registry import Replica, build_sync
 
 TABLE_ROWS, DIM = 1_000_000, 64
 Ways = dict[str, Callable[[], Any]]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.bench.compare import Timing, alternate, ratios
+from shoal.bench.alternate import Timing, alternate, ratios
 
 Workload = tuple[nn.Module, Callable[[Any, Any], Tensor], Tensor, Tensor]
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from shoal.commands import options
-from shoal.commands.measured import measured, say, spread
-from shoal.commands.target import environment, strategy_for
+from shoal.commands.bench_harness import measured, say, spread
+from shoal.commands.launching import environment, strategy_for
 from shoal.errors import BadInput
 
 app = typer.Typer(help="Measure against a peer, alternately in one run.", no_args_is_help=True)

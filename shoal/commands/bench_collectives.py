@@ -10,8 +10,8 @@ from contextlib import suppress
 from subprocess import PIPE
 from typing import Any
 
-from shoal.commands.measured import check_names, measured, say
-from shoal.commands.target import environment, run_quietly, strategy_for
+from shoal.commands.bench_harness import check_names, measured, say
+from shoal.commands.launching import environment, run_quietly, strategy_for
 from shoal.commands.units import parse_bytes
 from shoal.errors import BadInput, ShoalError
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.commands.measured import measured, say, spread
-from shoal.commands.target import environment
-from shoal.strategy import as_strategy
+from shoal.commands.bench_harness import measured, say, spread
+from shoal.commands.launching import environment
+from shoal.strategy.strategy import as_strategy
 
 PEERS = ("gpipe", "1f1b")
 IDLE = ("inter-op", "gpipe", "1f1b", "interleaved", "zb-h1")
@@ -17,7 +17,7 @@ def measure_steps(batch_size: int, microbatches: int, rounds: int, steps: int) -
 
 
 def measure_idle() -> list[Any]:
-    from shoal.bench.idle import compare
+    from shoal.bench.pipeline_idle import compare
 
     found = []
     for name in IDLE:

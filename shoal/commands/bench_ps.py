@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from shoal.commands.measured import check_names, measured, say, spread
-from shoal.commands.target import environment, strategy_for
+from shoal.commands.bench_harness import check_names, measured, say, spread
+from shoal.commands.launching import environment, strategy_for
 from shoal.commands.units import parse_bytes
 
 PEERS = ("ray", "rpc")

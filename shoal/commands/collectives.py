@@ -10,7 +10,6 @@ import typer
 from rich.table import Table as Grid
 
 from shoal.commands import options
-from shoal.commands.common import call_own, wide_console, write_text
 from shoal.commands.units import (
     parse_bytes,
     parse_s_per_byte,
@@ -18,14 +17,15 @@ from shoal.commands.units import (
     show_bytes,
     show_seconds,
 )
+from shoal.commands.user_schedule import call_own, wide_console, write_text
 from shoal.errors import BadInput
 from shoal.plan.price import Price, price_all
-from shoal.schedules.catalog import algorithms, build, kinds
-from shoal.schedules.collective import Collective
-from shoal.schedules.draw import draw
-from shoal.schedules.kinds import kind_named
-from shoal.schedules.proof import prove
-from shoal.schedules.svg import animated_svg
+from shoal.schedules.collectives.catalog import algorithms, build, kinds
+from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives.kinds import kind_named
+from shoal.schedules.collectives.proof import prove
+from shoal.schedules.drawing.svg import animated_svg
+from shoal.schedules.drawing.terminal import draw
 
 app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_args_is_help=False)
 

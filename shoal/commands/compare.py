@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.commands import options
-from shoal.commands.common import wide_console
-from shoal.commands.target import command_for, environment, strategy_for
+from shoal.commands.launching import command_for, environment, strategy_for
 from shoal.commands.units import show_bytes
-from shoal.cores import cores
+from shoal.commands.user_schedule import wide_console
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import launch
-from shoal.observe.contest import BEGUN, Entry, Outcome, losses_of, outcome_of
-from shoal.strategy import Ps, as_strategy
+from shoal.observe.comparison import BEGUN, Entry, Outcome, losses_of, outcome_of
+from shoal.runtime.cores import cores
+from shoal.strategy.strategy import Ps, as_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import BadInput
-from shoal.job import Job
 from shoal.launch.environment import Placement, detect
+from shoal.launch.run import Train, Worker, run, taken_by
 from shoal.launch.run_dir import leave_report
 from shoal.launch.worker import open_progress
-from shoal.observe.contest import BEGUN, Entry
-from shoal.run import Train, Worker, run, taken_by
-from shoal.step import Step
-from shoal.strategy import as_strategy
+from shoal.observe.comparison import BEGUN, Entry
+from shoal.strategy.strategy import as_strategy
+from shoal.train.job import Job
+from shoal.train.step import Step
 
 
 class Contestant(Worker):

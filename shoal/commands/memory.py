@@ -12,8 +12,7 @@ import typer
 from rich.table import Table
 
 from shoal.commands import options
-from shoal.commands.common import wide_console
-from shoal.commands.target import (
+from shoal.commands.launching import (
     check_trained,
     command_for,
     environment,
@@ -21,7 +20,8 @@ from shoal.commands.target import (
     strategy_for,
 )
 from shoal.commands.units import show_bytes
-from shoal.strategy import Strategy, as_strategy
+from shoal.commands.user_schedule import wide_console
+from shoal.strategy.strategy import Strategy, as_strategy
 
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 

@@ -10,14 +10,14 @@ import typer
 from rich.table import Table as Grid
 
 from shoal.commands import options
-from shoal.commands.common import call_own, wide_console, write_text
+from shoal.commands.user_schedule import call_own, wide_console, write_text
 from shoal.errors import BadInput
-from shoal.plan.pipeline import Time, Timeline, Times, simulate
-from shoal.plan.staircase import draw
-from shoal.plan.staircase_svg import staircase_svg
-from shoal.schedules.pipeline import Action, Pipeline, check_sizes
-from shoal.schedules.pipeline_catalog import CATALOG, build
-from shoal.schedules.pipeline_proof import PipelineProof, prove
+from shoal.plan.gantt import draw
+from shoal.plan.gantt_svg import staircase_svg
+from shoal.plan.timeline import Time, Timeline, Times, simulate
+from shoal.schedules.pipelines.actions import Action, Pipeline, check_sizes
+from shoal.schedules.pipelines.catalog import CATALOG, build
+from shoal.schedules.pipelines.proof import PipelineProof, prove
 
 MOST_ACTIONS = 500_000
 app = typer.Typer(help="Every pipeline schedule: proven, simulated, drawn.", no_args_is_help=True)

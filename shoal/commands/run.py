@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.commands import options
-from shoal.commands.target import (
+from shoal.commands.launching import (
     add_faults,
     command_for,
     environment,

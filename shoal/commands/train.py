@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal.commands import options
-from shoal.commands.target import (
+from shoal.commands.launching import (
     EXAMPLES,
     add_faults,
     command_for,
@@ -60,7 +60,7 @@ def evaluate(
     as_json: options.Json = False,
 ) -> None:
     """Test a trained example on data that it has not seen."""
-    from shoal.checkpoint import read_manifest
+    from shoal.train.checkpoint import read_manifest
 
     start_s = time.monotonic()
     about = read_manifest(checkpoint).get("about")
@@ -84,10 +84,10 @@ def evaluate(
 
 
 def _test(name: str, checkpoint: Path, about: Any, device: str | None) -> dict[str, float]:
-    from shoal.group.solo import SoloGroup
-    from shoal.job import Job
-    from shoal.run import choose_device
-    from shoal.strategy import as_strategy
+    from shoal.comm.executors.solo import SoloGroup
+    from shoal.launch.run import choose_device
+    from shoal.strategy.strategy import as_strategy
+    from shoal.train.job import Job
 
     job = Job(as_strategy("single"), SoloGroup(), device=choose_device(device, None))
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.commands import options
-from shoal.commands.target import (
+from shoal.commands.launching import (
     check_trained,
     command_for,
     environment,

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.embedding.spec import TableSpec
 from shoal.examples.options import Options, batches, count, make_parser, parse
-from shoal.server.rows import TableSpec
 
 FIELDS = 4  # user, item, page, advertiser: a quarter of the rows each
 NUMBERS = 3

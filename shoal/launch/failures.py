@@ -30,7 +30,7 @@ from shoal.errors import (
     WorkersFailed,
     tells_of_lost_peer,
 )
-from shoal.launch.crew import Role
+from shoal.launch.processes import Role
 
 _HEAD_START_NS = 300_000_000
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}

@@ -17,9 +17,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.crew import Exit
 from shoal.launch.failures import Death, as_error, first_failure, read_report, report_failure
-from shoal.launch.losses import Losses, Tolerance, who_finished
+from shoal.launch.lost_workers import Losses, Tolerance, who_finished
+from shoal.launch.processes import Exit
 from shoal.launch.run_dir import (
     SERVER_COMMAND,
     run_directory,

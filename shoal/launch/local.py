@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cores import cores
 from shoal.errors import BadInput
-from shoal.launch.crew import Crew, Role
 from shoal.launch.failures import as_error, finished_workers, first_failure
-from shoal.launch.losses import Loss, Losses, Tolerance, who_finished
+from shoal.launch.lost_workers import Loss, Losses, Tolerance, who_finished
 from shoal.launch.output import Lines, OnProgress, Pump, Records, Write, print_lines
+from shoal.launch.processes import Crew, Role
 from shoal.launch.run_dir import (
     SERVER_COMMAND,
     read_reports,
@@ -32,7 +31,8 @@ from shoal.launch.run_dir import (
     server_environment,
     worker_variables,
 )
-from shoal.launch.watch import Interrupts, Watch
+from shoal.launch.supervisor import Interrupts, Watch
+from shoal.runtime.cores import cores
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shoal.cores import threads_of
 from shoal.launch.environment import Placement, shoal_environment
+from shoal.runtime.cores import threads_of
 
 SECRET_BYTES = 32
 SERVER_COMMAND = (sys.executable, "-m", "shoal.launch.server")

@@ -11,4 +11,4 @@ from shoal.launch.worker import die_with_launcher
 
 if __name__ == "__main__":
     die_with_launcher()
-    runpy.run_module("shoal.server.process", run_name="__main__", alter_sys=True)
+    runpy.run_module("shoal.server.main", run_name="__main__", alter_sys=True)

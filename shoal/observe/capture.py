@@ -19,13 +19,13 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shoal.data import WholeBatch
-from shoal.group.group import Op
-from shoal.job import Job
-from shoal.replica.heads import SplitAttention
-from shoal.snapshot import whole_model
-from shoal.step import Step
-from shoal.tree import tensors_of
+from shoal.comm.group import Op
+from shoal.data.sampling import WholeBatch
+from shoal.pytree import tensors_of
+from shoal.replica.tensor.attention import SplitAttention
+from shoal.train.job import Job
+from shoal.train.state import whole_model
+from shoal.train.step import Step
 
 
 class Enough(BaseException):

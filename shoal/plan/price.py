@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from shoal.schedules.catalog import algorithms, build
-from shoal.schedules.collective import Collective
-from shoal.schedules.cost import Link, memory_chunks, traffic
+from shoal.schedules.collectives.catalog import algorithms, build
+from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives.cost import Link, memory_chunks, traffic
 
 
 @dataclass(frozen=True)

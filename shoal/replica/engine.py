@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
+from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import Presence
-from shoal.replica.flat import FlatParams, OnBucket
-from shoal.schedules.pipeline import Action, Kind
-from shoal.tree import tensors_of
+from shoal.replica.flat_params import FlatParams, OnBucket
+from shoal.schedules.pipelines.actions import Action, Kind
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Loss = Callable[[Any, Any], Tensor]

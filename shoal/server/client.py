@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from shoal.errors import PeerLost, ShoalError
-from shoal.server import segment as shared
-from shoal.server.connection import CONNECT_S, Closed, Connection, connect
-from shoal.server.frames import MOST_META_BYTES, Header, Kind, decode, encode
-from shoal.server.handshake import RETURN_S, introduce
+from shoal.server import shared_memory as shared
 from shoal.server.lane import Lane as Thread
-from shoal.server.messages import (
+from shoal.server.model.shard import DTYPES, parts_of
+from shoal.server.protocol.connection import CONNECT_S, Closed, Connection, connect
+from shoal.server.protocol.frames import MOST_META_BYTES, Header, Kind, decode, encode
+from shoal.server.protocol.handshake import RETURN_S, introduce
+from shoal.server.protocol.messages import (
     Ack,
     Commit,
     Error,
@@ -46,8 +47,7 @@ from shoal.server.messages import (
     State,
     Stats,
 )
-from shoal.server.segment import bytes_of
-from shoal.server.shard import DTYPES, parts_of
+from shoal.server.shared_memory import bytes_of
 
 T = TypeVar("T")
 START_S = 120.0

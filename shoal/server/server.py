@@ -21,12 +21,14 @@ from typing import Any
 import msgspec
 
 from shoal.errors import BadInput
-from shoal.server.connection import Closed, Connection, Listener
-from shoal.server.frames import MOST_META_BYTES, Header, Kind, Refused, decode, encode
-from shoal.server.handshake import HANDSHAKE_S, RETURN_S, greet
-from shoal.server.holding import Holding, Lost, Member, Occupant
-from shoal.server.lead import Followers, follow
-from shoal.server.messages import (
+from shoal.server.handlers.compressed import PackedRequests
+from shoal.server.handlers.rows import RowRequests
+from shoal.server.model.served_model import Holding, Lost, Member, Occupant
+from shoal.server.model.shard import DTYPES, check_spec, parts_of
+from shoal.server.protocol.connection import Closed, Connection, Listener
+from shoal.server.protocol.frames import MOST_META_BYTES, Header, Kind, Refused, decode, encode
+from shoal.server.protocol.handshake import HANDSHAKE_S, RETURN_S, greet
+from shoal.server.protocol.messages import (
     Commit,
     Error,
     Hello,
@@ -39,10 +41,8 @@ from shoal.server.messages import (
     State,
     Stats,
 )
-from shoal.server.packed_requests import PackedRequests
-from shoal.server.row_requests import RowRequests
-from shoal.server.segment import attach, bytes_of
-from shoal.server.shard import DTYPES, check_spec, parts_of
+from shoal.server.replication import Followers, follow
+from shoal.server.shared_memory import attach, bytes_of
 
 MOST_STRANGERS = 64  # connections that have not proven the secret
 MOST_MODELS = 64

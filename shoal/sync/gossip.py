@@ -25,20 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.counting import CountingGroup
+from shoal.comm.group import Group, Op
+from shoal.comm.words import all_say
 from shoal.errors import BadInput
-from shoal.group.counting import CountingGroup
-from shoal.group.group import Group, Op
-from shoal.group.words import all_say
 from shoal.observe.trace import WAIT
-from shoal.replica.flat import FlatParams
-from shoal.schedules.mixing import Mixing, mixing_for
-from shoal.strategy import Gossip
+from shoal.replica.flat_params import FlatParams
+from shoal.schedules.gossip.mixing import Mixing, mixing_for
+from shoal.strategy.strategy import Gossip
+from shoal.sync.base import Sync
 from shoal.sync.gossip_async import AsyncGossip
-from shoal.sync.mean import averaged, mean_state
-from shoal.sync.sync import Sync
+from shoal.sync.optimizer_step import Update
+from shoal.sync.replica_mean import averaged, mean_state
 from shoal.sync.traffic import Traffic
-from shoal.sync.update import Update
-from shoal.wire.transport import Work
+from shoal.transport.transport import Work
 
 CHUNK_BYTES = 4 << 20  # of the parameters: added up while the next chunk is under way
 MEASURE_EVERY = 50  # steps from one measurement of the distance between replicas to the next

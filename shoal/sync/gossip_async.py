@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.group import Group
+from shoal.comm.words import tell_all
 from shoal.errors import BadInput
-from shoal.group.group import Group
-from shoal.group.words import tell_all
 from shoal.observe.trace import WAIT
-from shoal.replica.flat import FlatParams
-from shoal.schedules.mixing import Mixing
-from shoal.sync.mean import kept
-from shoal.sync.sync import Sync
-from shoal.sync.update import Update
-from shoal.wire.board import Board, Bytes
+from shoal.replica.flat_params import FlatParams
+from shoal.schedules.gossip.mixing import Mixing
+from shoal.sync.base import Sync
+from shoal.sync.optimizer_step import Update
+from shoal.sync.replica_mean import kept
+from shoal.transport.shm.versioned_pages import Board, Bytes
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next
 _ALIGN = 64

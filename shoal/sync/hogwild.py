@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.group import Group
+from shoal.comm.words import tell_all
 from shoal.errors import BadInput
-from shoal.group.group import Group
-from shoal.group.words import tell_all
-from shoal.replica.flat import FlatParams
-from shoal.sync.sync import Sync
-from shoal.sync.update import Update
-from shoal.wire.commons import Commons
-from shoal.wire.pauses import Pauses
+from shoal.replica.flat_params import FlatParams
+from shoal.runtime.backoff import Pauses
+from shoal.sync.base import Sync
+from shoal.sync.optimizer_step import Update
+from shoal.transport.shm.shared_buffer import Commons
 
 _ALIGN = 64
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.0005, 0.02

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.replica.flat import FlatParams
-from shoal.sync.sync import Sync
-from shoal.sync.update import Update
+from shoal.replica.flat_params import FlatParams
+from shoal.sync.base import Sync
+from shoal.sync.optimizer_step import Update
 
 
 class LocalUpdate(Sync):

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.group.counting import CountingGroup
-from shoal.group.group import Group, Op
-from shoal.replica.flat import FlatParams
-from shoal.sync.exchange import (
+from shoal.comm.counting import CountingGroup
+from shoal.comm.group import Group, Op
+from shoal.replica.flat_params import FlatParams
+from shoal.sync.base import Sync
+from shoal.sync.compressed_sum import (
     Copies,
     Exchange,
     Staged,
@@ -28,11 +29,10 @@ from shoal.sync.exchange import (
     even_out,
     make_exchange,
 )
-from shoal.sync.mean import mean_state
-from shoal.sync.outer import Outer
-from shoal.sync.sync import Sync
+from shoal.sync.optimizer_step import Update
+from shoal.sync.outer_optimizer import Outer
+from shoal.sync.replica_mean import mean_state
 from shoal.sync.traffic import Traffic
-from shoal.sync.update import Update
 
 
 class LocalSgd(Sync):

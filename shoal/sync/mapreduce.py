@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.comm.counting import CountingGroup
+from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.group.counting import CountingGroup
-from shoal.group.group import Group
-from shoal.replica.flat import FlatParams
-from shoal.sync.sync import Sync
+from shoal.replica.flat_params import FlatParams
+from shoal.sync.base import Sync
+from shoal.sync.optimizer_step import Update
 from shoal.sync.traffic import Traffic
-from shoal.sync.update import Update
-from shoal.wire.transport import Work
+from shoal.transport.transport import Work
 
 MASTER = 0
 

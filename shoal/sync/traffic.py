@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from shoal.group.counting import CountingGroup, all_reduce_bytes
-from shoal.replica.flat import FlatParams
+from shoal.comm.counting import CountingGroup, all_reduce_bytes
+from shoal.replica.flat_params import FlatParams
 
 
 class Traffic:

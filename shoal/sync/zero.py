@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.group.counting import CountingGroup
-from shoal.group.group import Group
-from shoal.replica.flat import FlatParams
-from shoal.replica.sharded import ShardedParams
-from shoal.sync.exact import ExactReduce
-from shoal.sync.optimizer_state import gather_optimizer
-from shoal.sync.sync import Sync
+from shoal.comm.counting import CountingGroup
+from shoal.comm.group import Group
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.fsdp.sharded_params import ShardedParams
+from shoal.sync.base import Sync
+from shoal.sync.ddp_exact import ExactReduce
+from shoal.sync.gather_optimizer import gather_optimizer
+from shoal.sync.optimizer_step import Update
 from shoal.sync.traffic import Traffic
-from shoal.sync.update import Update
-from shoal.wire.transport import Work
+from shoal.transport.transport import Work
 
 FIRST_BUCKET_BYTES = 1 << 20
 ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept

@@ -16,7 +16,7 @@ from shoal.commands.units import (
     show_seconds,
 )
 from shoal.errors import BadInput
-from shoal.schedules.catalog import algorithms, kinds
+from shoal.schedules.collectives.catalog import algorithms, kinds
 from tests.commands.terminal import Answer, shoal
 
 
@@ -94,7 +94,7 @@ def test_show_gives_the_rounds_as_json_and_nothing_else() -> None:
 
 
 OWN = """
-from shoal.schedules.collective import Collective, Transfer
+from shoal.schedules.collectives.collective import Collective, Transfer
 
 def swap(ranks):
     return Collective("swap", 2, 1, [[Transfer(0, 1, 0, True), Transfer(1, 0, 0, True)]])

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.commands.compare import FIELD, _groups, _strategies
 from shoal.errors import BadInput
-from shoal.observe.contest import Entry, Outcome
+from shoal.observe.comparison import Entry, Outcome
 from tests.scripts import HEAD, json_of, shoal
 
 SCRIPT = (

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shoal.schedules.pipeline_catalog import schedules
+from shoal.schedules.pipelines.catalog import schedules
 from tests.commands.terminal import Answer, shoal
 
 
@@ -79,7 +79,7 @@ def test_json_is_one_document_with_every_action() -> None:
 
 
 OWN = """
-from shoal.schedules.pipeline import Action, Kind
+from shoal.schedules.pipelines.actions import Action, Kind
 
 def backwards_last_first(stages, stage, microbatches):
     order = [Action(Kind.FORWARD, m) for m in range(microbatches)]

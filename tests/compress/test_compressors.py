@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.compress.build import make_compressor
+from shoal.compress.catalog import make_compressor
 from shoal.compress.compressor import Compressor
 from shoal.compress.onebit import OneBit
 from shoal.compress.powersgd import PowerSgd

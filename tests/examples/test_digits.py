@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import read_manifest
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
 from shoal.examples import digits
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.strategy import parse
+from shoal.strategy.strategy import parse
+from shoal.train.checkpoint import read_manifest
+from shoal.train.job import Job
 from tests.conftest import World
 
 SHORT = digits.read_options(["--epochs", "1"])

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.checkpoint import read_manifest
+from shoal.comm.executors.solo import SoloGroup
 from shoal.errors import BadInput
 from shoal.examples import gpt
 from shoal.examples.gpt import GPT, SIZES, Size, warm_up_then_cosine
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.strategy import parse
+from shoal.strategy.strategy import parse
+from shoal.train.checkpoint import read_manifest
+from shoal.train.job import Job
 
 MINI = Size(layers=2, width=16, heads=2, context=8, lr=1e-3)
 SHORT = gpt.read_options(["--size", "tiny", "--steps", "3"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.wire.segment import is_built
+from shoal.transport.shm.segment import is_built
 from tests.gpu.backend_worker import CASES, SIZE
 from tests.processes import findings
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.wire.segment import is_built
+from shoal.transport.shm.segment import is_built
 from tests.scripts import HEAD, json_of, shoal
 
 pytestmark = [

@@ -12,13 +12,13 @@ import torch
 from torch.nn import functional as F
 
 import shoal
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
 from shoal.examples import clicks
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
 from shoal.observe.capture import Capture, Enough
 from shoal.observe.verify import Captured, compare
-from shoal.strategy import parse
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
 from tests.conftest import World
 
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.05)

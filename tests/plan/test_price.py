@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from shoal.plan.price import Price, price, price_all
-from shoal.schedules.catalog import algorithms, build, kinds
-from shoal.schedules.collective import Collective, Transfer
+from shoal.schedules.collectives.catalog import algorithms, build, kinds
+from shoal.schedules.collectives.collective import Collective, Transfer
 
 ALPHA, BETA, GAMMA = 3e-6, 2e-9, 5e-10
 V = 64 * 63 * 61 * 5  # any number will do

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.group.torch_group import TorchGroup, join_world
+from shoal.comm.executors.torch import TorchGroup, join_world
 
 
 def main(compare: Callable[[TorchGroup], Mapping[str, float]]) -> None:

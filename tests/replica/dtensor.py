@@ -15,11 +15,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shoal.group.torch_group import TorchGroup
-from shoal.replica.meta import Blank
-from shoal.replica.tensor import TensorSplit
-from shoal.replica.tensor_plan import plan_of
-from shoal.strategy import Tp
+from shoal.comm.executors.torch import TorchGroup
+from shoal.replica.deferred_init import Blank
+from shoal.replica.tensor.parallelize import TensorSplit
+from shoal.replica.tensor.plan import plan_of
+from shoal.strategy.strategy import Tp
 from tests.replica.beside_torch import main
 
 PLAN = {"up": "column", "down": "row", "head": "column"}

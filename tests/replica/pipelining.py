@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 
-from shoal.group.torch_group import TorchGroup
-from shoal.job import Job
-from shoal.strategy import parse
+from shoal.comm.executors.torch import TorchGroup
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
 from tests.replica.beside_torch import main
 
 MICROBATCHES = 4

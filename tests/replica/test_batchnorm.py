@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
 from shoal.replica.batchnorm import (
     GlobalBatchNorm,
     MicroBatchNorm,
@@ -25,7 +24,8 @@ from shoal.replica.batchnorm import (
     note_microbatches,
     settle,
 )
-from shoal.strategy import parse
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import samples
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Op
 from shoal.errors import BadInput
-from shoal.group.group import Op
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
 from shoal.observe.trace import Recorder
 from shoal.replica.batchnorm import Presence
 from shoal.replica.engine import Engine, MicroBatch, call
-from shoal.replica.flat import FlatParams
-from shoal.schedules.pipeline import accumulate
-from shoal.strategy import parse
-from shoal.wire.threads import DoneWork
-from shoal.wire.transport import Work
+from shoal.replica.flat_params import FlatParams
+from shoal.schedules.pipelines.actions import accumulate
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from shoal.transport.threads import DoneWork
+from shoal.transport.transport import Work
 from tests.models import mlp, samples
 
 CPU = torch.device("cpu")

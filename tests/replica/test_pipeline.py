@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.group.group import Group
-from shoal.job import Job
+from shoal.comm.group import Group
 from shoal.observe.trace import Recorder
-from shoal.replica.pipeline import PipelineEngine
-from shoal.schedules.pipeline_catalog import build
-from shoal.schedules.pipeline_proof import prove
-from shoal.strategy import SCHEDULES, parse
+from shoal.replica.pipeline.engine import PipelineEngine
+from shoal.schedules.pipelines.catalog import build
+from shoal.schedules.pipelines.proof import prove
+from shoal.strategy.strategy import SCHEDULES, parse
+from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import samples
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, Block, Size
-from shoal.replica.balance import cut_evenly
-from shoal.replica.stages import Stages
+from shoal.replica.pipeline.balance import cut_evenly
+from shoal.replica.pipeline.stages import Stages
 
 
 def gpt(layers: int = 4) -> GPT:

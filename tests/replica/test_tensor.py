@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.group.group import Group
-from shoal.replica.crossing import copy, gather, reduce, scatter
-from shoal.replica.logits import SplitLogits
-from shoal.replica.share import Share, cut
-from shoal.replica.split_layers import VocabularyEmbedding
-from shoal.replica.streams import Streams
-from shoal.replica.tensor_plan import plan_of
-from shoal.strategy import Tp
+from shoal.comm.group import Group
+from shoal.replica.tensor.layers import VocabularyEmbedding
+from shoal.replica.tensor.mappings import copy, gather, reduce, scatter
+from shoal.replica.tensor.plan import plan_of
+from shoal.replica.tensor.rng import Streams
+from shoal.replica.tensor.shard_spec import Share, cut
+from shoal.replica.tensor.vocab_parallel import SplitLogits
+from shoal.strategy.strategy import Tp
 from tests.conftest import World
 
 
@@ -92,7 +92,7 @@ def test_a_loss_of_split_logits(world: World, name: str, monkeypatch: pytest.Mon
         gathers.append(share)
         return gather(x, share, group)
 
-    monkeypatch.setattr("shoal.replica.logits.gather", noting)
+    monkeypatch.setattr("shoal.replica.tensor.vocab_parallel.gather", noting)
     generator = torch.Generator().manual_seed(0)
     values = 50 * torch.randn(2, 5, 7, generator=generator)
     targets = torch.randint(0, 7, (2, 5), generator=generator)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import BadInput
-from shoal.schedules.catalog import algorithms, build, kinds
-from shoal.schedules.collective import Collective
-from shoal.schedules.proof import prove
-from shoal.schedules.table import Transfer as T
+from shoal.schedules.collectives.catalog import algorithms, build, kinds
+from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives.proof import prove
+from shoal.schedules.collectives.transfer_table import Transfer as T
 
 ADD, PUT = True, False
 

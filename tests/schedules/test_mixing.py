@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import StrategyError
-from shoal.schedules.edges import write_edges
-from shoal.schedules.mixing import Mixing, mixing_for
-from shoal.strategy import GRAPHS, gossip, parse
+from shoal.schedules.gossip.graphs import write_edges
+from shoal.schedules.gossip.mixing import Mixing, mixing_for
+from shoal.strategy.strategy import GRAPHS, gossip, parse
 
 EVERYWHERE = [graph for graph in GRAPHS if graph != "hypercube"]
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import CheckFailed
-from shoal.schedules.pipeline import Action, Kind, Pipeline
-from shoal.schedules.pipeline_catalog import CATALOG, build, schedules
-from shoal.schedules.pipeline_proof import (
+from shoal.schedules.pipelines.actions import Action, Kind, Pipeline
+from shoal.schedules.pipelines.catalog import CATALOG, build, schedules
+from shoal.schedules.pipelines.proof import (
     Deadlock,
     ScheduleWrong,
     capacity_needed,

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.schedules.catalog import algorithms, build, kinds
-from shoal.schedules.collective import Collective, Transfer
-from shoal.schedules.kinds import kind_named
-from shoal.schedules.proof import ProofFailed, prove
+from shoal.schedules.collectives.catalog import algorithms, build, kinds
+from shoal.schedules.collectives.collective import Collective, Transfer
+from shoal.schedules.collectives.kinds import kind_named
+from shoal.schedules.collectives.proof import ProofFailed, prove
 
 EVERY = [(kind, name) for kind in kinds() for name in algorithms(kind)]
 Rounds = list[list[Transfer]]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from shoal.schedules.catalog import build
-from shoal.schedules.table import Transfer as T
+from shoal.schedules.collectives.catalog import build
+from shoal.schedules.collectives.transfer_table import Transfer as T
 
 ADD, PUT = True, False
 

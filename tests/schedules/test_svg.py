@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 import pytest
 
 from shoal.errors import BadInput
-from shoal.schedules.catalog import build
-from shoal.schedules.svg import animated_svg
+from shoal.schedules.collectives.catalog import build
+from shoal.schedules.drawing.svg import animated_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.replica.flat import FlatParams
-from shoal.server.admission import Rule
+from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
-from shoal.server.messages import WHOLE, Commit
-from shoal.server.optimizers import Named
-from shoal.server.secret import fresh_secret
+from shoal.server.consistency import Rule
+from shoal.server.model.named_optimizer import Named
+from shoal.server.protocol.messages import WHOLE, Commit
+from shoal.server.protocol.secret import fresh_secret
 from shoal.server.server import Server
-from shoal.sync.ps_join import specs_of
+from shoal.sync.ps.connect import specs_of
 
 SECRET = fresh_secret()
 MODEL = 7

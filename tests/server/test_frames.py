@@ -8,7 +8,7 @@ import sys
 MEET = """
 import sys, threading
 import msgspec
-from shoal.server.frames import decode
+from shoal.server.protocol.frames import decode
 
 sys.setswitchinterval(1e-6)
 

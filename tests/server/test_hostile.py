@@ -15,13 +15,23 @@ import msgspec
 import pytest
 import torch
 
-from shoal.server import segment
-from shoal.server.admission import Rule
+from shoal.embedding.spec import RowOptimizer, TableSpec
+from shoal.server import shared_memory as segment
 from shoal.server.client import Client
-from shoal.server.connection import Connection, connect
-from shoal.server.frames import HEADER_BYTES, Header, Kind, Refused, encode, pack, unpack, verify
-from shoal.server.handshake import NotProven, introduce
-from shoal.server.messages import (
+from shoal.server.consistency import Rule
+from shoal.server.protocol.connection import Connection, connect
+from shoal.server.protocol.frames import (
+    HEADER_BYTES,
+    Header,
+    Kind,
+    Refused,
+    encode,
+    pack,
+    unpack,
+    verify,
+)
+from shoal.server.protocol.handshake import NotProven, introduce
+from shoal.server.protocol.messages import (
     Challenge,
     Commit,
     Hello,
@@ -31,11 +41,10 @@ from shoal.server.messages import (
     State,
     Value,
 )
-from shoal.server.remote_rows import ServerStore
-from shoal.server.rows import RowOptimizer, TableSpec
-from shoal.server.secret import fresh_nonce, fresh_secret, proof
+from shoal.server.protocol.secret import fresh_nonce, fresh_secret, proof
+from shoal.server.row_client import ServerStore
 from shoal.server.server import MOST_REASONS, MOST_STRANGERS, Server
-from shoal.wire import nameless
+from shoal.transport.shm import memfd as nameless
 from tests.server.helpers import MODEL, SECRET, client_of, fill, servers, weights
 
 ASYNC = Rule(2, at_once=True)

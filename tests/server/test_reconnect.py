@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.comm.group import Group
 from shoal.errors import PeerLost
-from shoal.group.group import Group
-from shoal.job import Job
-from shoal.server.admission import Rule
-from shoal.server.connection import Closed
-from shoal.strategy import parse
+from shoal.server.consistency import Rule
+from shoal.server.protocol.connection import Closed
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.server.cutting import proxied

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shoal.errors import BadInput, PeerLost, ShoalError
-from shoal.server.admission import Rule
-from shoal.server.connection import Listener, connect
-from shoal.server.messages import Commit
+from shoal.server.consistency import Rule
+from shoal.server.protocol.connection import Listener, connect
+from shoal.server.protocol.messages import Commit
 from tests.server.helpers import client_of, fill, servers, weights
 
 ASYNC = Rule(2, at_once=True)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shoal.errors import BadInput, ShoalError
-from shoal.server.admission import Rule
 from shoal.server.client import Client
-from shoal.server.connection import Listener, connect
+from shoal.server.consistency import Rule
+from shoal.server.protocol.connection import Listener, connect
 from shoal.server.server import Server
 from tests.server.helpers import SECRET, client_of, fill, weights
 

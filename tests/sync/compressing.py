@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.group.group import Group
-from shoal.job import Job
-from shoal.step import Step
-from shoal.strategy import parse
+from shoal.comm.group import Group
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
 

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.comm.executors.scheduled.executor import ScheduledGroup
+from shoal.comm.group import Group
 from shoal.errors import BadInput, StrategyError
 from shoal.examples import digits
-from shoal.group.group import Group
-from shoal.group.scheduled import ScheduledGroup
-from shoal.job import Job
 from shoal.observe.trace import Recorder
-from shoal.schedules.mixing import mixing_for
-from shoal.step import Step
-from shoal.strategy import parse
+from shoal.schedules.gossip.mixing import mixing_for
+from shoal.strategy.strategy import parse
 from shoal.sync import gossip
 from shoal.sync.gossip import MixGradients, MixWeights, Neighbours
-from shoal.wire.threads import Mailboxes
+from shoal.train.job import Job
+from shoal.train.step import Step
+from shoal.transport.threads import Mailboxes
+from tests.comm.test_counting import Metered
 from tests.conftest import World
-from tests.group.test_counting import Metered
 from tests.models import convnet, mlp, samples
 
 CPU = torch.device("cpu")

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal import checkpoint
+from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples import digits
-from shoal.group.group import Group
-from shoal.job import Job
-from shoal.strategy import parse
+from shoal.strategy.strategy import parse
 from shoal.sync import gossip_async
 from shoal.sync.gossip_async import AsyncGossip
-from shoal.wire.board import Board
+from shoal.train import checkpoint
+from shoal.train.job import Job
+from shoal.transport.shm.versioned_pages import Board
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 from tests.scripts import shoal

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.strategy import parse
+from shoal.strategy.strategy import parse
 from shoal.sync.hogwild import Hogwild
+from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 

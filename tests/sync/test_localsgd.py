@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.checkpoint import read
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group, Op
 from shoal.errors import StrategyError
-from shoal.group.group import Group, Op
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.step import Step
-from shoal.strategy import parse
+from shoal.strategy.strategy import parse
 from shoal.sync.localsgd import LocalSgd
+from shoal.train.checkpoint import read
+from shoal.train.job import Job
+from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import Partly, convnet, mlp, samples
 

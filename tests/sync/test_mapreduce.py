@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.strategy import parse
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 from tests.test_equal import SGD, train

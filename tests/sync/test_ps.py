@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
 from shoal.errors import BadInput, PeerLost
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.step import Step
-from shoal.strategy import parse
-from shoal.sync.ps import ParameterServer
+from shoal.strategy.strategy import parse
+from shoal.sync.ps.worker import ParameterServer
+from shoal.train.job import Job
+from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 from tests.server.helpers import launched

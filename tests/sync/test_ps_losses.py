@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
 from shoal.errors import PeerLost
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.server.admission import Rule
-from shoal.server.messages import PartOf
-from shoal.strategy import parse
-from shoal.sync.ps import ParameterServer
+from shoal.server.consistency import Rule
+from shoal.server.protocol.messages import PartOf
+from shoal.strategy.strategy import parse
+from shoal.sync.ps.worker import ParameterServer
+from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.server.helpers import MODEL, client_of, launched, servers

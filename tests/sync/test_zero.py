@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, Size, next_token_loss
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
-from shoal.job import Job
-from shoal.step import Step
-from shoal.strategy import parse
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 from tests.test_equal import ADAMW, SGD, assert_equal_to_single, train
@@ -202,10 +202,10 @@ def test_saved_under_zero_loaded_under_ddp_and_back(
 
 def test_fp16_is_refused_by_a_sentence() -> None:
     """Only CUDA has fp16 at all, so the sync is asked directly."""
-    from shoal.replica.flat import FlatParams
-    from shoal.strategy import Zero
-    from shoal.sync.build import Replica, build_sync
-    from shoal.sync.update import Update
+    from shoal.replica.flat_params import FlatParams
+    from shoal.strategy.strategy import Zero
+    from shoal.sync.optimizer_step import Update
+    from shoal.sync.registry import Replica, build_sync
 
     flat = FlatParams(mlp().named_parameters())
     update = Update(flat.named, SGD, scaler=torch.amp.GradScaler("cpu"))
@@ -264,7 +264,7 @@ def test_each_rank_holds_its_share(
     world: World, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On 4 ranks: a quarter where the stage shards, all of it where it does not."""
-    monkeypatch.setattr("shoal.sync.build.DEFAULT_BUCKET_BYTES", 4096)  # about a block
+    monkeypatch.setattr("shoal.sync.registry.DEFAULT_BUCKET_BYTES", 4096)  # about a block
     whole = sum(p.nbytes for p in blocks().parameters())
     block = 4 * (32 * 32 + 32)
     models = [blocks() for _ in range(4)]

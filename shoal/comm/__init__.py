@@ -1,0 +1,1 @@
+"""Ranks that communicate: groups, their executors, and what is built on them."""

@@ -1,0 +1,1 @@
+"""How collectives are carried out: one module or package for each executor."""

@@ -1,0 +1,1 @@
+"""Several hosts: shared memory inside a host, Gloo between hosts."""

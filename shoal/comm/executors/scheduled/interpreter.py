@@ -1,0 +1,140 @@
+"""The one interpreter that carries out any schedule on any transport.
+
+Every chunk is cut into segments, and all segments of a chunk take the same way. A rank works
+through (round, segment) in order: before it issues segment s of round r it finishes segment s
+of round r-1. So while it adds one segment, the next ones are on the wire, and a long vector
+runs down a chain or a tree like water through a pipe:
+
+    rank 0   send 0   send 1   send 2
+    rank 1            0 -> on  1 -> on  2 -> on
+    rank 2                     0 -> on  1 -> on   …
+
+Where several contributions reach a slot in one round they are added in the order of ranks, the
+own one in its place, so that every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shoal.comm.executors.scheduled.buffers import Memory
+from shoal.comm.executors.scheduled.program import Program, Step
+from shoal.comm.group import Op
+from shoal.errors import PeerLost
+from shoal.transport.transport import Transport, Work
+
+SEGMENT_BYTES = 4 << 20  # smaller ones cost more in messages than they hide
+_MOST_SEGMENTS = 64
+
+
+@dataclass
+class _Flight:
+    """What one segment of one step has under way."""
+
+    sends: list[Work] = field(default_factory=list)
+    receives: list[Work] = field(default_factory=list)
+    staged: list[tuple[int, Tensor, list[tuple[int, bool]]]] = field(default_factory=list)
+
+
+@dataclass
+class Interpreter:
+    """One execution of a program: its memory, its operator, its tag on the wire."""
+
+    program: Program
+    memory: Memory
+    transport: Transport
+    tag: int
+    op: Op = Op.SUM
+    segments: int = 1
+
+    def run(self) -> None:
+        flights: list[_Flight] = []
+        steps = self.program.steps
+        for number, step in enumerate(steps):
+            for segment in range(self.segments):
+                if number:
+                    self._finish(steps[number - 1], segment, flights[segment])
+                flight = self._issue(step, segment)
+                flights[segment : segment + 1] = [flight]
+            if number:
+                self.memory.forget(steps[number - 1].last_use)
+        for segment, flight in enumerate(flights):
+            self._finish(steps[-1], segment, flight)
+
+    def _issue(self, step: Step, segment: int) -> _Flight:
+        """Send what goes out, and say where to put what comes in."""
+        flight = _Flight()
+        for dst, slots in step.sends.items():
+            data = self.memory.parts(slots, segment, self.segments)
+            if data.numel():
+                flight.sends.append(self.transport.send(data, dst, self.tag))
+        for src, slots_in in step.receives.items():
+            into, staged = self._landing(step, slots_in, segment)
+            if into.numel():
+                flight.receives.append(self.transport.recv(into, src, self.tag))
+                if staged:
+                    flight.staged.append((src, into, slots_in))
+        return flight
+
+    def _landing(
+        self, step: Step, slots: list[tuple[int, bool]], segment: int
+    ) -> tuple[Tensor, bool]:
+        """Where a message lands: in its slot if nothing there is needed, or else beside it."""
+        if len(slots) == 1 and not slots[0][1] and slots[0][0] not in step.read:
+            return self.memory.part(slots[0][0], segment, self.segments), False
+        parts = [self.memory.part(slot, segment, self.segments) for slot, _ in slots]
+        return parts[0].new_empty(sum(part.numel() for part in parts)), True
+
+    def _finish(self, step: Step, segment: int, flight: _Flight) -> None:
+        """Wait for the segment's messages, then write what they brought."""
+        self._wait(step, flight)
+        arrived = self._arrived(step, segment, flight)
+        for slot, values in arrived.items():
+            into = self.memory.part(slot, segment, self.segments)
+            replaced = [value for _, value, reduce in values if not reduce]
+            if replaced:
+                into.copy_(replaced[0])
+            else:
+                self._add(into, [(rank, value) for rank, value, _ in values])
+
+    def _wait(self, step: Step, flight: _Flight) -> None:
+        try:
+            for work in (*flight.receives, *flight.sends):
+                work.wait()
+        except PeerLost as lost:
+            doing = f"{self.program.collective} round {step.round}, {lost.doing}"
+            raise PeerLost(lost.rank, lost.peer, doing, lost.after_s, lost.exit_status) from lost
+
+    def _arrived(
+        self, step: Step, segment: int, flight: _Flight
+    ) -> dict[int, list[tuple[int, Tensor, bool]]]:
+        """By slot: (source, value, reduce)."""
+        found: dict[int, list[tuple[int, Tensor, bool]]] = defaultdict(list)
+        for src, data, slots in flight.staged:
+            start = 0
+            for slot, reduce in slots:
+                numel = self.memory.part(slot, segment, self.segments).numel()
+                found[slot].append((src, data[start : start + numel], reduce))
+                start += numel
+        for chunk, into, reduce in step.local:
+            value = self.memory.part(chunk, segment, self.segments).clone()
+            found[into].append((self.program.rank, value, reduce))
+        return found
+
+    def _add(self, into: Tensor, values: list[tuple[int, Tensor]]) -> None:
+        if len(values) == 1:
+            self.op.combine(into, values[0][1])
+            return
+        ordered = sorted([*values, (self.program.rank, into)], key=lambda pair: pair[0])
+        total = ordered[0][1]
+        for _, value in ordered[1:]:
+            self.op.combine(total, value)
+        if total is not into:
+            into.copy_(total)
+
+
+def segments_for(chunk_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> int:
+    return max(1, min(_MOST_SEGMENTS, -(-chunk_bytes // segment_bytes)))

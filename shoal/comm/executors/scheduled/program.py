@@ -1,0 +1,70 @@
+"""One rank's part of a schedule: what it sends, receives and adds, step by step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shoal.schedules.collectives.collective import Collective
+
+
+@dataclass
+class Step:
+    """One round as one rank sees it; rounds in which it has no part are left out.
+
+    `sends` and `receives` go by peer: the slots of one message in the order in which they lie
+    in it. `local` are (from slot, into slot, reduce) within the rank.
+    """
+
+    round: int
+    sends: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    receives: dict[int, list[tuple[int, bool]]] = field(default_factory=lambda: defaultdict(list))
+    local: list[tuple[int, int, bool]] = field(default_factory=list)
+    last_use: list[int] = field(default_factory=list)  # slots that nobody asks for afterwards
+
+    @cached_property
+    def read(self) -> set[int]:
+        """The slots whose contents of before the round are needed during it."""
+        sent = {slot for slots in self.sends.values() for slot in slots}
+        return sent | {slot for slot, _, _ in self.local}
+
+    @property
+    def touched(self) -> set[int]:
+        received = {slot for slots in self.receives.values() for slot, _ in slots}
+        return self.read | received | {into for _, into, _ in self.local}
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of one rank."""
+
+    collective: Collective
+    rank: int
+    steps: tuple[Step, ...]
+
+
+def compile_for(collective: Collective, rank: int) -> Program:
+    """Read the rank's rows out of the schedule's table."""
+    table = collective.table
+    mine = table.only((table.src == rank) | (table.dst == rank))
+    steps: dict[int, Step] = {}
+    columns = (mine.round, mine.src, mine.dst, mine.chunk, mine.into, mine.reduce)
+    for number, src, dst, chunk, into, reduce in zip(*(c.tolist() for c in columns), strict=True):
+        step = steps.setdefault(number, Step(number))
+        if src == dst:
+            step.local.append((chunk, into, reduce))
+        elif src == rank:
+            step.sends[dst].append(chunk)
+        else:
+            step.receives[src].append((into, reduce))
+    ordered = tuple(steps[number] for number in sorted(steps))
+    _mark_last_uses(ordered)
+    return Program(collective, rank, ordered)
+
+
+def _mark_last_uses(steps: tuple[Step, ...]) -> None:
+    seen: set[int] = set()
+    for step in reversed(steps):
+        fresh = step.touched - seen
+        step.last_use, seen = sorted(fresh), seen | fresh

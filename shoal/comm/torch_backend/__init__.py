@@ -1,0 +1,1 @@
+"""Shoal as a torch.distributed backend."""

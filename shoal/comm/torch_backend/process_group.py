@@ -1,0 +1,361 @@
+"""Shoal as a backend of torch.distributed: `dist.init_process_group("shoal")`.
+
+Ranks of one host go through shared memory, those of several hosts over Gloo between the hosts;
+CUDA tensors by way of the host's memory (so several ranks can share a GPU). Ranks that share no
+host, and installations without the native part, get Gloo instead, which is said once.
+"""
+
+# torch declares each method with several signatures; it calls the ones that are defined here
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shoal.comm.executors.hierarchical.any_source import Message
+from shoal.comm.executors.hierarchical.executor import HostsGroup
+from shoal.comm.executors.hierarchical.point_to_point import reserved_tag
+from shoal.comm.executors.shared_memory import ShmGroup
+from shoal.comm.select import share_memory
+from shoal.comm.torch_backend.sparse import add_sparse
+from shoal.comm.work_queue import LaneWork
+from shoal.errors import BadInput, PeerLost
+from shoal.transport.shm.messages import ANY_SOURCE
+
+_OPS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.PRODUCT: "prod",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "and",
+    dist.ReduceOp.BOR: "or",
+    dist.ReduceOp.BXOR: "xor",
+}
+_NO_TIMEOUT = timedelta(0)  # torch has -1 ms for "that of the group"
+Tensors = Sequence[Tensor]
+AnyGroup = ShmGroup | HostsGroup
+
+
+def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """What torch calls for `init_process_group("shoal")` and `new_group`, on every member."""
+    group = share_memory(PrefixStore("shoal", store), rank, size, timeout.total_seconds())
+    if group is not None:
+        return ShoalProcessGroup(group, store)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+class BackendWork(dist.Work):
+    """One or several operations as a torch Work. Messages have no future, as with Gloo."""
+
+    def __init__(self, works: Sequence[LaneWork | Message], tensors: Any):
+        super().__init__()
+        self._works, self._tensors = works, tensors
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is not None and timeout.total_seconds() > 0:
+            self._wait_until(timeout.total_seconds())
+        for work in self._works:
+            work.wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.poll() for work in self._works)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        errors = [work.error for work in self._works if isinstance(work, LaneWork) and work.error]
+        return errors[0] if errors else None
+
+    def result(self) -> Any:
+        self.wait()
+        return self._tensors
+
+    def _source_rank(self) -> int:
+        last = self._works[-1]
+        return -1 if isinstance(last, LaneWork) else last.source
+
+    source_rank = _source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            self._future = torch.futures.Future(devices=_gpus_of(self._tensors))
+            self._lane_work().when_done(self._fulfil)
+        return self._future
+
+    def _lane_work(self) -> LaneWork:
+        last = self._works[-1]
+        if not isinstance(last, LaneWork):
+            raise RuntimeError("point-to-point operations have no future: wait for the work")
+        return last  # those before it are done when it is
+
+    def _fulfil(self) -> None:
+        assert self._future is not None
+        error = self.exception()
+        if error is None:
+            self._future.set_result(self._tensors)
+        else:
+            self._future.set_exception(error)
+
+    def _wait_until(self, timeout_s: float) -> None:
+        last = self._works[-1]
+        if not isinstance(last, LaneWork):
+            last.wait(timeout_s)
+            return
+        arrived = threading.Event()
+        self._lane_work().when_done(arrived.set)
+        if not arrived.wait(timeout_s):
+            raise RuntimeError(f"Timed out waiting {timeout_s * 1e3:.0f}ms for an operation")
+
+
+def _gpus_of(tensors: Any) -> list[Any]:
+    """A future has to know the GPUs of its value."""
+    if isinstance(tensors, Tensor):
+        return [tensors.device] if tensors.is_cuda else []
+    return list(dict.fromkeys(gpu for each in tensors for gpu in _gpus_of(each)))
+
+
+def _named(op: Any) -> str:
+    for known, name in _OPS.items():
+        if op == known:
+            return name
+    raise BadInput(f"the shoal backend has no {op}")
+
+
+class ShoalProcessGroup(dist.ProcessGroup):
+    """The collectives of torch.distributed, each one call of a `ShmGroup`."""
+
+    def __init__(self, group: AnyGroup, store: Store | None = None):
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
+        self.group = group
+        self._store, self._name, self._barriers = store, "", 0
+
+    def getBackendName(self) -> str:
+        return "shoal"
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def get_group_store(self) -> Store | None:
+        return self._store
+
+    getStore = get_group_store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.group.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _for(self, opts: Any) -> AnyGroup:
+        """The group, with the timeout that a call may have of its own."""
+        if opts is None or (timeout := opts.timeout) <= _NO_TIMEOUT:
+            return self.group
+        return self.group.within(timeout.total_seconds())
+
+    def shutdown(self) -> None:
+        self.group.close()
+
+    abort = shutdown
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> BackendWork:
+        op = "sum" if opts is None else _named(opts.reduceOp)
+        group = self._for(opts)
+        works = [_all_reduce(group, tensor, op) for tensor in tensors]
+        return BackendWork(works, list(tensors))
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> BackendWork:
+        root, group = 0 if opts is None else opts.rootRank, self._for(opts)
+        return BackendWork([group.broadcast(t, root) for t in tensors], list(tensors))
+
+    def reduce(self, tensors: Tensors, opts: Any) -> BackendWork:
+        op, root, group = _named(opts.reduceOp), opts.rootRank, self._for(opts)
+        works = [group.combine("reduce", t, t, t.numel(), op, root) for t in tensors]
+        return BackendWork(works, list(tensors))
+
+    def allgather(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> BackendWork:
+        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        works = [group.in_pieces("all_gather", [data], outs) for outs, data in pairs]
+        return BackendWork(works, outputs)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> BackendWork:
+        """`outputs[r][i]` takes what rank r has as `inputs[i]`."""
+        columns = list(zip(*outputs, strict=True))
+        return self.allgather(columns, inputs, opts)
+
+    def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> BackendWork:
+        return BackendWork([self._for(opts).all_gather(output, data)], output)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> BackendWork:
+        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        return BackendWork([group.all_gather(out, data) for out, data in pairs], outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> BackendWork:
+        outs = outputs[0] if outputs else []
+        work = self._for(opts).in_pieces("gather", inputs, outs, root=opts.rootRank)
+        return BackendWork([work], outputs)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> BackendWork:
+        given = inputs[0] if inputs else []
+        work = self._for(opts).in_pieces("scatter", given, outputs, root=opts.rootRank)
+        return BackendWork([work], outputs)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
+    ) -> BackendWork:
+        op = "sum" if opts is None else _named(opts.reduceOp)
+        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        works = [group.in_pieces("reduce_scatter", given, [out], op) for out, given in pairs]
+        return BackendWork(works, outputs)
+
+    def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> BackendWork:
+        return self.reduce_scatter_single_coalesced([output], [data], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> BackendWork:
+        op = "sum" if opts is None else _named(opts.reduceOp)
+        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        works = [group.combine("reduce_scatter", data, out, out.numel(), op) for out, data in pairs]
+        return BackendWork(works, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> BackendWork:
+        sizes, group = {tensor.numel() for tensor in (*outputs, *inputs)}, self._for(opts)
+        if len(sizes) == 1:
+            return BackendWork([group.in_pieces("all_to_all", inputs, outputs)], outputs)
+        out = torch.empty(sum(t.numel() for t in outputs), dtype=outputs[0].dtype)
+        taken, given = [t.numel() for t in outputs], [t.numel() for t in inputs]
+        data = torch.cat([t.detach().reshape(-1).cpu() for t in inputs])
+        group.all_to_all_uneven(out, data, taken, given).wait()
+        for tensor, part in zip(outputs, torch.split(out, taken), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+        return BackendWork([group.barrier()], outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        data: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> BackendWork:
+        if not output_splits and not input_splits:
+            return BackendWork([self._for(opts).all_to_all(output, data)], output)
+        taken = _elements(output, output_splits, self.group.size)
+        given = _elements(data, input_splits, self.group.size)
+        return BackendWork([self._for(opts).all_to_all_uneven(output, data, taken, given)], output)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> BackendWork:
+        return BackendWork([self._for(opts).barrier()], [])
+
+    def send(self, tensors: Tensors, dst: int, tag: int) -> BackendWork:
+        return BackendWork([self.group.send(tensor, dst, tag) for tensor in tensors], tensors)
+
+    def recv(self, tensors: Tensors, src: int, tag: int) -> BackendWork:
+        return BackendWork([self.group.recv(tensor, src, tag) for tensor in tensors], tensors)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> BackendWork:
+        return self.recv(tensors, ANY_SOURCE, tag)
+
+    recvAnysource = recv_anysource
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier that says which ranks did not come; rank 0 looks after it."""
+        self._barriers += 1
+        tag, token = reserved_tag(self._barriers), torch.zeros(1)
+        limit_s = self.group.timeout_s if timeout is None else timeout.total_seconds()
+        if self.group.rank:
+            sent, answer = self.group.send(token, 0, tag), torch.zeros(1)
+            try:
+                self.group.recv(answer, 0, tag).wait(limit_s)
+                sent.wait(limit_s)
+            except PeerLost as error:
+                raise RuntimeError(
+                    f"Rank {self.group.rank} successfully reached monitoredBarrier, but received "
+                    f"errors while waiting for send/recv from rank 0: {error}"
+                ) from error
+            return
+        missing = self._missing(tag, token, limit_s, wait_all_ranks)
+        if missing:
+            ranks = ", ".join(str(rank) for rank in missing)
+            raise RuntimeError(
+                f"{'Ranks' if wait_all_ranks else 'Rank'} {ranks} failed to pass monitoredBarrier "
+                f"in {limit_s * 1e3:.0f} ms"
+            )
+        for going in [self.group.send(token, peer, tag) for peer in range(1, self.group.size)]:
+            going.wait(limit_s)
+
+    def _missing(self, tag: int, token: Tensor, limit_s: float, all_of_them: bool) -> list[int]:
+        missing: list[int] = []
+        deadline_s = time.monotonic() + limit_s
+        peers = range(1, self.group.size)
+        calls = [self.group.recv(token.clone(), peer, tag) for peer in peers]
+        for peer, call in zip(peers, calls, strict=True):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 and not missing:
+                raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {limit_s:g} s")
+            try:
+                call.wait(max(left_s, 0.001))
+            except PeerLost:
+                missing.append(peer)
+                if not all_of_them:
+                    break
+        return missing
+
+    monitoredBarrier: Callable[..., None] = monitored_barrier
+
+
+def _all_reduce(group: AnyGroup, data: Tensor, op: str) -> LaneWork:
+    if not data.is_sparse:
+        return group.combine("all_reduce", data, data, data.numel(), op)
+    if op != "sum":
+        raise BadInput(f"sparse tensors can be summed; the shoal backend has no {op} of them")
+    add_sparse(group, data)
+    return group.barrier()
+
+
+def _elements(data: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Splits count rows of the first dimension; none: equal ones."""
+    rows = data.shape[0] if data.dim() else 0
+    counts = list(splits) or [rows // size] * size
+    if len(counts) != size or sum(counts) != rows:
+        raise BadInput(f"splits {counts} do not add up to {rows} rows for {size} ranks")
+    per_row = data.numel() // rows if rows else 0
+    return [count * per_row for count in counts]

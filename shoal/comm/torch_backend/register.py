@@ -1,0 +1,46 @@
+"""The name "shoal" in torch.distributed. Nothing of Shoal is loaded before a group is made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def register() -> None:
+    if not dist.is_available() or hasattr(dist.Backend, "SHOAL"):
+        return
+    dist.Backend.register_backend("shoal", _create, devices=["cpu", "cuda"])
+    # torch's own function asks for Gloo by name before it asks the group
+    wider = _also_for_shoal(dist.monitored_barrier)
+    dist.monitored_barrier = distributed_c10d.monitored_barrier = wider
+
+
+def _create(*args: Any) -> Any:
+    from shoal.comm.torch_backend.process_group import create
+
+    return create(*args)
+
+
+def _also_for_shoal(torchs_own: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(torchs_own)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        chosen: Any = dist.group.WORLD if group is None else group
+        if chosen not in (None, dist.GroupMember.NON_GROUP_MEMBER) and _is_ours(chosen):
+            if isinstance(timeout, int | float):
+                timeout = timedelta(seconds=timeout)
+            chosen.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            torchs_own(group, timeout, wait_all_ranks)
+
+    return monitored_barrier
+
+
+def _is_ours(group: Any) -> bool:
+    return dist.get_backend(group) == "shoal"

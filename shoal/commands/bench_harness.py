@@ -1,0 +1,45 @@
+"""How `shoal bench` runs a measurement in workers, and shows the numbers that it left."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.commands.launching import run_quietly
+from shoal.errors import BadInput
+
+
+def measured(
+    module: str,
+    options: Mapping[str, object],
+    workers: int,
+    env: Mapping[str, str],
+    run: Callable[[list[str], int, Mapping[str, str]], None] = run_quietly,
+) -> Any:
+    """What the workers that run `python -m module` with these options leave as their result."""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        result = Path(folder) / "result.json"
+        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        run([sys.executable, "-m", module, *words, "--result", str(result)], workers, env)
+        return json.loads(result.read_text())
+
+
+def say(what: str) -> None:
+    """A word on stderr while something takes its time."""
+    print(what, file=sys.stderr, flush=True)
+
+
+def check_names(option: str, given: Iterable[str], known: Collection[str]) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise BadInput(f"{option} takes {', '.join(known)}, not {', '.join(unknown)}")
+
+
+def spread(found: Mapping[str, float], unit: str, digits: int = 3) -> str:
+    """A median with its quartiles."""
+    median, low, high = (f"{found[key + unit]:.{digits}f}" for key in ("median", "low", "high"))
+    return f"{median} ({low} to {high})"

@@ -1,0 +1,1 @@
+"""Embedding tables whose rows live in a row store."""

@@ -1,0 +1,175 @@
+"""Strategies side by side: what the runs of one script under several of them have left behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from shoal.launch.run_dir import read_reports
+from shoal.observe.time_shares import Shares, shares_within
+from shoal.observe.trace import read
+from shoal.strategy.strategy import as_strategy
+
+BEGUN = "begun"  # the file that says that a run has
+LAST = 0.1  # the share of steps at the end that the final training loss is a mean over
+EQUAL = 0.01  # of the largest loss: more than rounding moves it
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a comparison."""
+
+    number: int
+    strategy: str
+    workers: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run went, for machines; None where it is not known.
+
+    `loss` is the one that job.evaluate found last, if its metric has a "loss", else the training
+    loss: the mean over the last tenth of the steps and all workers. `bytes_sent` is the mean over
+    workers of what each sent in the whole run, `most_bytes_sent` that of the busiest. Speeds and
+    shares of time (`computing`, `waiting` for others, `idle`: the rest) leave out the first fifth
+    of the steps, and are means over workers (`samples_per_s`: the sum). `speed_up` is that of
+    steps_per_s over single's.
+    `loss_difference` is the largest difference to the loss of the same step of single, relative
+    to the largest loss, where a strategy promises the same; `loss_gap` is loss - single's.
+    """
+
+    strategy: str
+    workers: int
+    refused: str | None = None
+    failed: str | None = None
+    steps: int = 0
+    loss: float | None = None
+    training_loss: float | None = None
+    first_loss: float | None = None
+    evaluated: dict[str, float] | None = None
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    speed_up: float | None = None
+    bytes_sent: float | None = None
+    most_bytes_sent: float | None = None
+    computing: float | None = None
+    waiting: float | None = None
+    idle: float | None = None
+    loss_difference: float | None = None
+    loss_gap: float | None = None
+
+    @property
+    def ran(self) -> bool:
+        return self.refused is None and self.failed is None
+
+    @property
+    def converges(self) -> bool:
+        """Whether the loss went down, and stayed a number."""
+        ends = (self.first_loss, self.training_loss)
+        return None not in ends and ends[1] < ends[0]  # type: ignore[operator]
+
+    @property
+    def against_single(self) -> str:
+        if self.loss_difference is not None and self.loss_difference <= EQUAL:
+            return f"equal ({self.loss_difference:.0e})"
+        if self.loss_difference is not None:
+            return f"differs by {self.loss_difference:.1%}"
+        if not self.converges:
+            return "does not converge"
+        return "converges" if self.loss_gap is None else f"converges, loss {self.loss_gap:+.3f}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "against_single": self.against_single if self.ran else None}
+
+
+def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float]) -> Outcome:
+    """What the reports of a run say; `base` is the run of single on one worker."""
+    reports = [r for r in read_reports(Path(entry.folder), entry.workers) if r is not None]
+    refused = next((r["refused"] for r in reports if "refused" in r), None)
+    if refused is not None:
+        return Outcome(entry.strategy, entry.workers, refused=str(refused))
+    if len(reports) < entry.workers:
+        return Outcome(entry.strategy, entry.workers, failed="it left no report")
+    strategy, losses = as_strategy(entry.strategy), reports[0]["losses"]
+    comparable = strategy.is_synchronous and strategy.reference != strategy
+    evaluated = reports[0]["evaluated"]
+    ends = [_end(report["losses"]) for report in reports]
+    training = _mean([end for end in ends if end is not None])
+    loss = evaluated.get("loss", training)
+    rate = _sum([report["samples_per_s"] for report in reports])
+    sent = [number for number in map(_bytes_sent, reports) if number is not None]
+    times = _times(Path(entry.folder), reports)
+    speed = _mean([r["steps_per_s"] for r in reports if r["steps_per_s"] is not None])
+    faster = speed / base.steps_per_s if base and base.steps_per_s and speed else None
+    if strategy.sync_for(entry.workers).takes_everything:
+        faster = None  # a step is of the whole dataset
+    return Outcome(
+        entry.strategy,
+        entry.workers,
+        steps=reports[0]["steps"],
+        loss=_finite(loss),
+        training_loss=_finite(training),
+        first_loss=_finite(_mean([r["losses"][0] for r in reports if r["losses"]])),
+        evaluated=evaluated or None,
+        steps_per_s=speed,
+        samples_per_s=rate,
+        speed_up=faster if base else 1.0,
+        bytes_sent=_mean(sent),
+        most_bytes_sent=max(sent, default=None),
+        computing=_mean([t.computing for t in times]),
+        waiting=_mean([t.exposed for t in times]),
+        idle=_mean([t.idle for t in times]),
+        loss_difference=_difference(losses, base_losses) if base and comparable else None,
+        loss_gap=loss - base.loss if base and base.loss is not None and loss is not None else None,
+    )
+
+
+def losses_of(entry: Entry) -> list[float]:
+    """The loss of every step, as rank 0 saw it."""
+    report = read_reports(Path(entry.folder), 1)[0]
+    return list(report["losses"]) if report and "losses" in report else []
+
+
+def _times(folder: Path, reports: Sequence[dict[str, Any]]) -> list[Shares]:
+    """Of each worker, in the time in which its speed was measured."""
+    found, spans = [], read(folder)
+    for report in reports:
+        if report["measured_ns"] is not None and report["rank"] in spans:
+            found.append(shares_within(spans[report["rank"]], *report["measured_ns"]))
+    return found
+
+
+def _bytes_sent(report: dict[str, Any]) -> int | None:
+    """None where the strategy does not count them."""
+    counts = [sync.get("bytes_sent") for sync in report["sync"]]
+    return None if None in counts else sum(counts)
+
+
+def _end(losses: Sequence[float]) -> float | None:
+    return fmean(losses[-max(1, int(LAST * len(losses))) :]) if losses else None
+
+
+def _difference(losses: Sequence[float], base: Sequence[float]) -> float | None:
+    if not base or len(losses) != len(base):
+        return None
+    largest = max(abs(loss) for loss in base)
+    found = max(abs(a - b) for a, b in zip(losses, base, strict=True)) / max(largest, 1e-300)
+    return found if math.isfinite(found) else math.inf
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return fmean(numbers) if numbers else None
+
+
+def _sum(numbers: Sequence[float | None]) -> float | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known else None
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None

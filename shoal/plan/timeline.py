@@ -1,0 +1,166 @@
+"""How long a pipeline takes: every action's begin and end, the bubble, from its schedule alone.
+
+A stage does its actions in their order, each as soon as the one before has ended and its input has
+arrived. An input from another stage arrives `transfer` after the action that made it; sending and
+receiving cost a stage no time of its own, and channels have room for everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from shoal.errors import BadInput
+from shoal.schedules.pipelines.actions import Action, Kind, Pipeline, virtual_stage
+from shoal.schedules.pipelines.proof import prove
+
+Time = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Times:
+    """What one micro-batch takes, in any unit.
+
+    A number holds for every stage: for all its chunks together, each of which takes an equal part.
+    A list has a number for each stage, or for each virtual stage. `backward` is the gradient of the
+    input alone and `weight` that of the weights; a whole backward takes both.
+    """
+
+    forward: Time = 1.0
+    backward: Time = 1.0
+    weight: Time = 1.0
+    transfer: float = 0.0
+
+    def table(self, pipeline: Pipeline) -> dict[Kind, list[float]]:
+        """Of every kind, for each virtual stage."""
+        forward = _spread("forward", self.forward, pipeline)
+        backward = _spread("backward", self.backward, pipeline)
+        weight = _spread("weight", self.weight, pipeline)
+        _check("transfer", self.transfer)
+        whole = [one + other for one, other in zip(backward, weight, strict=True)]
+        return {
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: whole,
+            Kind.INPUT: backward,
+            Kind.WEIGHT: weight,
+        }
+
+
+def _spread(name: str, time: Time, pipeline: Pipeline) -> list[float]:
+    stages, chunks = pipeline.stages, pipeline.chunks
+    given = list(time) if isinstance(time, Sequence) else [time] * stages
+    for number in given:
+        _check(name, number)
+    if len(given) == stages:
+        return [number / chunks for number in given] * chunks
+    if len(given) == stages * chunks:
+        return given
+    wanted = f"{stages}" + (f" or {stages * chunks}" if chunks > 1 else "")
+    raise BadInput(f"{name} has {len(given)} times, and {pipeline} needs {wanted}, or one for all")
+
+
+def _check(name: str, number: float) -> None:
+    if not (math.isfinite(number) and number >= 0):
+        raise BadInput(f"{name} takes a time of 0 or more, not {number:g}")
+
+
+class Span(NamedTuple):
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every stage does what."""
+
+    pipeline: Pipeline
+    spans: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first begin, 0, to the last end of all stages."""
+        return max(spans[-1].end for spans in self.spans)
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """How long each stage computes."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @cached_property
+    def lengths(self) -> tuple[float, ...]:
+        """From each stage's first begin to its last end."""
+        return tuple(spans[-1].end - spans[0].start for spans in self.spans)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The share of each stage's length in which it does not compute."""
+        return tuple(
+            1 - work / length if length else 0.0
+            for work, length in zip(self.work, self.lengths, strict=True)
+        )
+
+    @property
+    def bubble(self) -> float:
+        """1 - ideal / cost: the work of the busiest stage against the longest length of a stage.
+
+        That is how the zero-bubble paper counts. Where stages begin one after the other and end so
+        too, the next step can begin in time, and the makespan would count that as lost.
+        """
+        return 1 - max(self.work) / max(self.lengths)
+
+    @property
+    def idle(self) -> float:
+        """The share of all stages' time in which they do not compute, over the whole makespan."""
+        return 1 - sum(self.work) / (self.makespan * len(self.work))
+
+
+def simulate(pipeline: Pipeline, times: Times | None = None) -> Timeline:
+    """Begin and end of every action; a schedule that hangs is refused as `prove` does it."""
+    times = times or Times()
+    table = times.table(pipeline)
+    if not any(map(sum, table.values())):
+        raise BadInput("a pipeline in which nothing takes time has no timeline")
+    spans: list[list[Span]] = [[] for _ in range(pipeline.stages)]
+    ends: dict[tuple[int, bool, int], float] = {}  # virtual stage, forward?, micro-batch
+    waiting = set(range(pipeline.stages))
+    while waiting:
+        stage = waiting.pop()
+        waiting |= _advance(pipeline, stage, spans[stage], ends, table, times.transfer)
+    done = [len(one) for one in spans]
+    if 0 in done or done != [len(one) for one in pipeline.actions]:
+        prove(pipeline)  # tells what is wrong
+    return Timeline(pipeline, tuple(map(tuple, spans)))
+
+
+def _advance(
+    pipeline: Pipeline,
+    stage: int,
+    spans: list[Span],
+    ends: dict[tuple[int, bool, int], float],
+    table: dict[Kind, list[float]],
+    transfer: float,
+) -> set[int]:
+    """As far as the stage can go; which stages may go on because of it."""
+    stirred: set[int] = set()
+    actions = pipeline.actions[stage]
+    while len(spans) < len(actions):
+        action = actions[len(spans)]
+        begin = spans[-1].end if spans else 0.0
+        is_forward = action.kind is Kind.FORWARD
+        giver, taker = pipeline.giver(stage, action), pipeline.taker(stage, action)
+        if giver is not None:
+            key = (virtual_stage(pipeline.stages, *giver), is_forward, action.microbatch)
+            if key not in ends:
+                break
+            begin = max(begin, ends[key] + (transfer if giver.stage != stage else 0.0))
+        virtual = virtual_stage(pipeline.stages, stage, action.chunk)
+        span = Span(action, begin, begin + table[action.kind][virtual])
+        spans.append(span)
+        if taker is not None:
+            ends[virtual, is_forward, action.microbatch] = span.end
+            stirred.add(taker.stage)
+    return stirred - {stage}

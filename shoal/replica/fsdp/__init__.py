@@ -1,0 +1,1 @@
+"""Parameters sharded over replicas: gathered before use, released after."""

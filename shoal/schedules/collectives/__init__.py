@@ -1,0 +1,1 @@
+"""Collectives as data: rounds of transfers; built, proven and priced."""

@@ -1,0 +1,101 @@
+"""A collective is rounds of transfers between ranks; nothing else.
+
+The data of a collective is cut into `chunks`. Every rank has one slot for every chunk, and a
+transfer carries one slot of one rank to the same slot (or to `into`) of another.
+
+- All transfers of a round read what their slots held *before* the round; then they write. So two
+  ranks can exchange a chunk in one round, and the order of transfers within it has no meaning.
+- Transfers of a round with the same source and destination travel as one message.
+- Slots `chunks` to `chunks + scratch - 1` are scratch: empty at first, gone at the end; scratch
+  slot `chunks + i` is as large as chunk `i % chunks`.
+
+What chunk c is depends on the kind, since some kinds divide the data among ranks. A kind has
+*units* (see `kinds.py`), every unit is cut into the same number of chunks, and chunk c is part
+of unit `c // (chunks // units)`:
+
+    broadcast reduce all_reduce scan barrier   1 unit: the whole vector
+    scatter gather all_gather reduce_scatter   p units: unit r is the piece that belongs to rank r
+    all_to_all                                 p*p units: unit s*p + d goes from rank s to rank d
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shoal.errors import BadInput
+from shoal.schedules.collectives.kinds import Kind, kind_named
+from shoal.schedules.collectives.transfer_table import Table, Transfer, from_rounds
+
+__all__ = ["Collective", "Transfer", "rooted_at"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A schedule with a name. `one_port` claims one message out and one in per rank and round.
+
+    `same_bits` says that all ranks add in the same order, so that results that ought to be
+    equal are equal to the last bit.
+    """
+
+    name: str
+    ranks: int
+    chunks: int
+    rounds: Sequence[Sequence[Transfer]]
+    kind: str = "all_reduce"
+    root: int = 0
+    one_port: bool = False
+    scratch: int = 0
+    same_bits: bool = True
+
+    def __post_init__(self) -> None:
+        units = self.pattern.units(self.ranks)
+        if self.ranks < 1 or self.chunks < 1 or self.chunks % units:
+            raise BadInput(
+                f"{self.kind} over {self.ranks} ranks needs a multiple of {units} chunks, "
+                f"and {self.name} has {self.chunks}"
+            )
+        if not isinstance(self.rounds, Table):
+            object.__setattr__(self, "rounds", from_rounds(self.rounds))
+
+    @property
+    def table(self) -> Table:
+        assert isinstance(self.rounds, Table)
+        return self.rounds
+
+    @property
+    def pattern(self) -> Kind:
+        return kind_named(self.kind)
+
+    @property
+    def chunks_per_unit(self) -> int:
+        return self.chunks // self.pattern.units(self.ranks)
+
+    @property
+    def slots(self) -> int:
+        return self.chunks + self.scratch
+
+    def chunk_bytes(self, num_bytes: float) -> float:
+        """The bytes of one chunk where a rank's vector has `num_bytes`; a barrier has none."""
+        if self.kind == "barrier":
+            return 0.0
+        copies = self.ranks if self.kind == "all_to_all" else 1
+        return num_bytes * copies / self.chunks
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} over {self.ranks} ranks"
+
+
+def rooted_at(collective: Collective, root: int) -> Collective:
+    """The same schedule with its ranks turned round, so that rank 0's part falls to `root`."""
+    if root == collective.root:
+        return collective
+    ranks, per_unit = collective.ranks, collective.chunks_per_unit
+    turn = (np.arange(ranks) + root - collective.root) % ranks
+    slots = np.arange(collective.slots)
+    if collective.pattern.units(ranks) == ranks and ranks > 1:
+        unit, part = np.divmod(slots[: collective.chunks], per_unit)
+        slots[: collective.chunks] = turn[unit] * per_unit + part
+    return replace(collective, root=root, rounds=collective.table.relabelled(turn, slots))

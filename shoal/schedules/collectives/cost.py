@@ -1,0 +1,157 @@
+"""What a schedule costs, counted from its transfers alone.
+
+The model: a message of n bytes takes alpha + n*beta. Every rank has one port out and one port
+in, which work at the same time, each with one message at a time. So in a round a rank is busy
+for the longer of its sends and its receives, plus gamma for every byte that it reduces. A round
+ends when its slowest rank has finished, and the next begins then:
+
+    time = sum over rounds of max over ranks of ( max(sends, receives) + gamma * reduced )
+
+Copies within a rank are free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.schedules.collectives import catalog
+from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives.transfer_table import Ints
+
+Floats = NDArray[np.float64]
+Longs = NDArray[np.int64]
+_DENSE = 1 << 23  # up to so many (round, rank) cells are held as a full matrix
+
+
+@dataclass(frozen=True)
+class Link:
+    """A port: seconds per message, per byte sent, per byte reduced. 10 GB/s by default."""
+
+    alpha_s: float = 10e-6
+    beta_s_per_byte: float = 1e-10
+    gamma_s_per_byte: float = 0.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Messages and chunks by cell; a cell is one rank in one round, sorted by round."""
+
+    rounds: int
+    cell_starts: Longs  # the first cell of every round
+    cell_ranks: Longs
+    sent_messages: Floats
+    received_messages: Floats
+    sent_chunks: Floats
+    received_chunks: Floats
+    reduced_chunks: Floats
+    ranks: int
+
+    def time_s(self, chunk_bytes: float, link: Link) -> float:
+        per_chunk = chunk_bytes * link.beta_s_per_byte
+        sends = self.sent_messages * link.alpha_s + self.sent_chunks * per_chunk
+        receives = self.received_messages * link.alpha_s + self.received_chunks * per_chunk
+        busy = np.maximum(sends, receives)
+        busy += self.reduced_chunks * (chunk_bytes * link.gamma_s_per_byte)
+        return float(np.maximum.reduceat(busy, self.cell_starts).sum()) if busy.size else 0.0
+
+    def by_rank(self, cells: Floats) -> Floats:
+        return np.bincount(self.cell_ranks, cells, minlength=self.ranks).astype(np.float64)
+
+    @property
+    def busiest_chunks(self) -> float:
+        """What the busiest port carries: per round the larger of its sends and receives."""
+        return float(self.by_rank(np.maximum(self.sent_chunks, self.received_chunks)).max())
+
+
+def traffic(collective: Collective) -> Traffic:
+    """Count the messages and chunks of every rank in every round."""
+    table, ranks = collective.table, collective.ranks
+    wire = table.src != table.dst
+    when, src, dst = (column[wire] for column in (table.round, table.src, table.dst))
+    first, reduced = _first_of_message(when, src, dst, ranks), table.reduce[wire]
+    cells, sender, receiver = _cells(when.astype(np.int64) * ranks, src, dst, len(table) * ranks)
+
+    def count(cells_of_rows: Longs) -> Floats:
+        return np.bincount(cells_of_rows, minlength=cells.size).astype(np.float64)
+
+    return Traffic(
+        int(np.count_nonzero(np.diff(when, prepend=-1))),
+        np.flatnonzero(np.diff(cells // ranks, prepend=-1)),
+        cells % ranks,
+        count(sender[first]),
+        count(receiver[first]),
+        count(sender),
+        count(receiver),
+        count(receiver[reduced]),
+        ranks,
+    )
+
+
+def memory_chunks(collective: Collective, found: Traffic) -> float:
+    """The chunks a rank must have room for beyond its input and output, at the worst moment.
+
+    Scratch slots, what arrives in one round to be added, and pieces on their way to others.
+    """
+    arriving = float(found.reduced_chunks.max(initial=0.0))
+    return collective.scratch + arriving + _passing(collective)
+
+
+def _passing(collective: Collective) -> float:
+    """The most chunks that a rank holds only to pass them on."""
+    kind, ranks, table = collective.pattern, collective.ranks, collective.table
+    if kind.reduces or kind.units(ranks) == 1 or kind.name == "all_gather":
+        return 0.0
+    unit, root = table.chunk // collective.chunks_per_unit, collective.root
+    cell = table.round.astype(np.int64) * ranks
+    taken = (cell + table.dst)[~kind.ends(table.dst, unit, ranks, root)]
+    given = (cell + table.src)[~kind.begins(table.src, unit, ranks, root)]
+    size = len(table) * ranks
+    change = np.bincount(taken, minlength=size) - np.bincount(given, minlength=size)
+    return float(np.cumsum(change.reshape(-1, ranks), axis=0).max(initial=0))
+
+
+@lru_cache(maxsize=512)
+def cheapest(kind: str, ranks: int, num_bytes: int, link: Link) -> str:
+    """The algorithm with the lowest time; on a tie the one that is listed first."""
+    times = {
+        entry.name: predicted_s(kind, entry.name, ranks, num_bytes, link)
+        for entry in catalog.CATALOG[kind].values()
+        if not entry.for_show
+    }
+    return min(times, key=lambda name: times[name])
+
+
+def predicted_s(kind: str, name: str, ranks: int, num_bytes: int, link: Link) -> float:
+    chunk, found = _counted(kind, name, ranks)
+    return found.time_s(num_bytes * chunk, link)
+
+
+@lru_cache(maxsize=64)
+def _counted(kind: str, name: str, ranks: int) -> tuple[float, Traffic]:
+    collective = catalog.build(kind, name, ranks)
+    return collective.chunk_bytes(1.0), traffic(collective)
+
+
+def _first_of_message(when: Ints, src: Ints, dst: Ints, ranks: int) -> Longs:
+    """One row of every message: rows with the same round, source and destination."""
+    key = (when.astype(np.int64) * ranks + src) * ranks + dst
+    change = np.flatnonzero(np.diff(key, prepend=-1))  # most messages lie in one piece
+    if np.all(np.diff(key[change]) > 0):
+        return change
+    return change[np.unique(key[change], return_index=True)[1]]
+
+
+def _cells(when: Longs, src: Ints, dst: Ints, size: int) -> tuple[Longs, Longs, Longs]:
+    """The cells to count in, and every row's two: all cells, or of too many those in use."""
+    if size <= _DENSE:
+        return np.arange(size), when + src, when + dst
+    keys = np.stack([when + src, when + dst], axis=1).ravel()  # nearly sorted, by round
+    order = np.argsort(keys, kind="stable")
+    fresh = np.diff(keys[order], prepend=-1) > 0
+    cell = np.empty_like(order)
+    cell[order] = np.cumsum(fresh) - 1
+    return keys[order][fresh], cell[0::2], cell[1::2]

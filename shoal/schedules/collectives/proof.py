@@ -1,0 +1,200 @@
+"""Run a schedule with names instead of numbers, and see that everything arrives exactly once.
+
+Every slot holds the set of ranks whose contributions are in it, as the bits of an integer. A
+transfer reads the set before its round and joins it to, or puts it in place of, another. A
+schedule is refused in the first round where
+
+- a rank sends what it has not got, or adds to what it has not got;
+- a contribution would be added twice;
+- a slot is overwritten while something else is written to it;
+- a rank sends or receives two messages although the schedule claims one port;
+
+or at the end where a rank lacks a contribution, or holds one that it should not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.errors import CheckFailed
+from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives.kinds import Where
+
+State = list[dict[int, int]]  # for every rank: slot -> contributions as bits of ranks
+
+
+class ProofFailed(CheckFailed):
+    """A schedule is wrong. `round` counts from 0; None: the end was reached, and is not right."""
+
+    def __init__(self, collective: Collective, round: int | None, rank: int, what: str):
+        self.round, self.rank, self.what = round, rank, what
+        where = "at the end" if round is None else f"in round {round}"
+        super().__init__(f"{collective} is wrong: {where} rank {rank} {what}")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was shown: so many rounds and transfers, all of them in order."""
+
+    rounds: int
+    transfers: int
+
+
+def prove(collective: Collective) -> Proof:
+    """Raise `ProofFailed` unless every rank ends with exactly what it should have."""
+    _check_names(collective)
+    state = initial(collective)
+    for _ in states(collective, state):
+        pass
+    _check_end(collective, state)
+    return Proof(len(collective.table), collective.table.num_transfers)
+
+
+def initial(collective: Collective) -> State:
+    """What every rank holds before the first round."""
+    state: State = [{} for _ in range(collective.ranks)]
+    per_unit = collective.chunks_per_unit
+    for rank, unit in _holders(collective, collective.pattern.begins):
+        for chunk in range(unit * per_unit, (unit + 1) * per_unit):
+            state[rank][chunk] = 1 << rank
+    return state
+
+
+def states(collective: Collective, state: State | None = None) -> Iterator[State]:
+    """The same state object after each round, changed in place."""
+    state = initial(collective) if state is None else state
+    table = collective.table
+    columns = (table.round, table.src, table.dst, table.chunk, table.into, table.reduce)
+    listed = [column.tolist() for column in columns]
+    first, count = 0, len(listed[0])
+    for number in range(len(table)):
+        last = first
+        while last < count and listed[0][last] == number:
+            last += 1
+        part = [column[first:last] for column in listed[1:]]
+        if collective.one_port:
+            _check_ports(collective, number, part[0], part[1])
+        _apply(collective, number, state, part)
+        first = last
+        yield state
+
+
+def _apply(collective: Collective, number: int, state: State, part: list[list[int]]) -> None:
+    """One round: read everything first, then write."""
+    srcs, dsts, chunks, intos, reduces = part
+    values = [state[src].get(chunk) for src, chunk in zip(srcs, chunks, strict=True)]
+    replaced: set[tuple[int, int]] = set()
+    added: set[tuple[int, int]] = set()
+    overlap = collective.pattern.overlap
+    for row, (rank, slot, reduce, held) in enumerate(
+        zip(dsts, intos, reduces, values, strict=True)
+    ):
+        if held is None:
+            what = f"sends {_slot(collective, chunks[row])} to rank {rank} before it has it"
+            raise ProofFailed(collective, number, srcs[row], what)
+        key = (rank, slot)
+        if key in replaced or (not reduce and key in added):
+            what = f"overwrites {_slot(collective, slot)} while something else is written to it"
+            raise ProofFailed(collective, number, rank, what)
+        if not reduce:
+            replaced.add(key)
+            state[rank][slot] = held
+            continue
+        added.add(key)
+        own = state[rank].get(slot)
+        if own is None:
+            what = f"adds to {_slot(collective, slot)} before it has it"
+            raise ProofFailed(collective, number, rank, what)
+        if own & held and not overlap:
+            twice, where = _ranks(own & held), _slot(collective, slot)
+            what = f"adds the contribution of {twice} to {where} twice"
+            raise ProofFailed(collective, number, rank, what)
+        state[rank][slot] = own | held
+
+
+def _check_ports(collective: Collective, number: int, srcs: list[int], dsts: list[int]) -> None:
+    sends: dict[int, int] = {}
+    receives: dict[int, int] = {}
+    for src, dst in zip(srcs, dsts, strict=True):
+        if src == dst:
+            continue
+        if sends.setdefault(src, dst) != dst:
+            what = f"sends to ranks {sends[src]} and {dst}, and claims one port"
+            raise ProofFailed(collective, number, src, what)
+        if receives.setdefault(dst, src) != src:
+            what = f"receives from ranks {receives[dst]} and {src}, and claims one port"
+            raise ProofFailed(collective, number, dst, what)
+
+
+def _check_end(collective: Collective, state: State) -> None:
+    kind, per_unit = collective.pattern, collective.chunks_per_unit
+    sources: dict[int, int] = defaultdict(int)
+    for rank, unit in _holders(collective, kind.begins):
+        sources[unit] |= 1 << rank
+    for rank, unit in _holders(collective, kind.ends):
+        wanted = sources[unit]
+        if kind.prefix is not None:
+            wanted &= (1 << rank + kind.prefix) - 1
+        for chunk in range(unit * per_unit, (unit + 1) * per_unit):
+            _check_slot(collective, state, rank, chunk, wanted)
+
+
+def _holders(collective: Collective, where: Where) -> Iterator[tuple[int, int]]:
+    """The pairs of rank and unit for which `where` holds."""
+    ranks, units = collective.ranks, collective.pattern.units(collective.ranks)
+    held = where(np.arange(ranks)[:, None], np.arange(units)[None, :], ranks, collective.root)
+    found = np.nonzero(np.broadcast_to(held, (ranks, units)))
+    yield from zip(found[0].tolist(), found[1].tolist(), strict=True)
+
+
+def _check_slot(collective: Collective, state: State, rank: int, chunk: int, wanted: int) -> None:
+    held = state[rank].get(chunk, 0)
+    if wanted & ~held:
+        what = f"lacks the contribution of {_ranks(wanted & ~held)} in chunk {chunk}"
+        raise ProofFailed(collective, None, rank, what)
+    if held & ~wanted:
+        what = f"holds the contribution of {_ranks(held & ~wanted)} in chunk {chunk}"
+        raise ProofFailed(collective, None, rank, what + ", which should not be there")
+
+
+def _check_names(collective: Collective) -> None:
+    """Ranks and slots exist, and a chunk only goes to a slot of its own size."""
+    for number, transfers in enumerate(_suspects(collective)):
+        for src, dst, chunk, into in transfers:
+            for rank in (src, dst):
+                if not 0 <= rank < collective.ranks:
+                    what = f"takes part, and there are {collective.ranks} ranks"
+                    raise ProofFailed(collective, number, rank, what)
+            what = f"sends slot {chunk} to rank {dst} into slot {into}, which does not fit it"
+            raise ProofFailed(collective, number, src, what)
+
+
+def _suspects(collective: Collective) -> Iterator[list[tuple[int, int, int, int]]]:
+    table, ranks, slots = collective.table, collective.ranks, collective.slots
+    wrong = (table.src < 0) | (table.src >= ranks) | (table.dst < 0) | (table.dst >= ranks)
+    for column in (table.chunk, table.into):
+        wrong |= (column < 0) | (column >= slots)
+    wrong |= table.chunk % collective.chunks != table.into % collective.chunks
+    if not wrong.any():
+        return
+    first = int(wrong.argmax())
+    for _ in range(int(table.round[first])):
+        yield []
+    row = (table.src[first], table.dst[first], table.chunk[first], table.into[first])
+    src, dst, chunk, into = (int(value) for value in row)
+    yield [(src, dst, chunk, into)]
+
+
+def _slot(collective: Collective, slot: int) -> str:
+    chunks = collective.chunks
+    return f"chunk {slot}" if slot < chunks else f"scratch slot {slot - chunks}"
+
+
+def _ranks(bits: int) -> str:
+    found = [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
+    listed = ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
+    return f"rank {listed}" if len(found) == 1 else f"ranks {listed}"

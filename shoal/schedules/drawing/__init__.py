@@ -1,0 +1,1 @@
+"""Collectives drawn: in the terminal and as animated SVG."""

@@ -1,0 +1,106 @@
+"""A schedule told round by round: what moves, and what everybody holds then.
+
+The terminal drawing and the animated picture are both made from this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives.proof import State, initial, states
+from shoal.schedules.collectives.transfer_table import Transfer
+
+_STARTS = {
+    "broadcast": "The root has the vector; the others wait for it.",
+    "scatter": "The root has all pieces; each rank is to get its own.",
+    "gather": "Every rank has its own piece; the root is to get all.",
+    "all_gather": "Every rank has its own piece; all are to get all pieces.",
+    "all_to_all": "Every rank has one piece for every rank.",
+    "barrier": "Every rank knows only that it has come itself.",
+}
+_ENDS = {
+    "broadcast": "Done: all ranks have the vector.",
+    "reduce": "Done: the root has the sum of all.",
+    "scatter": "Done: every rank has its piece.",
+    "gather": "Done: the root has all pieces.",
+    "all_gather": "Done: all ranks have all pieces.",
+    "reduce_scatter": "Done: every rank has one piece of the sum of all.",
+    "all_to_all": "Done: every rank has the pieces that were meant for it.",
+    "scan": "Done: every rank has the sum of all ranks up to itself.",
+    "exclusive_scan": "Done: every rank has the sum of all ranks before it.",
+    "barrier": "Done: all ranks know that all have come.",
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One round: its transfers, one sentence about them, and the holdings before and after."""
+
+    title: str
+    text: str
+    transfers: tuple[Transfer, ...]
+    before: State
+    after: State
+
+
+def tell(collective: Collective) -> list[Scene]:
+    """The scenes of a schedule; it is refused like a proof where it goes wrong."""
+    state = initial(collective)
+    scenes = []
+    running = states(collective, state)
+    total = len(collective.table)
+    for number, transfers in enumerate(collective.rounds):
+        before = [dict(slots) for slots in state]
+        next(running)
+        after = [dict(slots) for slots in state]
+        title, text = f"Round {number + 1} of {total}", _sentence(collective, transfers)
+        scenes.append(Scene(title, text, tuple(transfers), before, after))
+    return scenes
+
+
+def opening(collective: Collective) -> str:
+    plural = "chunk" if collective.chunks == 1 else "chunks"
+    cut = f"Every rank has a vector of its own, in {collective.chunks} {plural}."
+    return _STARTS.get(collective.kind, cut)
+
+
+def ending(collective: Collective) -> str:
+    return _ENDS.get(collective.kind, "Done: all ranks have the sum of all.")
+
+
+def slot_label(collective: Collective, slot: int) -> str:
+    """`c2` is chunk 2, `0→3` the piece from rank 0 to rank 3, `s0` a scratch slot."""
+    if slot >= collective.chunks:
+        return f"s{slot - collective.chunks}"
+    if collective.kind == "all_to_all" and collective.chunks_per_unit == 1:
+        return f"{slot // collective.ranks}→{slot % collective.ranks}"
+    return f"c{slot}"
+
+
+def _sentence(collective: Collective, transfers: Sequence[Transfer]) -> str:
+    moves = [t for t in transfers if t.src != t.dst]
+    if not moves:
+        return "Every rank works on what it has; nothing is sent."
+    adds = {t.reduce for t in moves}
+    how = {
+        frozenset({True}): "adds it to its own data",
+        frozenset({False}): "keeps it",
+    }.get(frozenset(adds), "adds it (solid arrow) or keeps it (dashed)")
+    return f"{_who(moves, collective.ranks)}; who receives it {how}."
+
+
+def _who(moves: list[Transfer], ranks: int) -> str:
+    chunks = Counter(t.src for t in moves)
+    messages = {(t.src, t.dst) for t in moves}
+    most = max(chunks.values())
+    amount = "1 chunk" if most == 1 else f"up to {most} chunks"
+    if len(chunks) == 1:
+        receivers = len({dst for _, dst in messages})
+        to = f"rank {moves[0].dst}" if receivers == 1 else f"{receivers} ranks"
+        return f"Rank {moves[0].src} sends {amount} to {to}"
+    if len(chunks) == ranks:
+        return f"Every rank sends {amount}"
+    return f"{len(chunks)} ranks send {amount} each"

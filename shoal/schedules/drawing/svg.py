@@ -1,0 +1,232 @@
+"""A schedule as an animated SVG that needs nothing but a browser.
+
+Every rank is a box with its chunks. A chunk has a lamp for every rank, which is lit where that
+rank's contribution is in it. In a round copies of chunks travel along arrows and light lamps
+where they arrive. The film runs in a loop; a viewer without animation sees the start.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from html import escape
+
+from shoal.errors import BadInput
+from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives.proof import State, initial
+from shoal.schedules.collectives.transfer_table import Transfer
+from shoal.schedules.drawing.animation import Film
+from shoal.schedules.drawing.frames import Scene, ending, opening, slot_label, tell
+
+MOST_RANKS, MOST_TRANSFERS = 16, 1500
+_LAMP, _GAP, _MARGIN, _HEAD = 16, 5, 24, 122
+_HUES = ["#0072b2", "#e69f00", "#009e73", "#cc4778", "#56b4e9", "#d55e00", "#7b5ea7", "#8a8d00"]
+_STYLE = """
+text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733}
+.title{font-size:20px;font-weight:700}.text{font-size:16px}.note{font-size:13px;fill:#5a6675}
+.rank{font-size:14px;font-weight:700}.slot{font-size:12px;fill:#5a6675}
+.box{fill:#fff;stroke:#9aa5b1;stroke-width:1.5}.cell{fill:#f1f4f7;stroke:#c3cbd4}
+.full{fill:#d9f2e3;stroke:#2e9e5b;stroke-width:2}.off{fill:#fff;stroke:#c3cbd4}
+.arrow{stroke:#1d2733;stroke-width:2;fill:none}.put{stroke-dasharray:6 4}
+.token{fill:#fff8dc;stroke:#1d2733;stroke-width:1.5}
+"""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where everything is: sizes in pixels, and the top left corner of each rank's box."""
+
+    collective: Collective
+    columns: int
+    corners: list[tuple[float, float]]
+    size: tuple[float, float]
+
+    @property
+    def cell(self) -> tuple[float, float]:
+        lamps = min(self.collective.ranks, 8)
+        lines = math.ceil(self.collective.ranks / 8)
+        return lamps * _LAMP + 2 * _GAP, lines * _LAMP + 2 * _GAP
+
+    def at(self, rank: int, slot: int) -> tuple[float, float]:
+        """The top left corner of a slot."""
+        row, column = divmod(slot, self.columns)
+        x, y = self.corners[rank]
+        return x + 34 + column * (self.cell[0] + 34), y + 28 + row * (self.cell[1] + 4)
+
+
+def animated_svg(collective: Collective) -> str:
+    """The whole picture as text."""
+    if collective.ranks > MOST_RANKS or collective.table.num_transfers > MOST_TRANSFERS:
+        raise BadInput(
+            f"{collective} has {collective.table.num_transfers} transfers, too many to watch: "
+            f"ask for fewer ranks"
+        )
+    plan, scenes = _plan(collective), tell(collective)
+    film = Film(len(scenes))
+    body = [_captions(plan, scenes, film), _legend(plan)]
+    body += [_arrows(plan, number, scene, film) for number, scene in enumerate(scenes)]
+    body += [_box(plan, rank, scenes, film) for rank in range(collective.ranks)]
+    body += [_tokens(plan, number, scene, film) for number, scene in enumerate(scenes)]
+    width, height = plan.size
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}" role="img" style="max-width:100%;height:auto">'
+        f"<title>{escape(str(collective))}</title><style>{_STYLE}</style>"
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+        'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#1d2733"/></marker></defs>'
+        f'<rect width="100%" height="100%" fill="#fbfcfd"/>{"".join(body)}</svg>\n'
+    )
+
+
+def _plan(collective: Collective) -> _Plan:
+    slots = collective.slots
+    columns = 1 if slots <= 8 else min(math.ceil(math.sqrt(slots)), 8)
+    draft = _Plan(collective, columns, [(0.0, 0.0)], (0.0, 0.0))
+    wide = 34 + columns * (draft.cell[0] + 34) - 22
+    high = 36 + math.ceil(slots / columns) * (draft.cell[1] + 4)
+    ranks = collective.ranks
+    spread = ranks / (2 * math.pi) * 1.25
+    radius_x = max(wide * 1.5, wide * spread)
+    radius_y = max(high * 1.1, high * spread, 130.0)
+    if ranks == 1:
+        radius_x = radius_y = 0.0
+    width = max(2 * radius_x + wide + 2 * _MARGIN, 640)
+    height = _HEAD + 2 * radius_y + high + _MARGIN + 58
+    centre = (width / 2, _HEAD + radius_y + high / 2)
+    corners = []
+    for rank in range(ranks):
+        angle = 2 * math.pi * rank / ranks - math.pi / 2
+        x, y = centre[0] + radius_x * math.cos(angle), centre[1] + radius_y * math.sin(angle)
+        corners.append((x - wide / 2, y - high / 2))
+    return _Plan(collective, columns, corners, (width, height))
+
+
+def _captions(plan: _Plan, scenes: list[Scene], film: Film) -> str:
+    c = plan.collective
+    name = f"{c.kind.replace('_', '-')} by {c.name.replace('_', ' ')} over {c.ranks} ranks"
+    parts = [f'<text class="title" x="{_MARGIN}" y="36">{escape(name)}</text>']
+    lines = [("Start", opening(c)), *((s.title, s.text) for s in scenes), ("End", ending(c))]
+    for number, (title, text) in enumerate(lines):
+        shown = film.during(number)
+        first = "1" if number == 0 else "0"
+        parts.append(
+            f'<g opacity="{first}">{shown}<text class="text" x="{_MARGIN}" y="66">'
+            f'<tspan font-weight="700">{escape(title)}</tspan></text>'
+            f'<text class="text" x="{_MARGIN}" y="88">{escape(text)}</text></g>'
+        )
+    return "".join(parts) + film.progress(_MARGIN, 100, plan.size[0] - 2 * _MARGIN)
+
+
+def _legend(plan: _Plan) -> str:
+    y = plan.size[1] - 34
+    lamp = f'<circle cx="{_MARGIN + 6}" cy="{y - 5}" r="5.8" fill="{_hue(0)}"/>'
+    lines = [
+        "a lit lamp: the data of rank 0 is in this chunk, and so on, a colour for each of the "
+        f"{plan.collective.ranks} ranks",
+        "solid arrow: what arrives is added to what is there; dashed: it takes its place",
+    ]
+    return lamp + "".join(
+        f'<text class="note" x="{_MARGIN + 20}" y="{y + 18 * number}">{line}</text>'
+        for number, line in enumerate(lines)
+    )
+
+
+def _box(plan: _Plan, rank: int, scenes: list[Scene], film: Film) -> str:
+    (x, y), slots = plan.corners[rank], plan.collective.slots
+    wide = 34 + plan.columns * (plan.cell[0] + 34) - 22
+    high = 36 + math.ceil(slots / plan.columns) * (plan.cell[1] + 4)
+    parts = [
+        f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" rx="8"/>'
+        f'<circle cx="{x + 16:.1f}" cy="{y + 15:.1f}" r="6" fill="{_hue(rank)}"/>'
+        f'<text class="rank" x="{x + 28:.1f}" y="{y + 20:.1f}">rank {rank}</text>'
+    ]
+    history = [initial(plan.collective), *(scene.after for scene in scenes)]
+    parts += [_slot(plan, rank, slot, history, film) for slot in range(slots)]
+    return "".join(parts)
+
+
+def _slot(plan: _Plan, rank: int, slot: int, history: list[State], film: Film) -> str:
+    x, y = plan.at(rank, slot)
+    wide, high = plan.cell
+    held = [state[rank].get(slot, 0) for state in history]
+    everyone = (1 << plan.collective.ranks) - 1
+    full = film.states([bits == everyone and plan.collective.pattern.reduces for bits in held])
+    label = escape(slot_label(plan.collective, slot))
+    parts = [
+        f'<text class="slot" x="{x - 5:.1f}" y="{y + high / 2 + 4:.1f}" text-anchor="end">{label}'
+        f'</text><rect class="cell" x="{x:.1f}" y="{y:.1f}" width="{wide}" height="{high}" rx="4"/>'
+    ]
+    if full:
+        parts.append(
+            f'<rect class="full" x="{x:.1f}" y="{y:.1f}" width="{wide}" height="{high}" rx="4" '
+            f'opacity="0">{full}</rect>'
+        )
+    for peer in range(plan.collective.ranks):
+        lit = film.states([bool(bits >> peer & 1) for bits in held])
+        parts.append(_lamp(x, y, peer, held[0] >> peer & 1, lit))
+    return "".join(parts)
+
+
+def _lamp(x: float, y: float, peer: int, first: int, changes: str | None) -> str:
+    row, column = divmod(peer, 8)
+    cx, cy = x + _GAP + (column + 0.5) * _LAMP, y + _GAP + (row + 0.5) * _LAMP
+    spot = f'cx="{cx:.1f}" cy="{cy:.1f}" r="5.8"'
+    off = f'<circle class="off" {spot}/>'
+    if not first and changes is None:
+        return off
+    return off + f'<circle {spot} fill="{_hue(peer)}" opacity="{first}">{changes or ""}</circle>'
+
+
+def _arrows(plan: _Plan, number: int, scene: Scene, film: Film) -> str:
+    ways = {(t.src, t.dst): t.reduce for t in scene.transfers if t.src != t.dst}
+    lines = []
+    for (src, dst), reduce in ways.items():
+        (x0, y0), (x1, y1) = _between(plan, src, dst)
+        kind = "arrow" if reduce else "arrow put"
+        lines.append(
+            f'<line class="{kind}" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" '
+            'marker-end="url(#tip)"/>'
+        )
+    return f'<g opacity="0">{film.during(number + 1)}{"".join(lines)}</g>'
+
+
+def _between(plan: _Plan, src: int, dst: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """From the edge of one box to the edge of the other, a little to the right of the middle."""
+    wide = 34 + plan.columns * (plan.cell[0] + 34) - 22
+    high = 36 + math.ceil(plan.collective.slots / plan.columns) * (plan.cell[1] + 4)
+    ax, ay = plan.corners[src][0] + wide / 2, plan.corners[src][1] + high / 2
+    bx, by = plan.corners[dst][0] + wide / 2, plan.corners[dst][1] + high / 2
+    dx, dy = bx - ax, by - ay
+    length = math.hypot(dx, dy) or 1.0
+    side_x, side_y = -dy / length * 7, dx / length * 7
+    reach = min(
+        (wide / 2 + 6) / abs(dx) if dx else math.inf, (high / 2 + 6) / abs(dy) if dy else math.inf
+    )
+    start = (ax + dx * reach + side_x, ay + dy * reach + side_y)
+    return start, (bx - dx * reach + side_x, by - dy * reach + side_y)
+
+
+def _tokens(plan: _Plan, number: int, scene: Scene, film: Film) -> str:
+    return "".join(_token(plan, number, scene, t, film) for t in scene.transfers)
+
+
+def _token(plan: _Plan, number: int, scene: Scene, t: Transfer, film: Film) -> str:
+    """A copy of a chunk that travels from one slot to another."""
+    wide, high = plan.cell
+    start, end = plan.at(t.src, t.chunk), plan.at(t.dst, t.chunk if t.into is None else t.into)
+    bits = scene.before[t.src].get(t.chunk, 0)
+    lamps = "".join(
+        _lamp(0, 0, peer, bits >> peer & 1, None) for peer in range(plan.collective.ranks)
+    )
+    label = escape(slot_label(plan.collective, t.chunk))
+    return (
+        f'<g opacity="0">{film.journey(number, start, end)}<rect class="token" width="{wide}" '
+        f'height="{high}" rx="4"/>{lamps}<text class="slot" x="-5" y="{high / 2 + 4:.1f}" '
+        f'text-anchor="end">{label}</text></g>'
+    )
+
+
+def _hue(rank: int) -> str:
+    if rank < len(_HUES):
+        return _HUES[rank]
+    return f"hsl({rank * 137 % 360},55%,45%)"

@@ -1,0 +1,1 @@
+"""Communication graphs of decentralized training, and their mixing matrices."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: the actions of each stage; built and proven."""

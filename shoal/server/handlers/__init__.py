@@ -1,0 +1,1 @@
+"""Requests of a connection, by kind."""

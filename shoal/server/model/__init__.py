@@ -1,0 +1,1 @@
+"""What a server holds of one model, and what it does with pushes."""

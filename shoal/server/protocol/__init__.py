@@ -1,0 +1,1 @@
+"""What travels between workers and servers: frames, messages, handshake."""

@@ -1,0 +1,1 @@
+"""Strategies as values: terms, the notation, and what options may be."""

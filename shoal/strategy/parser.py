@@ -1,0 +1,119 @@
+"""Reading the notation of strategies: parsed with `ast`, never evaluated."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from shoal.errors import StrategyError
+from shoal.strategy.constraints import clip, show
+
+MAX_TEXT = 10_000  # characters: nobody writes a longer strategy, and Python's parser has limits
+Parts = Mapping[str, type[Any]]  # dataclasses by their name in the notation
+
+_PARSING = threading.Lock()  # CPython 3.11 counts the depth of all threads' parsing together
+
+
+def read_parts(text: str, parts: Parts) -> list[Any]:
+    """The parts that `text` joins with +, made by `parts[name]`.
+
+    Every failure is a StrategyError of one sentence.
+    """
+    if not isinstance(text, str):
+        raise StrategyError(f'a strategy is text such as "ddp + tp(2)", not {show(text)}')
+    if not text.strip():
+        raise StrategyError('the strategy is empty; write for example "ddp"')
+    if len(text) > MAX_TEXT:
+        raise StrategyError(f"the strategy is longer than {MAX_TEXT} characters")
+    text = text.strip()
+    try:
+        with _PARSING:
+            tree = ast.parse(text, mode="eval")
+        return [_read_part(node, parts) for node in _terms(tree.body)]
+    except SyntaxError as error:
+        why = re.split(r"[.:;] ", error.msg)[0]  # the rest is advice on Python
+        why += f" at character {error.offset}" if error.offset else ""
+    except (RecursionError, MemoryError):
+        why = "it is nested too deeply"
+    except ValueError:  # NUL bytes, lone surrogates, numbers of thousands of digits
+        why = "it holds a character or a number that cannot be read"
+    raise StrategyError(f"cannot read {show(text)} as a strategy: {why}")
+
+
+def _terms(node: ast.expr) -> Iterator[ast.expr]:
+    """The operands of a chain of +, left to right; a stack, since the chain may be long."""
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            stack += [node.right, node.left]
+        else:
+            yield node
+
+
+def _read_part(node: ast.expr, parts: Parts) -> Any:
+    head = node.func if isinstance(node, ast.Call) else node
+    if not isinstance(head, ast.Name):
+        raise StrategyError(
+            f"cannot read '{clip(ast.unparse(node))}' as a part of a strategy; "
+            "a strategy is parts joined with +, such as ddp + tp(2)"
+        )
+    if head.id not in parts:
+        hint = _nearest(head.id, parts, "strategies")
+        raise StrategyError(f"unknown strategy '{clip(head.id)}'; {hint}")
+    given = _read_options(head.id, node, parts) if isinstance(node, ast.Call) else {}
+    make: Callable[..., Any] = parts[head.id]
+    for option in fields(parts[head.id]):
+        if option.default is MISSING and option.name not in given:
+            raise StrategyError(f"{head.id} needs a {option.name}, as in {head.id}(2)")
+    return make(**given)
+
+
+def _read_options(name: str, call: ast.Call, parts: Parts) -> dict[str, object]:
+    options = [f.name for f in fields(parts[name])]
+    unnamed = [f.name for f in fields(parts[name]) if not f.kw_only]
+    if len(call.args) > len(unnamed):
+        takes = f"only {unnamed[0]}" if unnamed else "no value"
+        raise StrategyError(f"{name} takes {takes} without a name; {_list(options, 'options')}")
+    given: dict[str, object] = {}
+    for option, node in [
+        *zip(unnamed, call.args, strict=False),
+        *((keyword.arg or "**", keyword.value) for keyword in call.keywords),
+    ]:
+        if option not in options:
+            hint = _nearest(option, options, "options")
+            raise StrategyError(f"{name} has no option '{clip(option)}'; {hint}")
+        if option in given:
+            raise StrategyError(f"{name}: {option} is given twice")
+        given[option] = _literal(f"{name}: {option}", node)
+    return given
+
+
+def _literal(label: str, node: ast.expr) -> object:
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError):
+        raise StrategyError(
+            f"{label}={clip(ast.unparse(node))} is not a literal value; "
+            'numbers are written as they are and text in quotes, such as "sync"'
+        ) from None
+    if isinstance(node, ast.Dict) and len(node.keys) > len(value):
+        raise StrategyError(f"{label} names a key twice")
+    return value
+
+
+def _nearest(word: str, known: Collection[str], what: str) -> str:
+    close = difflib.get_close_matches(word.lower(), known)
+    if not close:
+        return _list(known, what)
+    # difflib finds "pp" nearer to "dpp" than "ddp"; but a first letter is seldom the wrong one
+    return f"did you mean '{min(close, key=lambda name: name[0] != word[0].lower())}'?"
+
+
+def _list(known: Collection[str], what: str) -> str:
+    return f"the {what} are {', '.join(known)}" if known else f"it has no {what}"

@@ -1,0 +1,95 @@
+"""Data parallelism with compressed gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from shoal.comm.counting import CountingGroup
+from shoal.comm.group import Group
+from shoal.replica.flat_params import FlatParams
+from shoal.sync.base import Sync
+from shoal.sync.compressed_sum import (
+    Copies,
+    Exchange,
+    Staged,
+    complete,
+    even_out,
+    make_exchange,
+)
+from shoal.sync.ddp import FIRST_BUCKET_BYTES
+from shoal.sync.optimizer_step import Update
+from shoal.sync.traffic import Traffic
+
+
+class CompressedReduce(Sync):
+    """As `AllReduce`, with packed buckets. The head (loss and flags) travels as it is.
+
+    A bucket is packed and on its way while backward still runs; its further stages follow in
+    `finish`. The gradients of a step are those that arrived, the same bits on every replica.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        update: Update,
+        group: Group,
+        bucket_bytes: int,
+        compress: str,
+        copies: Copies | None = None,
+    ):
+        self.flat, self.update, self.group = flat, update, CountingGroup(group)
+        buckets = flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
+        flat.watch(buckets)
+        bodies = [self._body(bucket) for bucket in buckets]
+        self.exchange: Exchange = make_exchange(compress, flat, self.group, bodies, copies)
+        self.traffic = Traffic(flat, self.group)
+        self._under_way: list[Staged] = []
+        self._gaps = flat.gaps()
+        self._copies = copies
+
+    def begin(self) -> None:
+        self._under_way.clear()
+
+    def reduce(self, bucket: slice) -> None:
+        body = self._body(bucket)
+        self._under_way.append(Staged(self.exchange.sum(self.flat.grad[body], body)))
+        if bucket.start == 0:
+            self._under_way.append(Staged(iter([self.group.all_reduce(self.flat.head)])))
+
+    def finish(self) -> None:
+        complete(self._under_way)
+        self.flat.grad[self._gaps] = 0.0  # unpacking leaves noise there, which would add up
+        self.exchange.clear_unused()
+        even_out(self.flat, self.flat.grad, self._copies)
+        self.traffic.steps += 1
+        self.flat.publish()
+        self.update.apply()
+        self.flat.drop_gradients()
+
+    def loss(self, part: Tensor) -> Tensor:
+        return self.flat.head[0].clone()
+
+    def state(self) -> dict[str, Tensor]:
+        """What each worker has still to send, and what the method carries from step to step."""
+        with self.group.uncounted():
+            saved = self.exchange.state()
+        return {f"gradients/{name}": tensor for name, tensor in saved.items()}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        prefix = "gradients/"
+        self.exchange.load_state(
+            {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        )
+        self.exchange.clear_unused()
+
+    def report(self) -> dict[str, Any]:
+        return self.traffic.report()
+
+    def summary(self) -> list[str]:
+        return self.traffic.summary()
+
+    def _body(self, bucket: slice) -> slice:
+        """A bucket without the head."""
+        return slice(max(bucket.start, self.flat.offset), bucket.stop)

@@ -1,0 +1,84 @@
+"""The same bits at any number of replicas that divides the number of micro-batches.
+
+Floating-point addition is not associative, so the order of additions is fixed: a binary tree
+over the index of the micro-batch, whoever computed it (`replica/addition.py`).
+
+A replica owns a run of leaves. It adds up the largest whole subtrees inside that run, these are
+gathered (at most 2·log2 M of them a replica), and everybody finishes the tree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.comm.group import Group
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.ordered_sum import Node, add_up, note_leaf, runs_of, whole_subtrees
+from shoal.sync.base import Sync
+from shoal.sync.optimizer_step import Update
+
+
+class ExactReduce(Sync):
+    """Gradients per micro-batch, added in the tree's order; then every replica updates."""
+
+    every_microbatch = True
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        update: Update,
+        group: Group,
+        microbatches: int,
+        bucket_bytes: int,
+    ):
+        self.flat, self.update, self.group = flat, update, group
+        self.root = (0, microbatches)
+        self.runs = runs_of(microbatches, group.size)
+        self._sums: dict[int, dict[Node, Tensor]] = {}
+        flat.watch(flat.buckets(bucket_bytes))
+
+    def begin(self) -> None:
+        self._sums = {bucket.start: {} for bucket in self.flat.buckets_of_grad}
+        self._head: dict[Node, Tensor] = {}
+
+    def reduce(self, bucket: slice) -> None:
+        self._note(self._sums[bucket.start], self.flat.grad[bucket])
+        if bucket.start == 0 and self.flat.head_travels_alone:
+            self._note(self._head, self.flat.head)
+
+    def finish(self) -> None:
+        for bucket in self.flat.buckets_of_grad:
+            self.flat.grad[bucket] = self._agree(self._sums[bucket.start])
+        if self.flat.head_travels_alone:
+            self.flat.head.copy_(self._agree(self._head))
+        self.flat.publish()
+        self.apply()
+
+    def apply(self) -> None:
+        """The gradients are agreed and with the parameters."""
+        self.update.apply()
+        self.flat.drop_gradients()
+
+    def gradient_bytes(self) -> int:
+        return self.flat.grad.nbytes
+
+    def loss(self, part: Tensor) -> Tensor:
+        return self.flat.head[0].clone()
+
+    def _note(self, sums: dict[Node, Tensor], leaf: Tensor) -> None:
+        note_leaf(self.root, self.runs[self.group.rank][0], sums, leaf)
+
+    def _agree(self, mine: dict[Node, Tensor]) -> Tensor:
+        nodes = [whole_subtrees(self.root, run) for run in self.runs]
+        most = max(map(len, nodes))
+        own = [mine[node] for node in nodes[self.group.rank]]
+        message = torch.stack(own + [own[0]] * (most - len(own)))
+        everything = message.new_empty(self.group.size, *message.shape)
+        self.group.all_gather(everything, message).wait()
+        known = {
+            node: everything[rank, i]
+            for rank, own in enumerate(nodes)
+            for i, node in enumerate(own)
+        }
+        return add_up(self.root, known)

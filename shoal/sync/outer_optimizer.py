@@ -1,0 +1,58 @@
+"""Outer optimizers: what moves the weights that replicas agree on.
+
+Momentum comes in gradually: in round r it is r / (r + warmup), up to the one that was asked for.
+Early outer gradients all point the same way, and momentum of 0.9 would make ten of each of them;
+with r / (r + 10) the weights go about as far as the mean of the gradients so far says.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.strategy.settings import outer_settings
+from shoal.sync.compressed_sum import check_size
+
+
+class Outer:
+    """`nesterov(lr=0.7)` and the like, on the flat buffer: all of them work element by element."""
+
+    def __init__(self, text: str, weights: nn.Parameter):
+        self.name, self.settings = outer_settings(text)
+        self.weights, self.rounds = weights, 0
+        lr = self.settings["lr"]
+        self.optimizer: torch.optim.Optimizer
+        if self.name == "adam":
+            betas = self.settings["beta1"], self.settings["beta2"]
+            self.optimizer = torch.optim.Adam([weights], lr, betas, self.settings["eps"])
+        else:
+            momentum, nesterov = self.settings["momentum"], self.name == "nesterov"
+            self.optimizer = torch.optim.SGD([weights], lr, momentum, nesterov=nesterov)
+
+    def step(self, difference: Tensor) -> None:
+        """One round: `difference` is how far the replicas have come, downhill from the weights."""
+        self.rounds += 1
+        if self.settings.get("momentum"):
+            warm = self.rounds / (self.rounds + self.settings["warmup"])
+            self.optimizer.param_groups[0]["momentum"] = min(self.settings["momentum"], warm)
+        self.weights.grad = difference
+        self.optimizer.step()
+        self.weights.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        held = self.optimizer.state[self.weights]
+        tensors = {key: value for key, value in held.items() if isinstance(value, Tensor)}
+        tensors["rounds"] = torch.tensor([self.rounds])
+        return {f"{self.name}/{key}": value for key, value in tensors.items()}
+
+    def load_state(self, saved: dict[str, Tensor]) -> None:
+        """What the same optimizer has saved; what another one has is passed over."""
+        prefix = f"{self.name}/"
+        own = {n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)}
+        if "rounds" in own:
+            self.rounds = max(0, int(own.pop("rounds").sum()))
+        for key, tensor in own.items():
+            if tensor.dim():
+                check_size(tensor, self.weights)
+            device = self.weights.device if tensor.dim() else "cpu"
+            self.optimizer.state[self.weights][key] = tensor.to(device, copy=True)

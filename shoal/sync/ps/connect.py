@@ -1,0 +1,139 @@
+"""How a worker comes to its servers: finds them, tells them what they hold, and joins."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import torch
+
+from shoal.comm.fellows import Fellows
+from shoal.comm.group import Group
+from shoal.errors import BadInput
+from shoal.replica.flat_params import FlatParams
+from shoal.server.client import Client
+from shoal.server.consistency import Rule
+from shoal.server.discovery import find_hosts
+from shoal.server.model.named_optimizer import Named, name_of
+from shoal.server.model.partition import Place, cut
+from shoal.server.model.shard import NAMES
+from shoal.server.protocol.messages import WHOLE, Cut, PartOf, Spec
+from shoal.strategy.strategy import Ps
+from shoal.sync.compressed_sum import Copies
+from shoal.sync.optimizer_step import Update
+from shoal.sync.ps.split_replica import ServedPart
+from shoal.sync.ps.worker import ParameterServer
+
+
+def join_servers(
+    part: Ps,
+    flat: FlatParams,
+    update: Update,
+    group: Group,
+    microbatches: int | None,
+    fellows: Fellows,
+    copies: Copies | None,
+) -> ParameterServer:
+    """Find the servers, tell them what they hold, and give them the weights.
+
+    `fellows` are the workers of this replica. Where everybody is waited for, each part of it is
+    a model of its own; else one lead decides for all of them.
+    """
+    rule = Rule.of(part, group.size)
+    named = _named(part, update)
+    if microbatches is not None and not rule.needs_everyone:
+        raise BadInput(f"exact=True needs every worker in every step, and {part} does not wait")
+    has_one_lead = fellows.parts > 1 and not rule.needs_everyone
+    hosts = find_hosts(part, group, fellows)
+    try:
+        model = torch.tensor([secrets.randbits(62)])
+        group.broadcast(model).wait()
+        place = PartOf(fellows.part, fellows.parts)
+        if has_one_lead:
+            hosts.follow(fellows)
+            place = _place(flat, fellows, int(model), copies)
+        specs = specs_of(
+            flat,
+            rule,
+            hosts.leads,
+            named,
+            update.clip_norm,
+            microbatches,
+            part.compress,
+            is_part=update.total_norm is not None and rule.needs_everyone,
+            place=place,
+        )
+        if has_one_lead and not fellows.is_first:
+            fellows.gather()  # a server follows a lead that is there
+        client = Client(group.rank, int(model), hosts.addresses, hosts.secret, specs)
+        if has_one_lead and fellows.is_first:
+            fellows.gather()
+    except BaseException:
+        hosts.close(failed=True)
+        raise
+    kind = ServedPart if has_one_lead else ParameterServer
+    evened = copies if has_one_lead or part.compress is not None else None
+    return kind(flat, update, group, client, hosts, rule, microbatches, evened, fellows)
+
+
+def _place(flat: FlatParams, fellows: Fellows, model: int, copies: Copies | None) -> PartOf:
+    (followed,) = fellows.tell_numbers([model])
+    held_elsewhere = [
+        i for i, p in enumerate(flat.params) if copies is not None and copies.is_copy(p)
+    ]
+    follows = None if fellows.is_first else followed
+    return PartOf(fellows.part, fellows.parts, follows, tuple(held_elsewhere))
+
+
+def specs_of(
+    flat: FlatParams,
+    rule: Rule,
+    leads: Sequence[str],
+    named: Named | None,
+    clip_norm: float | None,
+    microbatches: int | None,
+    compress: str | None = None,
+    is_part: bool = False,
+    place: PartOf = WHOLE,
+) -> list[Spec]:
+    """What each server holds; `leads` says for each how it reaches the one that leads."""
+    places = [
+        Place(piece.name, piece.start, tuple(p.shape))
+        for piece, p in zip(flat.pieces, flat.params, strict=True)
+    ]
+    by_rows = microbatches is None and (named is None or named.is_elementwise)
+    parts = 1 if rule.needs_everyone else place.parts
+    before = 0 if rule.needs_everyone else place.part * len(leads)
+    return [
+        Spec(
+            before + index,
+            parts * len(leads),
+            leads[index],
+            rule,
+            NAMES[flat.dtype],  # type: ignore[arg-type]
+            NAMES[flat.head.dtype],  # type: ignore[arg-type]
+            flat.size,
+            held.start,
+            held.stop,
+            len(flat.params),
+            tuple(Cut(*cutting) for cutting in held.cuttings),
+            microbatches,
+            named,
+            clip_norm if named is not None else None,
+            compress,
+            is_part,
+            place,
+        )
+        for index, held in enumerate(cut(places, flat.size, len(leads), by_rows))
+    ]
+
+
+def _named(part: Ps, update: Update) -> Named | None:
+    if part.update == "worker":
+        return None
+    if update.scaler is not None:
+        raise BadInput(
+            'precision="fp16" scales the loss, which the workers have to undo: use '
+            'ps(update="worker") or precision="bf16"'
+        )
+    return name_of(update.optimizer, update.params)

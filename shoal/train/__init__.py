@@ -1,0 +1,1 @@
+"""What a training function sees: the job, the step, checkpoints."""

@@ -1,0 +1,60 @@
+"""Map and reduce as a plain function: items dealt out to workers, their results put together.
+
+items     0 1 2 | 3 4 5 | 6 7          3 workers
+mapped    a b c   d e f   g h          each where its items are
+reduced   abc     def     gh           in the order of items
+gathered  abcdefgh                     on every worker
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
+from shoal.comm.objects import decode, encode, gather_values
+from shoal.errors import BadInput
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class HasGroup(Protocol):
+    """A job, as far as it matters here."""
+
+    @property
+    def group(self) -> Group: ...
+
+
+def map_reduce(
+    map_fn: Callable[[Item], Result],
+    items: Iterable[Item],
+    reduce_fn: Callable[[Result, Result], Result],
+    job: HasGroup | None = None,
+) -> Result:
+    """`reduce_fn` over `map_fn` of all items, in their order, the same on every worker of `job`.
+
+    All workers call it with the same items; without a job it runs here alone. `reduce_fn` has to
+    be associative. Results are numbers, text, bytes, tensors (which come back on the CPU), and
+    lists, tuples and dicts of these; each worker sends what its own items were reduced to once.
+    """
+    return map_reduce_over(SoloGroup() if job is None else job.group, map_fn, items, reduce_fn)
+
+
+def map_reduce_over(
+    group: Group,
+    map_fn: Callable[[Item], Result],
+    items: Iterable[Item],
+    reduce_fn: Callable[[Result, Result], Result],
+) -> Result:
+    every: Sequence[Item] = items if isinstance(items, Sequence) else list(items)
+    if not every:
+        raise BadInput("map_reduce got no items, so there is nothing to reduce")
+    first, last = (len(every) * (group.rank + i) // group.size for i in (0, 1))
+    own = [map_fn(every[i]) for i in range(first, last)]
+    found = [functools.reduce(reduce_fn, own)] if own else []
+    alone = group.size == 1
+    gathered: list[list[Result]] = [decode(encode(found))] if alone else gather_values(group, found)
+    return functools.reduce(reduce_fn, [result for results in gathered for result in results])

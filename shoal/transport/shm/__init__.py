@@ -1,0 +1,1 @@
+"""Shared memory of one host: segments, messages, buffers, and the native collectives."""

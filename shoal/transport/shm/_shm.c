@@ -1,0 +1,1346 @@
+/* Collectives and messages through memory that the ranks of one host share.
+ *
+ *   segment:  header | a block of each rank | slots of each rank | a ring for each (source, target)
+ *
+ * A collective goes in passes. In pass k every rank writes what others need into its slot k % SLOTS
+ * and then raises its flag to k; whoever needs it waits for that flag. So "flag of r >= k" says:
+ * what r has for pass k is there, and r has read everything of the passes before; but in a long
+ * reduction, which is pipelined, only of the passes before k - 2. See `free_from`.
+ *
+ * Nothing waits without end: a wait looks at the processes of its peers ten times a second, at
+ * the group's failure, and at a deadline. No torch and, with SHOAL_WITHOUT_PYTHON, no Python here.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef uint8_t u8;
+typedef uint32_t u32;
+typedef uint64_t u64;
+
+#define MAGIC 0x326c616f6873ull
+#define SLOTS 4
+#define LINE 64
+#define RECORDS 64
+#define MAX_RANKS 256
+#define SLICE_NS 100000000ull
+#define CROWDED_LOOKS 20
+#define HEAD_BYTES 32 /* of a message in a ring */
+
+enum { BARRIER, BROADCAST, REDUCE, ALL_REDUCE, GATHER, SCATTER, ALL_GATHER, REDUCE_SCATTER,
+       ALL_TO_ALL, SCAN, EXCLUSIVE_SCAN, ALL_TO_ALL_V };
+enum { U8, I8, I16, I32, I64, F16, BF16, F32, F64 };
+enum { SUM, MEAN, PROD, MIN, MAX, AND, OR, XOR };
+enum { FINE, LOST, DESYNC, LATE, INTERRUPTED, WRONG_SIZE, CLOSED };
+
+static const u64 ELEMENT_BYTES[] = {1, 1, 2, 4, 8, 2, 2, 4, 8};
+
+/* ---------------------------------------------------------------- what the ranks share */
+
+typedef struct {
+    _Atomic u64 seq;
+    u32 kind, dtype, op, root;
+    u64 count, start_ns, end_ns;
+    u8 pad[LINE - 48];
+} Record;
+
+typedef struct {
+    _Atomic u32 flag, sleepers; /* the pass that this rank has published; who sleeps on it */
+    u8 pad1[LINE - 8];
+    _Atomic u32 bell, listeners; /* messages: rung when a ring of this rank has changed */
+    u8 pad2[LINE - 8];
+    _Atomic u32 pid, left;
+    u8 pad3[LINE - 8];
+    Record records[RECORDS]; /* its last operations */
+} Block;
+
+typedef struct {
+    u64 magic, generation, bytes, slot_bytes, ring_bytes;
+    u32 size, pad0;
+    u8 pad1[LINE - 48];
+    _Atomic u32 round, round_sleepers; /* rung by the rank that completes a pass */
+    u8 pad2[LINE - 8];
+    _Atomic u32 failed; /* 0, BUSY while it is being told, or what went wrong first */
+    u32 failed_rank, failed_peer, pad3;
+    u64 failed_seq;
+    u8 pad4[LINE - 24];
+} Header;
+
+#define BUSY 99u
+
+typedef struct {
+    _Atomic u64 head; /* bytes that the source has put in */
+    u8 pad1[LINE - 8];
+    _Atomic u64 tail; /* bytes that the target has taken out */
+    u8 pad2[LINE - 8];
+    u8 data[];
+} Ring;
+
+/* ---------------------------------------------------------------- what one rank keeps */
+
+typedef struct {
+    int kind, dtype, op, root;
+    const u8 *in;
+    u8 *out;
+    u64 count;         /* elements of a vector, or of one piece */
+    /* ALL_TO_ALL_V: bytes of [in offset, in, out offset, out] for each rank; otherwise, where it is
+     * given, the addresses of the pieces in or out (ALL_TO_ALL: all in, then all out) */
+    const int64_t *table;
+    u64 bytes, unit, passes, seq;
+} Call;
+
+typedef struct Message Message;
+
+typedef struct Op {
+    struct Op *next;
+    int peer, is_send, state, source, has_head; /* state: -1 under way, or an outcome */
+    u64 tag, bytes, moved;
+    u8 *data;
+    Message *taken;
+} Op;
+
+struct Message {
+    Message *next;
+    int source, dropped;
+    u64 tag, bytes, moved;
+    u8 *data; /* its own memory, when nobody asked for it yet or its size is wrong */
+    Op *into;
+};
+
+typedef struct {
+    Header *head;
+    u8 *base;
+    u64 bytes, slot_bytes, ring_bytes;
+    int rank, size, crowded, spins;
+    int pidfds[MAX_RANKS];
+    u32 pass, last_pipelined;
+    u64 seq, direct_bytes;
+    _Atomic int broken, lost; /* the outcome that ended the group here, and the peer */
+    Call open;              /* a call that was started and is to be finished */
+    pthread_mutex_t lock;   /* of everything about messages below */
+    Op *sends[MAX_RANKS], *recvs;
+    Message *waiting, *coming[MAX_RANKS];
+    _Atomic u32 work, waiters, stopping; /* `work` wakes the thread that serves */
+    _Atomic u32 pending;
+} Group;
+
+static int (*check_signals)(void) = NULL;
+
+static u64 now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (u64)t.tv_sec * 1000000000ull + (u64)t.tv_nsec;
+}
+
+static inline void relax(void) {
+#if defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#elif defined(__x86_64__)
+    __asm__ __volatile__("pause");
+#endif
+}
+
+static int futex_wait(_Atomic u32 *word, u32 value, u64 ns) {
+    struct timespec t = {(time_t)(ns / 1000000000ull), (long)(ns % 1000000000ull)};
+    return (int)syscall(SYS_futex, word, FUTEX_WAIT, value, &t, NULL, 0);
+}
+
+static void futex_wake(_Atomic u32 *word) {
+    syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+
+static u64 round_up(u64 n, u64 to) { return (n + to - 1) / to * to; }
+
+static u64 blocks_at(void) { return round_up(sizeof(Header), 4096); }
+static u64 slots_at(int size) { return round_up(blocks_at() + (u64)size * sizeof(Block), 4096); }
+static u64 rings_at(int size, u64 slot_bytes) {
+    return slots_at(size) + (u64)size * SLOTS * slot_bytes;
+}
+static u64 segment_bytes(int size, u64 slot_bytes, u64 ring_bytes) {
+    u64 rings = (u64)size * (u64)size * (sizeof(Ring) + ring_bytes);
+    return round_up(rings_at(size, slot_bytes) + rings, 4096);
+}
+
+static Block *block(const Group *g, int rank) {
+    return (Block *)(g->base + blocks_at() + (u64)rank * sizeof(Block));
+}
+static u8 *slot(const Group *g, int rank, u32 pass) {
+    return g->base + slots_at(g->size) + ((u64)rank * SLOTS + pass % SLOTS) * g->slot_bytes;
+}
+static Ring *ring(const Group *g, int source, int target) {
+    u64 index = (u64)source * (u64)g->size + (u64)target;
+    return (Ring *)(g->base + rings_at(g->size, g->slot_bytes)
+                    + index * (sizeof(Ring) + g->ring_bytes));
+}
+static Record *record(const Group *g, int rank, u64 seq) {
+    return &block(g, rank)->records[seq % RECORDS];
+}
+
+/* ---------------------------------------------------------------- arithmetic */
+
+#if defined(__clang__)
+#define EACH _Pragma("clang loop vectorize(assume_safety)") for (u64 i = 0; i < n; i++)
+#else
+#define EACH _Pragma("GCC ivdep") for (u64 i = 0; i < n; i++)
+#endif
+#define ARITHMETIC(T)                                                                    \
+    case SUM: case MEAN: EACH c[i] = (T)(a[i] + b[i]); break;                            \
+    case PROD: EACH c[i] = (T)(a[i] * b[i]); break;                                      \
+    case MIN: EACH c[i] = (a[i] < b[i]) | (a[i] != a[i]) ? a[i] : b[i]; break;           \
+    case MAX: EACH c[i] = (a[i] > b[i]) | (a[i] != a[i]) ? a[i] : b[i]; break;
+
+#define REALS(NAME, T)                                                                   \
+    static void NAME(T *c, const T *a, const T *b, u64 n, int op) {                 \
+        switch (op) { ARITHMETIC(T) }                                                    \
+    }                                                                                    \
+    static void NAME##_divide(T *c, u64 n, int by) { EACH c[i] = (T)(c[i] / (T)by); }
+
+#define INTEGERS(NAME, T)                                                                \
+    static void NAME(T *c, const T *a, const T *b, u64 n, int op) {                 \
+        switch (op) {                                                                    \
+            ARITHMETIC(T)                                                                \
+            case AND: EACH c[i] = (T)(a[i] & b[i]); break;                               \
+            case OR: EACH c[i] = (T)(a[i] | b[i]); break;                                \
+            case XOR: EACH c[i] = (T)(a[i] ^ b[i]); break;                               \
+        }                                                                                \
+    }                                                                                    \
+    static void NAME##_divide(T *c, u64 n, int by) { EACH c[i] = (T)(c[i] / (T)by); }
+
+REALS(f32, float)
+REALS(f64, double)
+INTEGERS(b8, uint8_t)
+INTEGERS(i8, int8_t)
+INTEGERS(i16, int16_t)
+INTEGERS(i32, int32_t)
+INTEGERS(i64, int64_t)
+
+static float from_bits(u32 bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static u32 to_bits(float value) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+/* bfloat16 is the upper half of a float32; rounded to nearest, ties to even; NaN stays NaN */
+static void widen_bf16(float *c, const uint16_t *a, u64 n) {
+    EACH c[i] = from_bits((u32)a[i] << 16);
+}
+static void narrow_bf16(uint16_t *c, const float *a, u64 n) {
+    EACH {
+        u32 bits = to_bits(a[i]);
+        u32 near = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+        c[i] = (uint16_t)(a[i] != a[i] ? 0x7fc0u : near);
+    }
+}
+#if defined(__FLT16_MAX__) && (defined(__aarch64__) || defined(__F16C__))
+static void widen_f16(float *c, const uint16_t *a, u64 n) {
+    const _Float16 *h = (const _Float16 *)a;
+    EACH c[i] = (float)h[i];
+}
+static void narrow_f16(uint16_t *c, const float *a, u64 n) {
+    _Float16 *h = (_Float16 *)c;
+    EACH h[i] = (_Float16)a[i];
+}
+#else
+static void widen_f16(float *c, const uint16_t *a, u64 n) {
+    EACH {
+        u32 sign = (u32)(a[i] & 0x8000u) << 16, rest = (u32)(a[i] & 0x7fffu) << 13;
+        float scaled = from_bits(rest) * from_bits(0x77800000u); /* times 2^112 */
+        u32 bits = rest >= 0x0f800000u ? rest | 0x7f800000u : to_bits(scaled);
+        c[i] = from_bits(sign | bits);
+    }
+}
+static void narrow_f16(uint16_t *c, const float *a, u64 n) {
+    EACH {
+        u32 bits = to_bits(a[i]), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu, half;
+        if (rest > 0x7f800000u) half = 0x7e00u;
+        else if (rest >= 0x477ff000u) half = 0x7c00u;
+        else if (rest >= 0x38800000u) half = (rest + 0xfffu + (rest >> 13 & 1u) - 0x38000000u) >> 13;
+        else half = to_bits(from_bits(rest) + 0.5f) - 0x3f000000u; /* the sum rounds at 2^-24 */
+        c[i] = (uint16_t)(sign | half);
+    }
+}
+#endif
+
+static void combine(int dtype, int op, void *c, const void *a, const void *b, u64 n) {
+    switch (dtype) {
+        case U8: b8(c, a, b, n, op); break;
+        case I8: i8(c, a, b, n, op); break;
+        case I16: i16(c, a, b, n, op); break;
+        case I32: i32(c, a, b, n, op); break;
+        case I64: i64(c, a, b, n, op); break;
+        case F64: f64(c, a, b, n, op); break;
+        default: f32(c, a, b, n, op);
+    }
+}
+
+static void divide(int dtype, void *c, u64 n, int by) {
+    switch (dtype) {
+        case U8: b8_divide(c, n, by); break;
+        case I8: i8_divide(c, n, by); break;
+        case I16: i16_divide(c, n, by); break;
+        case I32: i32_divide(c, n, by); break;
+        case I64: i64_divide(c, n, by); break;
+        case F64: f64_divide(c, n, by); break;
+        default: f32_divide(c, n, by);
+    }
+}
+
+#define CHUNK 8192 /* bytes that are combined at a time: they stay in the first cache */
+
+static void widen(int dtype, float *c, const void *a, u64 n) {
+    if (dtype == BF16) widen_bf16(c, a, n);
+    else widen_f16(c, a, n);
+}
+
+/* out = in[0] (op) in[1] (op) …, always in this order; `out` may be one of the inputs. */
+static void combine_block(int dtype, int op, u8 *out, const u8 **in, int count, u64 n) {
+    _Alignas(LINE) u8 sum[CHUNK], next[CHUNK];
+    u64 bytes = n * ELEMENT_BYTES[dtype];
+    if (dtype == F16 || dtype == BF16) {
+        widen(dtype, (float *)sum, in[0], n);
+        for (int j = 1; j < count; j++) {
+            widen(dtype, (float *)next, in[j], n);
+            f32((float *)sum, (float *)sum, (float *)next, n, op);
+        }
+        if (op == MEAN) f32_divide((float *)sum, n, count);
+        if (dtype == BF16) narrow_bf16((uint16_t *)out, (float *)sum, n);
+        else narrow_f16((uint16_t *)out, (float *)sum, n);
+        return;
+    }
+    if (count == 1) {
+        if (out != in[0]) memcpy(out, in[0], bytes);
+    } else {
+        const u8 *total = in[0];
+        for (int j = 1; j < count; j++) {
+            u8 *into = j == count - 1 ? out : sum;
+            combine(dtype, op, into, total, in[j], n);
+            total = into;
+        }
+    }
+    if (op == MEAN) divide(dtype, out, n, count);
+}
+
+/* As combine_block for any length; a copy of the result goes to `also`, where it is given. */
+static void combine_all(int dtype, int op, u8 *out, u8 *also, const u8 **in, int count, u64 n) {
+    const u8 *at[MAX_RANKS];
+    u64 size = ELEMENT_BYTES[dtype], step = CHUNK / (size < 4 ? 4 : size);
+    for (u64 done = 0; done < n; done += step) {
+        u64 part = n - done < step ? n - done : step;
+        for (int j = 0; j < count; j++) at[j] = in[j] + done * size;
+        combine_block(dtype, op, out + done * size, at, count, part);
+        if (also) memcpy(also + done * size, out + done * size, part * size);
+    }
+}
+
+/* ---------------------------------------------------------------- waiting */
+
+static int reached(u32 flag, u32 want) { return (int32_t)(flag - want) >= 0; }
+
+static u32 flag_of(const Group *g, int rank) {
+    return atomic_load_explicit(&block(g, rank)->flag, memory_order_acquire);
+}
+
+static int is_gone(const Group *g, int rank) {
+    if (rank == g->rank) return 0;
+    if (atomic_load(&block(g, rank)->left)) return 1;
+    if (g->pidfds[rank] >= 0) {
+        struct pollfd look = {g->pidfds[rank], POLLIN, 0};
+        return poll(&look, 1, 0) == 1;
+    }
+    return kill((pid_t)atomic_load(&block(g, rank)->pid), 0) != 0 && errno == ESRCH;
+}
+
+static void wake_everybody(Group *g) {
+    atomic_fetch_add(&g->head->round, 1);
+    futex_wake(&g->head->round);
+    for (int rank = 0; rank < g->size; rank++) {
+        futex_wake(&block(g, rank)->flag);
+        atomic_fetch_add(&block(g, rank)->bell, 1);
+        futex_wake(&block(g, rank)->bell);
+    }
+}
+
+/* The first failure of a group is told to all its ranks. */
+static int fail(Group *g, int outcome, int peer) {
+    u32 nothing = 0;
+    g->lost = peer;
+    g->broken = outcome;
+    if (atomic_compare_exchange_strong(&g->head->failed, &nothing, BUSY)) {
+        g->head->failed_rank = (u32)g->rank;
+        g->head->failed_peer = (u32)peer;
+        g->head->failed_seq = g->seq;
+        atomic_store(&g->head->failed, (u32)outcome);
+        wake_everybody(g);
+    }
+    return outcome;
+}
+
+static int told_failure(Group *g) {
+    if (g->broken) return g->broken;
+    u32 outcome = atomic_load(&g->head->failed);
+    if (outcome == 0 || outcome == BUSY) return FINE;
+    g->lost = (int)g->head->failed_peer;
+    g->broken = (int)outcome;
+    return (int)outcome;
+}
+
+/* Called ten times a second while rank `peer` (or anybody, -1) is behind `want`. */
+static int look_around(Group *g, int peer, u32 want, u64 deadline_ns) {
+    for (int rank = 0; rank < g->size; rank++) {
+        if ((peer < 0 || rank == peer) && is_gone(g, rank) && !reached(flag_of(g, rank), want)) {
+            if (told_failure(g)) return g->broken;
+            return fail(g, LOST, rank);
+        }
+    }
+    if (check_signals && check_signals()) return fail(g, INTERRUPTED, g->rank);
+    if (now_ns() < deadline_ns) return FINE;
+    for (int rank = 0; peer < 0 && rank < g->size; rank++)
+        if (!reached(flag_of(g, rank), want)) peer = rank;
+    return fail(g, LATE, peer);
+}
+
+/* Between two looks: burn some cycles, or where ranks share cores let another one have this core. */
+static void pause_briefly(const Group *g) {
+    if (g->crowded) sched_yield();
+    else relax();
+}
+
+static int wait_peer(Group *g, int peer, u32 want, u64 deadline_ns) {
+    Block *b = block(g, peer);
+    for (int i = 0; i < g->spins; i++) {
+        if (reached(flag_of(g, peer), want)) return FINE;
+        pause_briefly(g);
+    }
+    int outcome = FINE;
+    atomic_fetch_add(&b->sleepers, 1);
+    for (;;) {
+        u32 seen = atomic_load(&b->flag);
+        if (reached(seen, want)) break;
+        if ((outcome = told_failure(g))) break;
+        if (futex_wait(&b->flag, seen, SLICE_NS) != 0 && errno != EAGAIN
+            && (outcome = look_around(g, peer, want, deadline_ns))) break;
+    }
+    atomic_fetch_sub(&b->sleepers, 1);
+    return outcome;
+}
+
+static int all_reached(const Group *g, u32 want) {
+    for (int rank = 0; rank < g->size; rank++)
+        if (!reached(flag_of(g, rank), want)) return 0;
+    return 1;
+}
+
+static int wait_all(Group *g, u32 want, u64 deadline_ns) {
+    for (int i = 0; i <= g->spins; i++) {
+        if (all_reached(g, want)) return FINE;
+        pause_briefly(g);
+    }
+    int outcome = FINE;
+    atomic_fetch_add(&g->head->round_sleepers, 1);
+    for (;;) {
+        u32 seen = atomic_load(&g->head->round);
+        atomic_thread_fence(memory_order_seq_cst);
+        if (all_reached(g, want)) break;
+        if ((outcome = told_failure(g))) break;
+        if (futex_wait(&g->head->round, seen, SLICE_NS) != 0 && errno != EAGAIN
+            && (outcome = look_around(g, -1, want, deadline_ns))) break;
+    }
+    atomic_fetch_sub(&g->head->round_sleepers, 1);
+    return outcome;
+}
+
+/* Raise the own flag: what this rank has for pass `pass` is in its slot. */
+static void publish(Group *g, u32 pass) {
+    Block *b = block(g, g->rank);
+    g->pass = pass;
+    atomic_store(&b->flag, pass);
+    if (atomic_load(&b->sleepers)) futex_wake(&b->flag);
+    if (atomic_load(&g->head->round_sleepers)) {
+        atomic_thread_fence(memory_order_seq_cst);
+        if (all_reached(g, pass)) {
+            atomic_fetch_add(&g->head->round, 1);
+            futex_wake(&g->head->round);
+        }
+    }
+}
+
+/* ---------------------------------------------------------------- collectives */
+
+static int same_call(const Record *a, const Record *b) {
+    return atomic_load_explicit(&a->seq, memory_order_relaxed)
+               == atomic_load_explicit(&b->seq, memory_order_relaxed)
+           && a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root
+           && a->count == b->count;
+}
+
+static int verify(Group *g, const Call *c, int peer) {
+    if (same_call(record(g, peer, c->seq), record(g, g->rank, c->seq))) return FINE;
+    return fail(g, DESYNC, peer);
+}
+
+static u64 part(const Call *c, u64 pass) {
+    u64 from = pass * c->unit;
+    if (from >= c->bytes) return 0;
+    return c->bytes - from < c->unit ? c->bytes - from : c->unit;
+}
+
+static const u8 *piece_in(const Call *c, int rank) {
+    return c->table ? (const u8 *)(intptr_t)c->table[rank] : c->in + (u64)rank * c->bytes;
+}
+static u8 *piece_out(const Group *g, const Call *c, int rank) {
+    int first = c->kind == ALL_TO_ALL ? g->size : 0;
+    return c->table ? (u8 *)(intptr_t)c->table[first + rank] : c->out + (u64)rank * c->bytes;
+}
+
+/* What this rank has for the others in one pass, from its tensor into its slot. */
+static void fill(Group *g, const Call *c, u64 pass, u8 *mine) {
+    u64 from = pass * c->unit, n = part(c, pass);
+    int is_root = g->rank == c->root;
+    switch (c->kind) {
+        case BARRIER: return;
+        case BROADCAST: if (is_root) memcpy(mine, c->in + from, n); return;
+        case GATHER: if (!is_root) memcpy(mine, c->in + from, n); return;
+        case SCATTER: if (!is_root) return; /* fall through */
+        case REDUCE_SCATTER:
+        case ALL_TO_ALL:
+            for (int to = 0; to < g->size; to++)
+                if (to != g->rank)
+                    memcpy(mine + (u64)to * c->unit, piece_in(c, to) + from, n);
+            return;
+        case ALL_TO_ALL_V:
+            for (int to = 0; to < g->size; to++) {
+                u64 at = (u64)c->table[to * 4], whole = (u64)c->table[to * 4 + 1];
+                if (to != g->rank && from < whole)
+                    memcpy(mine + (u64)to * c->unit, c->in + at + from,
+                           whole - from < c->unit ? whole - from : c->unit);
+            }
+            return;
+        default: memcpy(mine, c->in + from, n);
+    }
+}
+
+/* What the others have for this rank in one pass, out of their slots into its tensor. */
+static void drain(Group *g, const Call *c, u64 pass, u32 number) {
+    const u8 *in[MAX_RANKS];
+    u64 from = pass * c->unit, n = part(c, pass), elements = n / ELEMENT_BYTES[c->dtype];
+    int is_root = g->rank == c->root;
+    switch (c->kind) {
+        case BROADCAST:
+            if (!is_root) memcpy(c->out + from, slot(g, c->root, number), n);
+            return;
+        case GATHER: if (!is_root) return; /* fall through */
+        case ALL_GATHER:
+            for (int p = 0; p < g->size; p++) {
+                u8 *to = piece_out(g, c, p) + from;
+                const u8 *source = p == g->rank ? c->in + from : slot(g, p, number);
+                if (to != source) memcpy(to, source, n);
+            }
+            return;
+        case SCATTER:
+            in[0] = is_root ? piece_in(c, g->rank) + from
+                            : slot(g, c->root, number) + (u64)g->rank * c->unit;
+            if (c->out + from != in[0]) memcpy(c->out + from, in[0], n);
+            return;
+        case ALL_TO_ALL:
+            for (int p = 0; p < g->size; p++) {
+                u8 *to = piece_out(g, c, p) + from;
+                const u8 *source = p == g->rank ? piece_in(c, p) + from
+                                                : slot(g, p, number) + (u64)g->rank * c->unit;
+                if (to != source) memcpy(to, source, n);
+            }
+            return;
+        case ALL_TO_ALL_V:
+            for (int p = 0; p < g->size; p++) {
+                u64 whole = (u64)c->table[p * 4 + 3];
+                if (from >= whole) continue;
+                const u8 *source = p == g->rank ? c->in + c->table[p * 4] + from
+                                                : slot(g, p, number) + (u64)g->rank * c->unit;
+                memcpy(c->out + c->table[p * 4 + 2] + from, source,
+                       whole - from < c->unit ? whole - from : c->unit);
+            }
+            return;
+        case REDUCE_SCATTER:
+            for (int p = 0; p < g->size; p++)
+                in[p] = p == g->rank ? piece_in(c, p) + from
+                                     : slot(g, p, number) + (u64)g->rank * c->unit;
+            combine_all(c->dtype, c->op, c->out + from, NULL, in, g->size, elements);
+            return;
+        case REDUCE: if (!is_root) return; /* fall through */
+        case ALL_REDUCE: case SCAN: case EXCLUSIVE_SCAN: {
+            int count = c->kind == SCAN ? g->rank + 1 : c->kind == EXCLUSIVE_SCAN ? g->rank : g->size;
+            for (int p = 0; p < count; p++) in[p] = slot(g, p, number);
+            if (count) combine_all(c->dtype, c->op, c->out + from, NULL, in, count, elements);
+        }
+    }
+}
+
+/* Wait for those ranks that this one reads from in pass `number`. */
+static int await_sources(Group *g, const Call *c, u32 number, int first, u64 deadline_ns) {
+    int from = 0, to = g->size, outcome = FINE;
+    switch (c->kind) {
+        case BROADCAST: case SCATTER:
+            from = c->root, to = g->rank == c->root ? from : from + 1;
+            break;
+        case GATHER: case REDUCE: if (g->rank != c->root) to = 0; break;
+        case SCAN: case EXCLUSIVE_SCAN: to = g->rank;
+    }
+    if (to - from == g->size) outcome = wait_all(g, number, deadline_ns);
+    for (int p = from; p < to && !outcome; p++) {
+        if (to - from < g->size) outcome = wait_peer(g, p, number, deadline_ns);
+        if (!outcome && first) outcome = verify(g, c, p);
+    }
+    return outcome;
+}
+
+/* Where all flags must be before the slot of pass `number` may be filled again. */
+static u32 free_from(const Group *g, u32 number) {
+    int pipelined = reached(g->last_pipelined, number - SLOTS);
+    return pipelined ? number - (SLOTS - 3) : number - (SLOTS - 1);
+}
+
+/* Bounds of what rank `share` of `size` reduces of `bytes`, on cache lines. */
+static u64 bound(u64 bytes, int share, int size) {
+    u64 at = (bytes / LINE * (u64)share / (u64)size) * LINE;
+    return share == size ? bytes : at;
+}
+
+/* Long reductions: everybody reduces a share of each chunk, and takes the other shares' results.
+ *
+ *   publish k      inputs of chunk j         in slot k
+ *   publish k+1    inputs of chunk j+1       in slot k+1, results of chunk j in slot k
+ *
+ * So a chunk costs one round of flags, and the tensor is read once and written once.
+ */
+static void fill_shares(Group *g, const Call *c, u64 chunk, u8 *mine) {
+    u64 from = chunk * c->unit, n = part(c, chunk);
+    u64 low = bound(n, g->rank, g->size), high = bound(n, g->rank + 1, g->size);
+    memcpy(mine, c->in + from, low);
+    memcpy(mine + high, c->in + from + high, n - high);
+}
+
+static void reduce_share(Group *g, const Call *c, u64 chunk, u32 number) {
+    const u8 *in[MAX_RANKS];
+    u64 from = chunk * c->unit, n = part(c, chunk);
+    u64 low = bound(n, g->rank, g->size), high = bound(n, g->rank + 1, g->size);
+    int keeps = c->kind == ALL_REDUCE || g->rank == c->root;
+    u8 *mine = slot(g, g->rank, number) + low;
+    for (int p = 0; p < g->size; p++)
+        in[p] = p == g->rank ? c->in + from + low : slot(g, p, number) + low;
+    combine_all(c->dtype, c->op, keeps ? c->out + from + low : mine, keeps ? mine : NULL, in, g->size,
+                (high - low) / ELEMENT_BYTES[c->dtype]);
+}
+
+static void take_shares(Group *g, const Call *c, u64 chunk, u32 number) {
+    u64 from = chunk * c->unit, n = part(c, chunk);
+    if (c->kind == REDUCE && g->rank != c->root) return;
+    for (int p = 0; p < g->size; p++) {
+        u64 low = bound(n, p, g->size), high = bound(n, p + 1, g->size);
+        if (p != g->rank) memcpy(c->out + from + low, slot(g, p, number) + low, high - low);
+    }
+}
+
+static int reduce_in_shares(Group *g, const Call *c, u64 deadline_ns) {
+    u32 number = g->pass + 1;
+    int outcome = wait_all(g, free_from(g, number), deadline_ns);
+    if (outcome) return outcome;
+    fill_shares(g, c, 0, slot(g, g->rank, number));
+    publish(g, number);
+    for (u64 chunk = 0; chunk <= c->passes; chunk++, number++) {
+        if ((outcome = wait_all(g, number, deadline_ns))) return outcome;
+        for (int p = 0; chunk == 0 && p < g->size; p++)
+            if ((outcome = verify(g, c, p))) return outcome;
+        if (chunk < c->passes) reduce_share(g, c, chunk, number);
+        if (chunk + 1 < c->passes) fill_shares(g, c, chunk + 1, slot(g, g->rank, number + 1));
+        if (chunk < c->passes) publish(g, number + 1);
+        if (chunk > 0) take_shares(g, c, chunk - 1, number - 1);
+    }
+    g->last_pipelined = g->pass;
+    return FINE;
+}
+
+static int in_shares(const Group *g, const Call *c) {
+    return (c->kind == ALL_REDUCE || c->kind == REDUCE) && c->bytes > g->direct_bytes;
+}
+
+/* How a call is cut into passes, and its record for the others to compare. */
+static void open_call(Group *g, Call *c) {
+    int many = c->kind == SCATTER || c->kind == REDUCE_SCATTER || c->kind == ALL_TO_ALL
+               || c->kind == ALL_TO_ALL_V;
+    c->bytes = c->kind == BARRIER ? 0 : c->count * ELEMENT_BYTES[c->dtype];
+    c->unit = many ? g->slot_bytes / (u64)g->size / LINE * LINE : g->slot_bytes;
+    c->passes = (c->bytes + c->unit - 1) / c->unit;
+    if (c->passes == 0) c->passes = 1;
+    c->seq = ++g->seq;
+    Record *r = record(g, g->rank, c->seq);
+    r->kind = (u32)c->kind, r->dtype = (u32)c->dtype, r->op = (u32)c->op, r->root = (u32)c->root;
+    r->count = c->count, r->start_ns = now_ns(), r->end_ns = 0;
+    atomic_store_explicit(&r->seq, c->seq, memory_order_relaxed);
+}
+
+static void close_call(Group *g, const Call *c) { record(g, g->rank, c->seq)->end_ns = now_ns(); }
+
+static int run_call(Group *g, Call *c, u64 timeout_ns) {
+    int outcome = told_failure(g);
+    if (outcome) return outcome;
+    u64 deadline_ns = now_ns() + timeout_ns;
+    open_call(g, c);
+    if (in_shares(g, c)) outcome = reduce_in_shares(g, c, deadline_ns);
+    else for (u64 pass = 0; pass < c->passes && !outcome; pass++) {
+        u32 number = g->pass + 1;
+        if ((outcome = wait_all(g, free_from(g, number), deadline_ns))) break;
+        fill(g, c, pass, slot(g, g->rank, number));
+        publish(g, number);
+        if ((outcome = await_sources(g, c, number, pass == 0, deadline_ns))) break;
+        drain(g, c, pass, number);
+    }
+    if (!outcome) close_call(g, c);
+    return outcome;
+}
+
+/* A call of one pass in two halves: give without waiting, take later. 0: it cannot be so begun. */
+static int start_call(Group *g, Call *c) {
+    int many = c->kind == SCATTER || c->kind == REDUCE_SCATTER || c->kind == ALL_TO_ALL;
+    u64 bytes = c->kind == BARRIER ? 0 : c->count * ELEMENT_BYTES[c->dtype];
+    u32 number = g->pass + 1;
+    if (bytes > g->direct_bytes || bytes * (many ? (u64)g->size : 1) > g->slot_bytes / 2) return 0;
+    if (c->kind == ALL_TO_ALL_V || told_failure(g) || !all_reached(g, free_from(g, number))) return 0;
+    open_call(g, c);
+    fill(g, c, 0, slot(g, g->rank, number));
+    publish(g, number);
+    g->open = *c;
+    return 1;
+}
+
+static int finish_call(Group *g, u64 timeout_ns) {
+    const Call *c = &g->open;
+    int outcome = g->broken;
+    if (!outcome) outcome = await_sources(g, c, g->pass, 1, now_ns() + timeout_ns);
+    if (outcome) return outcome;
+    drain(g, c, 0, g->pass);
+    close_call(g, c);
+    return FINE;
+}
+
+/* ---------------------------------------------------------------- messages */
+
+typedef struct {
+    u64 tag, bytes, pad[2];
+} Head;
+
+static void ring_bell(Group *g, int rank) {
+    Block *b = block(g, rank);
+    atomic_fetch_add(&b->bell, 1);
+    if (atomic_load(&b->listeners)) futex_wake(&b->bell);
+}
+
+static void put(const Group *g, Ring *r, u64 at, const u8 *data, u64 n) {
+    u64 place = at % g->ring_bytes, first = g->ring_bytes - place;
+    if (first > n) first = n;
+    memcpy(r->data + place, data, first);
+    memcpy(r->data, data + first, n - first);
+}
+
+static void get(const Group *g, const Ring *r, u64 at, u8 *data, u64 n) {
+    u64 place = at % g->ring_bytes, first = g->ring_bytes - place;
+    if (first > n) first = n;
+    memcpy(data, r->data + place, first);
+    memcpy(data + first, r->data, n - first);
+}
+
+static void done(Group *g, Op *op, int state) {
+    op->state = state;
+    atomic_fetch_sub(&g->pending, 1);
+    ring_bell(g, g->rank);
+}
+
+/* The next piece of what is to be sent to `to`; 1 when something moved. */
+static int push(Group *g, int to) {
+    Op *op = g->sends[to];
+    if (!op) return 0;
+    Ring *r = ring(g, g->rank, to);
+    u64 head = atomic_load_explicit(&r->head, memory_order_relaxed);
+    u64 room = g->ring_bytes - (head - atomic_load_explicit(&r->tail, memory_order_acquire));
+    u64 start = head;
+    if (!op->has_head && room >= HEAD_BYTES) {
+        Head h = {op->tag, op->bytes, {0, 0}};
+        put(g, r, head, (const u8 *)&h, HEAD_BYTES);
+        op->has_head = 1;
+        head += HEAD_BYTES, room -= HEAD_BYTES;
+    }
+    if (op->has_head) {
+        u64 n = op->bytes - op->moved < room ? op->bytes - op->moved : room;
+        put(g, r, head, op->data + op->moved, n);
+        op->moved += n;
+        head += round_up(n, HEAD_BYTES); /* room is always a multiple of it */
+    }
+    if (head != start) {
+        atomic_store_explicit(&r->head, head, memory_order_release);
+        ring_bell(g, to);
+    }
+    if (op->has_head && op->moved == op->bytes) {
+        g->sends[to] = op->next;
+        done(g, op, FINE);
+    }
+    return head != start;
+}
+
+static int fits(const Op *op, const Message *m) {
+    return (op->peer < 0 || op->peer == m->source) && op->tag == m->tag;
+}
+
+static void give(Op *op, Message *m) {
+    m->into = op;
+    op->taken = m;
+    op->source = m->source;
+}
+
+static Message *announce(Group *g, int from, const Head *h) {
+    Message *m = calloc(1, sizeof *m);
+    Op **at = &g->recvs;
+    if (!m) abort();
+    m->source = from, m->tag = h->tag, m->bytes = h->bytes;
+    while (*at && !fits(*at, m)) at = &(*at)->next;
+    if (*at) {
+        Op *op = *at;
+        *at = op->next;
+        give(op, m);
+        if (op->bytes == m->bytes) return m;
+    } else {
+        Message **last = &g->waiting;
+        while (*last) last = &(*last)->next;
+        *last = m;
+    }
+    if (!(m->data = malloc(m->bytes ? m->bytes : 1))) abort();
+    return m;
+}
+
+/* A message is complete: hand it over, if somebody has asked for it. */
+static void deliver(Group *g, Message *m) {
+    Op *op = m->into;
+    if (!op && !m->dropped) return;
+    if (op) {
+        if (op->bytes == m->bytes && m->data) memcpy(op->data, m->data, m->bytes);
+        op->moved = m->bytes;
+        op->taken = NULL;
+        done(g, op, op->bytes == m->bytes ? FINE : WRONG_SIZE);
+    }
+    free(m->data);
+    free(m);
+}
+
+static int pull(Group *g, int from) {
+    Ring *r = ring(g, from, g->rank);
+    u64 tail = atomic_load_explicit(&r->tail, memory_order_relaxed), start = tail;
+    u64 there = atomic_load_explicit(&r->head, memory_order_acquire) - tail;
+    Message *m = g->coming[from];
+    if (!m && there >= HEAD_BYTES) {
+        Head h;
+        get(g, r, tail, (u8 *)&h, HEAD_BYTES);
+        tail += HEAD_BYTES, there -= HEAD_BYTES;
+        m = g->coming[from] = announce(g, from, &h);
+    }
+    if (m) {
+        u64 n = m->bytes - m->moved < there ? m->bytes - m->moved : there;
+        get(g, r, tail, (m->data ? m->data : m->into->data) + m->moved, n);
+        m->moved += n;
+        tail += round_up(n, HEAD_BYTES);
+        if (m->moved == m->bytes) {
+            g->coming[from] = NULL;
+            deliver(g, m);
+        }
+    }
+    if (tail == start) return 0;
+    atomic_store_explicit(&r->tail, tail, memory_order_release);
+    ring_bell(g, from);
+    return 1;
+}
+
+static void progress(Group *g) {
+    int moved = 1;
+    while (moved) {
+        moved = 0;
+        for (int rank = 0; rank < g->size; rank++) moved |= push(g, rank) | pull(g, rank);
+    }
+}
+
+static Op *post(Group *g, int is_send, u8 *data, u64 bytes, int peer, u64 tag) {
+    Op *op = calloc(1, sizeof *op);
+    if (!op) return NULL;
+    op->is_send = is_send, op->data = data, op->bytes = bytes, op->peer = peer, op->tag = tag;
+    op->state = -1, op->source = peer;
+    pthread_mutex_lock(&g->lock);
+    atomic_fetch_add(&g->pending, 1);
+    Op **at = is_send ? &g->sends[peer] : &g->recvs;
+    Message **m = &g->waiting;
+    while (!is_send && *m && !fits(op, *m)) m = &(*m)->next;
+    if (!is_send && *m) {
+        Message *found = *m;
+        *m = found->next;
+        found->next = NULL;
+        give(op, found);
+        if (found->moved == found->bytes && g->coming[found->source] != found) deliver(g, found);
+    } else {
+        while (*at) at = &(*at)->next;
+        *at = op;
+    }
+    progress(g);
+    if (op->state < 0 && !atomic_load(&g->waiters)) {
+        atomic_fetch_add(&g->work, 1);
+        futex_wake(&g->work);
+    }
+    pthread_mutex_unlock(&g->lock);
+    return op;
+}
+
+static int state_of(Group *g, Op *op) {
+    pthread_mutex_lock(&g->lock);
+    if (op->state < 0) progress(g);
+    int state = op->state;
+    pthread_mutex_unlock(&g->lock);
+    return state;
+}
+
+/* Nobody waits for it any more: its memory must not be written to. */
+static void forget(Group *g, Op *op) {
+    pthread_mutex_lock(&g->lock);
+    if (op->state < 0) {
+        for (int rank = 0; rank <= g->size; rank++) {
+            Op **at = rank < g->size ? &g->sends[rank] : &g->recvs;
+            while (*at && *at != op) at = &(*at)->next;
+            if (*at) *at = op->next;
+        }
+        if (op->taken && !op->taken->data) {
+            u8 *kept = malloc(op->bytes ? op->bytes : 1);
+            if (!kept) abort();
+            memcpy(kept, op->data, op->taken->moved);
+            op->taken->data = kept;
+        }
+        if (op->taken) op->taken->into = NULL, op->taken->dropped = 1;
+        atomic_fetch_sub(&g->pending, 1);
+    }
+    pthread_mutex_unlock(&g->lock);
+    free(op);
+}
+
+/* Take back a receive that nothing has come for; 0 where something has. Nobody may wait for it. */
+static int withdraw(Group *g, Op *op) {
+    pthread_mutex_lock(&g->lock);
+    if (op->state < 0) progress(g);
+    Op **at = &g->recvs;
+    while (*at && *at != op) at = &(*at)->next;
+    int untouched = *at && op->state < 0 && !op->taken;
+    if (untouched) {
+        *at = op->next;
+        atomic_fetch_sub(&g->pending, 1);
+    }
+    pthread_mutex_unlock(&g->lock);
+    if (untouched) free(op);
+    return untouched;
+}
+
+static int missing_peer(Group *g, const Op *op) {
+    for (int rank = 0; rank < g->size; rank++)
+        if ((op->peer == rank || (op->peer < 0 && rank != g->rank)) && is_gone(g, rank)) return rank;
+    return -1;
+}
+
+static int wait_op(Group *g, Op *op, u64 timeout_ns, int *lost) {
+    u64 deadline_ns = now_ns() + timeout_ns;
+    Block *own = block(g, g->rank);
+    int state = -1, outcome = FINE;
+    atomic_fetch_add(&g->waiters, 1);
+    for (int i = 0; i < g->spins / 8 && state < 0; i++) state = state_of(g, op);
+    atomic_fetch_add(&own->listeners, 1);
+    while (state < 0) {
+        u32 seen = atomic_load(&own->bell);
+        if ((state = state_of(g, op)) >= 0) break;
+        if ((outcome = told_failure(g))) break;
+        if (futex_wait(&own->bell, seen, SLICE_NS) == 0 || errno == EAGAIN) continue;
+        if ((*lost = missing_peer(g, op)) >= 0 && (state = state_of(g, op)) < 0) { outcome = LOST; break; }
+        if (check_signals && check_signals()) { outcome = INTERRUPTED; break; }
+        if (now_ns() > deadline_ns) { outcome = LATE, *lost = op->peer; break; }
+    }
+    atomic_fetch_sub(&own->listeners, 1);
+    if (atomic_fetch_sub(&g->waiters, 1) == 1 && atomic_load(&g->pending)) {
+        atomic_fetch_add(&g->work, 1);
+        futex_wake(&g->work);
+    }
+    return outcome ? outcome : state;
+}
+
+/* Moves messages on behalf of those who do not wait for them; returns when told to stop. */
+static void serve(Group *g) {
+    Block *own = block(g, g->rank);
+    while (!atomic_load(&g->stopping)) {
+        u32 work = atomic_load(&g->work);
+        if (!atomic_load(&g->pending) || atomic_load(&g->waiters)) {
+            if (!atomic_load(&g->stopping)) futex_wait(&g->work, work, SLICE_NS);
+            continue;
+        }
+        atomic_fetch_add(&own->listeners, 1);
+        u32 seen = atomic_load(&own->bell);
+        pthread_mutex_lock(&g->lock);
+        progress(g);
+        pthread_mutex_unlock(&g->lock);
+        if (atomic_load(&g->pending) && !atomic_load(&g->stopping))
+            futex_wait(&own->bell, seen, SLICE_NS);
+        atomic_fetch_sub(&own->listeners, 1);
+    }
+}
+
+static void stop_serving(Group *g) {
+    atomic_store(&g->stopping, 1);
+    atomic_fetch_add(&g->work, 1);
+    futex_wake(&g->work);
+    ring_bell(g, g->rank);
+}
+
+/* ---------------------------------------------------------------- a group's life */
+
+/* Memory without a name: nothing can be left behind, whoever is killed when. */
+static int create_segment(int size, u64 slot_bytes, u64 ring_bytes, u64 generation) {
+    u64 bytes = segment_bytes(size, slot_bytes, ring_bytes);
+    int fd = (int)syscall(SYS_memfd_create, "shoal", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) return -1;
+    Header *h = MAP_FAILED;
+    if (fchmod(fd, 0600) == 0 && posix_fallocate(fd, 0, (off_t)bytes) == 0)
+        h = mmap(NULL, sizeof *h, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (h == MAP_FAILED) {
+        close(fd);
+        return -1;
+    }
+    h->generation = generation, h->bytes = bytes, h->slot_bytes = slot_bytes;
+    h->ring_bytes = ring_bytes, h->size = (u32)size, h->magic = MAGIC;
+    munmap(h, sizeof *h);
+    fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+    return fd;
+}
+
+static int available_cores(void) {
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+    return (int)sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+static int is_segment(const Header *h, u64 bytes, int size, u64 generation) {
+    return h->magic == MAGIC && h->generation == generation && h->bytes == bytes
+           && h->size == (u32)size && bytes == segment_bytes(size, h->slot_bytes, h->ring_bytes);
+}
+
+static Group *attach(int fd, int rank, int size, u64 generation) {
+    struct stat about;
+    if (fstat(fd, &about) != 0 || (u64)about.st_size < sizeof(Header)) return NULL;
+    u64 bytes = (u64)about.st_size;
+    u8 *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) return NULL;
+    Group *g = is_segment((Header *)base, bytes, size, generation) ? calloc(1, sizeof *g) : NULL;
+    if (!g) {
+        munmap(base, bytes);
+        return NULL;
+    }
+    g->head = (Header *)base, g->base = base, g->bytes = bytes;
+    g->slot_bytes = g->head->slot_bytes, g->ring_bytes = g->head->ring_bytes;
+    g->rank = rank, g->size = size, g->direct_bytes = 16384;
+    g->crowded = size > available_cores();
+    g->spins = g->crowded ? CROWDED_LOOKS : 10000;
+    for (int p = 0; p < MAX_RANKS; p++) g->pidfds[p] = -1;
+    pthread_mutex_init(&g->lock, NULL);
+    atomic_store(&block(g, rank)->pid, (u32)getpid());
+    return g;
+}
+
+/* Once every rank has attached: get hold of their processes. One that has died since is found later. */
+static void watch_peers(Group *g) {
+    for (int p = 0; p < g->size; p++) {
+        pid_t pid = (pid_t)atomic_load(&block(g, p)->pid);
+        if (p == g->rank || pid == getpid()) continue;
+#ifdef SYS_pidfd_open
+        g->pidfds[p] = (int)syscall(SYS_pidfd_open, pid, 0);
+#endif
+    }
+}
+
+/* Waits of this rank end, and the others learn that it does not take part any more. */
+static void leave(Group *g) {
+    if (!g->broken) g->broken = CLOSED;
+    atomic_store(&block(g, g->rank)->left, 1);
+    wake_everybody(g);
+}
+
+static void detach(Group *g) {
+    for (int p = 0; p < g->size; p++) {
+        if (g->pidfds[p] >= 0) close(g->pidfds[p]);
+        Message *m = g->coming[p];
+        if (m && (m->into || m->dropped)) free(m->data), free(m);
+    }
+    while (g->waiting) {
+        Message *m = g->waiting;
+        g->waiting = m->next;
+        free(m->data);
+        free(m);
+    }
+    pthread_mutex_destroy(&g->lock);
+    munmap(g->base, g->bytes);
+    free(g);
+}
+
+#ifndef SHOAL_WITHOUT_PYTHON
+/* ---------------------------------------------------------------- Python's side */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#define NAME "shoal.transport.shm._shm.group"
+#define ARGS PyObject *self, PyObject *const *args, Py_ssize_t count
+#define NEED(n)                                                                 \
+    (void)self;                                                                 \
+    if (count != (n)) {                                                         \
+        PyErr_Format(PyExc_TypeError, "%d arguments are needed, not %zd", n, count); \
+        return NULL;                                                            \
+    }
+#define GROUP(g)                                                                \
+    Group *g = PyCapsule_GetPointer(args[0], NAME);                             \
+    if (!g) return NULL;
+
+static u64 number(PyObject *object) { return PyLong_AsUnsignedLongLongMask(object); }
+static int small(PyObject *object) { return (int)PyLong_AsLong(object); }
+
+static int signals(void) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    int raised = PyErr_CheckSignals();
+    PyGILState_Release(state);
+    return raised;
+}
+
+static PyObject *answer(int outcome) {
+    if (PyErr_Occurred()) return NULL;
+    return PyLong_FromLong(outcome);
+}
+
+static PyObject *py_create(ARGS) {
+    NEED(4)
+    int fd = create_segment(small(args[0]), number(args[1]), number(args[2]), number(args[3]));
+    if (PyErr_Occurred()) return NULL;
+    return fd < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(fd);
+}
+
+static void abandon(PyObject *capsule) {
+    Group *g = PyCapsule_IsValid(capsule, NAME) ? PyCapsule_GetPointer(capsule, NAME) : NULL;
+    if (!g) return;
+    leave(g);
+    detach(g);
+}
+
+static PyObject *py_attach(ARGS) {
+    NEED(4)
+    int rank = small(args[1]), size = small(args[2]);
+    if (size < 1 || size > MAX_RANKS || rank < 0 || rank >= size) {
+        PyErr_Format(PyExc_ValueError, "rank %d of %d: at most %d ranks", rank, size, MAX_RANKS);
+        return NULL;
+    }
+    Group *g = attach(small(args[0]), rank, size, number(args[3]));
+    if (!g) {
+        PyErr_SetString(PyExc_ValueError, "this is not the shared memory of this group");
+        return NULL;
+    }
+    return PyCapsule_New(g, NAME, abandon);
+}
+
+static PyObject *py_watch(ARGS) {
+    NEED(1) GROUP(g)
+    watch_peers(g);
+    return answer(0);
+}
+
+/* What holds a peer's process, or -1. */
+static PyObject *py_pidfd(ARGS) {
+    NEED(2) GROUP(g)
+    int rank = small(args[1]);
+    return answer(rank >= 0 && rank < g->size ? g->pidfds[rank] : -1);
+}
+
+static Call call_from(PyObject *const *args) {
+    Call c = {.kind = small(args[1]), .in = (const u8 *)number(args[2]), .out = (u8 *)number(args[3]),
+              .count = number(args[4]), .dtype = small(args[5]), .op = small(args[6]),
+              .root = small(args[7])};
+    return c;
+}
+
+static PyObject *py_collective(ARGS) {
+    NEED(10) GROUP(g)
+    Call c = call_from(args);
+    c.table = (const int64_t *)number(args[8]);
+    u64 timeout_ns = number(args[9]);
+    int outcome;
+    if (PyErr_Occurred()) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = run_call(g, &c, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return answer(outcome);
+}
+
+static PyObject *py_start(ARGS) {
+    NEED(9) GROUP(g)
+    Call c = call_from(args);
+    c.table = (const int64_t *)number(args[8]);
+    if (PyErr_Occurred()) return NULL;
+    return PyBool_FromLong(start_call(g, &c));
+}
+
+static PyObject *py_finish(ARGS) {
+    NEED(2) GROUP(g)
+    u64 timeout_ns = number(args[1]);
+    int outcome;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = finish_call(g, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return answer(outcome);
+}
+
+/* (outcome, peer) as this rank saw it, and (rank, peer, number) as it was told first. */
+static PyObject *py_failure(ARGS) {
+    NEED(1) GROUP(g)
+    return Py_BuildValue("iiIIK", g->broken, g->lost, g->head->failed_rank, g->head->failed_peer,
+                         (unsigned long long)g->head->failed_seq);
+}
+
+static PyObject *py_history(ARGS) {
+    NEED(2) GROUP(g)
+    int rank = small(args[1]);
+    PyObject *found = PyList_New(0);
+    if (rank < 0 || rank >= g->size || !found) return found;
+    u64 last = 0;
+    for (int i = 0; i < RECORDS; i++) {
+        u64 seq = atomic_load(&block(g, rank)->records[i].seq);
+        if (seq > last) last = seq;
+    }
+    for (u64 seq = last > RECORDS ? last - RECORDS + 1 : 1; seq <= last; seq++) {
+        const Record *r = record(g, rank, seq);
+        PyObject *item = Py_BuildValue("KIIIIKKK", (unsigned long long)seq, r->kind, r->dtype, r->op,
+                                       r->root, (unsigned long long)r->count,
+                                       (unsigned long long)r->start_ns, (unsigned long long)r->end_ns);
+        if (!item || PyList_Append(found, item) != 0) {
+            Py_XDECREF(item);
+            Py_DECREF(found);
+            return NULL;
+        }
+        Py_DECREF(item);
+    }
+    return found;
+}
+
+static PyObject *py_tune(ARGS) {
+    NEED(3) GROUP(g)
+    g->direct_bytes = number(args[1]) < g->slot_bytes ? number(args[1]) : g->slot_bytes;
+    if (small(args[2]) >= 0) g->spins = small(args[2]);
+    return answer(0);
+}
+
+static PyObject *py_post(ARGS) {
+    NEED(6) GROUP(g)
+    int is_send = small(args[1]), peer = small(args[4]);
+    u8 *data = (u8 *)number(args[2]);
+    u64 bytes = number(args[3]), tag = number(args[5]);
+    if (PyErr_Occurred()) return NULL;
+    if (peer >= g->size || (peer < 0 && is_send)) {
+        PyErr_Format(PyExc_ValueError, "there is no rank %d among %d", peer, g->size);
+        return NULL;
+    }
+    Op *op;
+    Py_BEGIN_ALLOW_THREADS
+    op = post(g, is_send, data, bytes, peer, tag);
+    Py_END_ALLOW_THREADS
+    return op ? PyLong_FromVoidPtr(op) : PyErr_NoMemory();
+}
+
+static PyObject *py_state(ARGS) {
+    NEED(2) GROUP(g)
+    return answer(state_of(g, PyLong_AsVoidPtr(args[1])));
+}
+
+/* (outcome, source or lost peer, bytes that came) */
+static PyObject *py_wait(ARGS) {
+    NEED(3) GROUP(g)
+    Op *op = PyLong_AsVoidPtr(args[1]);
+    u64 timeout_ns = number(args[2]);
+    int outcome, lost = -1;
+    if (!op) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = wait_op(g, op, timeout_ns, &lost);
+    Py_END_ALLOW_THREADS
+    if (PyErr_Occurred()) return NULL;
+    return Py_BuildValue("iiK", outcome, outcome == FINE || outcome == WRONG_SIZE ? op->source : lost,
+                         (unsigned long long)op->moved);
+}
+
+static PyObject *py_forget(ARGS) {
+    NEED(2) GROUP(g)
+    forget(g, PyLong_AsVoidPtr(args[1]));
+    return answer(0);
+}
+
+static PyObject *py_withdraw(ARGS) {
+    NEED(2) GROUP(g)
+    return PyBool_FromLong(withdraw(g, PyLong_AsVoidPtr(args[1])));
+}
+
+static PyObject *py_serve(ARGS) {
+    NEED(1) GROUP(g)
+    Py_BEGIN_ALLOW_THREADS
+    serve(g);
+    Py_END_ALLOW_THREADS
+    return answer(0);
+}
+
+static PyObject *py_stop(ARGS) {
+    NEED(1) GROUP(g)
+    stop_serving(g);
+    return answer(0);
+}
+
+static PyObject *py_leave(ARGS) {
+    NEED(1) GROUP(g)
+    leave(g);
+    return answer(0);
+}
+
+static PyObject *py_detach(ARGS) {
+    NEED(1) GROUP(g)
+    if (PyCapsule_SetName(args[0], "closed") != 0) return NULL;
+    detach(g);
+    return answer(0);
+}
+
+#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
+static PyMethodDef methods[] = {
+    METHOD(create), METHOD(attach), METHOD(watch), METHOD(pidfd), METHOD(collective), METHOD(start), METHOD(finish),
+    METHOD(failure), METHOD(history), METHOD(tune), METHOD(post), METHOD(state), METHOD(wait),
+    METHOD(forget), METHOD(withdraw), METHOD(serve), METHOD(stop), METHOD(leave), METHOD(detach), {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shm", NULL, -1, methods,
+                                    NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__shm(void) {
+    check_signals = signals;
+    return PyModule_Create(&module);
+}
+#endif

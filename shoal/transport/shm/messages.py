@@ -1,0 +1,127 @@
+"""A transport through shared memory: messages go through a ring for each pair of ranks.
+
+A short message is in the ring when `send` returns. What does not fit is moved by whoever waits,
+or by a thread that serves while nobody does, so a rank that computes does not hold up its peers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torch import Tensor
+
+from shoal.errors import ShoalError
+from shoal.transport.shm import segment as shared
+from shoal.transport.shm.segment import FINE, INTERRUPTED, LATE, LOST, WRONG_SIZE, Segment
+
+if shared.is_built():
+    from shoal.transport.shm import _shm
+
+_TAGS = (1 << 64) - 1
+_MANY = 256
+ANY_SOURCE = -1
+
+
+class ShmWork:
+    """A message under way. It holds its tensor until it is done."""
+
+    def __init__(self, transport: ShmTransport, op: int, data: Tensor, is_send: bool, doing: str):
+        self._transport, self.op, self._data, self._doing = transport, op, data, doing
+        self.after: Callable[[], None] | None = None
+        self.source, self.is_done, self.is_send = -1, False, is_send
+
+    def poll(self) -> bool:
+        if not self.is_done and _shm.state(self._transport.segment.handle, self.op) >= 0:
+            self.wait()
+        return self.is_done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self.is_done:
+            return
+        segment = self._transport.segment
+        timeout_ns = segment.timeout_ns if timeout_s is None else int(timeout_s * 1e9)
+        outcome, peer, num_bytes = _shm.wait(segment.handle, self.op, timeout_ns)
+        self.is_done = True
+        self._transport.release(self, self.op)
+        self.source = peer
+        if outcome == WRONG_SIZE:
+            raise ShoalError(
+                f"rank {segment.rank} expected {self._data.nbytes} bytes from rank {peer} "
+                f"in {self._doing}, and got {num_bytes}"
+            )
+        if outcome in (LOST, LATE, INTERRUPTED):
+            raise segment.lost(peer, self._doing, timeout_ns / 1e9 if outcome == LATE else None)
+        if outcome != FINE:
+            segment.check(outcome, self._doing)
+        if self.after is not None:
+            self.after()
+
+
+class ShmTransport:
+    """Messages between the ranks of a segment; tags are taken modulo 2 to the 64."""
+
+    def __init__(self, segment: Segment):
+        self.segment, self.rank, self.size = segment, segment.rank, segment.size
+        self._under_way: dict[int, ShmWork] = {}
+        self._thread: threading.Thread | None = None
+
+    def send(self, data: Tensor, dst: int, tag: int) -> ShmWork:
+        return self._post(1, data, dst, tag, f"send to {dst}, tag {tag}")
+
+    def recv(
+        self, into: Tensor, src: int, tag: int, after: Callable[[], None] | None = None
+    ) -> ShmWork:
+        """`src` may be ANY_SOURCE; the work then tells where the message came from.
+
+        `after` is done by the wait when the message has come.
+        """
+        work = self._post(0, into, src, tag, f"recv from {src}, tag {tag}")
+        work.after = after
+        return work
+
+    def close(self) -> None:
+        """Stop serving. Messages that are still under way are given up."""
+        if self._thread is not None:
+            _shm.stop(self.segment.handle)
+            self._thread.join()
+            self._thread = None
+        for op in list(self._under_way):
+            _shm.forget(self.segment.handle, op)
+        self._under_way.clear()
+
+    def withdraw(self, work: ShmWork) -> bool:
+        """Take back a receive that nothing has come for. Nobody may wait for it meanwhile."""
+        if work.is_done or not _shm.withdraw(self.segment.handle, work.op):
+            return False
+        del self._under_way[work.op]
+        return True
+
+    def release(self, work: ShmWork, op: int) -> None:
+        if self._under_way.pop(op, None) is not None:
+            _shm.forget(self.segment.handle, op)
+
+    def _post(self, is_send: int, data: Tensor, peer: int, tag: int, doing: str) -> ShmWork:
+        handle = self.segment.handle
+        if len(self._under_way) >= _MANY:
+            self._sweep()
+        op = _shm.post(handle, is_send, data.data_ptr(), data.nbytes, peer, tag & _TAGS)
+        work = ShmWork(self, op, data, is_send == 1, doing)
+        self._under_way[op] = work
+        if _shm.state(handle, op) >= 0 and is_send:
+            work.wait()
+        elif self._thread is None:
+            self._serve()
+        return work
+
+    def _sweep(self) -> None:
+        """Let go of messages that are done though nobody has waited for them."""
+        for op, work in list(self._under_way.items()):
+            if work.is_send and _shm.state(self.segment.handle, op) == FINE:
+                work.wait()
+
+    def _serve(self) -> None:
+        self._thread = threading.Thread(
+            target=_shm.serve, args=(self.segment.handle,), daemon=True, name="shoal messages"
+        )
+        self._thread.start()

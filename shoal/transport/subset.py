@@ -1,0 +1,23 @@
+"""Some of the ranks of a transport, counted from 0 again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shoal.transport.transport import Transport, Work
+
+
+class SubsetTransport:
+    """`ranks[i]` of `transport` is rank i here; the own rank must be among them."""
+
+    def __init__(self, transport: Transport, ranks: Sequence[int]):
+        self._transport, self._ranks = transport, tuple(ranks)
+        self.rank, self.size = self._ranks.index(transport.rank), len(self._ranks)
+
+    def send(self, data: Tensor, dst: int, tag: int) -> Work:
+        return self._transport.send(data, self._ranks[dst], tag)
+
+    def recv(self, into: Tensor, src: int, tag: int) -> Work:
+        return self._transport.recv(into, self._ranks[src], tag)

@@ -1,0 +1,53 @@
+"""A transport over torch.distributed: point-to-point messages of a process group."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.errors import PeerLost, ShoalError
+from shoal.transport.transport import Work
+
+
+class TorchWork:
+    """A torch request; its failure is told as a lost peer."""
+
+    def __init__(self, request: dist.Work, rank: int, peer: int, doing: str):
+        self._request, self._rank, self._peer, self._doing = request, rank, peer, doing
+
+    def wait(self) -> None:
+        try:
+            self._request.wait()
+        except RuntimeError as error:
+            raise PeerLost(self._rank, self._peer, self._doing) from error
+
+
+class TorchTransport:
+    """Ranks are those of `group` (by default the whole world). Made for Gloo on CPU tensors."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def send(self, data: Tensor, dst: int, tag: int) -> Work:
+        request = dist.isend(data, group=self._group, group_dst=dst, tag=short_tag(tag))
+        return self._work(request, dst, f"send tag {tag}")
+
+    def recv(self, into: Tensor, src: int, tag: int) -> Work:
+        request = dist.irecv(into, group=self._group, group_src=src, tag=short_tag(tag))
+        return self._work(request, src, f"recv tag {tag}")
+
+    def _work(self, request: dist.Work | None, peer: int, doing: str) -> Work:
+        if request is None:
+            raise ShoalError("this process is not a member of the group it communicates in")
+        return TorchWork(request, self.rank, peer, doing)
+
+
+def short_tag(tag: int) -> int:
+    """Gloo's tags have 31 bits: 20 of the number, 1 for collectives, 10 of the tag space.
+
+    Tags that meet here are told apart by their order, so they must not be in flight together;
+    that would take a million operations under way at once.
+    """
+    number, collective, space = tag & 0xFFFFF, tag >> 39 & 1, tag >> 40
+    return number | collective << 20 | (space ^ space >> 10) % 1024 << 21

@@ -1,0 +1,40 @@
+"""Ranks of several hosts as threads: who is where is said, memory and Gloo are real."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from shoal.comm import select as meeting
+from shoal.comm.executors.hierarchical.executor import HostsGroup
+from tests.comm.threads import Ranks
+
+T = TypeVar("T")
+
+
+def on_hosts(
+    where: Sequence[str], work: Callable[[HostsGroup], T], timeout_s: float = 20.0
+) -> list[T]:
+    """What `work` gives on every rank; `where[r]` is the host of rank r."""
+    store, all_here = dist.HashStore(), threading.Barrier(len(where))  # type: ignore[attr-defined]
+    own = threading.local()
+    ranks = Ranks[T]()
+
+    def main(rank: int) -> None:
+        own.host = where[rank].encode()
+        group = meeting.share_memory(store, rank, len(where), timeout_s)
+        assert isinstance(group, HostsGroup)
+        try:
+            ranks.results[rank] = work(group)
+        except BaseException as error:
+            ranks.failures.append(error)
+        finally:
+            all_here.wait()
+            group.close()
+
+    with patch.object(meeting, "host_id", lambda: own.host):
+        return ranks.run(len(where), main)

@@ -1,0 +1,66 @@
+"""Counted bytes are those that a ring sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.comm.counting import CountingGroup
+from shoal.comm.executors.scheduled.executor import ScheduledGroup
+from shoal.comm.group import Group
+from shoal.schedules.collectives.cost import Link
+from shoal.transport.threads import Mailboxes, ThreadTransport
+from shoal.transport.transport import Work
+from tests.conftest import World
+
+
+class Metered(ThreadTransport):
+    """Adds up what is really sent."""
+
+    sent = 0
+
+    def send(self, data: Tensor, dst: int, tag: int) -> Work:
+        self.sent += data.nbytes
+        return super().send(data, dst, tag)
+
+
+CALLS: dict[str, Callable[[Group], Work]] = {
+    "all_reduce": lambda g: g.all_reduce(torch.ones(12 * g.size)),
+    "all_gather": lambda g: g.all_gather(torch.empty(12 * g.size), torch.ones(12)),
+    "reduce_scatter": lambda g: g.reduce_scatter(torch.empty(12), torch.ones(12 * g.size)),
+    "all_to_all": lambda g: g.all_to_all(torch.empty(12 * g.size), torch.ones(12 * g.size)),
+}
+ALGORITHMS = {
+    "all_reduce": "ring",
+    "all_gather": "ring",
+    "reduce_scatter": "ring",
+    "all_to_all": "direct",
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_count_is_what_leaves_a_rank(world: World, name: str, size: int) -> None:
+    boxes = Mailboxes(size)
+
+    def body(group: Group) -> tuple[int, int]:
+        transport = Metered(boxes, group.rank)
+        counting = CountingGroup(ScheduledGroup(transport, ALGORITHMS, link=Link()))
+        CALLS[name](counting).wait()
+        return counting.sent, transport.sent
+
+    for counted, sent in world(size, body):
+        assert counted == sent > 0
+
+
+def test_what_is_no_part_of_training_is_not_counted(world: World) -> None:
+    def body(group: Group) -> int:
+        counting = CountingGroup(group)
+        with counting.uncounted():
+            counting.all_reduce(torch.ones(10)).wait()
+        return counting.sent
+
+    assert world(2, body) == [0, 0]

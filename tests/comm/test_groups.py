@@ -1,0 +1,102 @@
+"""One conformance suite, against every group: alone, threads, processes over Gloo."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.comm.executors.scheduled.executor import ScheduledGroup
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group, Op
+from shoal.errors import PeerLost, ShoalError
+from shoal.schedules.collectives.cost import Link
+from shoal.transport.threads import Mailboxes, ThreadTransport
+from tests.comm.conformance import CASES, check
+from tests.comm.threads import on_threads
+from tests.conftest import World
+from tests.processes import findings
+
+PROCESSES = 3
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+@every_case
+def test_solo_group(case: str) -> None:
+    check(CASES[case](SoloGroup()))
+
+
+@every_case
+@pytest.mark.parametrize("background", [False, True], ids=["on wait", "in background"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_scheduled_group_on_threads(size: int, background: bool, case: str) -> None:
+    if not background and case == "duplicates_are_waited_for_in_contrary_orders":
+        pytest.skip("nothing goes on before it is waited for")
+    findings = on_threads(
+        size, lambda t: CASES[case](ScheduledGroup(t, link=Link(), background=background))
+    )
+    for thread in threading.enumerate():  # it is about to end when the last work is done
+        if thread.name == "collectives":
+            thread.join()
+    for found in findings:
+        check(found)
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of one world of processes reports; they have all ended."""
+    return findings("tests.comm.worker", PROCESSES, tmp_path_factory.mktemp("gloo"))
+
+
+@every_case
+@pytest.mark.parametrize("where", ["world", "pair"])
+def test_torch_group_over_gloo(gloo: list[dict[str, Any]], where: str, case: str) -> None:
+    """The world has 3 ranks; the pair has 2, whose ranks inside are not those in the world."""
+    outcomes = [report[where][case] for report in gloo if where in report]
+    assert len(outcomes) == {"world": 3, "pair": 2}[where]
+    for error in outcomes:
+        if where == "pair" and "subgroups" in case:
+            assert error is not None and "cut out of the whole world" in error
+        else:
+            assert error is None, error
+
+
+def test_a_process_that_goes_away_is_a_lost_peer(gloo: list[dict[str, Any]]) -> None:
+    for rank, report in enumerate(gloo[:-1]):
+        name, sentence = report["lost"]
+        assert name == PeerLost.__name__
+        assert sentence.startswith(f"rank {rank} lost a peer in all_reduce #")
+
+
+def test_a_tensor_of_the_wrong_size_is_no_lost_peer(gloo: list[dict[str, Any]]) -> None:
+    assert not {report["wrong_size"] for report in gloo} & {PeerLost.__name__, "none"}
+
+
+def test_a_group_of_one_has_nobody_to_send_to() -> None:
+    with pytest.raises(ShoalError, match="nobody to send to"):
+        SoloGroup().send(torch.zeros(1), 0)
+    with pytest.raises(ShoalError, match="nobody to receive from"):
+        SoloGroup().recv(torch.zeros(1), 0)
+
+
+def test_collectives_take_tensors_that_are_not_contiguous(world: World) -> None:
+    def body(group: Group) -> list[torch.Tensor]:
+        data = torch.arange(6.0).view(2, 3).t()
+        out = torch.zeros(3, 2, 2).transpose(0, 2)  # pieces of 2 x 2 x 3
+        group.all_reduce(data, Op.SUM).wait()
+        group.all_gather(out, torch.full((1, 2, 3), float(group.rank))).wait()
+        return [data, out]
+
+    for data, out in world(2, body):
+        assert torch.equal(data, torch.arange(6.0).view(2, 3).t() * 2)
+        assert torch.equal(out, torch.tensor([0.0, 1.0]).view(2, 1, 1).expand(2, 2, 3))
+
+
+def test_a_rank_that_fails_wakes_the_others_in_a_collective() -> None:
+    boxes = Mailboxes(2)
+    boxes.break_all(1)
+    work = ScheduledGroup(ThreadTransport(boxes, 0), link=Link()).all_reduce(torch.zeros(1))
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+        work.wait()

@@ -1,0 +1,210 @@
+"""Groups over several hosts: the same conformance suite, and what is their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.comm.executors.hierarchical.executor import HostsGroup
+from shoal.comm.executors.hierarchical.topology import Places, host_id
+from shoal.comm.group import Group, Op
+from shoal.errors import BadInput, PeerLost
+from shoal.observe.trace import Recorder
+from shoal.transport.shm.messages import ANY_SOURCE
+from shoal.transport.shm.segment import is_built
+from tests.comm.conformance import CASES, check
+from tests.comm.hosts import on_hosts
+
+pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
+
+
+def test_places_are_told_by_host_in_the_order_of_ranks() -> None:
+    places = Places.of([b"x", b"y", b"x", b"z", b"y"], 4)
+    assert places.hosts == ((0, 2), (1, 4), (3,))
+    assert (places.host, places.index, places.local, places.size) == (1, 1, (1, 4), 5)
+    assert not places.is_even and Places.of([b"x", b"y"], 0).is_even
+
+
+def test_the_host_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_HOST_ID", raising=False)
+    here = host_id()
+    monkeypatch.setenv("SHOAL_HOST_ID", "a")
+    first = host_id()
+    monkeypatch.setenv("SHOAL_HOST_ID", "b")
+    assert len({here, first, host_id()}) == 3
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("where", ["aabb", "abab", "aab"])
+def test_conformance(where: str, case: str) -> None:
+    for found in on_hosts(where, lambda group: CASES[case](group)):
+        check(found)
+
+
+@pytest.mark.parametrize("where", ["aabb", "abab", "abbb"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.int16])
+def test_long_vectors_go_in_shares(where: str, dtype: torch.dtype) -> None:
+    numel = 50_001
+
+    def work(group: HostsGroup) -> bool:
+        own = (torch.arange(numel) % 7 + group.rank).to(dtype)
+        total = sum((torch.arange(numel) % 7 + rank) for rank in range(4)).to(dtype)  # type: ignore[union-attr]
+        group.all_reduce(own).wait()
+        whole = torch.empty(4 * numel, dtype=dtype)
+        group.all_gather(whole, own).wait()
+        piece = torch.empty(numel, dtype=dtype)
+        group.reduce_scatter(piece, whole, Op.MAX).wait()
+        swapped = torch.empty_like(whole)
+        group.all_to_all(swapped, whole).wait()
+        return all(torch.equal(part, total) for part in (own, piece, *swapped.view(4, -1)))
+
+    assert all(on_hosts(where, work))
+
+
+def test_truth_values_and_complex_numbers() -> None:
+    def work(group: HostsGroup) -> list[object]:
+        truth = torch.tensor([True, False, group.rank == 1])
+        both = truth.clone()
+        group.all_reduce(truth, Op.MAX).wait()
+        group.all_reduce(both, Op.MIN).wait()
+        turning = torch.tensor([1j * group.rank, 2.0 + 0j])
+        group.all_reduce(turning, Op.MEAN).wait()
+        return [truth.tolist(), both.tolist(), turning.tolist()]
+
+    assert on_hosts("aab", work) == [[[True, False, True], [True, False, False], [1j, 2.0]]] * 3
+
+
+def test_tensors_that_are_not_contiguous_or_empty() -> None:
+    def work(group: HostsGroup) -> bool:
+        data = torch.arange(6.0).view(2, 3).t()
+        group.all_reduce(data).wait()
+        nothing, whole = torch.zeros(0), torch.zeros(0)
+        group.all_reduce(nothing).wait()
+        group.all_gather(whole, nothing).wait()
+        group.broadcast(nothing).wait()
+        group.all_to_all(whole, nothing).wait()
+        return torch.equal(data, torch.arange(6.0).view(2, 3).t() * 3)
+
+    assert all(on_hosts("aba", work))
+
+
+def test_uneven_all_to_all() -> None:
+    def work(group: HostsGroup) -> list[float]:
+        given = [(group.rank + to) * 700 for to in range(3)]
+        data = torch.full((sum(given),), float(group.rank))
+        out = torch.empty(sum(given))
+        group.all_to_all_uneven(out, data, given, given).wait()
+        return [float(part.sum()) for part in torch.split(out, given)]
+
+    assert on_hosts("aab", work)[1] == [0.0, 1400.0, 4200.0]
+
+
+def test_lists_of_pieces() -> None:
+    def work(group: HostsGroup) -> list[list[float]]:
+        own = torch.full((2,), float(group.rank))
+        pieces = [torch.zeros(2) for _ in range(3)]
+        group.in_pieces("all_gather", [own], pieces).wait()
+        total = torch.zeros(2)
+        group.in_pieces("reduce_scatter", pieces, [total], "sum").wait()
+        got = torch.zeros(2)
+        group.in_pieces("scatter", pieces if group.rank == 1 else [], [got], root=1).wait()
+        return [total.tolist(), got.tolist()]
+
+    expected = [[[3.0 * rank] * 2, [float(rank)] * 2] for rank in range(3)]
+    assert on_hosts("aab", work) == expected
+
+
+def test_receives_from_any_source_take_from_this_host_and_from_others() -> None:
+    def work(group: HostsGroup) -> list[tuple[int, float]]:
+        if group.rank:
+            group.send(torch.tensor([10.0 * group.rank]), 0, 7).wait()
+            return []
+        found = []
+        for _ in range(3):
+            data = torch.empty(1)
+            message = group.recv(data, ANY_SOURCE, 7)
+            message.wait()
+            found.append((message.source, float(data)))
+        return sorted(found)
+
+    assert on_hosts("aabb", work)[0] == [(1, 10.0), (2, 20.0), (3, 30.0)]
+
+
+def test_a_receive_from_one_rank_after_one_from_anybody_gets_its_message() -> None:
+    """Rank 0 hears its neighbour first, while Gloo still listens for anybody."""
+
+    def work(group: HostsGroup) -> list[tuple[int, float]]:
+        if group.rank == 1:
+            group.send(torch.tensor([1.0]), 0).wait()
+        elif group.rank >= 2:
+            token = torch.zeros(1)
+            for number in range(2):
+                group.recv(token, 0, tag=1).wait()
+                group.send(torch.tensor([10.0 * group.rank + number]), 0).wait()
+        if group.rank:
+            return []
+        found = []
+        for source in (ANY_SOURCE, 2, 3, 3, ANY_SOURCE):
+            if source > 0:
+                sent = group.send(torch.zeros(1), source, tag=1)
+            elif found:
+                sent = group.send(torch.zeros(1), 2, tag=1)
+            data = torch.empty(1)
+            message = group.recv(data, source)
+            message.wait()
+            if source > 0 or found:
+                sent.wait()
+            found.append((message.source, float(data)))
+        return found
+
+    wanted = [(1, 1.0), (2, 20.0), (3, 30.0), (3, 31.0), (2, 21.0)]
+    assert on_hosts("aabc", work)[0] == wanted
+
+
+def test_several_receives_from_anybody_under_way() -> None:
+    def work(group: HostsGroup) -> list[float]:
+        if group.rank:
+            for number in range(5):
+                group.send(torch.tensor([10.0 * group.rank + number]), 0).wait()
+            return []
+        found = [torch.empty(1) for _ in range(15)]
+        messages = [group.recv(data, ANY_SOURCE) for data in found]
+        for message in messages:
+            message.wait()
+        return sorted(float(data) for data in found)
+
+    wanted = [10.0 * rank + number for rank in (1, 2, 3) for number in range(5)]
+    assert on_hosts("aabb", work)[0] == wanted
+
+
+def test_a_collective_leaves_a_span() -> None:
+    def work(group: HostsGroup) -> list[str]:
+        recorder = Recorder(group.rank, 0)
+        group.tracer = recorder
+        group.all_reduce(torch.zeros(4)).wait()
+        return [f"{span.kind} {span.detail}".strip() for span in recorder.spans]
+
+    assert on_hosts("aab", work) == [["reduce all_reduce over hosts 16 bytes", "wait"]] * 3
+
+
+def test_a_rank_that_does_not_come_is_lost_in_time() -> None:
+    def work(group: HostsGroup) -> str:
+        as_group: Group = group
+        if as_group.rank == 2:
+            return "stays away"
+        try:
+            group.within(0.3).all_reduce(torch.zeros(3)).wait()
+        except PeerLost as error:
+            return str(error)
+        return "nothing was raised"
+
+    for rank, told in enumerate(on_hosts("aab", work)[:2]):
+        assert told.startswith(f"rank {rank} lost ") and "all_reduce #1 over 2 hosts" in told
+
+
+def test_what_cannot_be_is_told_at_once() -> None:
+    def work(group: HostsGroup) -> None:
+        group.all_gather(torch.zeros(5), torch.zeros(2))
+
+    with pytest.raises(BadInput, match="needs a whole of 6"):
+        on_hosts("aab", work)

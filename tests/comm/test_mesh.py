@@ -1,0 +1,47 @@
+"""A mesh: who is on which line of the grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
+from shoal.comm.mesh import Mesh, axes
+from shoal.strategy.strategy import Layout
+from tests.conftest import World
+
+
+def test_tp_is_innermost_and_replicas_are_outermost() -> None:
+    dp, pp, tp = axes(Layout(replicas=2, tp=2, pp=2))
+    assert tp == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert pp == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert dp == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_every_rank_is_on_one_line_of_each_axis(world: World) -> None:
+    def body(group: Group) -> Any:
+        mesh = Mesh.of(group, Layout(replicas=2, tp=1, pp=2))
+        sums = []
+        for axis in (mesh.dp, mesh.pp, mesh.tp):
+            data = torch.tensor([2.0**group.rank])
+            axis.all_reduce(data).wait()
+            sums.append(int(data))
+        return (mesh.dp.rank, mesh.pp.rank, mesh.tp.rank), sums
+
+    assert world(4, body) == [
+        ((0, 0, 0), [0b0101, 0b0011, 0b0001]),
+        ((0, 1, 0), [0b1010, 0b0011, 0b0010]),
+        ((1, 0, 0), [0b0101, 0b1100, 0b0100]),
+        ((1, 1, 0), [0b1010, 0b1100, 0b1000]),
+    ]
+
+
+def test_an_axis_over_the_whole_world_is_the_world(world: World) -> None:
+    def body(group: Group) -> None:
+        mesh = Mesh.of(group, Layout(replicas=1, tp=1, pp=2))
+        assert mesh.pp is group
+        assert isinstance(mesh.dp, SoloGroup) and isinstance(mesh.tp, SoloGroup)
+
+    world(2, body)

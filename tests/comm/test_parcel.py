@@ -1,0 +1,140 @@
+"""Trees of tensors between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.comm.group import Group
+from shoal.comm.parcel import Post
+from shoal.errors import BadInput, ShoalError
+from tests.conftest import World, run_world
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
+tensors = st.builds(
+    lambda shape, dtype: (torch.arange(int(torch.Size(shape).numel())) % 7).to(dtype).view(shape),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from(DTYPES),
+)
+values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+trees = st.recursive(
+    tensors | values,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    return bool(a == b) and type(a) is type(b)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@given(st.lists(trees, min_size=1, max_size=4))
+def test_every_tree_arrives_as_it_was_sent(sent: list[Any]) -> None:
+    """On one tag, so that descriptions are repeated and replaced."""
+
+    def body(group: Group) -> list[Any]:
+        post = Post(group, CPU)
+        if group.rank == 0:
+            for tree in sent:
+                post.send(tree, 1, tag=3).wait()
+            return []
+        return [post.recv(0, tag=3) for _ in sent]
+
+    got = run_world(2, body)[1]
+    assert all(map(same, sent, got))
+
+
+def test_a_description_is_sent_once(world: World) -> None:
+    def body(group: Group) -> int:
+        post = Post(group, CPU)
+        if group.rank == 1:
+            for _ in range(3):
+                post.recv(0, 0)
+            return 0
+        return sum(len(post.send(torch.zeros(n), 1, 0).works) for n in (4, 4, 5))
+
+    assert world(2, body)[0] == 3 + 2 + 3  # length, description, tensor
+
+
+def test_what_had_a_gradient_requires_one_again(world: World) -> None:
+    def body(group: Group) -> Any:
+        post = Post(group, CPU)
+        if group.rank == 0:
+            post.send((torch.ones(2, requires_grad=True) * 2, torch.ones(2)), 1, 0).wait()
+            return None
+        first, second = post.recv(0, 0)
+        return first.requires_grad, first.is_leaf, second.requires_grad
+
+    assert world(2, body)[1] == (True, True, False)
+
+
+def test_messages_are_told_apart_by_their_tags(world: World) -> None:
+    def body(group: Group) -> Any:
+        post = Post(group, CPU)
+        if group.rank == 0:
+            for tag in (1, 2):
+                post.send(torch.full((tag,), tag), 1, tag).wait()
+            return None
+        return [post.recv(0, tag).tolist() for tag in (2, 1)]
+
+    assert world(2, body)[1] == [[2, 2], [1]]
+
+
+def test_what_is_no_tree_is_refused(world: World) -> None:
+    def body(group: Group) -> None:
+        Post(group, CPU).send([object()], 1 - group.rank, 0)
+
+    with pytest.raises(BadInput, match="a object cannot go from one worker to another"):
+        world(2, body)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"nonsense",
+        b"{}",
+        b'["tensor", "float32", [-1], false]',
+        b'["tensor", "float32", [1e3], false]',
+        b'["tensor", "os", [1], false]',
+        b'["tensor", "float64", [1099511627776, 4], false]',
+        b'["code", "import os"]',
+    ],
+)
+def test_a_damaged_description_is_refused(world: World, text: bytes) -> None:
+    def body(group: Group) -> None:
+        if group.rank == 0:
+            group.send(torch.tensor([len(text)]), 1, 0).wait()
+            group.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), 1, 0).wait()
+        else:
+            Post(group, CPU).recv(0, 0)
+
+    with pytest.raises(ShoalError, match=r"rank 1 got .* from rank 0"):
+        world(2, body)
+
+
+@pytest.mark.parametrize("length", [-1, 0, 1 << 40])
+def test_a_wrong_length_is_refused(world: World, length: int) -> None:
+    def body(group: Group) -> None:
+        if group.rank == 0:
+            group.send(torch.tensor([length]), 1, 0).wait()
+        else:
+            Post(group, CPU).recv(0, 0)
+
+    with pytest.raises(ShoalError, match=r"rank 1 got a (description|message)"):
+        world(2, body)

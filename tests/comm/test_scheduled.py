@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.comm.executors.scheduled.executor import ScheduledGroup
+from shoal.comm.group import Group, Op
+from shoal.errors import BadInput, PeerLost
+from shoal.observe.trace import Recorder
+from shoal.schedules.collectives.catalog import algorithms, build, kinds
+from shoal.schedules.collectives.collective import Collective, Transfer
+from shoal.schedules.collectives.cost import Link, cheapest
+from shoal.schedules.collectives.proof import ProofFailed
+from shoal.transport.threads import ThreadTransport
+from shoal.transport.transport import Work
+from tests.comm.cases import CALLS_THAT_CANNOT_BE, call, cases, check, group_for
+from tests.comm.threads import on_threads
+
+EVERY = [(kind, name) for kind in kinds() for name in algorithms(kind)]
+MANY_RANKS = range(1, 10)
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+@settings(
+    max_examples=4,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_every_algorithm_gives_the_right_numbers_on_1_to_9_ranks(
+    kind: str, name: str, data: st.DataObject
+) -> None:
+    case = data.draw(cases(kind, name))
+    for size in MANY_RANKS:
+        results = on_threads(size, lambda transport: call(group_for(transport, case), case))
+        for rank, got in enumerate(results):
+            check(case, got, rank, size)
+        if kind == "all_reduce" and build(kind, name, size).same_bits:
+            assert all(torch.equal(got, results[0]) for got in results)
+
+
+def swap(ranks: int) -> Collective:
+    """All-reduce for two: both send, both add."""
+    return Collective("swap", 2, 1, [[Transfer(0, 1, 0, True), Transfer(1, 0, 0, True)]])
+
+
+def half_a_swap(ranks: int) -> Collective:
+    return Collective("half a swap", 2, 1, [[Transfer(0, 1, 0, True)]])
+
+
+def summed(group: ScheduledGroup, numel: int = 5) -> list[float]:
+    data = torch.arange(numel, dtype=torch.float64) + group.rank
+    group.all_reduce(data).wait()
+    return data.tolist()  # type: ignore[no-any-return]
+
+
+def test_a_schedule_of_ones_own_runs() -> None:
+    for choice in (swap, {"all_reduce": swap}):
+        results = on_threads(2, lambda t, c=choice: summed(ScheduledGroup(t, c)))  # type: ignore[misc]
+        assert results == [[1.0, 3.0, 5.0, 7.0, 9.0]] * 2
+
+
+def test_a_wrong_schedule_of_ones_own_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(ProofFailed, match="rank 0 lacks the contribution of rank 1"):
+        on_threads(2, lambda t: ScheduledGroup(t, half_a_swap))
+
+
+def test_a_schedule_for_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(BadInput, match="is for 2 ranks, and the group has 3"):
+        on_threads(3, lambda t: ScheduledGroup(t, swap))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sentence"),
+    [
+        ("rong", "did you mean 'ring'"),
+        ({"all_reduce": "bruck"}, "no algorithm 'bruck' for all_reduce"),
+        ({"allreduce": "ring"}, "did you mean 'all_reduce'"),
+        ({"broadcast": swap}, "is for all_reduce, not for broadcast"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_told(algorithm: object, sentence: str) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        on_threads(2, lambda t: ScheduledGroup(t, algorithm))  # type: ignore[arg-type]
+
+
+def test_auto_takes_the_cheapest_for_the_size() -> None:
+    link = Link(alpha_s=1e-5, beta_s_per_byte=1e-9)
+    assert cheapest("all_reduce", 16, 64, link) == "doubling"
+    assert cheapest("all_reduce", 16, 1 << 26, link) in ("ring", "halving", "torus", "hierarchical")
+    assert cheapest("broadcast", 16, 64, link) == "tree"
+    assert cheapest("broadcast", 16, 1 << 28, link) in ("ring", "scatter_gather")
+    assert cheapest("all_to_all", 16, 64, link) == "bruck"
+    assert cheapest("all_to_all", 16, 1 << 28, link) == "shift"
+
+
+def test_auto_measures_the_link_first_and_all_ranks_know_the_same() -> None:
+    def work(transport: ThreadTransport) -> tuple[list[float], Link | None]:
+        group = ScheduledGroup(transport)
+        return summed(group), group.link
+
+    results = on_threads(4, work)
+    assert all(numbers == [6.0, 10.0, 14.0, 18.0, 22.0] for numbers, _ in results)
+    links = {link for _, link in results}
+    assert len(links) == 1
+    (link,) = links
+    assert link is not None and 0 < link.alpha_s < 1 and 0 <= link.beta_s_per_byte < 1e-3
+
+
+def test_calibrate_gives_what_it_measured() -> None:
+    links = on_threads(3, lambda t: ScheduledGroup(t, "ring").calibrate())
+    assert len(set(links)) == 1 and links[0].gamma_s_per_byte > 0
+
+
+def test_a_name_is_for_the_kinds_that_know_it() -> None:
+    def work(transport: ThreadTransport) -> list[float]:
+        group = ScheduledGroup(transport, "tree")
+        out = torch.zeros(3)
+        group.all_gather(out, torch.tensor([float(group.rank)])).wait()  # there is no tree for it
+        return summed(group, 2) + out.tolist()
+
+    assert on_threads(3, work) == [[3.0, 6.0, 0.0, 1.0, 2.0]] * 3
+
+
+def test_works_may_be_waited_for_in_any_order() -> None:
+    def work(transport: ThreadTransport) -> list[float]:
+        group = ScheduledGroup(transport, "ring")
+        tensors = [torch.full((3,), float(i)) for i in range(4)]
+        works = [group.all_reduce(tensor) for tensor in tensors]
+        order = range(4) if group.rank % 2 else reversed(range(4))
+        for index in order:
+            works[index].wait()
+            works[index].wait()
+        return [float(tensor[0]) for tensor in tensors]
+
+    assert on_threads(4, work) == [[0.0, 4.0, 8.0, 12.0]] * 4
+
+
+def test_duplicates_do_not_mix_their_messages() -> None:
+    def work(transport: ThreadTransport) -> tuple[float, float]:
+        group = ScheduledGroup(transport, "ring")
+        other = group.duplicate()
+        one, two = torch.ones(8), torch.full((8,), 2.0)
+        for pending in [group.all_reduce(one), other.all_reduce(two)]:
+            pending.wait()
+        return float(one[0]), float(two[0])
+
+    assert on_threads(3, work) == [(3.0, 6.0)] * 3
+
+
+def test_in_the_background_operations_go_on_while_nobody_waits() -> None:
+    done = threading.Event()
+
+    def work(transport: ThreadTransport) -> list[float]:
+        group = ScheduledGroup(transport, "ring", background=True)
+        other = group.duplicate()
+        tensors = [torch.full((3,), float(i)) for i in range(4)]
+        works = [(group if i % 2 else other).all_reduce(t) for i, t in enumerate(tensors)]
+        if group.rank == 0:
+            assert done.wait(20)  # the others finish although this rank does not wait yet
+        for pending in works if group.rank % 2 else reversed(works):
+            pending.wait()
+        done.set()
+        return [float(tensor[0]) for tensor in tensors]
+
+    before = threading.active_count()
+    assert on_threads(3, work) == [[0.0, 3.0, 6.0, 9.0]] * 3
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_subgroups_count_from_zero_and_do_not_disturb_each_other() -> None:
+    def work(transport: ThreadTransport) -> tuple[int, float]:
+        world = ScheduledGroup(transport, "halving")
+        parts = [world.subgroup([4, 2, 0]), world.subgroup([1, 3])]
+        (mine,) = [part for part in parts if part is not None]
+        data = torch.tensor([float(world.rank)])
+        mine.all_reduce(data).wait()
+        world.barrier().wait()
+        return mine.rank, float(data)
+
+    assert on_threads(5, work) == [(2, 6.0), (0, 4.0), (1, 6.0), (1, 4.0), (0, 6.0)]
+
+
+def test_a_subgroup_of_strangers_is_refused() -> None:
+    with pytest.raises(BadInput, match="different ranks below 2"):
+        on_threads(2, lambda t: ScheduledGroup(t).subgroup([0, 5]))
+
+
+def test_a_long_vector_is_cut_into_segments_and_comes_out_whole() -> None:
+    def work(transport: ThreadTransport) -> bool:
+        group = ScheduledGroup(transport, "tree", segment_bytes=1000)
+        data = torch.arange(10_001, dtype=torch.int64)
+        group.all_reduce(data).wait()
+        return torch.equal(data, 3 * torch.arange(10_001))
+
+    assert on_threads(3, work) == [True] * 3
+
+
+def test_segments_make_a_chain_a_pipe() -> None:
+    """Rank 0 sends its last segment only after the first one has passed rank 2."""
+    passed, sent = threading.Event(), 0
+
+    class Watched(ThreadTransport):
+        def send(self, data: torch.Tensor, dst: int, tag: int) -> Work:
+            nonlocal sent
+            if self.rank == 2:
+                passed.set()
+            if self.rank == 0:
+                sent += 1
+                assert sent < 64 or passed.wait(20)
+            return super().send(data, dst, tag)
+
+    def work(transport: ThreadTransport) -> None:
+        watched = Watched(transport._boxes, transport.rank)
+        group = ScheduledGroup(watched, {"scan": "chain"}, segment_bytes=8 * 10)
+        group.scan(torch.zeros(640, dtype=torch.int64)).wait()
+
+    on_threads(4, work)
+    assert sent == 64
+
+
+def test_push_and_pull_take_strided_tensors() -> None:
+    def work(transport: ThreadTransport) -> list[float]:
+        group = ScheduledGroup(transport)
+        wide = torch.zeros(3, 2)
+        if group.rank == 0:
+            wide[:, 1] = torch.tensor([1.0, 2.0, 3.0])
+            group.send(wide[:, 1], 1, tag=5).wait()
+        else:
+            group.recv(wide[:, 1], 0, tag=5).wait()
+        return wide[:, 1].tolist()  # type: ignore[no-any-return]
+
+    assert on_threads(2, work) == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_parameters_that_require_gradients_can_be_reduced_in_place() -> None:
+    def work(transport: ThreadTransport) -> float:
+        weight = torch.nn.Parameter(torch.ones(4))
+        ScheduledGroup(transport, "ring").all_reduce(weight, Op.MEAN).wait()
+        return float(weight.detach().sum())
+
+    assert on_threads(3, work) == [4.0] * 3
+
+
+@pytest.mark.parametrize(("call_it", "sentence"), CALLS_THAT_CANNOT_BE)
+def test_a_call_that_cannot_be_is_told_at_once(
+    call_it: Callable[[ScheduledGroup], object], sentence: str
+) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        on_threads(2, lambda t: call_it(ScheduledGroup(t, "ring")))
+
+
+def test_a_lost_peer_is_told_with_the_round() -> None:
+    told: list[PeerLost] = []
+
+    def work(transport: ThreadTransport) -> None:
+        if transport.rank == 1:
+            raise ZeroDivisionError("rank 1 dies")
+        try:
+            ScheduledGroup(transport, "ring").all_reduce(torch.zeros(4)).wait()
+        except PeerLost as lost:
+            told.append(lost)
+
+    with pytest.raises(ZeroDivisionError):
+        on_threads(3, work)
+    assert len(told) == 2
+    assert all("all_reduce ring over 3 ranks round" in str(lost) for lost in told)
+
+
+def test_every_collective_leaves_a_span() -> None:
+    def work(transport: ThreadTransport) -> list[str]:
+        recorder = Recorder(transport.rank, 0)
+        group = ScheduledGroup(transport, "ring", tracer=recorder)
+        group.all_reduce(torch.zeros(4)).wait()
+        group.duplicate().barrier().wait()
+        return [f"{span.lane}: {span.detail}" for span in recorder.spans]
+
+    assert (
+        on_threads(2, work)
+        == [["comm: all_reduce ring 16 bytes", "comm: barrier ring 4 bytes"]] * 2
+    )
+
+
+def test_it_is_a_group() -> None:
+    group: Group = on_threads(1, lambda t: ScheduledGroup(t))[0]
+    assert (group.rank, group.size) == (0, 1)

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.comm.executors.scheduled.executor import ScheduledGroup
+from shoal.comm.executors.shared_memory import ShmGroup
+from shoal.comm.group import Group, Op
+from shoal.errors import BadInput, Desync, ShoalError
+from shoal.observe.trace import Recorder
+from shoal.schedules.collectives.catalog import algorithms, kinds
+from shoal.transport.shm.messages import ANY_SOURCE
+from shoal.transport.shm.segment import is_built
+from tests.comm.cases import CALLS_THAT_CANNOT_BE, call, cases, check, group_for
+from tests.comm.shm import on_shm_threads
+
+pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
+
+
+@pytest.mark.parametrize("kind", kinds())
+@settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_every_collective_gives_the_right_numbers(kind: str, data: st.DataObject) -> None:
+    case = data.draw(cases(kind, algorithms(kind)[0]))
+    direct_bytes = data.draw(st.sampled_from([0, 100, 16384]))
+
+    def work(group: ShmGroup) -> torch.Tensor:
+        group.segment.tune(direct_bytes)
+        return call(group, case)  # type: ignore[arg-type]
+
+    for size in (1, 2, 3, 5):
+        for rank, got in enumerate(on_shm_threads(size, work)):
+            check(case, got, rank, size)
+
+
+@pytest.mark.parametrize("kind", kinds())
+@settings(
+    max_examples=2,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_every_schedule_runs_on_the_transport(kind: str, data: st.DataObject) -> None:
+    for name in algorithms(kind):
+        case = data.draw(cases(kind, name))
+        results = on_shm_threads(3, lambda g, c=case: call(group_for(g.transport, c), c))  # type: ignore[misc]
+        for rank, got in enumerate(results):
+            check(case, got, rank, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("size", [2, 3])
+def test_long_vectors_go_in_many_passes(size: int, dtype: torch.dtype) -> None:
+    numel = 50_001
+
+    def work(group: ShmGroup) -> bool:
+        own = (torch.arange(numel) % 7 + group.rank).to(dtype)
+        total = sum((torch.arange(numel) % 7 + rank) for rank in range(size))
+        group.all_reduce(own).wait()
+        whole = torch.empty(size * numel, dtype=dtype)
+        group.all_gather(whole, own).wait()
+        piece = torch.empty(numel, dtype=dtype)
+        group.reduce_scatter(piece, whole, Op.MAX).wait()
+        swapped = torch.empty_like(whole)
+        group.all_to_all(swapped, whole).wait()
+        result = total.to(dtype)  # type: ignore[union-attr]
+        return all(torch.equal(part, result) for part in (own, piece, *swapped.view(size, -1)))
+
+    assert all(on_shm_threads(size, work))
+
+
+def test_all_ranks_get_the_same_bits() -> None:
+    def work(group: ShmGroup) -> torch.Tensor:
+        data = torch.randn(9_999, generator=torch.Generator().manual_seed(group.rank))
+        group.all_reduce(data).wait()
+        return data
+
+    results = on_shm_threads(5, work)
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+def test_operations_run_in_call_order_whoever_waits_first() -> None:
+    def work(group: ShmGroup) -> list[float]:
+        tensors = [torch.full((10 ** (n % 5),), float(n)) for n in range(12)]
+        works = [group.all_reduce(tensor) for tensor in tensors]
+        for under_way in works if group.rank else reversed(works):
+            under_way.wait()
+        return [float(tensor[0]) for tensor in tensors]
+
+    assert on_shm_threads(3, work) == [[3.0 * n for n in range(12)]] * 3
+
+
+def test_a_message_passes_a_collective_that_is_begun() -> None:
+    def work(group: ShmGroup) -> float:
+        data, note = torch.ones(1), torch.zeros(200_000)
+        if group.rank == 0:
+            under_way = group.all_reduce(data)
+            group.send(note + 5, 1).wait()
+            under_way.wait()
+        else:
+            group.recv(note, 0).wait()
+            group.all_reduce(data).wait()
+        return float(data + note[-1])
+
+    assert on_shm_threads(2, work) == [2.0, 7.0]
+
+
+def test_long_messages_cross_and_tags_choose() -> None:
+    def work(group: ShmGroup) -> list[float]:
+        peer = 1 - group.rank
+        sent = [group.send(torch.full((150_000,), float(tag)), peer, tag) for tag in range(3)]
+        found = [torch.empty(150_000) for _ in range(3)]
+        for tag in (2, 0, 1):
+            group.recv(found[tag], peer, tag).wait()
+        for under_way in sent:
+            under_way.wait()
+        return [float(data[-1]) for data in found]
+
+    assert on_shm_threads(2, work) == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_any_source_tells_the_source() -> None:
+    def work(group: ShmGroup) -> set[tuple[int, float]]:
+        if group.rank:
+            group.send(torch.tensor([10.0 * group.rank]), 0, 7).wait()
+            return set()
+        found = set()
+        for _ in range(2):
+            data = torch.empty(1)
+            under_way = group.transport.recv(data, ANY_SOURCE, 7)
+            under_way.wait()
+            found.add((under_way.source, float(data)))
+        return found
+
+    assert on_shm_threads(3, work)[0] == {(1, 10.0), (2, 20.0)}
+
+
+def test_a_message_of_another_size_is_told() -> None:
+    def work(group: ShmGroup) -> None:
+        if group.rank == 0:
+            group.send(torch.zeros(3), 1).wait()
+        else:
+            with pytest.raises(ShoalError, match=r"expected 8 bytes from rank 0.*got 12"):
+                group.recv(torch.zeros(2), 0).wait()
+
+    on_shm_threads(2, work)
+
+
+def test_uneven_all_to_all() -> None:
+    def work(group: ShmGroup) -> list[float]:
+        given = [(group.rank + to) * 700 for to in range(3)]
+        data = torch.full((sum(given),), float(group.rank))
+        out = torch.empty(sum(given))
+        group.all_to_all_uneven(out, data, given, given).wait()
+        return [float(part.sum()) for part in out.split(given)]
+
+    assert on_shm_threads(3, work)[1] == [0.0, 1400.0, 4200.0]
+
+
+def test_subgroups_and_duplicates_have_an_order_of_their_own() -> None:
+    def work(group: ShmGroup) -> float:
+        both, odd = group.duplicate(), group.subgroup([2, 0])
+        data, few = torch.ones(3), torch.full((1,), float(group.rank))
+        first, second = (group, both) if group.rank else (both, group)
+        works = [first.all_reduce(data.clone()), second.all_reduce(data.clone())]
+        if odd is not None:
+            odd.broadcast(few, root=0).wait()
+        for under_way in works:
+            under_way.wait()
+        return float(few)
+
+    assert on_shm_threads(3, work) == [2.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "sentence"),
+    [
+        (lambda g: g.all_reduce(torch.zeros(4)), lambda g: g.broadcast(torch.zeros(4)),
+         "all_reduce #1 of 4 float32 sum"),
+        (lambda g: g.all_reduce(torch.zeros(4)), lambda g: g.all_reduce(torch.zeros(5)),
+         "of 5 float32"),
+        (lambda g: g.all_reduce(torch.zeros(4)), lambda g: g.all_reduce(torch.zeros(4).int()),
+         "of 4 int32"),
+        (lambda g: g.all_reduce(torch.zeros(9999)),
+         lambda g: g.all_reduce(torch.zeros(9999), Op.MAX),
+         "of 9,999 float32 max"),
+    ],
+)  # fmt: skip
+def test_different_calls_are_told_with_both_ranks(
+    mine: Callable[[ShmGroup], Any], theirs: Callable[[ShmGroup], Any], sentence: str
+) -> None:
+    told: list[str] = []
+
+    def work(group: ShmGroup) -> None:
+        try:
+            (mine if group.rank == 0 else theirs)(group).wait()
+            group.barrier().wait()
+        except Desync as error:
+            told.append(str(error))
+            raise
+
+    with pytest.raises(Desync, match=r"rank \d called .* while rank \d called"):
+        on_shm_threads(2, work)
+    assert len(set(told)) == 1 and len(told) == 2 and sentence in told[0]
+
+
+@pytest.mark.parametrize(("call_it", "sentence"), CALLS_THAT_CANNOT_BE)
+def test_a_call_that_cannot_be_is_told_at_once(
+    call_it: Callable[[ShmGroup], object], sentence: str
+) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        on_shm_threads(2, call_it)
+
+
+def test_every_collective_leaves_a_span_and_so_does_waiting_for_it() -> None:
+    def work(group: ShmGroup) -> list[str]:
+        recorder = Recorder(group.rank, 0)
+        group.tracer = recorder
+        group.all_reduce(torch.zeros(4)).wait()
+        return [f"{span.kind} {span.detail}".strip() for span in recorder.spans]
+
+    assert on_shm_threads(2, work) == [["reduce all_reduce shared memory 16 bytes", "wait"]] * 2
+
+
+def test_it_is_a_group() -> None:
+    def work(group: ShmGroup) -> tuple[int, int]:
+        as_group: Group = group
+        scheduled = ScheduledGroup(group.transport, "ring")
+        data = torch.ones(2)
+        scheduled.all_reduce(data).wait()
+        return as_group.rank, int(data[0])
+
+    assert on_shm_threads(2, work) == [(0, 2), (1, 2)]

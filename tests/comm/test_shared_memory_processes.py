@@ -1,0 +1,217 @@
+"""What only processes show: random work, sudden death, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.comm.executors.shared_memory import ShmGroup
+from shoal.comm.group import Op
+from shoal.errors import PeerLost
+from shoal.transport.shm.segment import is_built
+from tests.comm.shm import ShmWorld
+
+pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
+KILLS = int(os.environ.get("SHOAL_TEST_KILLS", "6"))
+PATIENCE_S = 2.0
+
+
+@contextmanager
+def shm_world(size: int, body: Any) -> Iterator[ShmWorld]:
+    before = set(os.listdir("/dev/shm"))
+    world = ShmWorld(size, body)
+    try:
+        yield world
+    finally:
+        world.close()
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def _values(seed: int, rank: int, numel: int) -> torch.Tensor:
+    return (torch.arange(numel) * 31 + seed * 17 + rank * 101) % 1009
+
+
+def _one(group: ShmGroup, seed: int) -> bool:
+    """A collective that `seed` chooses, the same on every rank; is its result right?"""
+    rng = random.Random(seed)
+    numel = rng.choice([1, 7, 100, 4_000, 20_000, 200_000])
+    root, size, rank = rng.randrange(group.size), group.size, group.rank
+    dtype = rng.choice([torch.int64, torch.int32, torch.float64])
+    given = [_values(seed, peer, numel * size).to(dtype) for peer in range(size)]
+    own, pieces = given[rank].clone(), [data.view(size, numel) for data in given]
+    kind = rng.choice(
+        ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
+         "gather", "scatter", "scan", "barrier", "ring"]
+    )  # fmt: skip
+    if random.random() < 0.05:
+        time.sleep(random.random() * 0.003)  # ranks come at different times
+    if kind == "all_reduce":
+        group.all_reduce(own).wait()
+        return torch.equal(own, sum(given))  # type: ignore[arg-type]
+    if kind == "reduce":
+        group.reduce(own, root, Op.MAX).wait()
+        return rank != root or torch.equal(own, torch.stack(given).amax(0))
+    if kind == "broadcast":
+        group.broadcast(own, root).wait()
+        return torch.equal(own, given[root])
+    if kind == "all_gather":
+        out = torch.empty(size * own.numel(), dtype=dtype)
+        group.all_gather(out, own).wait()
+        return torch.equal(out, torch.cat(given))
+    if kind == "reduce_scatter":
+        out = torch.empty(numel, dtype=dtype)
+        group.reduce_scatter(out, own).wait()
+        return torch.equal(out, sum(p[rank] for p in pieces))  # type: ignore[arg-type]
+    if kind == "all_to_all":
+        out = torch.empty_like(own)
+        group.all_to_all(out, own).wait()
+        return torch.equal(out.view(size, numel), torch.stack([p[rank] for p in pieces]))
+    if kind == "gather":
+        out = torch.empty(size * own.numel(), dtype=dtype)
+        group.gather(out if rank == root else None, own, root).wait()
+        return rank != root or torch.equal(out, torch.cat(given))
+    if kind == "scatter":
+        out = torch.empty(numel, dtype=dtype)
+        group.scatter(out, own if rank == root else None, root).wait()
+        return torch.equal(out, pieces[root][rank])
+    if kind == "scan":
+        group.scan(own).wait()
+        return torch.equal(own, sum(given[: rank + 1]))  # type: ignore[arg-type]
+    if kind == "ring":
+        out = torch.empty_like(own)
+        sent = group.send(own, (rank + 1) % size, seed)
+        group.recv(out, (rank - 1) % size, seed).wait()
+        sent.wait()
+        return torch.equal(out, given[rank - 1])
+    group.barrier().wait()
+    return True
+
+
+def test_a_thousand_random_collectives_are_right() -> None:
+    def body(group: ShmGroup) -> list[int]:
+        torch.set_num_threads(1)
+        return [seed for seed in range(1000) if not _one(group, seed)]
+
+    with shm_world(3, body) as world:
+        assert [world.answer(rank) for rank in range(3)] == [[]] * 3
+
+
+@pytest.mark.parametrize("attempt", range(KILLS))
+def test_a_rank_that_is_killed_is_told_by_the_others(attempt: int) -> None:
+    rng = random.Random(attempt)
+    victim, numel = rng.randrange(3), rng.choice([1, 1_000, 1_000_000])
+
+    def body(group: ShmGroup) -> Any:
+        torch.set_num_threads(1)
+        data = torch.ones(numel)
+        try:
+            while True:
+                group.all_reduce(data, Op.MAX).wait()
+        except Exception as error:
+            return type(error).__name__, str(error), time.monotonic()
+
+    with shm_world(3, body) as world:
+        _wait_for_moment(rng.random() * 0.05)
+        os.kill(world.processes[victim].pid or 0, signal.SIGKILL)
+        killed_s = time.monotonic()
+        for rank in {0, 1, 2} - {victim}:
+            name, message, told_s = world.answer(rank)
+            assert name == "PeerLost" and f"lost rank {victim}" in message, message
+            assert "(killed by signal 9 (SIGKILL); its last operation: " in message, message
+            assert told_s - killed_s < PATIENCE_S
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_rank_that_exits_is_told_with_its_status(status: int) -> None:
+    def body(group: ShmGroup) -> tuple[str, int | None]:
+        if group.rank == 1:
+            os._exit(status)
+        try:
+            group.all_reduce(torch.zeros(2)).wait()
+        except PeerLost as error:
+            return str(error), error.exit_status
+        return "nothing was raised", None
+
+    with shm_world(2, body) as world:
+        message, told = world.answer(0)
+        assert told == status and f"(exit status {status}; its last operation: none" in message
+
+
+def test_a_rank_that_closes_the_group_and_lives_on_is_told() -> None:
+    def body(group: ShmGroup) -> str:
+        if group.rank == 1:
+            group.close()
+            signal.pause()
+        try:
+            group.all_reduce(torch.zeros(2)).wait()
+        except PeerLost as error:
+            return str(error)
+        return "nothing was raised"
+
+    with shm_world(2, body) as world:
+        assert "lost rank 1 in all_reduce #1" in (told := world.answer(0))
+        assert "(it has left the group; its last operation: none yet)" in told
+
+
+def _wait_for_moment(delay_s: float) -> None:
+    """Let the collectives run for a while: the moment of the kill is what is tested."""
+    time.sleep(delay_s)
+
+
+def test_a_rank_that_waits_for_a_message_of_a_killed_rank_is_told() -> None:
+    def body(group: ShmGroup) -> str:
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            group.recv(torch.empty(4), 1, tag=3).wait()
+        except Exception as error:
+            return str(error)
+        return "nothing was raised"
+
+    with shm_world(2, body) as world:
+        assert "lost rank 1 in recv from 1, tag 3" in world.answer(0)
+
+
+def test_operations_before_a_failure_are_written_to_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_RUN_DIR", str(tmp_path))
+
+    def body(group: ShmGroup) -> str:
+        group.broadcast(torch.zeros(3)).wait()
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            group.all_reduce(torch.zeros(2)).wait()
+        except Exception as error:
+            return str(error)
+        return "nothing was raised"
+
+    with shm_world(2, body) as world:
+        world.answer(0)
+    text = (tmp_path / "operations-0.txt").read_text()
+    assert "broadcast #1 of 3 float32 root 0" in text and "not ended" in text
+
+
+def test_memory_of_another_group_is_refused() -> None:
+    from shoal.transport.shm import _shm
+
+    fd = _shm.create(2, 4096, 8192, 1234)
+    try:
+        assert os.fstat(fd).st_mode & 0o777 == 0o600
+        for size, generation in ((2, 1235), (3, 1234)):
+            with pytest.raises(ValueError, match="not the shared memory"):
+                _shm.attach(fd, 0, size, generation)
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 100)
+    finally:
+        os.close(fd)

@@ -1,0 +1,424 @@
+"""Shoal as a backend of torch.distributed, in processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import entry_points
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shoal
+from shoal.errors import Desync, PeerLost
+from shoal.transport.shm.segment import is_built
+
+pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
+ROOT = Path(__file__).parents[2]
+TORCH_TESTS = [
+    "test_DistributedDataParallelCPU",
+    "test_all_gather",
+    "test_all_gather_coalesced_simple",
+    "test_all_reduce_coalesced_max",
+    "test_all_reduce_product",
+    "test_all_reduce_sum_async",
+    "test_barrier_timeout_full_group",
+    "test_broadcast_full_group",
+    "test_gather",
+    "test_gather_checks",
+    "test_isend",
+    "test_monitored_barrier_gloo",
+    "test_reduce_sum",
+    "test_scatter",
+    "test_scatter_object_list",
+    "test_send_recv_any_source",
+    "test_send_recv_with_tag",
+    "test_sparse_all_reduce_sum",
+]
+
+
+def on_backend(
+    folder: Path,
+    body: Callable[[int], Any],
+    size: int = 2,
+    ends_well: bool = True,
+    hosts: str = "aaaa",
+    gone: int | None = None,
+) -> list[Any]:
+    """Run `body(rank)` in processes whose default group is "shoal"; what it gives, by rank.
+
+    `hosts` tells for each rank where it is said to be; rank `gone` gives no answer.
+    """
+    context = torch.multiprocessing.get_context("fork")
+    pairs = [context.Pipe() for _ in range(size)]
+    processes = [
+        context.Process(
+            target=_main,
+            args=(rank, size, folder / "store", pairs[rank][1], body, ends_well, hosts[rank]),
+        )
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = []
+        for ours, _ in pairs[:gone] + (pairs[gone + 1 :] if gone is not None else []):
+            assert ours.poll(60), "a rank does not answer"
+            found.append(ours.recv())
+        for ours, _ in pairs:
+            ours.send("all have answered")
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+            process.join()
+    wrong = [text for text in found if isinstance(text, str) and text.startswith("Traceback")]
+    assert not wrong, wrong[0]
+    return found
+
+
+def _main(
+    rank: int,
+    size: int,
+    store: Path,
+    pipe: Any,
+    body: Callable[[int], Any],
+    ends_well: bool,
+    host: str,
+) -> None:
+    import traceback
+
+    torch.set_num_threads(1)
+    os.environ["SHOAL_HOST_ID"] = host
+    shoal.register_backend()
+    dist.init_process_group(
+        "shoal", init_method=f"file://{store}", rank=rank, world_size=size,
+        timeout=timedelta(seconds=30),
+    )  # fmt: skip
+    try:
+        pipe.send(body(rank))
+        if ends_well:
+            dist.barrier()
+        else:  # stay until all answers have been read
+            pipe.recv()
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+def trained(wrap: Callable[[nn.Module], nn.Module], rank: int) -> list[float]:
+    """Three steps on this rank's half of the batch; the weights of the first layer."""
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        part = data if rank < 0 else data[rank * 4 : rank * 4 + 4]
+        model(part).square().mean().backward()
+        optimizer.step()
+    weight = next(iter(model.parameters())).detach()
+    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return whole.flatten().tolist()  # type: ignore[no-any-return]
+
+
+def test_distributed_data_parallel_gives_the_weights_of_one_process(tmp_path: Path) -> None:
+    found = on_backend(tmp_path, partial(trained, nn.parallel.DistributedDataParallel))
+    alone = trained(lambda model: model, -1)
+    for weights in found:
+        assert weights == pytest.approx(alone, abs=1e-6)
+
+
+def test_fully_shard_gives_the_weights_of_one_process(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(model: nn.Module) -> nn.Module:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        return model
+
+    alone = trained(lambda model: model, -1)
+    for weights in on_backend(tmp_path, partial(trained, shard)):
+        assert weights == pytest.approx(alone, abs=1e-6)
+
+
+def test_parallelize_module_gives_the_output_of_one_process(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    def body(rank: int) -> float:
+        torch.manual_seed(0)
+        model, data = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), torch.randn(2, 8)
+        alone = model(data)
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        return float((model(data) - alone).abs().max())
+
+    assert max(on_backend(tmp_path, body)) < 1e-5
+
+
+def test_pipelining_and_checkpoints_run(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    def body(rank: int) -> float:
+        torch.manual_seed(rank)
+        stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+        if rank == 0:
+            schedule.step(torch.ones(4, 4))
+        else:
+            schedule.step(target=torch.zeros(4, 4))
+        state = {f"weight {rank}": stage.submod.weight.detach().clone()}
+        dcp.save(state, checkpoint_id=tmp_path / "saved")
+        again = {f"weight {rank}": torch.zeros(4, 4)}
+        dcp.load(again, checkpoint_id=tmp_path / "saved")
+        grad = stage.submod.weight.grad
+        assert grad is not None and torch.equal(*again.values(), *state.values())
+        return float(grad.abs().sum())
+
+    assert all(total > 0 for total in on_backend(tmp_path, body))
+
+
+def test_objects_futures_subgroups_and_messages(tmp_path: Path) -> None:
+    def body(rank: int) -> list[Any]:
+        things: list[Any] = [None, None]
+        dist.all_gather_object(things, {"rank": rank})
+        work = dist.all_reduce(torch.full((100_000,), float(rank + 1)), async_op=True)
+        doubled = work.get_future().then(lambda f: float(f.value()[0][0]) * 2).wait()
+        alone = dist.new_group([1])
+        few = torch.tensor([rank])
+        if rank == 1:
+            dist.all_reduce(few, group=alone)
+            dist.send(torch.tensor([5.0]), 0, tag=9)
+            return [things, doubled, int(few)]
+        into = torch.zeros(1)
+        source = dist.recv(into, tag=9)
+        return [things, doubled, float(into), source]
+
+    things = [{"rank": 0}, {"rank": 1}]
+    assert on_backend(tmp_path, body) == [[things, 6.0, 5.0, 1], [things, 6.0, 1]]
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_a_monitored_barrier_names_who_did_not_come(tmp_path: Path, everyone: bool) -> None:
+    def body(rank: int) -> str:
+        dist.monitored_barrier(timeout=timedelta(seconds=20))
+        pair = dist.new_group([0, 1])
+        if rank < 2:
+            dist.monitored_barrier(pair)
+        dist.barrier()
+        if rank:
+            return ""
+        short = timedelta(seconds=0.2)
+        return _error_of(lambda: dist.monitored_barrier(timeout=short, wait_all_ranks=everyone))
+
+    who = "Ranks 1, 2" if everyone else "Rank 1"
+    told = on_backend(tmp_path, body, size=3)[0]
+    assert f"{who} failed to pass monitoredBarrier in 200 ms" in told
+
+
+def test_monitored_barriers_of_other_backends_are_torchs_own(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        pair = dist.new_group([0, 1], backend="gloo")
+        dist.monitored_barrier(pair, timeout=timedelta(seconds=20))
+        dist.barrier()
+        if rank:
+            return ""
+        return _error_of(lambda: dist.monitored_barrier(pair, timedelta(seconds=0.2)))
+
+    assert "Rank 1 failed to pass monitoredBarrier in 200 ms" in on_backend(tmp_path, body)[0]
+
+
+def _barrier_of_a_group(rank: int) -> Any:
+    few = dist.new_group([0, 1], timeout=timedelta(seconds=0.2))
+    return lambda: dist.barrier(few)
+
+
+def _barrier_with_a_timeout(rank: int) -> Any:
+    return lambda: dist.barrier(timeout=timedelta(seconds=0.2))
+
+
+def _options_of_one_call(rank: int) -> Any:
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=0.2)
+    assert dist.group.WORLD is not None
+    return lambda: dist.group.WORLD.allreduce([torch.zeros(3)], options).wait()  # type: ignore[union-attr]
+
+
+def _timeout_of_a_wait(rank: int) -> Any:
+    work = dist.all_reduce(torch.zeros(3), async_op=True) if rank == 0 else None
+    return lambda: work and work.wait(timedelta(seconds=0.2))
+
+
+def _receive_with_a_timeout(rank: int) -> Any:
+    work = dist.irecv(torch.zeros(3), 1) if rank == 0 else None
+    return lambda: work and work.wait(timedelta(seconds=0.2))
+
+
+def _timeout_that_was_set(rank: int) -> Any:
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.2))
+    return dist.barrier
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (_barrier_of_a_group, "rank 0 lost rank 1 after 0.2 s in barrier #1 (no answer before"),
+        pytest.param(
+            *(_barrier_with_a_timeout, "rank 0 lost rank 1 after 0.2 s in barrier #"),
+            marks=pytest.mark.skipif(
+                "timeout" not in signature(dist.barrier).parameters,
+                reason="this torch has no timeout of a single barrier",
+            ),
+        ),
+        (_options_of_one_call, "rank 0 lost rank 1 after 0.2 s in all_reduce #"),
+        (_timeout_of_a_wait, "Timed out waiting 200ms"),
+        (_receive_with_a_timeout, "rank 0 lost rank 1 after 0.2 s in recv from 1, tag 0"),
+        (_timeout_that_was_set, "rank 0 lost rank 1 after 0.2 s in barrier #"),
+    ],
+)
+def test_timeouts(tmp_path: Path, given: Callable[[int], Any], sentence: str) -> None:
+    """Rank 1 does not call it; its answer comes before rank 0 has waited in vain."""
+
+    def body(rank: int) -> str:
+        dist.barrier()
+        call = given(rank)
+        return "" if rank else _error_of(call)
+
+    assert sentence in on_backend(tmp_path, body, ends_well=False)[0]
+
+
+def test_ranks_of_several_hosts(tmp_path: Path) -> None:
+    """Ranks 0 and 1 share memory; rank 2 is elsewhere."""
+
+    def body(rank: int) -> list[Any]:
+        things: list[Any] = [None] * 3
+        dist.all_gather_object(things, rank * 10)
+        work = dist.all_reduce(torch.full((100_000,), float(rank + 1)), async_op=True)
+        doubled = work.get_future().then(lambda f: float(f.value()[0][0]) * 2).wait()
+        into, nearby = torch.zeros(1), torch.zeros(1)
+        dist.send(torch.tensor([rank + 5.0]), (rank + 1) % 3, tag=9)
+        dist.recv(into, (rank - 1) % 3, tag=9)
+        pair = dist.new_group([1, 2])
+        if rank:
+            dist.broadcast(nearby.fill_(rank), 2, group=pair)
+        dist.monitored_barrier(timeout=timedelta(seconds=20))
+        if rank:
+            dist.send(nearby, 0, tag=11)
+        senders = [] if rank else sorted(dist.recv(nearby, tag=11) for _ in range(2))
+        kind = type(dist.group.WORLD.group).__name__  # type: ignore[union-attr]
+        return [things, doubled, float(into), float(nearby), senders, kind]
+
+    found = on_backend(tmp_path, body, size=3, hosts="aab")
+    for rank, (got, senders) in enumerate([(7.0, [1, 2]), (5.0, []), (6.0, [])]):
+        assert found[rank] == [[0, 10, 20], 12.0, got, 2.0, senders, "HostsGroup"]
+
+
+def test_distributed_data_parallel_over_hosts(tmp_path: Path) -> None:
+    def body(rank: int) -> list[float]:
+        return trained(nn.parallel.DistributedDataParallel, 0 if rank == 2 else rank)
+
+    first, second, third = on_backend(tmp_path, body, size=3, hosts="aab")
+    assert first == second == third
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_is_killed_ends_the_work_on_every_host(tmp_path: Path, victim: int) -> None:
+    def body(rank: int) -> tuple[str, float]:
+        data = torch.ones(10_000)
+        try:
+            for step in range(10_000):
+                if rank == victim and step == 20:
+                    (tmp_path / "killed").write_text(str(time.monotonic()))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                dist.all_reduce(data)
+        except PeerLost as error:
+            return str(error), time.monotonic()
+        return "nothing was raised", 0.0
+
+    found = on_backend(tmp_path, body, size=4, ends_well=False, hosts="aabb", gone=victim)
+    killed_s = float((tmp_path / "killed").read_text())
+    for sentence, told_s in found:
+        assert " lost " in sentence and "all_reduce #21 over 2 hosts" in sentence, sentence
+        assert told_s - killed_s < 2
+    assert any("killed by signal 9 (SIGKILL)" in sentence for sentence, _ in found)
+
+
+@pytest.mark.parametrize("expected", [PeerLost, Desync])
+def test_failures_are_runtime_errors_of_torch_users(expected: type) -> None:
+    assert issubclass(expected, RuntimeError)
+
+
+USE = """
+dist.init_process_group("shoal", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+data = torch.ones(3)
+dist.all_reduce(data)
+assert dist.get_backend() == "shoal" and data.tolist() == [1.0, 1.0, 1.0]
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "autoload"),
+    [
+        ("import sys, shoal; assert 'torch' not in sys.modules", "1"),
+        ("import sys, torch, torch.distributed as dist, shoal" + USE, "0"),
+        ("import sys, shoal, torch, torch.distributed as dist" + USE, "1"),
+        ("import sys, torch, torch.distributed as dist" + USE, "1"),
+        ("import sys, shoal; shoal.Job; import torch, torch.distributed as dist" + USE, "0"),
+    ],
+    ids=["alone it loads no torch", "after torch", "before torch", "never", "torch by shoal"],
+)
+def test_importing_shoal_registers_it(tmp_path: Path, program: str, autoload: str) -> None:
+    """Before torch, or without being imported at all, it takes an installed Shoal."""
+    if autoload == "1" and not entry_points(group="torch.backends", name="shoal"):
+        pytest.skip("Shoal is not installed here")
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "store")],
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload},
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backend", ["gloo", "shoal"])
+def test_part_of_pytorchs_own_suite(backend: str) -> None:
+    """As Gloo, so that its tests are not skipped; and one that looks at the backend's name."""
+    pytest.importorskip("expecttest")
+    names = [] if os.environ.get("SHOAL_TEST_WHOLE_SUITE") else TORCH_TESTS
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.comm.torch_suite"]
+        + (names if backend == "gloo" else ["test_ddp_logging_data_cpu"]),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "BACKEND": backend},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "skipped" not in done.stderr or not names

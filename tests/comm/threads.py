@@ -1,0 +1,45 @@
+"""Ranks as threads for the tests of groups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from shoal.transport.threads import Mailboxes, ThreadTransport
+
+T = TypeVar("T")
+
+
+class Ranks(Generic[T]):
+    """Threads that are ranks: what each has found, and what went wrong, in the order of time."""
+
+    def __init__(self) -> None:
+        self.results: dict[int, T] = {}
+        self.failures: list[BaseException] = []
+
+    def run(self, size: int, main: Callable[[int], None]) -> list[T]:
+        """What `main` has put into the results, by rank; the first failure is raised here."""
+        threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.failures:
+            raise self.failures[0]
+        return [self.results[rank] for rank in range(size)]
+
+
+def on_threads(size: int, work: Callable[[ThreadTransport], T], timeout_s: float = 20.0) -> list[T]:
+    """What `work` gives on every rank; the first failure is raised here."""
+    boxes = Mailboxes(size, timeout_s)
+    ranks = Ranks[T]()
+
+    def main(rank: int) -> None:
+        try:
+            ranks.results[rank] = work(ThreadTransport(boxes, rank))
+        except BaseException as error:
+            ranks.failures.append(error)
+            boxes.break_all(rank)
+
+    return ranks.run(size, main)

@@ -1,0 +1,192 @@
+"""job.batches: the same samples on any number of workers, and where a run goes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from shoal.comm.group import Group
+from shoal.errors import BadInput
+from tests.conftest import World
+from tests.jobs import SGD, Shown, job_of
+from tests.models import mlp, samples
+
+
+def test_an_iterable_that_differs_between_ranks_is_refused(world: World) -> None:
+    def body(group: Group) -> None:
+        x, y = samples(10, seed=group.rank).tensors
+        next(job_of(group).batches([(x, y)]))
+
+    with pytest.raises(BadInput, match="different global batches from the same iterable"):
+        world(2, body)
+
+
+def test_a_batch_whose_samples_are_in_another_order_is_refused(world: World) -> None:
+    """Replicas would take the same sample twice and leave others out."""
+    x = torch.arange(8.0).view(8, 1)
+
+    def body(group: Group) -> None:
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(group.rank))
+        next(job_of(group).batches([(x[order], x[order])]))
+
+    with pytest.raises(BadInput, match="different global batches from the same iterable"):
+        world(2, body)
+
+
+def test_an_iterable_of_another_batch_size_is_refused(world: World) -> None:
+    def body(group: Group) -> None:
+        x = torch.zeros(8 + group.rank, 1)
+        next(job_of(group).batches([(x, x)]))
+
+    with pytest.raises(BadInput, match="different global batches from the same iterable"):
+        world(2, body)
+
+
+def test_the_same_iterable_on_every_rank_is_fine(world: World) -> None:
+    data = samples(22)
+
+    def body(group: Group) -> list[list[float]]:
+        loader = DataLoader(
+            data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5)
+        )
+        return [x[:, 0].tolist() for x, _ in job_of(group).batches(loader)]
+
+    first, second = world(2, body)
+    together = [value for part in (*first, *second) for value in part]
+    assert sorted(together) == sorted(data.tensors[0][:, 0].tolist())
+
+
+def test_missing_numbers_do_not_make_batches_differ(world: World) -> None:
+    x = torch.full((4, 1), float("nan"))
+    assert world(2, lambda g: len(list(job_of(g).batches([(x, x)])))) == [1, 1]
+
+
+def test_a_batch_that_is_smaller_than_the_world_is_refused(world: World) -> None:
+    with pytest.raises(BadInput, match="a batch of 2 samples cannot be shared by 3 replicas"):
+        world(3, lambda g: job_of(g).batches(samples(10), 2))
+    with pytest.raises(BadInput, match="a batch of 2 samples cannot be shared by 3 replicas"):
+        world(3, lambda g: next(job_of(g).batches([samples(2).tensors])))
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_a_batch_of_nothing_is_refused(batch_size: int) -> None:
+    with pytest.raises(BadInput, match="cannot be shared"):
+        job_of().batches(samples(10), batch_size)
+
+
+def test_what_is_no_data_is_refused_before_the_first_batch() -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    data: Any
+    for data, options, sentence in [
+        (5, {}, "int is neither"),
+        (Endless(), {"batch_size": 4}, "Endless is none"),
+        (iter([]), {"epochs": 2}, "cannot repeat a generator"),
+        (samples(0), {"batch_size": 4}, "nothing to train on"),
+        (samples(8), {"batch_size": 4, "epochs": 0}, "nothing to train on"),
+    ]:
+        with pytest.raises(BadInput, match=sentence):
+            job_of().batches(data, **options)
+
+
+def test_every_epoch_has_its_own_order() -> None:
+    data = TensorDataset(torch.arange(20), torch.arange(20))
+    orders = [x.tolist() for x, _ in job_of().batches(data, 20, epochs=3)]
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    still = [x.tolist() for x, _ in job_of().batches(data, 20, epochs=2, shuffle=False)]
+    assert still == [list(range(20))] * 2
+
+
+def test_a_loop_over_epochs_of_ones_own_visits_the_same_orders() -> None:
+    data = TensorDataset(torch.arange(20), torch.arange(20))
+    inside = [x.tolist() for x, _ in job_of().batches(data, 8, epochs=3)]
+    job = job_of()
+    outside = [x.tolist() for _ in range(3) for x, _ in job.batches(data, 8)]
+    assert outside == inside
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 8, 9])
+def test_a_loop_over_epochs_of_ones_own_continues_where_it_was(tmp_path: Path, stop: int) -> None:
+    data = samples(25)
+
+    def losses(save_at: int | None) -> list[float]:
+        job = job_of()
+        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        if save_at is None:
+            job.load(tmp_path)
+        found = []
+        for _ in range(3):
+            for batch in job.batches(data, 10):
+                found.append(step(batch).item())
+                if job.steps == save_at:
+                    job.save(tmp_path)
+        return found
+
+    whole = losses(stop)
+    assert len(whole) == 9
+    assert losses(None) == whole[stop:]
+
+
+def test_batches_end_after_a_number_of_steps() -> None:
+    fetched: list[int] = []
+
+    class Watched(TensorDataset):
+        def __getitem__(self, i: int) -> Any:
+            fetched.append(i)
+            return super().__getitem__(i)
+
+    shown = Shown()
+    job = job_of(progress=shown)
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    for batch in job.batches(Watched(*samples(25).tensors), 10, epochs=4, steps=5):
+        job.log(loss=step(batch))
+    assert job.steps == 5
+    assert {r["total"] for r in shown.records} == {5}
+    assert len(fetched) == 25 + 20, "an epoch, and two batches of the next one"
+
+
+def test_an_endless_iterable_ends_after_a_number_of_steps() -> None:
+    job = job_of()
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    source = itertools.repeat(samples(10).tensors)
+    for batch in job.batches(source, steps=3):
+        step(batch)
+    assert job.steps == 3
+
+
+def test_more_steps_than_there_are_batches_are_not_expected() -> None:
+    shown = Shown()
+    job = job_of(progress=shown)
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    for batch in job.batches(samples(25), 10, steps=100):
+        job.log(loss=step(batch))
+    assert job.steps == 3
+    assert {r["total"] for r in shown.records} == {3}
+
+
+@pytest.mark.parametrize("first", [2, 3, 5])
+def test_a_run_of_some_steps_continues_to_a_later_one(tmp_path: Path, first: int) -> None:
+    def losses(load: bool, steps: int) -> list[float]:
+        job = job_of()
+        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        if load:
+            job.load(tmp_path)
+        found = [
+            step(batch).item() for batch in job.batches(samples(25), 10, epochs=9, steps=steps)
+        ]
+        job.save(tmp_path)
+        return found
+
+    whole = losses(False, 8)
+    assert losses(False, first) == whole[:first]
+    assert losses(True, 8) == whole[first:]

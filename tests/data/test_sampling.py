@@ -1,0 +1,406 @@
+"""Which samples each replica sees, and when."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter, namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from shoal.comm.executors.solo import SoloGroup
+from shoal.data.sampling import (
+    Batch,
+    Cut,
+    DatasetBatches,
+    in_turns,
+    map_tensors,
+    mix,
+    num_rows,
+    part_of,
+    permutation,
+    take,
+    tensors_of,
+)
+from shoal.errors import BadInput
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from tests.models import samples
+
+quick = settings(deadline=None, max_examples=60)
+totals, replicas, microbatches = st.integers(0, 60), st.integers(1, 8), st.integers(1, 8)
+
+
+def cuts(n: int, m: int, exact: bool = False) -> list[Cut]:
+    return [Cut(r, n, m, exact) for r in range(n)]
+
+
+# -------------------------------------------------------------------------- cutting
+
+
+def test_twelve_rows_in_two_microbatches_for_two_replicas() -> None:
+    """The picture at the head of data.py."""
+    assert Cut(0, 2, 2).rows(12) == [range(0, 3), range(6, 9)]
+    assert Cut(1, 2, 2).rows(12) == [range(3, 6), range(9, 12)]
+
+
+def test_six_rows_in_four_microbatches_dealt_to_two_replicas_when_exact() -> None:
+    assert Cut(0, 2, 4, exact=True).rows(6) == [range(0, 1), range(1, 3)]
+    assert Cut(1, 2, 4, exact=True).rows(6) == [range(3, 4), range(4, 6)]
+
+
+@quick
+@given(totals, replicas, microbatches, st.booleans())
+def test_parts_tile_the_batch(total: int, n: int, m: int, exact: bool) -> None:
+    m = m * n if exact else m
+    rows = [row for cut in cuts(n, m, exact) for part in cut.rows(total) for row in part]
+    assert sorted(rows) == list(range(total))
+
+
+@quick
+@given(totals, replicas, microbatches)
+def test_a_microbatch_holds_the_same_samples_at_any_number_of_replicas(
+    total: int, n: int, m: int
+) -> None:
+    alone = Cut(microbatches=m).rows(total)
+    parts = [cut.rows(total) for cut in cuts(n, m)]
+    for i in range(m):
+        assert [row for part in parts for row in part[i]] == list(alone[i])
+
+
+@quick
+@given(totals, replicas, microbatches)
+def test_exact_deals_out_whole_microbatches(total: int, n: int, each: int) -> None:
+    alone = Cut(microbatches=n * each, exact=True).rows(total)
+    assert [rows for cut in cuts(n, n * each, True) for rows in cut.rows(total)] == alone
+    assert all(len(cut.rows(total)) == each for cut in cuts(n, n * each, True))
+
+
+@quick
+@given(totals, replicas, microbatches)
+def test_parts_of_a_microbatch_differ_by_at_most_one_sample(total: int, n: int, m: int) -> None:
+    for i in range(m):
+        sizes = [len(cut.rows(total)[i]) for cut in cuts(n, m)]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_row_0_stands_in_for_an_empty_range() -> None:
+    rows = torch.arange(10, 16)
+    assert take(rows, [range(2, 4), range(3, 3), range(5, 6)]).tolist() == [12, 13, 10, 15]
+    assert take(rows, [range(0)]).tolist() == [10]
+
+
+# -------------------------------------------------------------------------- order
+
+
+@quick
+@given(st.integers(1, 200), st.integers(0, 1 << 40), st.integers(0, 1000))
+def test_a_permutation_holds_every_sample_once(n: int, seed: int, epoch: int) -> None:
+    assert permutation(n, seed, epoch).sort().values.tolist() == list(range(n))
+
+
+def test_a_permutation_depends_on_the_seed_and_the_epoch_alone() -> None:
+    torch.manual_seed(1)
+    first = permutation(100, 5, 2)
+    torch.manual_seed(2)
+    torch.rand(10)
+    state = torch.get_rng_state()
+    assert torch.equal(permutation(100, 5, 2), first)
+    assert torch.equal(torch.get_rng_state(), state)
+    others = [permutation(100, 5, 1), permutation(100, 2, 5), permutation(100, 6, 2)]
+    assert not any(torch.equal(first, other) for other in others)
+
+
+def test_mix_gives_other_seeds_for_other_numbers() -> None:
+    grid = range(-2, 12)
+    seeds = [mix(a, b, c) for a, b, c in itertools.product(grid, grid, grid)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+    assert len({mix(1), mix(1, 0), mix(0, 1), mix(1, 0, 0), mix()}) == 5
+
+
+def test_mix_spreads_small_numbers_over_all_bits() -> None:
+    seeds = [mix(i) for i in range(2000)]
+    for bit in range(63):
+        ones = sum(seed >> bit & 1 for seed in seeds)
+        assert 850 < ones < 1150, f"bit {bit}"
+    flips = [bin(mix(3, i) ^ mix(3, i + 1)).count("1") for i in range(500)]
+    assert 29 < sum(flips) / len(flips) < 34, "one more changes half of the 63 bits"
+
+
+# -------------------------------------------------------------------------- datasets
+
+
+class Plain:
+    """A dataset with len and indexing, and nothing else."""
+
+    def __init__(self, data: TensorDataset):
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.data[i]
+
+
+class Fetching(Plain):
+    """One that fetches many samples at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        assert all(isinstance(i, int) for i in indices)
+        return [self.data[i] for i in indices]
+
+    def __getitem__(self, i: int) -> Any:
+        raise AssertionError("samples should be fetched together")
+
+
+def epoch_of(data: Any, batch_size: int = 5, cut: Cut | None = None, **options: Any) -> list[Any]:
+    order = permutation(len(data), 0, 0)
+    return list(DatasetBatches(data, batch_size, cut or Cut(), order, **options))
+
+
+def same(a: list[Batch], b: list[Batch]) -> bool:
+    return len(a) == len(b) and all(
+        (x.total, x.parts) == (y.total, y.parts)
+        and all(map(torch.equal, tensors_of(x), tensors_of(y)))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("cut", [Cut(), Cut(1, 2, 2), Cut(2, 3), Cut(1, 2, 4, True)], ids=str)
+def test_every_kind_of_dataset_gives_the_same_batches(cut: Cut) -> None:
+    data = samples(13)
+    wanted = epoch_of(data, cut=cut)
+    assert same(epoch_of(Plain(data), cut=cut), wanted)
+    assert same(epoch_of(Fetching(data), cut=cut), wanted)
+    assert same(epoch_of([data[i] for i in range(13)], cut=cut), wanted)
+
+
+@pytest.fixture
+def feeders_end() -> Iterator[None]:
+    """The thread that feeds a closed queue is about to end; that a process has ended is seen by
+    the fixture `nothing_left_behind`."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(10)
+
+
+@pytest.mark.usefixtures("feeders_end")
+def test_a_loader_process_gives_the_same_batches_and_ends() -> None:
+    data = samples(13)
+    for dataset in (data, Plain(data)):
+        assert same(epoch_of(dataset, cut=Cut(1, 2), loaders=1), epoch_of(data, cut=Cut(1, 2)))
+
+
+@pytest.mark.usefixtures("feeders_end")
+def test_a_loader_process_ends_when_the_script_stops_early() -> None:
+    batches = iter(DatasetBatches(Plain(samples(50)), 5, Cut(), torch.arange(50), loaders=1))
+    next(batches)
+    del batches
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise that is drawn when they are fetched."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.rand(8), i
+
+
+@pytest.mark.usefixtures("feeders_end")
+def test_loader_processes_draw_other_noise_in_every_epoch() -> None:
+    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+    batches = list(job.batches(Augmented(), 4, epochs=2, shuffle=False, loaders=1))
+    first, second = (batch[0] for batch in batches)
+    assert not torch.equal(first, second)
+
+
+def test_all_samples_come_once_in_the_order_of_the_permutation() -> None:
+    data = TensorDataset(torch.arange(13), torch.arange(13))
+    batches = epoch_of(data)
+    assert [len(x) for x, _ in batches] == [5, 5, 3]
+    assert torch.equal(torch.cat([x for x, _ in batches]), permutation(13, 0, 0))
+    assert [(b.total, b.parts) for b in batches] == [(5, (5,)), (5, (5,)), (3, (3,))]
+
+
+def test_replicas_together_see_each_batch_of_one_replica() -> None:
+    data = TensorDataset(torch.arange(13), torch.arange(13))
+    alone = [sorted(x.tolist()) for x, _ in epoch_of(data)]
+    parts = [epoch_of(data, cut=Cut(r, 3)) for r in range(3)]
+    for i, whole in enumerate(alone):
+        assert sorted(n for part in parts for n in part[i][0].tolist()) == whole
+
+
+def test_an_empty_part_holds_one_row_that_stands_in() -> None:
+    data = TensorDataset(torch.arange(11), torch.arange(11))
+    last = [epoch_of(data, cut=Cut(r, 3))[-1] for r in range(3)]
+    assert [batch.parts for batch in last] == [(0,), (0,), (1,)]
+    assert [len(batch[0]) for batch in last] == [1, 1, 1]
+
+
+def test_drop_last_leaves_out_a_short_batch_only() -> None:
+    assert [b.total for b in epoch_of(samples(13), drop_last=True)] == [5, 5]
+    assert [b.total for b in epoch_of(samples(15), drop_last=True)] == [5, 5, 5]
+    assert epoch_of(samples(3), drop_last=True) == []
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 9])
+def test_start_passes_over_batches_without_fetching_them(start: int) -> None:
+    fetched: list[int] = []
+
+    class Watched(Plain):
+        def __getitem__(self, i: int) -> Any:
+            fetched.append(i)
+            return super().__getitem__(i)
+
+    data = samples(13)
+    assert same(epoch_of(Watched(data), start=start), epoch_of(data)[start:])
+    assert len(fetched) == max(0, 13 - 5 * start)
+
+
+def test_batches_are_made_when_they_are_asked_for() -> None:
+    fetched: list[int] = []
+
+    class Watched(Plain):
+        def __getitem__(self, i: int) -> Any:
+            fetched.append(i)
+            return super().__getitem__(i)
+
+    batches = iter(DatasetBatches(Watched(samples(13)), 5, Cut(), torch.arange(13)))
+    assert fetched == []
+    next(batches)
+    assert fetched == [0, 1, 2, 3, 4]
+
+
+def pad(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    rows = [torch.full((int(y) + 1,), float(y)) for _, y in samples]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor(
+        [int(y) for _, y in samples]
+    )
+
+
+def test_collate_makes_a_batch_of_samples() -> None:
+    data = samples(13)
+    for dataset in (data, Plain(data)):
+        for x, y in epoch_of(dataset, collate=pad):
+            assert x.shape == (len(y), int(y.max()) + 1)
+            assert torch.equal(x[:, 0], y.float())
+
+
+def test_samples_may_hold_dicts_and_tuples() -> None:
+    x, y = samples(13).tensors
+    dicts = [({"a": a, "more": (a, 2 * a)}, b) for a, b in zip(x, y, strict=True)]
+    for batch, plain in zip(epoch_of(dicts), epoch_of(samples(13)), strict=True):
+        inputs, targets = batch
+        assert torch.equal(inputs["a"], plain[0]) and torch.equal(targets, plain[1])
+        assert torch.equal(inputs["more"][1], 2 * plain[0])
+
+
+# -------------------------------------------------------------------------- iterables
+
+
+def test_a_batch_of_somebody_else_is_split() -> None:
+    x, y = torch.arange(10), torch.arange(10) * 2
+    parts = [part_of((x, y), Cut(r, 3)) for r in range(3)]
+    assert [p[0].tolist() for p in parts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
+    assert [p[1].tolist() for p in parts] == [[0, 2, 4], [6, 8, 10], [12, 14, 16, 18]]
+    assert [(p.total, p.parts) for p in parts] == [(10, (3,)), (10, (3,)), (10, (4,))]
+
+
+@quick
+@given(st.integers(1, 30), replicas, microbatches)
+def test_an_iterable_and_a_dataset_are_cut_alike(total: int, n: int, m: int) -> None:
+    data = TensorDataset(torch.arange(total), torch.arange(total))
+    for cut in cuts(n, m):
+        (from_dataset,) = DatasetBatches(data, total, cut, torch.arange(total))
+        assert same([part_of(data.tensors, cut)], [from_dataset])
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_the_form_of_inputs_stays_and_numbers_stay_whole() -> None:
+    x = torch.arange(4)
+    inputs = {"a": x, "b": [x, (x, Pair(x, "text"))], "scale": torch.tensor(2.0), "n": 3}
+    mine, targets = part_of((inputs, x), Cut(1, 2))
+    assert mine["a"].tolist() == [2, 3] == targets.tolist()
+    assert isinstance(mine["b"], list) and isinstance(mine["b"][1], tuple)
+    assert isinstance(mine["b"][1][1], Pair) and mine["b"][1][1].right == "text"
+    assert mine["b"][1][1].left.tolist() == [2, 3]
+    assert mine["scale"].item() == 2.0 and mine["n"] == 3
+
+
+def test_map_tensors_reaches_every_tensor_once() -> None:
+    tree = ({"a": torch.ones(1)}, [torch.ones(2), 5, None], torch.ones(3))
+    assert [len(t) for t in tensors_of(tree)] == [1, 2, 3]
+    doubled = map_tensors(lambda t: t * 2, tree)
+    assert [t.sum().item() for t in tensors_of(doubled)] == [2.0, 4.0, 6.0]
+    assert doubled[1][1:] == [5, None]
+
+
+@pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        (torch.ones(4), "has to be a pair (inputs, targets).* but this one is a Tensor"),
+        ((torch.ones(4),), "but this one is a tuple of 1"),
+        ([1, 2, 3], "but this one is a list of 3"),
+        ({"x": torch.ones(4), "y": torch.ones(4)}, "but this one is a dict"),
+        ((torch.ones(4), torch.ones(3)), "different numbers of samples: [3, 4]"),
+        ((1, 2), "no tensor with a dimension for samples"),
+        ((torch.tensor(1.0), torch.tensor(2.0)), "no tensor with a dimension for samples"),
+    ],
+    ids=["tensor", "one", "three", "dict", "lengths", "numbers", "scalars"],
+)
+def test_a_bad_batch_gives_one_sentence(batch: Any, sentence: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        part_of(batch, Cut())
+    message = str(caught.value)
+    assert all(piece in message for piece in sentence.split(".*"))
+    assert "\n" not in message
+
+
+def test_a_dataset_of_bad_samples_gives_the_same_sentence() -> None:
+    for data in (TensorDataset(torch.ones(4)), [torch.ones(2)] * 4):
+        with pytest.raises(BadInput, match="a batch has to be a pair"):
+            list(DatasetBatches(data, 2, Cut(), torch.arange(4)))
+
+
+def test_num_rows_counts_samples() -> None:
+    assert num_rows(({"a": torch.ones(3, 2)}, torch.ones(3))) == 3
+
+
+def test_a_batch_is_a_pair() -> None:
+    batch = Batch(torch.ones(2), torch.zeros(2), 4, [1, 1])
+    x, y = batch
+    assert len(batch) == 2 and x.sum() == 2 and y.sum() == 0
+    assert batch.parts == (1, 1) and batch.total == 4
+    assert Counter(map(len, tensors_of(batch))) == {2: 2}
+
+
+@given(st.integers(0, 40), st.integers(1, 6))
+def test_turns_give_every_batch_out_once_and_all_replicas_equally_many(
+    num_batches: int, replicas: int
+) -> None:
+    dealt = [
+        list(in_turns(range(num_batches), Cut(r, replicas, microbatches=2)))
+        for r in range(replicas)
+    ]
+    whole, left = num_batches // replicas, num_batches % replicas
+    assert {len(batches) for batches in dealt} == {whole + left}
+    taken = [batch for batches in dealt for batch, cut in batches if cut.replicas == 1]
+    assert sorted(taken) == list(range(whole * replicas))
+    for r, batches in enumerate(dealt):
+        expected = range(whole * replicas, num_batches)
+        parts = [(batch, Cut(r, replicas, microbatches=2)) for batch in expected]
+        assert batches[whole:] == parts

@@ -1,0 +1,393 @@
+"""Tables of rows: who owns which, what they start as, and how they are trained."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shoal.embedding.hashing import Permutation
+from shoal.embedding.spec import RowOptimizer, TableSpec
+from shoal.embedding.table import Table, add_up
+from shoal.errors import BadInput
+
+SGD = RowOptimizer("sgd", lr=0.5)
+ANY_SGD: Any = torch.optim.SGD
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "adagrad from 0.1": partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
+    "adam": partial(torch.optim.SparseAdam, lr=0.05, betas=(0.8, 0.9)),
+}
+
+
+def spec(num_rows: int = 50, dim: int = 3, **more: Any) -> TableSpec:
+    return TableSpec("users", num_rows, dim, **{"optimizer": SGD, **more})
+
+
+def every_id(table: TableSpec) -> Tensor:
+    return torch.arange(table.num_rows)
+
+
+def cut(table: TableSpec, shards: int) -> list[Tensor]:
+    """The ids of each shard."""
+    owners = table.owner(every_id(table), shards)
+    return [every_id(table)[owners == shard] for shard in range(shards)]
+
+
+# ------------------------------------------------------------------------------ who owns what
+
+
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+@settings(max_examples=60, deadline=None)
+def test_a_permutation_gives_every_number_once(size: int, key: int) -> None:
+    assert sorted(Permutation(size, key)(np.arange(size))) == list(range(size))
+
+
+@given(num_rows=st.integers(1, 2000), shards=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_shards_own_equally_many_rows_to_within_one(num_rows: int, shards: int) -> None:
+    table = spec(num_rows)
+    counts = [len(ids) for ids in cut(table, shards)]
+    assert counts == [table.rows_of(shard, shards) for shard in range(shards)]
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("shards", [2, 3, 4, 8])
+@pytest.mark.parametrize("stride", [1, 2, 3, 8, 64])
+def test_ids_in_a_row_are_spread(shards: int, stride: int) -> None:
+    """512 ids at any distance: each shard gets its part to within 5 standard deviations."""
+    owners = spec(1 << 20).owner(torch.arange(512) * stride, shards)
+    expected = 512 / shards
+    for found in torch.bincount(owners, minlength=shards).tolist():
+        assert abs(found - expected) < 5 * (expected * (1 - 1 / shards)) ** 0.5
+
+
+def test_tables_of_one_size_are_spread_differently() -> None:
+    ids = torch.arange(1000)
+    first, second = (TableSpec(name, 1000, 1).owner(ids, 2) for name in ("users", "items"))
+    assert 400 < int((first == second).sum()) < 600
+
+
+# ------------------------------------------------------------------------------ what rows start as
+
+
+@pytest.mark.parametrize("dim", [1, 2, 5, 8])
+def test_a_row_starts_the_same_on_any_number_of_shards_and_in_any_order(dim: int) -> None:
+    table = spec(40, dim)
+    whole = Table(table).pull(every_id(table))
+    for shards in (2, 3, 50):
+        for shard, ids in enumerate(cut(table, shards)):
+            part = Table(table, shard, shards)
+            for i in random.Random(0).sample(range(len(ids)), len(ids)):
+                part.pull(ids[i : i + 1])
+            assert torch.equal(part.pull(ids), whole[ids])
+
+
+def test_a_row_depends_on_seed_and_name_and_not_on_the_size_of_the_table() -> None:
+    ids = torch.arange(20)
+    start = TableSpec("a", 50, 4).initial(ids)
+    assert torch.equal(TableSpec("a", 99, 4).initial(ids), start)
+    assert not torch.isclose(TableSpec("b", 50, 4).initial(ids), start).any()
+    assert not torch.isclose(TableSpec("a", 50, 4, seed=1).initial(ids), start).any()
+
+
+def test_rows_start_as_asked() -> None:
+    ids = torch.arange(20_000)
+    normal = spec(20_000, 9, scale=0.5).initial(ids).double()
+    assert normal.mean().abs() < 0.01 and abs(normal.std() - 0.5) < 0.01
+    assert abs((normal**4).mean() / normal.var() ** 2 - 3) < 0.1  # as thick in the tails
+    columns = torch.corrcoef(normal.T) - torch.eye(9)
+    assert columns.abs().max() < 0.05
+    uniform = spec(20_000, 9, init="uniform", scale=0.5).initial(ids).double()
+    assert uniform.min() >= -0.5 and uniform.max() <= 0.5
+    assert uniform.mean().abs() < 0.01 and abs(uniform.std() - 0.5 / 3**0.5) < 0.01
+    assert not spec(20_000, 9, init="zeros").initial(ids).any()
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+
+def test_rows_that_are_not_used_take_no_memory() -> None:
+    """1.3 GB of rows, twice that of averages: 10,000 used rows take about 4 MB of it."""
+    before = resident_mb()
+    table = Table(spec(10_000_000, 32, optimizer=RowOptimizer("adam", 0.1, 1e-8, (0.9, 0.9))))
+    ids = torch.randperm(10_000_000)[:10_000].clone()
+    table.push(ids, torch.ones(10_000, 32))
+    assert len(table) == 10_000
+    # 40 MB of index, 80 MB for the numbers to draw from, and what the allocator likes to keep
+    assert resident_mb() - before < 300
+
+
+# ------------------------------------------------------------------------------ training
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_rows_are_trained_as_torch_trains_sparse_gradients(optimizer: str, shards: int) -> None:
+    table = spec(40, 5, optimizer=RowOptimizer.of(OPTIMIZERS[optimizer]))
+    parts = [Table(table, shard, shards) for shard in range(shards)]
+    weight = nn.Parameter(Table(table).pull(every_id(table)))
+    torch_optimizer = OPTIMIZERS[optimizer]([weight])
+    random_numbers = torch.Generator().manual_seed(0)
+    for step in range(1, 12):
+        ids = torch.randint(0, 40, (7,), generator=random_numbers)  # some of them twice
+        grads = torch.randn(7, 5, generator=random_numbers)
+        weight.grad = torch.sparse_coo_tensor(ids[None], grads, weight.shape, check_invariants=True)
+        torch_optimizer.step()
+        owners = table.owner(ids, shards)
+        for shard, part in enumerate(parts):
+            mine = owners == shard
+            if mine.any():  # a shard does not see every step
+                part.push(ids[mine], grads[mine], step=step)
+    for part, ids in zip(parts, cut(table, shards), strict=True):
+        torch.testing.assert_close(part.pull(ids), weight.detach()[ids], rtol=1e-5, atol=1e-6)
+
+
+def test_a_push_is_one_step_of_sgd_on_the_rows_it_names() -> None:
+    table = Table(spec(10, 2, init="zeros"))
+    table.push(torch.tensor([7, 3, 7]), torch.tensor([[1.0, 2.0], [10.0, 20.0], [3.0, 4.0]]))
+    expected = torch.zeros(10, 2)
+    expected[7], expected[3] = torch.tensor([-2.0, -3.0]), torch.tensor([-5.0, -10.0])
+    assert torch.equal(table.pull(torch.arange(10)), expected)
+
+
+def test_a_learning_rate_of_the_push_takes_the_place_of_the_optimizer_s() -> None:
+    table = Table(spec(4, 1, init="zeros"))
+    table.push(torch.tensor([0]), torch.ones(1, 1), lr=2.0)
+    table.push(torch.tensor([1]), torch.ones(1, 1), lr=0.0)
+    assert table.pull(torch.arange(4)).flatten().tolist() == [-2.0, 0.0, 0.0, 0.0]
+
+
+def test_a_shard_counts_updates_for_itself_unless_told() -> None:
+    adam = RowOptimizer.of(OPTIMIZERS["adam"])
+    told, counting = Table(spec(4, 2, optimizer=adam)), Table(spec(4, 2, optimizer=adam))
+    for step in (1, 2, 3):
+        told.push(torch.tensor([1]), torch.full((1, 2), float(step)), step=step)
+        counting.push(torch.tensor([1]), torch.full((1, 2), float(step)))
+    assert torch.equal(told.pull(torch.arange(4)), counting.pull(torch.arange(4)))
+    assert told.steps == counting.steps == 3
+
+
+def test_what_is_pulled_is_a_copy() -> None:
+    table = Table(spec())
+    first = table.pull(torch.tensor([1]))
+    first.zero_()
+    assert table.pull(torch.tensor([1])).all()
+
+
+def test_a_table_without_an_optimizer_can_be_read_only() -> None:
+    table = Table(spec(optimizer=None))
+    assert table.pull(torch.tensor([1, 2])).shape == (2, 3)
+    with pytest.raises(BadInput, match="table 'users' has no optimizer"):
+        table.push(torch.tensor([1]), torch.zeros(1, 3))
+
+
+@given(st.lists(st.integers(0, 9), max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_adding_up_gives_every_key_once_and_loses_nothing(keys: list[int]) -> None:
+    rows = torch.arange(2.0 * len(keys)).view(-1, 2)
+    unique, sums = add_up(torch.tensor(keys, dtype=torch.int64), rows)
+    assert unique.tolist() == sorted(set(keys))
+    for key, found in zip(unique.tolist(), sums, strict=True):
+        own = [row for k, row in zip(keys, rows, strict=True) if k == key]
+        assert torch.equal(found, torch.stack(own).sum(0))
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    "ids, complaint",
+    [
+        (torch.tensor([3, -1, 5]), "table 'users' has no row -1: its ids are 0 to 49"),
+        (torch.tensor([3, 50]), "has no row 50"),
+        (torch.tensor([2**63 - 1, 0]), f"has no row {2**63 - 1}"),
+        (torch.tensor([-(2**63)]), f"has no row {-(2**63)}"),
+        (torch.tensor([1.0]), r"int64 numbers on the CPU, not \(1,\) of torch.float32"),
+        (torch.tensor([1], dtype=torch.int32), "torch.int32"),
+        (torch.tensor(1), r"not \(\) of torch.int64"),
+        (torch.zeros(2, 2, dtype=torch.int64), r"not \(2, 2\)"),
+    ],
+)
+def test_bad_ids_are_refused_and_nothing_is_touched(ids: Tensor, complaint: str) -> None:
+    table = Table(spec())
+    with pytest.raises(BadInput, match=complaint):
+        table.pull(ids)
+    with pytest.raises(BadInput, match=complaint):
+        table.push(ids, torch.zeros(ids.numel(), 3))
+    assert len(table) == 0 and table.steps == 0
+
+
+@pytest.mark.parametrize(
+    "grads",
+    [torch.zeros(2, 4), torch.zeros(1, 3), torch.zeros(6), torch.zeros(2, 3).double()],
+    ids=["wide", "short", "flat", "double"],
+)
+def test_bad_gradients_are_refused_and_nothing_is_touched(grads: Tensor) -> None:
+    table = Table(spec())
+    with pytest.raises(BadInput, match=r"gradients of table 'users' are \(2, 3\) of torch.float32"):
+        table.push(torch.tensor([1, 2]), grads)
+    assert len(table) == 0 and table.steps == 0
+
+
+@pytest.mark.parametrize("lr, step", [(float("nan"), None), (float("inf"), 1), (0.1, 0)])
+def test_bad_rates_and_steps_are_refused(lr: float, step: int | None) -> None:
+    table = Table(spec())
+    with pytest.raises(BadInput, match="cannot be updated"):
+        table.push(torch.tensor([1]), torch.zeros(1, 3), lr, step)
+    assert len(table) == 0
+
+
+def test_an_id_of_another_shard_is_refused_by_number() -> None:
+    table = spec()
+    mine, other = cut(table, 2)
+    shard = Table(table, 0, 2)
+    with pytest.raises(BadInput, match=f"row {other[4]} of table 'users' does not live on shard 0"):
+        shard.pull(torch.cat([mine, other[4:]]))
+    assert len(shard) == 0
+
+
+@pytest.mark.parametrize(
+    "values, complaint",
+    [
+        ({"num_rows": 0}, "rows"),
+        ({"num_rows": 2**63}, "rows"),
+        ({"num_rows": 1.5}, "rows"),
+        ({"dim": 0}, "numbers"),
+        ({"init": "ones"}, "init is"),
+        ({"scale": float("nan")}, "scale is"),
+        ({"scale": -1}, "scale is"),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused(values: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(BadInput, match=complaint):
+        spec(**values)
+
+
+def test_a_table_that_is_too_large_for_its_servers_is_refused() -> None:
+    with pytest.raises(BadInput, match="too many rows for 1 servers"):
+        Table(spec(2**40))
+    with pytest.raises(BadInput, match="shard 0 of table 'users' does not fit"):
+        Table(spec(2**30, 2**20))
+
+
+# ------------------------------------------------------------------------------ optimizers
+
+
+def test_optimizers_are_read_from_factories_of_torch() -> None:
+    of = RowOptimizer.of
+    assert of(partial(torch.optim.SGD, lr=0.5)) == SGD
+    assert of(SGD) == SGD
+    assert of(torch.optim.Adagrad) == RowOptimizer("adagrad", lr=0.01, eps=1e-10)
+    adam = RowOptimizer("adam", lr=0.001, eps=1e-8, betas=(0.9, 0.999))
+    assert of(torch.optim.Adam) == of(partial(torch.optim.SparseAdam)) == adam
+    assert of(partial(partial(torch.optim.Adam, lr=1.0), lr=0.001, fused=True)) == adam
+    assert of(partial(torch.optim.SGD, lr=0.5, momentum=0, weight_decay=0.0)) == SGD
+
+
+@pytest.mark.parametrize(
+    "factory, named",
+    [
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), r"SGD\(momentum=0.9\)"),
+        (partial(torch.optim.Adam, weight_decay=0.1), r"Adam\(weight_decay=0.1\)"),
+        (partial(torch.optim.Adam, amsgrad=True), r"Adam\(amsgrad=True\)"),
+        (partial(torch.optim.Adagrad, lr_decay=0.1), r"Adagrad\(lr_decay=0.1\)"),
+        (partial(ANY_SGD, nonsense=1), r"SGD\(nonsense=1\)"),
+        (partial(torch.optim.AdamW, lr=0.1), "AdamW"),
+        (lambda pairs: torch.optim.SGD(pairs, lr=0.1), "<lambda>"),
+        (None, "None"),
+    ],
+)
+def test_other_optimizers_are_refused_by_name(factory: Any, named: str) -> None:
+    with pytest.raises(BadInput, match=f"cannot be trained by {named}: .*Adagrad"):
+        RowOptimizer.of(factory)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"kind": "lbfgs"},
+        {"lr": -0.1},
+        {"lr": float("nan")},
+        {"eps": float("inf")},
+        {"betas": (0.9, 1.0)},
+        {"betas": (0.9,)},
+        {"initial_sum": "1"},
+    ],
+)
+def test_an_optimizer_that_makes_no_sense_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(BadInput):
+        RowOptimizer(**{"kind": "sgd", "lr": 0.1, **values})
+
+
+# ------------------------------------------------------------------------------ saving
+
+
+def trained(optimizer: str, shards: int) -> tuple[TableSpec, list[Table]]:
+    """A table after two pushes; half of the rows are never used."""
+    table = spec(60, 3, optimizer=RowOptimizer.of(OPTIMIZERS[optimizer]))
+    parts = [Table(table, shard, shards) for shard in range(shards)]
+    for step in (1, 2):
+        for part, ids in zip(parts, cut(table, shards), strict=True):
+            mine = ids[ids < 30]
+            part.push(mine, mine[:, None].float().expand(-1, 3) * step, step=step)
+    return table, parts
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("before, after", [(1, 1), (2, 3), (3, 1)])
+def test_what_shards_have_saved_goes_on_at_any_number_of_them(
+    optimizer: str, before: int, after: int
+) -> None:
+    table, saved = trained(optimizer, before)
+    chunks = [chunk for part in saved for chunk in part.state(chunk_rows=4)]
+    assert sum(len(chunk["ids"]) for chunk in chunks) == 30
+    assert max(len(chunk["ids"]) for chunk in chunks) == 4
+    loaded = [Table(table, shard, after) for shard in range(after)]
+    for part, ids in zip(loaded, cut(table, after), strict=True):
+        part.push(ids[:5], torch.ones(5, 3))  # what was there before does not stay
+        part.load_state(chunks, steps=2)
+    reference = trained(optimizer, 1)[1][0]
+    for part, ids in zip(loaded, cut(table, after), strict=True):
+        for tables in (part, reference):
+            tables.push(ids, torch.ones(len(ids), 3), step=3)
+        torch.testing.assert_close(part.pull(ids), reference.pull(ids), rtol=0, atol=0)
+    assert sum(map(len, loaded)) == 60
+
+
+def test_saved_rows_that_do_not_fit_are_refused() -> None:
+    table, (part,) = trained("adagrad", 1)
+    (chunk,) = part.state()
+    fresh = Table(table)
+    for damaged, complaint in [
+        ({**chunk, "ids": chunk["ids"] + 50}, "has no row"),
+        ({**chunk, "rows": chunk["rows"][:, :2]}, "rows of table 'users' are"),
+        ({**chunk, "sum": chunk["sum"].double()}, "sum of table 'users' are"),
+        ({"ids": chunk["ids"], "rows": chunk["rows"]}, "another optimizer"),
+        ({**chunk, "more": chunk["sum"]}, "another optimizer"),
+    ]:
+        with pytest.raises(BadInput, match=complaint):
+            fresh.load_state([damaged], steps=1)
+        assert len(fresh) == 0
+    with pytest.raises(BadInput, match="cannot have been updated -1 times"):
+        fresh.load_state([chunk], steps=-1)
+
+
+def test_another_optimizer_starts_without_a_memory() -> None:
+    table = Table(spec(4, 1, init="zeros", optimizer=RowOptimizer("adagrad", lr=1.0)))
+    table.push(torch.tensor([0]), torch.full((1, 1), 3.0))
+    assert table.pull(torch.tensor([0])).item() == -1.0
+    table.optimize(RowOptimizer("adagrad", lr=1.0, initial_sum=16.0))
+    table.push(torch.tensor([0]), torch.full((1, 1), 3.0))
+    assert table.pull(torch.tensor([0])).item() == pytest.approx(-1.6)  # 3 / sqrt(16 + 9)

@@ -1,0 +1,264 @@
+"""Runs that go on when a worker is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import BadInput, PeerLost, WorkersFailed
+from shoal.launch.failures import report_failure
+from shoal.launch.local import Ending, launch
+from shoal.launch.lost_workers import (
+    Loss,
+    Losses,
+    Tolerance,
+    note_meeting,
+    tolerance_of,
+    who_finished,
+)
+from shoal.launch.processes import Exit
+from shoal.launch.report import account
+from shoal.launch.run_dir import leave_report, read_reports
+from shoal.runtime.gone import is_gone
+from shoal.strategy.strategy import parse
+from tests.launch.helpers import ROOT, Screen, python
+
+QUORUM = Tolerance("ps(quorum=0.75)")
+IMPORT = (
+    "from shoal.errors import BadInput, PeerLost\n"
+    "from shoal.launch.failures import report_failure\n"
+    "from shoal.runtime.gone import is_gone\n"
+    "from shoal.launch.run_dir import leave_report\n"
+    "def fail(error, status=1): report_failure(run_dir, rank, error); sys.exit(status)\n"
+    "def wait_gone(other):\n"
+    "    while not is_gone(run_dir, other): time.sleep(0.005)\n"
+)
+
+
+def run(script: str, workers: int, tolerance: Tolerance | None = QUORUM) -> tuple[Ending, Screen]:
+    screen = Screen()
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = python(IMPORT + textwrap.dedent(script))
+    return launch(command, workers, env=env, write=screen, tolerance=tolerance), screen
+
+
+def test_the_others_go_on_when_one_is_killed_and_the_end_says_who_is_missing() -> None:
+    script = """
+        if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+        wait_gone(1)
+        leave_report(run_dir, rank, {"rank": rank, "steps": 5 + rank})
+    """
+    ending, screen = run(script, 3)
+    assert [(loss.rank, loss.how) for loss in ending.lost] == [(1, "was killed by SIGKILL")]
+    first, last = screen.err.splitlines()
+    assert first.startswith("shoal: worker 1 was killed by SIGKILL after ")
+    assert first.endswith(" s; the others go on, as ps(quorum=0.75) allows")
+    assert last == "shoal: finished by workers 0 and 2, without worker 1"
+    assert ending.reports == ({"rank": 0, "steps": 5}, None, {"rank": 2, "steps": 7})
+
+
+def test_without_tolerance_a_kill_ends_the_run() -> None:
+    with pytest.raises(WorkersFailed, match="worker 1 was killed by SIGKILL"):
+        run("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)", 3, None)
+
+
+def test_an_error_in_the_code_of_one_worker_ends_the_run_and_is_told_though_another_was_lost() -> (
+    None
+):
+    script = """
+        if rank == 0: os.kill(os.getpid(), signal.SIGKILL)
+        wait_gone(0)
+        if rank == 1: fail(ValueError("the seventh seal"))
+        time.sleep(60)
+    """
+    with pytest.raises(WorkersFailed, match="the seventh seal") as caught:
+        run(script, 3)
+    assert caught.value.rank == 1
+
+
+def test_a_mistake_of_the_user_is_told_as_such() -> None:
+    with pytest.raises(BadInput, match=r"^no such layer$"):
+        run("fail(BadInput('no such layer'), 2)", 2)
+
+
+def test_when_all_are_lost_the_first_loss_is_told() -> None:
+    script = """
+        if rank == 1:
+            wait_gone(0)
+            fail(PeerLost(1, 0, "a push"))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with pytest.raises(WorkersFailed, match="worker 0 was killed by SIGKILL"):
+        run(script, 2)
+
+
+# ----------------------------------------------------------------------------- the decision
+
+
+class Told:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def decide(tmp_path: Path, returncode: int, error: Exception | None, **options: Any) -> bool:
+    if error is not None:
+        report_failure(tmp_path, 1, error)
+    losses = Losses(tmp_path, 3, Tolerance("hogwild", **options), Told())
+    return losses.take(Exit(1, returncode, 0))
+
+
+@pytest.mark.parametrize(
+    ("returncode", "error", "goes_on"),
+    [
+        (0, None, True),
+        (-9, None, True),
+        (-11, None, True),  # a crash of native code
+        (1, None, False),  # it exited, and nobody knows why
+        (1, PeerLost(1, 2, "a pull"), True),
+        (1, ConnectionResetError("connection reset by peer"), True),
+        (1, ValueError("boom"), False),
+        (2, BadInput("boom"), False),
+    ],
+)
+def test_what_counts_as_a_loss(
+    tmp_path: Path, returncode: int, error: Exception | None, goes_on: bool
+) -> None:
+    assert decide(tmp_path, returncode, error) == goes_on
+    assert is_gone(tmp_path, 1) and not is_gone(tmp_path, 0)
+    note = json.loads((tmp_path / "gone-1.json").read_text())
+    assert note["returncode"] == returncode
+    assert note["signal"] == {-9: "SIGKILL", -11: "SIGSEGV"}.get(returncode)
+
+
+def test_a_worker_that_holds_what_the_others_need_is_not_survived(tmp_path: Path) -> None:
+    assert not decide(tmp_path, -9, None, needed=(1,))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "needed"),
+    [
+        ("ps(quorum=0.75)", ()),
+        ('ps(mode="async")', ()),
+        ("ps(staleness=1)", ()),
+        ('ps(placement="rank0", quorum=0.5)', (0,)),
+        ("ps(quorum=0.5) + pp(3)", ()),
+        ('ps(mode="async", placement="rank0") + pp(3)', (0, 1, 2)),
+        ('gossip(mode="async")', ()),
+        ("hogwild", ()),
+    ],
+)
+def test_strategies_that_survive_losses(strategy: str, needed: tuple[int, ...]) -> None:
+    found = tolerance_of(parse(strategy), 3)
+    apart = strategy.startswith("ps") and "+" not in strategy
+    assert found == Tolerance(str(parse(strategy)), needed, from_start=apart)
+
+
+def test_a_loss_before_the_workers_have_met_ends_a_run_that_shares_memory(tmp_path: Path) -> None:
+    assert not decide(tmp_path, -9, None, from_start=False)
+    note_meeting(tmp_path)
+    assert decide(tmp_path, -9, None, from_start=False)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("single", "ddp", "zero(2)", "ps", "ps(quorum=1)", "ps(staleness=0)", "gossip"),
+        *("mapreduce", "localsgd", "tp(2)", "ps(quorum=1) + pp(2)"),
+        'ps(placement="workers", mode="async")',
+    ],
+)
+def test_strategies_that_do_not(strategy: str) -> None:
+    assert tolerance_of(parse(strategy), 4) is None
+
+
+def test_who_finished() -> None:
+    lost = [Loss(3, "was killed by SIGKILL", 1.0), Loss(1, "was killed by SIGKILL", 2.0)]
+    assert who_finished(lost, 4) == "finished by workers 0 and 2, without workers 1 and 3"
+    assert who_finished(lost[:1], 4) == "finished by workers 0, 1 and 2, without worker 3"
+
+
+# -------------------------------------------------------------------------- interactive ones
+
+
+FORKED = """
+import os, signal, sys, time
+from shoal.launch.fork import fork
+from shoal.runtime.gone import is_gone
+from shoal.launch.lost_workers import Tolerance
+
+def body():
+    run_dir, rank = os.environ["SHOAL_RUN_DIR"], int(os.environ["SHOAL_RANK"])
+    assert os.stat(run_dir + "/secret").st_mode & 0o777 == 0o600
+    if MODE == "kill" and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    while MODE == "kill" and not is_gone(run_dir, 1): time.sleep(0.005)
+    while MODE != "kill" and not os.path.exists(run_dir + "/ready"): time.sleep(0.005)
+    if MODE == "dead server": time.sleep(60)
+
+SERVER = '''
+import os, sys, time
+open(os.environ["SHOAL_RUN_DIR"] + "/ready", "w").close()
+sys.exit("no room left") if os.environ["MODE"] == "dead server" else time.sleep(60)
+'''
+MODE = sys.argv[1]
+os.environ["MODE"] = MODE
+fork(body, 3, {}, servers=int(MODE != "kill"), server_command=[sys.executable, "-c", SERVER],
+     tolerance=Tolerance("hogwild"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "says"),
+    [
+        ("kill", 0, "shoal: finished by workers 0 and 2, without worker 1"),
+        ("server", 0, ""),
+        ("dead server", 1, "server 0 ended with exit status 1 while workers needed it:\nno room"),
+    ],
+)
+def test_forked_workers(mode: str, status: int, says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, mode],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == status, done.stderr
+    assert says in done.stderr
+
+
+# ------------------------------------------------------------------------------ the account
+
+
+def test_reports_by_rank_and_none_for_what_cannot_be_read(tmp_path: Path) -> None:
+    leave_report(tmp_path, 0, {"steps": 3})
+    (tmp_path / "report-1.json").write_text("[1, 2")
+    (tmp_path / "report-2.json").write_text("[1, 2]")
+    assert read_reports(tmp_path, 4) == [{"steps": 3}, None, None, None]
+
+
+def test_the_account_of_a_run() -> None:
+    reports: tuple[dict[str, Any] | None, ...] = (
+        {"rank": 0, "steps": 8, "samples_per_s": 10.0},
+        None,
+        {"rank": 2, "steps": 9, "samples_per_s": 2.5},
+    )
+    ending = Ending(4.0, (Loss(1, "was killed by SIGKILL", 1.5),), reports)
+    assert account("ps(quorum=0.5)", 3, ending) == {
+        "strategy": "ps(quorum=0.5)",
+        "workers": 3,
+        "steps": 9,
+        "seconds": 4.0,
+        "samples_per_s": 12.5,
+        "lost": [{"rank": 1, "how": "was killed by SIGKILL", "after_s": 1.5}],
+        "ranks": list(reports),
+    }

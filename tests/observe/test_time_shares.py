@@ -1,0 +1,143 @@
+"""Where the time went."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.observe.time_shares import (
+    Interval,
+    Shares,
+    common,
+    length,
+    print_shares,
+    shares,
+    shares_within,
+    union,
+    write_chrome,
+)
+from shoal.observe.trace import Span
+
+quick = settings(deadline=None, max_examples=100)
+interval = st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda p: (p[0], p[0] + p[1]))
+intervals = st.lists(interval, max_size=8)
+spans = st.lists(
+    st.builds(
+        lambda kind, run: Span(kind, run[0], run[1], "main", ""),
+        st.sampled_from(["forward", "backward", "update", "reduce", "send", "wait", "other"]),
+        interval,
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+def points(runs: list[Interval]) -> set[int]:
+    """The unit steps that intervals cover, one by one."""
+    return {point for start, end in runs for point in range(start, end)}
+
+
+def span(kind: str, start: int, end: int) -> Span:
+    return Span(kind, start, end, "comm" if kind == "reduce" else "main", "")
+
+
+@quick
+@given(intervals)
+def test_a_union_covers_the_same_points_without_overlaps_and_in_order(runs: list[Interval]) -> None:
+    merged = union(runs)
+    assert points(merged) == points(runs)
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(merged))
+    assert length(merged) == len(points(runs))
+
+
+@quick
+@given(intervals, intervals)
+def test_common_points_lie_in_both(a: list[Interval], b: list[Interval]) -> None:
+    found = common(union(a), union(b))
+    assert points(found) == points(a) & points(b)
+    assert length(found) == len(points(found)), "no overlaps"
+    assert found == common(union(b), union(a))
+
+
+def test_union_and_common_of_a_few_intervals() -> None:
+    assert union([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]
+    assert common([(0, 4), (6, 9)], [(3, 7), (8, 12)]) == [(3, 4), (6, 7), (8, 9)]
+    assert common([(0, 4)], []) == []
+
+
+@quick
+@given(spans)
+def test_computing_exposed_and_idle_make_up_the_whole(spans: list[Span]) -> None:
+    s = shares(spans)
+    assert s.computing + s.exposed + s.idle == pytest.approx(1.0)
+    assert all(-1e-12 <= part <= 1 + 1e-12 for part in (s.computing, s.exposed, s.idle, s.hidden))
+    assert s.hidden <= s.computing + 1e-12, "what is hidden is hidden behind computing"
+
+
+@quick
+@given(spans)
+def test_shares_are_those_of_counting_point_by_point(spans: list[Span]) -> None:
+    def of(*kinds: str) -> set[int]:
+        return points([(s.start_ns, s.end_ns) for s in spans if s.kind in kinds])
+
+    whole = max(1, max(s.end_ns for s in spans) - min(s.start_ns for s in spans))
+    compute, wait, talk = of("forward", "backward", "update"), of("wait"), of("reduce", "send")
+    s = shares(spans)
+    assert s.computing == pytest.approx(len(compute - wait) / whole)
+    assert s.exposed == pytest.approx(len(wait) / whole)
+    assert s.hidden == pytest.approx(len((compute & talk) - wait) / whole)
+
+
+def test_the_shares_of_one_step() -> None:
+    """
+    main  forward.. backward........ wait.... update      idle from 90 to 100, and the last mark
+    comm                 reduce..............
+          0        30   50          70      80      90
+    """
+    step = [
+        span("forward", 0, 30),
+        span("backward", 30, 70),
+        span("reduce", 50, 80),
+        span("wait", 70, 80),
+        span("update", 80, 90),
+        span("forward", 99, 100),
+    ]
+    s = shares(step)
+    assert (s.computing, s.exposed, s.hidden) == pytest.approx((0.81, 0.1, 0.2))
+    assert s.idle == pytest.approx(0.09)
+    assert s.seconds == 100e-9
+
+
+def test_waiting_inside_backward_is_exposed_and_no_computing() -> None:
+    s = shares([span("backward", 0, 100), span("wait", 40, 60), span("reduce", 30, 60)])
+    assert s == Shares(0.8, 0.2, 0.0, 0.1, 100e-9)
+
+
+def test_shares_within_two_moments_cut_off_what_lies_outside() -> None:
+    spans = [Span("forward", 0, 40, "main", ""), Span("wait", 60, 200, "main", "")]
+    found = shares_within(spans, 20, 120)
+    assert (found.computing, found.exposed, found.idle) == pytest.approx((0.2, 0.6, 0.2))
+
+
+def test_no_spans_are_no_time() -> None:
+    assert shares([]) == Shares(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_the_chrome_trace_is_a_file_of_json(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    write_chrome({0: [span("forward", 0, 30)], 1: [span("wait", 0, 30)]}, file)
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1}
+
+
+def test_the_table_has_a_line_for_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    print_shares({0: [span("forward", 0, 50), span("wait", 50, 100)], 1: []})
+    out = capsys.readouterr().out
+    assert "where the time went" in out
+    assert out.count("50.0%") == 2
+    assert "100.0%" not in out

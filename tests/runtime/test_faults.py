@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from shoal.errors import BadInput
+from shoal.runtime.faults import Faults, busy_s, fault_variables, faults_of, read_kill, read_slow
+
+
+def test_what_the_command_line_says_is_what_a_worker_reads() -> None:
+    env = fault_variables(["1:4x", "3:2.5x"], ["3@50"], 4)
+    assert env == {"SHOAL_SLOW": "1:4x,3:2.5x", "SHOAL_KILL": "3@50"}
+    found = [faults_of(env, rank, 4) for rank in range(4)]
+    assert found == [None, Faults(4.0), None, Faults(2.5, 50)]
+
+
+def test_without_faults_there_is_nothing() -> None:
+    assert fault_variables([], [], 4) == {}
+    assert faults_of({}, 0, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("4:2x", "there is no worker 4, the last of 4 is 3"),
+        ("1:0.5x", "1 to 1000 times slower"),
+        ("1:9999x", "1 to 1000 times slower"),
+        *(
+            (text, "--slow takes a text such as 1:4x")
+            for text in ("1", "1:4", "-1:4x", "1:4x ", "")
+        ),
+        *((text, "--slow takes a text such as 1:4x") for text in ("1:infx", "1:1e9x", "¹:4x")),
+    ],
+)
+def test_nonsense_about_slow_workers_is_refused(text: str, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        read_slow([text], 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("4@5", "there is no worker 4"),
+        *(
+            (text, "--kill takes a text such as 2@50")
+            for text in ("2", "2@", "2@-1", "2:50", "a@1")
+        ),
+    ],
+)
+def test_nonsense_about_killed_workers_is_refused(text: str, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        read_kill([text], 4)
+
+
+def test_a_worker_named_twice_is_refused() -> None:
+    with pytest.raises(BadInput, match="--slow names worker 1 twice"):
+        read_slow(["1:2x", "1:3x"], 4)
+
+
+def test_a_slow_worker_sleeps_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    times = iter([10.0, 10.5, 20.0, 20.25])
+    run = Faults(slow=4.0).around(lambda a, b: a + b, lambda: 1, lambda: next(times))
+    assert (run(1, 2), run(3, 4)) == (3, 7)
+    assert slept == [1.5, 0.75]
+
+
+def test_a_worker_is_killed_before_its_step_and_not_earlier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps, ran, killed = iter([1, 2, 3]), [], []
+    monkeypatch.setattr("os.kill", lambda pid, number: killed.append((number, len(ran))))
+    run = Faults(kill_at=3).around(lambda: ran.append(1), lambda: next(steps), lambda: 0.0)
+    for _ in range(3):
+        run()
+    assert killed == [(9, 2)]
+
+
+def test_waiting_for_others_is_not_computing() -> None:
+    began_s = busy_s()
+    threading.Event().wait(0.3)
+    assert busy_s() - began_s < 0.15
+
+
+def test_computing_is() -> None:
+    began_s, began_cpu_s = busy_s(), time.thread_time()
+    while time.thread_time() - began_cpu_s < 0.05:
+        pass
+    assert busy_s() - began_s >= 0.05

@@ -1,0 +1,106 @@
+"""Graphs as text: files, one line of a strategy, and networkx."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+import shoal
+from shoal.errors import StrategyError
+from shoal.schedules.gossip import graphs as edges
+from shoal.schedules.gossip.graphs import Edge, read_edges, write_edges
+from shoal.strategy.strategy import parse
+
+
+def from_file(tmp_path: Path, text: str) -> list[Edge]:
+    path = tmp_path / "graph.txt"
+    path.write_text(text)
+    return read_edges(str(path))
+
+
+def test_a_file_has_an_edge_a_line(tmp_path: Path) -> None:
+    text = "# a path\n0 1   # the first\n\n1,2\n2, 3\n"
+    assert set(from_file(tmp_path, text)) == {
+        *(Edge(0, 1, None), Edge(1, 0, None), Edge(1, 2, None)),
+        *(Edge(2, 1, None), Edge(2, 3, None), Edge(3, 2, None)),
+    }
+
+
+def test_the_third_column_is_a_weight_of_both_directions(tmp_path: Path) -> None:
+    assert set(from_file(tmp_path, "0 1 0.25")) == {Edge(0, 1, 0.25), Edge(1, 0, 0.25)}
+
+
+def test_a_direction_with_a_line_of_its_own_has_its_own_weight(tmp_path: Path) -> None:
+    assert set(from_file(tmp_path, "0,1,0.25\n1,0,0.5")) == {Edge(0, 1, 0.25), Edge(1, 0, 0.5)}
+
+
+def test_an_arrow_goes_one_way(tmp_path: Path) -> None:
+    assert from_file(tmp_path, "0 > 1 0.5\n1>0 1e-3") == [Edge(0, 1, 0.5), Edge(1, 0, 1e-3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("0 1\n1 x\n", "line 2 of"),
+        ("0 1 2 3\n", "line 1 of"),
+        ("0 -1\n", "line 1 of"),
+        ("0 1 nan\n", "line 1 of"),
+        ("9999999 1\n", "line 1 of"),
+        ("0 1 0.5\n1 2\n", "some edges have a weight and some have none"),
+        ("0 1\n0 1\n", "the edge from 0 to 1 is given twice"),
+    ],
+)
+def test_a_line_that_is_no_edge_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(StrategyError, match=sentence):
+        from_file(tmp_path, text)
+
+
+def test_a_file_that_cannot_be_read_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StrategyError, match="No such file"):
+        read_edges(str(tmp_path / "none.txt"))
+    (tmp_path / "odd.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(StrategyError, match="it is no text"):
+        read_edges(str(tmp_path / "odd.txt"))
+    monkeypatch.setattr(edges, "MAX_FILE_BYTES", 10)
+    with pytest.raises(StrategyError, match="larger than 10 bytes"):
+        from_file(tmp_path, "0 1\n" * 10)
+
+
+@pytest.mark.parametrize(
+    ("graph", "text"),
+    [
+        (nx.path_graph(3), "edges:0-1,1-2"),
+        (nx.DiGraph([(0, 1), (1, 0)]), "edges:0>1,1>0"),
+        (nx.grid_2d_graph(2, 2), "edges:0-2,0-1,1-3,2-3"),
+        (nx.Graph([(1, 0, {"weight": 0.25})]), "edges:1-0:0.25"),
+    ],
+)
+def test_a_networkx_graph_has_a_text_form_that_reads_back(graph: nx.Graph, text: str) -> None:
+    assert write_edges(graph) == text
+    part = shoal.gossip(graph=graph)
+    assert str(part) == f'gossip(graph="{text}")'
+    assert parse(str(part)).sync == part
+
+
+def test_graphs_without_a_text_form_are_refused() -> None:
+    lonely = nx.path_graph(2)
+    lonely.add_node(2)
+    with pytest.raises(StrategyError, match="node 2 of the graph has no edge"):
+        shoal.gossip(graph=lonely)
+    for weight in (-0.5, float("nan"), "heavy"):
+        with pytest.raises(StrategyError, match="the weights of a graph are numbers from 0 to 1"):
+            shoal.gossip(graph=nx.Graph([(0, 1, {"weight": weight})]))
+    with pytest.raises(StrategyError, match="no multigraph"):
+        shoal.gossip(graph=nx.MultiGraph([(0, 1)]))
+    with pytest.raises(StrategyError, match="write it to a file"):
+        shoal.gossip(graph=nx.complete_graph(100))
+
+
+@pytest.mark.parametrize("text", ["edges:", "edges:0", "edges:0-", "edges:0-1,", "edges:a-b"])
+def test_edges_in_a_strategy_are_checked(text: str) -> None:
+    with pytest.raises(StrategyError, match="graph must be one of ring, torus"):
+        parse(f'gossip(graph="{text}")')

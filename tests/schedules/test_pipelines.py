@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+
+from shoal.errors import BadInput
+from shoal.schedules.pipelines.actions import Action, Kind, Pipeline, Place, giver, place_of, taker
+from shoal.schedules.pipelines.actions import virtual_stage as virtual
+from shoal.schedules.pipelines.catalog import CATALOG, build, schedules
+from shoal.strategy.strategy import SCHEDULES
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+
+
+def words(name: str, stages: int, microbatches: int, chunks: int | None = None) -> list[str]:
+    return [" ".join(map(str, one)) for one in build(name, stages, microbatches, chunks).actions]
+
+
+def test_the_catalog_has_the_names_of_the_strategy_notation() -> None:
+    assert tuple(schedules()) == SCHEDULES
+
+
+def test_two_stages_and_three_microbatches_are_this() -> None:
+    assert words("inter-op", 2, 3) == ["F0 B0 F1 B1 F2 B2", "F0 B0 F1 B1 F2 B2"]
+    assert words("gpipe", 2, 3) == ["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"]
+    assert words("1f1b", 2, 3) == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
+    assert words("zb-h1", 2, 3) == [
+        "F0 F1 I0 W0 F2 I1 W1 I2 W2",
+        "F0 I0 F1 I1 W0 F2 I2 W1 W2",
+    ]
+    assert words("zb-h2", 2, 3) == [
+        "F0 F1 F2 I0 W0 I1 W1 I2 W2",
+        "F0 I0 F1 I1 F2 I2 W0 W1 W2",
+    ]
+
+
+def test_two_stages_of_two_chunks_are_this() -> None:
+    assert words("bfs", 2, 2, 2) == 2 * ["F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"]
+    assert words("interleaved", 2, 4, 2) == [
+        "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3",
+        "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
+    ]
+
+
+def test_interleaved_makes_larger_groups_where_stages_do_not_divide_microbatches() -> None:
+    assert words("interleaved", 2, 5, 2)[1].split()[:7] == [
+        "F0", "F1", "F2", "F0.1", "B0.1", "F1.1", "B1.1",
+    ]  # fmt: skip
+    assert words("interleaved", 4, 2, 2) == 2 * ["F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"] + [
+        "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1",
+        "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1",
+    ]
+
+
+def test_virtual_stages_go_round_the_stages() -> None:
+    assert [place_of(2, number) for number in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [virtual(2, *place_of(2, number)) for number in range(4)] == [0, 1, 2, 3]
+
+
+def test_forward_is_handed_on_and_backward_is_handed_back() -> None:
+    # 2 stages of 2 chunks: virtual stages 0 1 2 3 on stages 0 1 0 1
+    assert giver(2, 2, 0, Action(F, 5, 0)) is None
+    assert taker(2, 2, 0, Action(F, 5, 0)) == Place(1, 0)
+    assert giver(2, 2, 0, Action(F, 5, 1)) == Place(1, 0)
+    assert taker(2, 2, 1, Action(F, 5, 1)) is None
+    for kind in (B, I):
+        assert giver(2, 2, 1, Action(kind, 5, 1)) is None
+        assert taker(2, 2, 1, Action(kind, 5, 1)) == Place(0, 1)
+        assert giver(2, 2, 1, Action(kind, 5, 0)) == Place(0, 1)
+        assert taker(2, 2, 0, Action(kind, 5, 0)) is None
+    assert giver(2, 2, 1, Action(W, 5, 0)) is None and taker(2, 2, 1, Action(W, 5, 0)) is None
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_only_the_zero_bubble_schedules_split_the_backward(name: str) -> None:
+    kinds = {action.kind for one in build(name, 3, 5).actions for action in one}
+    assert kinds == ({F, I, W} if name.startswith("zb") else {F, B})
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_every_schedule_is_described(name: str) -> None:
+    first, *rest = CATALOG[name].description.splitlines()
+    assert first.endswith(".") and len(first) < 65 and rest
+
+
+def test_what_is_no_pipeline_is_refused() -> None:
+    with pytest.raises(BadInput, match="at least one stage, not 0"):
+        build("1f1b", 0, 4)
+    with pytest.raises(BadInput, match="at least one micro-batch, not 0"):
+        build("1f1b", 4, 0)
+    with pytest.raises(BadInput, match="1f1b has one chunk a stage, not 2: interleaved and bfs"):
+        build("1f1b", 4, 4, 2)
+    with pytest.raises(BadInput, match="did you mean 'gpipe'"):
+        build("gpip", 4, 4)
+    with pytest.raises(BadInput, match="at least one stage, not 0"):
+        Pipeline("mine", 1, 1, [])

@@ -1,0 +1,247 @@
+"""Strategies are values: they print, parse, compare, and say what they need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from shoal.errors import NotBuilt, StrategyError
+from shoal.strategy import strategy as notation
+from shoal.strategy.strategy import (
+    BUILT,
+    PARTS,
+    Ddp,
+    Layout,
+    Single,
+    Zero,
+    as_strategy,
+    ddp,
+    gossip,
+    hogwild,
+    localsgd,
+    mapreduce,
+    parse,
+    pp,
+    ps,
+    require_built,
+    tp,
+    zero,
+)
+
+DESIGN = {
+    "ddp": ddp(),
+    'ddp(algorithm="tree", bucket_mb=4)': ddp(algorithm="tree", bucket_mb=4),
+    "ps(staleness=4, servers=2)": ps(staleness=4, servers=2),
+    "ps(quorum=0.9)": ps(quorum=0.9),
+    'ps(mode="async", placement="rank0")': ps(mode="async", placement="rank0"),
+    'gossip(graph="torus")': gossip(graph="torus"),
+    "hogwild": hogwild(),
+    "mapreduce": mapreduce(),
+    "localsgd(every=16)": localsgd(every=16),
+    "zero(2)": zero(2),
+    "tp(2)": tp(2),
+    'pp(4, schedule="zb-h1", microbatches=16)': pp(4, schedule="zb-h1", microbatches=16),
+    "ddp + tp(2) + pp(2)": ddp() + tp(2) + pp(2),
+    "ps(quorum=0.9) + pp(2)": ps(quorum=0.9) + pp(2),
+    'gossip(graph="ring") + tp(2)': gossip(graph="ring") + tp(2),
+}
+
+
+@pytest.mark.parametrize("text", DESIGN)
+def test_the_design_text_is_the_python_value(text: str) -> None:
+    assert parse(text) == as_strategy(DESIGN[text])
+    assert parse(str(parse(text))) == parse(text)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_name_parses_and_prints(name: str) -> None:
+    text = f"{name}(2)" if name in ("tp", "pp") else name
+    assert str(parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("ddp()", "ddp"),
+        ("  ddp\n", "ddp"),
+        ("pp(2)+tp(4)+ddp", "ddp + tp(4) + pp(2)"),
+        ("ddp + (pp(2) + tp(4))", "ddp + tp(4) + pp(2)"),
+        ("single + tp(2)", "tp(2)"),
+        ("zero(1)", "zero"),
+        ("zero(stage=3)", "zero(3)"),
+        ("tp(size=2, sequence=True)", "tp(2, sequence=True)"),
+        ("ddp(bucket_mb=25.0)", "ddp"),
+        ("ddp(bucket_mb=4.0)", "ddp(bucket_mb=4)"),
+        ("ps(quorum=1.0)", "ps(quorum=1)"),
+        ("localsgd(every=16)", "localsgd"),
+        ("gossip(graph='ring')", "gossip"),
+        ("ddp(algorithm='two-level')", 'ddp(algorithm="two-level")'),
+        ("tp(2, plan={'b': 'row', 'a': 'column'})", 'tp(2, plan={"a": "column", "b": "row"})'),
+        ("pp(2, cuts=('h.3',))", 'pp(2, cuts=["h.3"])'),
+        (r"gossip(graph='a \\ \" b.csv')", r'gossip(graph="a \\ \" b.csv")'),
+    ],
+)
+def test_printing_is_canonical(text: str, canonical: str) -> None:
+    assert str(parse(text)) == canonical
+    assert parse(canonical) == parse(text)
+
+
+# ---- values -------------------------------------------------------------------------------------
+def test_order_does_not_matter() -> None:
+    assert ddp() + tp(2) + pp(4) == pp(4) + ddp() + tp(2) == tp(2) + (pp(4) + ddp())
+    assert hash(ddp() + tp(2)) == hash(tp(2) + ddp())
+
+
+def test_values_do_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        ddp().bucket_mb = 4  # type: ignore[misc]
+    plan = {"a": "row"}
+    part = tp(2, plan=plan)
+    plan["b"] = "row"
+    assert part.plan == {"a": "row"}
+
+
+def test_different_options_are_different_values() -> None:
+    assert len({as_strategy(text) for text in DESIGN}) == len(DESIGN)
+    assert parse("tp(2)") != parse("ddp + tp(2)") != parse("ddp + pp(2)")
+
+
+def test_options_are_typed_attributes() -> None:
+    strategy = parse('ddp(bucket_mb=4) + tp(2, plan={"a": "row"}) + pp(3, cuts=["b", "c"])')
+    assert isinstance(strategy.sync, Ddp) and strategy.sync.bucket_mb == 4
+    assert strategy.tp is not None and strategy.tp.plan == {"a": "row"}
+    assert strategy.pp is not None and strategy.pp.cuts == ("b", "c")
+    assert [part.name for part in strategy.parts] == ["ddp", "tp", "pp"]
+
+
+# ---- what a strategy means ----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "workers", "layout"),
+    [
+        ("single", 1, Layout(1, 1, 1)),
+        ("ddp", 1, Layout(1, 1, 1)),
+        ("ddp", 4, Layout(4, 1, 1)),
+        ("tp(2)", 2, Layout(1, 2, 1)),
+        ("tp(2)", 4, Layout(2, 2, 1)),
+        ("ddp + tp(2) + pp(3)", 12, Layout(2, 2, 3)),
+        ("hogwild", 3, Layout(3, 1, 1)),
+    ],
+)
+def test_left_over_workers_become_replicas(text: str, workers: int, layout: Layout) -> None:
+    assert parse(text).layout(workers) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "sentence"),
+    [
+        ("tp(2) + pp(2)", 3, "tp(2) + pp(2) needs at least 4 workers, and there are 3"),
+        ("tp(2)", 1, "tp(2) needs at least 2 workers, and there is 1"),
+        ("ddp + pp(4)", 6, "ddp + pp(4) needs a multiple of 4 workers, and there are 6"),
+        ("single", 4, "single runs on one worker, and there are 4: did you mean ddp?"),
+        ("ddp", 0, "workers=0 must be a whole number from 1"),
+        ("ddp", True, "workers=True must be a whole number"),
+        ("ddp", 2.0, "workers=2.0 must be a whole number"),
+    ],
+)
+def test_workers_that_do_not_fit_are_refused(text: str, workers: int, sentence: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        parse(text).layout(workers)
+    assert sentence in str(caught.value)
+
+
+def test_without_a_sync_part_more_than_one_replica_means_ddp() -> None:
+    assert parse("tp(2)").sync is None
+    assert parse("tp(2)").sync_for(1) == Single()
+    assert parse("tp(2)").sync_for(2) == Ddp()
+    assert parse("zero(2) + tp(2)").sync_for(2) == Zero(2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["single", "ddp", "zero(3)", "ps", "ps(servers=4)", "ps(staleness=0)", "mapreduce",
+     "tp(2)", "ps + pp(2)", 'mapreduce(batch="mini")', 'gossip(graph="complete")',
+     "localsgd(every=1)"],
+)  # fmt: skip
+def test_synchronous_strategies_equal_a_single_device(text: str) -> None:
+    assert parse(text).is_synchronous
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hogwild", "localsgd", "gossip", "gossip + tp(2)", "ps(quorum=0.9)", "ps(staleness=1)",
+     'ps(mode="async")', 'gossip(graph="complete", mode="async")', 'ddp(compress="fp16")',
+     'ps(compress="int8")', 'ddp(compress="topk(0.01)") + pp(2)', "localsgd(every=2)",
+     'localsgd(every=1, outer="nesterov")', 'localsgd(every=1, compress="int8")'],
+)  # fmt: skip
+def test_the_other_strategies_do_not(text: str) -> None:
+    assert not parse(text).is_synchronous
+
+
+# ---- what is built: stated for a BUILT of its own, so that flipping entries breaks no test ------
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {
+        "single": {},
+        "ddp": {"algorithm": ("auto",), "bucket_mb": notation.EVERY_VALUE},
+    }
+    monkeypatch.setattr(notation, "BUILT", table)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("text", ["single", "ddp", "ddp(bucket_mb=4)", 'ddp(algorithm="auto")'])
+def test_what_is_built_passes(text: str) -> None:
+    require_built(parse(text))
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "gossip",
+            "gossip is not built yet: it is part of the notation, but this version "
+            "has no runtime for it; ddp and single work",
+        ),
+        ("ddp + tp(2)", "tp is not built yet"),
+        ('ddp(algorithm="tree")', 'ddp(algorithm="tree") is not built yet: algorithm'),
+        ('ddp(compress="fp16")', 'ddp(compress="fp16") is not built yet: compress'),
+    ],
+)
+def test_what_is_not_built_is_named(text: str, sentence: str) -> None:
+    with pytest.raises(NotBuilt) as caught:
+        require_built(parse(text))
+    assert sentence in str(caught.value)
+
+
+def test_the_built_table_names_parts_and_options_that_exist() -> None:
+    for name, options in BUILT.items():
+        assert set(options) <= {option.name for option in fields(PARTS[name])}
+
+
+def test_the_notation_loads_neither_torch_nor_numpy_nor_networkx() -> None:
+    """The command line reads strategies, and has to start quickly."""
+    code = (
+        "import sys, shoal.strategy; shoal.strategy.parse('gossip'); "
+        "print({'torch', 'numpy', 'networkx'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "servers"),
+    [
+        ("ps", 1),
+        ("ps(servers=3)", 3),
+        ('ps(placement="rank0")', 0),
+        ('ps(placement="workers", servers=2)', 0),
+        ("ps(servers=2) + pp(2)", 2),
+        ("ddp", 0),
+        ("tp(2)", 0),
+    ],
+)
+def test_processes_beside_the_workers(text: str, servers: int) -> None:
+    assert parse(text).servers(4) == servers

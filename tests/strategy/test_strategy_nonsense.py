@@ -1,0 +1,212 @@
+"""A strategy that makes no sense is refused by name, in a sentence."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import BadInput, NotBuilt, StrategyError
+from shoal.strategy.strategy import (
+    MAX_TEXT,
+    Ddp,
+    Strategy,
+    as_strategy,
+    ddp,
+    parse,
+    pp,
+    zero,
+)
+
+NONSENSE = {
+    "": "the strategy is empty",
+    "  \n": "the strategy is empty",
+    "dpp": "unknown strategy 'dpp'; did you mean 'ddp'?",
+    "DDP": "unknown strategy 'DDP'; did you mean 'ddp'?",
+    "local_sgd": "did you mean 'localsgd'?",
+    "xyzzy": "unknown strategy 'xyzzy'; the strategies are single, ddp, zero",
+    "ddp(bucketmb=4)": "ddp has no option 'bucketmb'; did you mean 'bucket_mb'?",
+    "ddp(x=4)": "ddp has no option 'x'; the options are algorithm, bucket_mb, compress",
+    "single(x=4)": "single has no option 'x'; it has no options",
+    "ddp(**{})": "ddp has no option '**'",
+    "ddp(4)": "ddp takes no value without a name",
+    "ddp(*[4])": "ddp takes no value without a name",
+    "tp(*[4])": "tp: size=*[4] is not a literal value",
+    "zero(1, 2)": "zero takes only stage without a name",
+    "zero(1, stage=2)": "zero: stage is given twice",
+    "ddp(bucket_mb=1, bucket_mb=2)": "ddp: bucket_mb is given twice",
+    "tp": "tp needs a size, as in tp(2)",
+    "pp(schedule='gpipe')": "pp needs a size, as in pp(2)",
+    "tp(0)": "tp: size=0 is not allowed; size must be a whole number from 1",
+    "tp(-1)": "tp: size=-1 is not allowed",
+    "tp(True)": "tp: size=True is not allowed",
+    "tp(2.0)": "tp: size=2.0 is not allowed",
+    "tp(10**9)": "not a literal value",
+    "tp(1000000001)": "from 1 to 1000000000",
+    "tp(0x" + "f" * 9000 + ")": "tp: size=(int) is not allowed",
+    "tp(" + "9" * 9000 + ")": "cannot read",
+    "zero(4)": "zero: stage=4 is not allowed; stage must be one of 1, 2, 3",
+    "zero(True)": "zero: stage=True is not allowed",
+    "ddp(bucket_mb=0)": "ddp: bucket_mb=0 is not allowed; bucket_mb must be a number above 0",
+    "ddp(bucket_mb=1e999)": "bucket_mb=inf is not allowed",
+    "ddp(bucket_mb='4')": 'bucket_mb="4" is not allowed',
+    "ddp(bucket_mb=True)": "bucket_mb=True is not allowed",
+    "ddp(algorithm=3)": "algorithm=3 is not allowed; algorithm must be a name",
+    "ddp(algorithm='')": "algorithm must be a name",
+    "ddp(algorithm=None)": "algorithm=None is not allowed",
+    "ddp(compress='zip')": 'compress="zip" is not allowed; compress must be None or "fp16"',
+    "ddp(compress='topk')": "compress must be",
+    "ddp(compress='topk(0)')": "compress must be",
+    "ddp(compress='topk(2)')": "compress must be",
+    "ddp(compress='powersgd(rank=0)')": "compress must be",
+    "ddp(compress='fp16\\n')": "compress must be",
+    "ps(mode='later')": 'mode="later" is not allowed; mode must be one of "sync", "async"',
+    "ps(mode=sync)": "mode=sync is not a literal value",
+    "ps(mode=__import__('os').getcwd())": "is not a literal value",
+    "ps(mode=[{}])": "mode=[{}] is not allowed",
+    "ps(mode={[]: 1})": "is not a literal value",
+    "ps(quorum=0)": "quorum must be None or a number above 0 and at most 1",
+    "ps(quorum=1.1)": "quorum=1.1 is not allowed",
+    "ps(staleness=-1)": "staleness=-1 is not allowed",
+    "ps(mode='async', quorum=0.5)": 'ps: quorum and mode="async" exclude each other',
+    "ps(mode='async', staleness=1)": 'ps: staleness and mode="async" exclude each other',
+    "ps(quorum=0.5, staleness=0)": "ps: quorum and staleness exclude each other",
+    "ps(late='fold')": 'ps: late="fold" needs quorum',
+    "ps(update='worker', quorum=0.5)": 'ps: update="worker" and quorum exclude each other',
+    "ps(servers=2, placement='rank0')": "rank 0 has room for one server",
+    "gossip(graph='blob')": "graph must be one of ring, torus",
+    "gossip(graph='.txt')": "graph must be one of ring, torus",
+    "gossip(graph='a\\nb.txt')": r'graph="a\nb.txt" is not allowed',
+    "gossip(graph='\\ud800.txt')": r'graph="\ud800.txt" is not allowed',
+    "hogwild(momentum=1)": "momentum=1 is not allowed; momentum must be True or False",
+    "mapreduce(batch='half')": 'batch must be one of "full", "mini"',
+    "localsgd(every=0)": "every=0 is not allowed",
+    "localsgd(outer='nesterov(')": "outer must be None or an optimizer such as",
+    "localsgd(outer='nesterov(lr=..)')": "outer must be",
+    "tp(2, plan={})": "plan must be None or a dict",
+    "tp(2, plan={'a': 'diagonal'})": 'plan={"a": "diagonal"} is not allowed',
+    "tp(2, plan={1: 'row'})": "plan must be",
+    "tp(2, plan={'a': 'row', 'a': 'column'})": "tp: plan names a key twice",
+    "pp(2, schedule='1b1f')": 'schedule must be one of "inter-op", "gpipe", "1f1b"',
+    "pp(2, microbatches=0)": "microbatches=0 is not allowed",
+    "pp(2, cuts='abc')": "cuts must be None or a list of module names",
+    "pp(2, cuts=[1])": "cuts=[1] is not allowed",
+    "ddp + ps": "ddp + ps: a strategy has at most one way to agree",
+    "ddp + ddp": "ddp + ddp: a strategy has at most one way to agree",
+    "single + ddp": "single + ddp: a strategy has at most one way to agree",
+    "tp(2) + tp(4)": "tp(2) + tp(4): a strategy has at most one tp",
+    "pp(2) + ddp + pp(2)": "pp(2) + pp(2): a strategy has at most one pp",
+    "hogwild + pp(2)": "hogwild + pp makes no sense: each worker runs the whole model",
+    "tp(2) + hogwild": "hogwild + tp makes no sense",
+    "mapreduce + tp(2)": "mapreduce + tp makes no sense: a map task is the whole model",
+    "mapreduce + pp(2)": "mapreduce + pp makes no sense",
+    "ddp - tp(2)": "cannot read 'ddp - tp(2)' as a part of a strategy",
+    "+ddp": "cannot read '+ddp' as a part of a strategy",
+    "shoal.ddp()": "cannot read 'shoal.ddp()' as a part of a strategy",
+    "ddp()()": "cannot read 'ddp()()' as a part of a strategy",
+    "'ddp'": "as a part of a strategy",
+    "3": "cannot read '3' as a part of a strategy",
+    "lambda: ddp": "as a part of a strategy",
+    "(x := ddp)": "as a part of a strategy",
+    "f'{ddp}'": "as a part of a strategy",
+    "ddp +": 'cannot read "ddp +" as a strategy: invalid syntax',
+    "ddp(": "'(' was never closed",
+    "ddp; ddp": "cannot read",
+    "ddp tp(2)": "cannot read",
+    "import os": "cannot read",
+    "ps(mode=async)": "cannot read",
+    "ddp\0": "cannot read",
+    "ddp\ud800": r'cannot read "ddp\ud800" as a strategy',
+    "ddp +\n tp(2)": r'cannot read "ddp +\n tp(2)" as a strategy',
+    "d" * (MAX_TEXT + 1): "longer than 10000 characters",
+    "d" * MAX_TEXT: "unknown strategy 'ddd",
+    "ps(mode=" + "[" * 150 + "]" * 150 + ")": "mode=[[[",
+}
+# How deep Python's own parser goes differs between versions, and so does the sentence.
+DEEP = [
+    "(" * 4000 + "ddp" + ")" * 4000,
+    "[" * 4000 + "]" * 4000,
+    "-" * 9000 + "1",
+    "tp(" + "-" * 9000 + "1)",
+    "tp(" + "-" * 900 + "1)",
+    "tp(" + "not " * 2000 + "1)",
+    "a." * 4000 + "b",
+    "a." * 400 + "b",
+    "ddp" + "()" * 4000,
+    "ddp+" * 2000 + "ddp",
+    "ddp+(" * 80 + "ddp" + ")" * 80,
+    "tp(" + "1+" * 4000 + "1)",
+    "lambda: " * 1200 + "1",
+]
+
+
+@pytest.mark.parametrize("text", [*NONSENSE, *DEEP], ids=lambda text: ascii(text[:40]))
+def test_nonsense_is_refused_in_one_sentence(text: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(StrategyError) as caught:
+        parse(text)
+    message = str(caught.value)
+    assert NONSENSE.get(text, "") in message
+    assert len(message) < 400 and "\n" not in message
+    message.encode()  # can be printed anywhere
+    assert time.perf_counter() - started < 5
+
+
+def test_nonsense_in_a_thread_with_its_smaller_stack_is_refused_too() -> None:
+    refused = []
+
+    def refuse_all() -> None:
+        for text in [*NONSENSE, *DEEP]:
+            with pytest.raises(StrategyError):
+                parse(text)
+            refused.append(text)
+
+    thread = threading.Thread(target=refuse_all)
+    thread.start()
+    thread.join()
+    assert refused == [*NONSENSE, *DEEP]
+
+
+@given(st.text(max_size=40) | st.text("dp+tps(){}[]=,0123'\". \n\\", max_size=60))
+@settings(max_examples=500, deadline=None)
+def test_any_text_parses_or_is_a_strategy_error(text: str) -> None:
+    try:
+        value = parse(text)
+    except StrategyError:
+        return
+    assert parse(str(value)) == value
+
+
+@pytest.mark.parametrize("value", [None, 3, b"ddp", ["ddp"], Ddp])
+def test_only_text_parts_and_strategies_name_a_strategy(value: object) -> None:
+    with pytest.raises(StrategyError, match="a strategy is text such as"):
+        as_strategy(value)  # type: ignore[arg-type]
+
+
+def test_python_values_are_checked_like_text() -> None:
+    with pytest.raises(StrategyError, match="bucket_mb=-1 is not allowed"):
+        ddp(bucket_mb=-1)
+    with pytest.raises(StrategyError, match="bucket_mb=nan is not allowed"):
+        ddp(bucket_mb=float("nan"))
+    with pytest.raises(StrategyError, match=r"bucket_mb=\(int\) is not allowed"):
+        ddp(bucket_mb=10**5000)
+    with pytest.raises(StrategyError, match=r"ddp \+ zero\(3\): a strategy has at most one way"):
+        ddp() + zero(3)
+    with pytest.raises(StrategyError, match="made of parts"):
+        Strategy("ddp")  # type: ignore[arg-type]
+    with pytest.raises(StrategyError, match="has a part"):
+        Strategy()
+    with pytest.raises(TypeError):
+        ddp() + "tp(2)"  # type: ignore[operator]
+
+
+def test_a_strategy_too_long_to_be_read_back_is_refused() -> None:
+    with pytest.raises(StrategyError, match="at most 10000 characters"):
+        as_strategy(pp(2, cuts=["layer"] * 2000))
+
+
+def test_strategy_errors_are_bad_input() -> None:
+    assert issubclass(StrategyError, BadInput) and issubclass(NotBuilt, BadInput)

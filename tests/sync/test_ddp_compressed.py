@@ -1,0 +1,288 @@
+"""Compressed gradients: nothing is lost, replicas stay the same, bytes are as promised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
+from shoal.errors import BadInput
+from shoal.replica.flat_params import FlatParams
+from shoal.sync.compressed_sum import Exchange, Staged, complete, make_exchange
+from shoal.sync.compressed_sum import Sharded as ShardedExchange
+from shoal.train.checkpoint import read
+from shoal.train.step import Step
+from tests.conftest import World
+from tests.models import Partly, mlp, samples
+from tests.sync.compressing import (
+    METHODS,
+    POWERSGD_FLOATS,
+    SGD,
+    assert_continued_alike,
+    assert_same_bits_and_learning,
+    large,
+    run,
+    start,
+)
+
+
+def exchange_of(step: Step) -> Exchange:
+    found: Exchange = step.sync.exchange  # type: ignore[attr-defined]
+    return found
+
+
+# ------------------------------------------------------------------------------ sums
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_was_sent_and_what_is_left_make_up_all_gradients(
+    world: World, method: str, size: int
+) -> None:
+    """Over ten steps, in two slices of lengths that the ranks do not divide."""
+    models = [mlp() for _ in range(size)]
+
+    def body(group: Group) -> tuple[Tensor, Tensor, Tensor]:
+        flat = FlatParams(models[group.rank].named_parameters())
+        cut = flat.pieces[2].start
+        slices = [slice(cut, flat.size), slice(flat.offset, cut)]
+        exchange = make_exchange(method, flat, group, slices)
+        generator = torch.Generator().manual_seed(group.rank)
+        given, arrived = torch.zeros(flat.size), torch.zeros(flat.size)
+        gaps = flat.gaps()
+        for _ in range(10):
+            x = torch.randn(flat.size, generator=generator)
+            x[gaps], x[: flat.offset] = 0.0, 0.0
+            given += x
+            complete([Staged(exchange.sum(x[at], at)) for at in slices])
+            arrived += x
+        left = exchange.residual.clone()
+        if isinstance(exchange, ShardedExchange):
+            for begin, place in exchange._places.items():
+                left[place] += exchange.owed[begin]
+        return given, arrived, left
+
+    found = world(size, body)
+    for _, arrived, _ in found:
+        assert torch.equal(arrived, found[0][1])
+    given = torch.stack([g for g, _, _ in found]).sum(0)
+    left = torch.stack([r for _, _, r in found]).sum(0)
+    torch.testing.assert_close(found[0][1] + left, given, atol=1e-3, rtol=0)
+
+
+# ------------------------------------------------------------------------------ training
+
+
+@pytest.mark.parametrize("bucket_mb", ["25", "0.0001"])
+@pytest.mark.parametrize("method", METHODS)
+def test_replicas_hold_the_same_bits_and_learn(world: World, method: str, bucket_mb: str) -> None:
+    text = f'ddp(compress="{method}", bucket_mb={bucket_mb})'
+    assert_same_bits_and_learning(world, text)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone(world: World) -> None:
+    models = [Partly(), Partly()]
+
+    def body(group: Group) -> None:
+        job, step = start(group, 'ddp(compress="onebit")', models[group.rank])
+        for batch in job.batches(samples(20), 10):
+            step(batch)
+
+    world(2, body)
+    assert torch.equal(models[0].unused.weight, Partly().unused.weight)
+    assert not torch.equal(models[0].used.weight, Partly().used.weight)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("method", "least", "most"),
+    [
+        ("fp16", 1.99, 2.01),
+        ("bf16", 1.99, 2.01),
+        ("int8", 3.85, 4.0),
+        ("onebit", 29.5, 32.0),
+        ("topk(0.01)", 38.0, 67.0),
+        ("powersgd(rank=4)", 12.0, 14.0),
+    ],
+)
+def test_bytes_against_full_precision(
+    world: World, size: int, method: str, least: float, most: float
+) -> None:
+    models = [large() for _ in range(size)]
+
+    def body(group: Group) -> dict[str, Any]:
+        job, step = start(group, f'ddp(compress="{method}")', models[group.rank])
+        for batch in job.batches(samples(30), 10):
+            step(batch)
+        return step.sync.report()
+
+    def plain(group: Group) -> dict[str, Any]:
+        job, step = start(group, "ddp", models[group.rank])
+        for batch in job.batches(samples(30), 10):
+            step(batch)
+        return step.sync.report()
+
+    compressed, full = world(size, body)[0], world(size, plain)[0]
+    assert compressed["steps"] == full["steps"] == 3
+    assert full["bytes_per_step"] == full["ddp_bytes_per_step"] == compressed["ddp_bytes_per_step"]
+    assert least <= full["bytes_sent"] / compressed["bytes_sent"] <= most
+    if method.startswith("powersgd"):
+        floats = POWERSGD_FLOATS + 7  # the loss and a flag for each parameter
+        assert compressed["bytes_per_step"] == pytest.approx(
+            2 * 4 * floats * (size - 1) / size, abs=3
+        )
+
+
+@pytest.mark.parametrize(("size", "times"), [(2, 66.7), (4, 40.0), (8, 40.0)])
+def test_bytes_of_topk_do_not_grow_with_the_workers(world: World, size: int, times: float) -> None:
+    """Each sends 1% of the elements, 4 bytes for each; sums hold up to 4%."""
+    models = [nn.Linear(400, 1000) for _ in range(size)]
+    data = torch.utils.data.TensorDataset(torch.randn(32, 400), torch.randint(0, 9, (32,)))
+
+    def body(group: Group) -> tuple[dict[str, Any], Tensor]:
+        job, step = start(group, 'ddp(compress="topk(0.01)")', models[group.rank])
+        for batch in job.batches(data, 16):
+            step(batch)
+        return step.sync.report(), step.flat.data.clone()
+
+    found = world(size, body)
+    for report, data_of_rank in found:
+        ratio = report["ddp_bytes_per_step"] / report["bytes_per_step"]
+        assert ratio == pytest.approx(times, rel=0.02)
+        assert torch.equal(data_of_rank, found[0][1])
+
+
+def test_without_error_feedback_topk_does_not_learn(world: World) -> None:
+    """One weight in two hundred a step: what waits is sent later, or never."""
+    x = torch.randn(240, 20, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, x[:, :10].argmax(1))
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 10))
+
+    def train(text: str, feedback: bool) -> float:
+        models = [model(), model()]
+
+        def body(group: Group) -> float:
+            job, step = start(group, text, models[group.rank])
+            if "compress" in text:
+                exchange_of(step).feedback = feedback
+            for batch in job.batches(data, 40, epochs=20):
+                loss = step(batch)
+            return float(loss)
+
+        found: float = world(2, body)[0]
+        return found
+
+    full = train("ddp", True)
+    kept, lost = (train('ddp(compress="topk(0.005)")', feedback) for feedback in (True, False))
+    assert kept < full + 0.25
+    assert lost > full + 0.75
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "sentence"),
+    [
+        ('ddp(compress="int8")', {"exact": True}, "exact=True adds up every gradient in full"),
+        ("localsgd", {"exact": True}, "exact=True adds up every gradient in full"),
+    ],
+)
+def test_exact_and_compressed_exclude_each_other(
+    text: str, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        start(SoloGroup(), text, mlp(), **options)
+
+
+def test_scaled_gradients_are_not_compressed() -> None:
+    from shoal.strategy.strategy import Ddp
+    from shoal.sync.optimizer_step import Update
+    from shoal.sync.registry import Replica, build_sync
+
+    flat = FlatParams(mlp().named_parameters())
+    update = Update(flat.named, SGD, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(BadInput, match='precision="fp16" exclude each other'):
+        build_sync(Ddp(compress="int8"), Replica(flat, update, SoloGroup()))
+
+
+# ------------------------------------------------------------------------------ checkpoints
+
+
+@pytest.mark.parametrize("bucket_mb", ["25", "0.0001"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_continued_run_has_the_same_bits(
+    world: World, tmp_path: Path, method: str, bucket_mb: str
+) -> None:
+    text = f'ddp(compress="{method}", bucket_mb={bucket_mb})'
+    assert_continued_alike(world, text, tmp_path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_workers_share_what_was_left_to_send(
+    world: World, tmp_path: Path, method: str
+) -> None:
+    text = f'ddp(compress="{method}")'
+    models = [mlp() for _ in range(3)]
+    world(2, lambda g: run(g, models[g.rank], text, tmp_path, save_at=3))
+    saved = read(tmp_path).optimizer
+    names = [name for name, _ in mlp().named_parameters()]
+
+    def joined(key: str) -> Tensor:
+        return torch.cat([saved[f"sync0/{name}/gradients:{key}"].view(-1) for name in names])
+
+    residuals = [joined(f"worker:{rank}:residual") for rank in range(2)]
+    assert residuals[0].abs().sum() > 0 and not torch.equal(*residuals)
+
+    def body(group: Group) -> dict[str, Tensor]:
+        job, step = start(group, text, models[group.rank])
+        job.load(tmp_path)
+        where = [step.flat.view(i, torch.arange(step.flat.size), 0) for i in range(6)]
+        places = torch.cat([place.view(-1) for place in where])
+        state = exchange_of(step).state()
+        return {n: t[places] for n, t in state.items() if len(t) == step.flat.size}
+
+    found = world(3, body)[0]
+    loaded = torch.stack([found[f"worker/{r}/residual"] for r in range(3)]).sum(0)
+    torch.testing.assert_close(loaded, residuals[0] + residuals[1])
+    if "owed" in found:
+        assert torch.equal(found["owed"], joined("owed"))
+
+
+def test_a_checkpoint_of_plain_ddp_loads_and_the_other_way_round(
+    world: World, tmp_path: Path
+) -> None:
+    texts = ["ddp", 'ddp(compress="int8")', "ddp", 'ddp(compress="topk(0.1)")']
+    for i, text in enumerate(texts):
+        models = [mlp(), mlp()]
+
+        def body(
+            group: Group, text: str = text, i: int = i, models: list[nn.Module] = models
+        ) -> int:
+            job, step = start(group, text, models[group.rank])
+            if i:
+                job.load(tmp_path)
+            for batch in job.batches(samples(50), 10, steps=i + 1):
+                step(batch)
+            job.save(tmp_path)
+            return job.steps
+
+        assert world(2, body) == [i + 1, i + 1]
+
+
+def test_the_summary_says_how_much_was_sent(world: World) -> None:
+    models = [large(), large()]
+
+    def body(group: Group) -> list[str]:
+        job, step = start(group, 'ddp(compress="bf16")', models[group.rank])
+        for batch in job.batches(samples(20), 10):
+            step(batch)
+        return step.sync.summary()
+
+    (sentence,) = world(2, body)[0]
+    assert "2.0 times less" in sentence

@@ -1,0 +1,174 @@
+"""The order of additions is a tree over the index of the micro-batch, whoever computed it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
+from shoal.errors import BadInput
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.ordered_sum import Node, add_up, halves, whole_subtrees
+from shoal.strategy.strategy import parse
+from shoal.sync.ddp_exact import ExactReduce
+from shoal.sync.optimizer_step import Update
+from shoal.train.job import Job
+from tests.conftest import World
+from tests.models import mlp
+
+MOST = 32
+pairs = [(m, r) for m in range(1, MOST + 1) for r in range(1, m + 1) if m % r == 0]
+quick = settings(deadline=None, max_examples=50)
+
+
+def runs_of(microbatches: int, replicas: int) -> list[Node]:
+    each = microbatches // replicas
+    return [(r * each, (r + 1) * each) for r in range(replicas)]
+
+
+def leaves_of(m: int, seed: int) -> list[Tensor]:
+    """Numbers of very different sizes, so that another order gives other bits."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.randint(-12, 12, (m, 3), generator=generator)
+    return list(torch.randn(m, 3, generator=generator) * 2.0**size)
+
+
+def test_the_tree_of_six_leaves() -> None:
+    r"""
+    0   1   2   3   4   5
+     \ /     \ /     \ /
+      0-2     2-4    4-6
+        \____/        |
+          0-4        /
+            \______ /
+               0-6
+    """
+    assert halves((0, 6)) == ((0, 4), (4, 6))
+    assert halves((0, 4)) == ((0, 2), (2, 4))
+    assert halves((4, 6)) == ((4, 5), (5, 6))
+    assert whole_subtrees((0, 6), (0, 3)) == [(0, 2), (2, 3)]
+    assert whole_subtrees((0, 6), (3, 6)) == [(3, 4), (4, 6)]
+    assert [whole_subtrees((0, 6), run) for run in runs_of(6, 3)] == [[(0, 2)], [(2, 4)], [(4, 6)]]
+
+
+def test_six_leaves_are_added_in_the_order_of_the_tree() -> None:
+    known = {(i, i + 1): torch.tensor(x) for i, x in enumerate([1e8, 1.0, 2.0, -1e8, 3.0, 4.0])}
+    v = [known[i, i + 1] for i in range(6)]
+    assert torch.equal(add_up((0, 6), known), ((v[0] + v[1]) + (v[2] + v[3])) + (v[4] + v[5]))
+
+
+@quick
+@given(st.integers(0, 1000), st.integers(2, 1000))
+def test_the_left_half_is_a_power_of_two_and_not_the_smaller_one(start: int, leaves: int) -> None:
+    left, right = halves((start, start + leaves))
+    assert left[0] == start and left[1] == right[0] and right[1] == start + leaves
+    size = left[1] - left[0]
+    assert size & (size - 1) == 0
+    assert leaves // 2 <= size < leaves
+
+
+@pytest.mark.parametrize(("m", "r"), pairs)
+def test_the_subtrees_of_all_runs_tile_the_tree(m: int, r: int) -> None:
+    nodes = [node for run in runs_of(m, r) for node in whole_subtrees((0, m), run)]
+    assert [leaf for a, b in nodes for leaf in range(a, b)] == list(range(m))
+
+
+@pytest.mark.parametrize(("m", "r"), pairs)
+def test_a_run_needs_at_most_twice_the_depth_of_the_tree(m: int, r: int) -> None:
+    depth = max(1, (m - 1).bit_length())
+    assert all(len(whole_subtrees((0, m), run)) <= 2 * depth for run in runs_of(m, r))
+
+
+@quick
+@given(st.sampled_from(pairs), st.integers(0, 1 << 30))
+def test_the_sum_has_the_same_bits_at_any_number_of_replicas(
+    pair: tuple[int, int], seed: int
+) -> None:
+    m, r = pair
+    leaves = {(i, i + 1): leaf for i, leaf in enumerate(leaves_of(m, seed))}
+    alone = add_up((0, m), leaves)
+    gathered = {
+        node: add_up(node, leaves) for run in runs_of(m, r) for node in whole_subtrees((0, m), run)
+    }
+    assert torch.equal(add_up((0, m), gathered), alone)
+
+
+def test_another_order_would_give_other_bits() -> None:
+    """The tests above are not true by themselves."""
+    different = 0
+    for seed in range(20):
+        leaves = leaves_of(16, seed)
+        tree = add_up((0, 16), {(i, i + 1): leaf for i, leaf in enumerate(leaves)})
+        different += not torch.equal(tree, sum(leaves[1:], leaves[0]))
+    assert different > 10
+
+
+class Counting(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(5, dtype=dtype))
+        self.b = nn.Parameter(torch.zeros(40, dtype=dtype))
+
+
+def reduce_by_hand(
+    group: Group, m: int, bucket_bytes: int, dtype: torch.dtype
+) -> tuple[Tensor, list[float]]:
+    """Every micro-batch puts its own numbers into the buffer; the agreed gradient and head."""
+    flat = FlatParams(Counting(dtype).named_parameters())
+    update = Update(flat.named, partial(torch.optim.SGD, lr=1.0))
+    sync = ExactReduce(flat, update, group, m, bucket_bytes)
+    each = m // group.size
+    sync.begin()
+    for place in range(group.rank * each, (group.rank + 1) * each):
+        flat.arm(sync.reduce)
+        generator = torch.Generator().manual_seed(place)
+        flat.head[0] = float(place)
+        for p in flat.params:
+            p.grad = (torch.randn(p.shape, generator=generator) * 10**place).to(dtype)
+        flat.flush()
+    sync.finish()
+    return flat.data.clone(), flat.head.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("m", [4, 6])
+def test_the_update_has_the_same_bits_at_any_number_of_replicas(
+    world: World, m: int, bucket_bytes: int, dtype: torch.dtype
+) -> None:
+    alone, head = reduce_by_hand(SoloGroup(), m, bucket_bytes, dtype)
+    assert head == [sum(range(m)), m, m], "the sum of losses, and a flag from every micro-batch"
+    for size in (r for r in range(2, m + 1) if m % r == 0):
+        for data, got_head in world(size, lambda g: reduce_by_hand(g, m, bucket_bytes, dtype)):
+            assert torch.equal(data, alone)
+            assert got_head == head
+
+
+def test_replicas_that_do_not_divide_the_microbatches_are_refused(world: World) -> None:
+    models = [mlp() for _ in range(3)]
+
+    def body(group: Group) -> None:
+        job = Job(parse("ddp"), group, device=torch.device("cpu"))
+        optimizer = partial(torch.optim.SGD, lr=0.1)
+        job.step(models[group.rank], nn.MSELoss(), optimizer=optimizer, exact=True, microbatches=8)
+
+    with pytest.raises(BadInput, match="8 micro-batches, which 3 replicas do not divide"):
+        world(3, body)
+
+
+def test_exact_and_accumulate_are_refused_together() -> None:
+    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+    with pytest.raises(BadInput, match="set microbatches, not accumulate"):
+        job.step(
+            mlp(),
+            nn.MSELoss(),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            exact=True,
+            accumulate=2,
+        )

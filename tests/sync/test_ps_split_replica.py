@@ -1,0 +1,327 @@
+"""Servers that do not wait for everybody, beside tp and pp: one decision for all parts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
+from shoal.examples.gpt import next_token_loss
+from shoal.server.model.served_model import Holding
+from shoal.server.server import Server
+from shoal.strategy.strategy import parse
+from shoal.sync.ps.split_replica import ServedPart
+from shoal.sync.ps.worker import ParameterServer
+from shoal.train.job import Job
+from shoal.train.step import Step
+from tests.conftest import World
+from tests.models import mlp, samples
+from tests.server.helpers import launched
+from tests.splitting import assert_equal, gpt, job_of, texts, train, whole
+from tests.test_hybrids import GPT_OPTIONS
+
+CPU = torch.device("cpu")
+RULES = ["quorum=0.5", 'quorum=0.5, late="fold"', "staleness=2", 'mode="async"']
+SPLITS = ["pp(2)", "tp(2)"]
+Each = Callable[[Job, Step], None]
+
+
+def sync_of(step: Step) -> ServedPart:
+    assert isinstance(step.sync, ServedPart)
+    return step.sync
+
+
+def largest() -> TensorDataset:
+    """Which of the first three features is the largest?"""
+    x = samples(24).tensors[0]
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def run(
+    world: World, strategy: str, steps: int, before: Each | None = None, size: int = 4
+) -> list[tuple[Job, Step, list[float]]]:
+    """Train on every rank; `before` is called before each step. Jobs are closed in the end."""
+    models = [mlp() for _ in range(size)]
+
+    def body(group: Group) -> tuple[Job, Step, list[float]]:
+        job = Job(parse(strategy), group, device=CPU)
+        step = job.step(
+            models[group.rank], F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.3)
+        )
+        losses = []
+        for batch in job.batches(largest(), 12, epochs=steps, steps=steps):
+            if before is not None:
+                before(job, step)
+            losses.append(float(step(batch)))
+        losses.append(job.evaluate(F.cross_entropy, largest()))
+        job.close()
+        return job, step, losses
+
+    return world(size, body)
+
+
+def held_by(servers: list[Server]) -> list[Holding]:
+    """What all servers hold of all parts; that of the lead comes first."""
+    found = [holding for server in servers for holding in server.models.values()]
+    return sorted(found, key=lambda holding: holding.spec.index)
+
+
+# ---- where nothing is left out: the model of one worker -----------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["staleness=0", "quorum=1"])
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_where_everybody_counts_it_equals_one_device(
+    world: World, split: str, placement: str, rule: str
+) -> None:
+    """Clipped by the norm of the whole: what several parts hold counts once."""
+    strategy = f'ps({rule}, placement="{placement}") + {split}'
+    if rule == "staleness=0":
+        assert_equal(world, 4, strategy, gpt, texts(22), **GPT_OPTIONS)
+        return
+    alone, together = in_the_end(world, 1, "single"), in_the_end(world, 4, strategy)
+    for name, tensor in alone.items():
+        torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def in_the_end(world: World, size: int, strategy: str) -> dict[str, Tensor]:
+    models = [gpt() for _ in range(size)]
+    body = partial(train, data=texts(22), batch_size=8, **GPT_OPTIONS)
+    found: dict[str, Tensor] = world(size, lambda g: body(g, strategy, models[g.rank]))[0][1]
+    return found
+
+
+@pytest.mark.parametrize("rule", ["quorum=1", "staleness=2", 'mode="async"'])
+@pytest.mark.parametrize("split", [*SPLITS, 'pp(2, schedule="zb-h1")', "tp(2) + pp(2)"])
+def test_one_replica_under_any_rule_equals_one_device(world: World, split: str, rule: str) -> None:
+    size = 4 if "+" in split else 2
+    strategy = f'ps({rule}, placement="rank0") + {split}'
+    assert_equal(world, size, strategy, gpt, texts(22), **GPT_OPTIONS)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("split", SPLITS)
+def test_servers_that_hold_something_of_every_part_follow_themselves(
+    world: World, monkeypatch: pytest.MonkeyPatch, split: str, tcp: bool
+) -> None:
+    with launched(monkeypatch, 2, tcp) as servers:
+        strategy = f"ps(quorum=1, servers=2) + {split}"
+        alone, together = in_the_end(world, 1, "single"), in_the_end(world, 4, strategy)
+        for name, tensor in alone.items():
+            torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=2e-5)
+        assert not any(server.models for server in servers)
+
+
+# ---- bounded staleness --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("split", SPLITS)
+def test_no_replica_is_ahead_of_the_slowest_by_more_than_the_bound(
+    world: World, staleness: int, split: str
+) -> None:
+    generator = torch.Generator().manual_seed(staleness)
+    pauses_s = torch.rand(4, 25, generator=generator) * torch.tensor([[0.0], [0.01], [0.03], [0.0]])
+
+    def be_busy(job: Job, step: Step) -> None:
+        time.sleep(float(pauses_s[job.rank, step.steps]))
+
+    strategy = f'ps(staleness={staleness}, placement="rank0") + {split}'
+    found = run(world, strategy, 25, be_busy)
+    pulls = [pull for _, step, _ in found for pull in sync_of(step).pulls]
+    assert len(pulls) >= 4 * 24
+    assert 0 < max(step - slowest for step, slowest in pulls) <= staleness
+    for first, second in ((0, 1), (2, 3)):
+        assert sync_of(found[first][1]).pulls == sync_of(found[second][1]).pulls
+    report = sync_of(found[0][1]).report()["servers"][0]
+    assert all(int(ahead) <= staleness for ahead in report["steps_ahead"])
+    assert [w["admitted"] for w in report["workers"].values()] == [25, 25]
+
+
+# ---- quorum -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", ["drop", "fold"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_what_is_late_is_late_in_every_part(
+    world: World, monkeypatch: pytest.MonkeyPatch, split: str, late: str
+) -> None:
+    """Replica 1 makes its first push when the others have done eight steps."""
+    ahead, holdings = threading.Event(), list[Holding]()
+
+    def before(job: Job, step: Step) -> None:
+        if job.rank == 0 and step.steps == 8:
+            holdings.extend(held_by(servers))
+            ahead.set()
+        if job.replica == 1 and step.steps == 0:
+            assert ahead.wait(60)
+
+    with launched(monkeypatch, 2) as servers:
+        strategy = f'ps(quorum=0.3, late="{late}", servers=2) + {split}'
+        found = run(world, strategy, 20, before, size=6)
+        lead, *others = holdings
+        assert len(others) == 3
+        for holding in others:
+            with holding.changed:
+                holding.changed.wait_for(lambda h=holding: h.position == lead.position, 30)
+            assert list(holding.log) == list(lead.log)
+    kinds = [entry.kind for entry in lead.log if entry.kind != "apply" and entry.worker == 1]
+    assert kinds[0] == ("drop" if late == "drop" else "admit")
+    stats = sync_of(found[0][1]).report()["servers"][0]["workers"]
+    assert stats["1"]["dropped" if late == "drop" else "folded"] >= 1
+    skipped = [sync_of(step).skipped for _, step, _ in found]
+    for replica in range(3):
+        first, second = skipped[2 * replica : 2 * replica + 2]
+        assert first == second == 20 - sum(stats[str(replica)].values())
+    assert skipped[2] >= 6
+    assert any("replica 1: " in line and "late" in line for line in found[0][1].sync.summary())
+
+
+# ---- copies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_copies_are_equal_in_a_step_whose_parts_have_different_versions(
+    world: World, split: str
+) -> None:
+    """Rank 1 pulls when the other replica has gone on since rank 0 did."""
+    has_pulled, has_gone_on = threading.Event(), threading.Event()
+    models = [gpt(2) for _ in range(4)]
+
+    def late_pull(pull: Any, *request: Any) -> Any:
+        has_pulled.set()
+        assert has_gone_on.wait(60)
+        return pull(*request)
+
+    def body(group: Group) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+        used, pulled = [], []
+        strategy = f'ps(mode="async", placement="rank0") + {split}'
+        with job_of(group, strategy, models[group.rank], **GPT_OPTIONS) as (job, step):
+            client = sync_of(step).client
+            for batch in job.batches(texts(64), 8):
+                if job.replica == 1 and step.steps == 3:
+                    assert has_pulled.wait(60)
+                if group.rank == 1 and step.steps == 3:
+                    client.pull = partial(late_pull, client.pull)
+                step(batch)
+                if job.replica == 1 and step.steps == 5:
+                    has_gone_on.set()
+                used.append({n: p.detach().clone() for n, p in step.part.named})
+                views = [step.flat.view(i, client.inbox, 0).clone() for i in range(len(used[-1]))]
+                pulled.append(dict(zip(used[-1], views, strict=True)))
+        return used, pulled
+
+    found = world(4, body)
+    both = set(found[0][0][0]) & set(found[1][0][0])
+    copies = [n for n in both if split == "pp(2)" or "norm" in n]
+    assert copies
+    for first, second in ((0, 1), (2, 3)):
+        for mine, other in zip(found[first][0], found[second][0], strict=True):
+            for name in copies:
+                assert torch.equal(mine[name], other[name]), name
+    used, pulled = found[1][0][3], found[1][1][3]
+    assert any(not torch.equal(used[name], pulled[name]) for name in copies), "versions differed"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("split", SPLITS)
+def test_all_parts_learn_and_evaluate_alike(world: World, split: str, rule: str) -> None:
+    """About as well as replicas that wait for each other."""
+    waiting = run(world, f"ddp + {split}", 60)[0][2][-1]
+    found = [losses for _, _, losses in run(world, f'ps({rule}, placement="rank0") + {split}', 60)]
+    assert len({losses[-1] for losses in found}) == 1
+    assert found[0] == found[1] and found[2] == found[3]
+    assert found[0][-1] < waiting + 0.15 < 0.3 * found[0][0]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_one_norm_clips_all_parts_where_pushes_are_compressed(
+    world: World, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    """The servers of both parts have different gradients of what both hold."""
+    told: dict[int, list[float]] = {0: [], 1: []}
+    models = [gpt(2) for _ in range(2)]
+
+    def body(group: Group) -> None:
+        strategy = f'ps(compress="topk(0.1)", placement="rank0") + {split}'
+        with job_of(group, strategy, models[group.rank], **GPT_OPTIONS) as (job, step):
+            assert isinstance(step.sync, ParameterServer)
+            client = step.sync.client
+            set_norm = client.set_norm
+
+            def noting(value: float) -> None:
+                told[group.rank].append(value)
+                set_norm(value)
+
+            monkeypatch.setattr(client, "set_norm", noting)
+            for batch in job.batches(texts(32), 8):
+                step(batch)
+
+    world(2, body)
+    assert len(told[0]) == 4 and told[0] == told[1]
+
+
+# ---- death --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["quorum=0.5", 'mode="async"', "staleness=1"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_first_replica_that_is_left_saves(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: str, rule: str
+) -> None:
+    models, saved = [gpt(2) for _ in range(6)], tmp_path / "saved"
+
+    def body(group: Group) -> tuple[int, dict[str, Tensor]]:
+        strategy = f"ps({rule}, servers=2) + {split}"
+        job = Job(parse(strategy), group, device=CPU, seed=3)
+        step = job.step(models[group.rank], **GPT_OPTIONS)
+        for batch in job.batches(texts(64), 8):
+            step(batch)
+            if job.replica == 0 and job.steps == 3:
+                sync_of(step).client.close()  # as when it is killed
+                return -1, {}
+        job.save(saved)
+        weights = whole(step)
+        job.close()
+        return step.sync.first, weights
+
+    with launched(monkeypatch, 2) as servers:
+        found = world(6, body)
+        assert all(server.wait_idle(10) for server in servers)
+    assert [first for first, _ in found] == [-1, -1, 1, 1, 1, 1]
+    with job_of(SoloGroup(), "single", gpt(2), **GPT_OPTIONS) as (job, step):
+        job.load(saved)
+        for name, tensor in whole(step).items():
+            assert torch.equal(found[2][1][name], tensor), name
+        assert len(step.update.optimizer.state) == len(step.flat.params)
+
+
+def test_a_failing_step_does_not_wait_for_its_fellows(world: World) -> None:
+    models = [gpt(2) for _ in range(4)]
+
+    def body(group: Group) -> None:
+        def loss(outputs: Any, targets: Any) -> Any:
+            if group.rank == 3:
+                raise ZeroDivisionError
+            return next_token_loss(outputs, targets)
+
+        options = {**GPT_OPTIONS, "loss": loss}
+        strategy = 'ps(mode="async", placement="rank0") + pp(2)'
+        with job_of(group, strategy, models[group.rank], **options) as (job, step):
+            for batch in job.batches(texts(16), 8):
+                step(batch)
+
+    with pytest.raises(ZeroDivisionError):
+        world(4, body)

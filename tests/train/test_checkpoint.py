@@ -1,0 +1,377 @@
+"""Checkpoints: what was saved comes back, also elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
+from shoal.errors import BadInput, CheckpointError, ShoalError
+from shoal.strategy.strategy import parse
+from shoal.train import checkpoint
+from shoal.train.job import Job
+from shoal.train.step import Step
+from tests.checkpoints import (
+    ADAM,
+    CPU,
+    MOMENTUM,
+    OPTIMIZERS,
+    SGD,
+    file_of,
+    manifest_of,
+    save_some,
+    start,
+)
+from tests.conftest import World
+from tests.models import convnet, mlp, samples
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_some(tmp_path / "model")
+    return tmp_path / "model"
+
+
+# -------------------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_model_and_optimizer_come_back(tmp_path: Path, name: str) -> None:
+    job, step = save_some(tmp_path, optimizer=OPTIMIZERS[name])
+    again, step_again = start(mlp(seed=9), optimizer=OPTIMIZERS[name])
+    assert again.load(tmp_path) == {"name": "test"}
+    assert again.steps == job.steps == step_again.steps == 2
+    for tensor_name, tensor in step.model.state_dict().items():
+        assert torch.equal(step_again.model.state_dict()[tensor_name], tensor)
+    assert flat_state(step_again) == flat_state(step)
+
+
+def flat_state(step: Step) -> dict[str, Any]:
+    document = step.update.optimizer.state_dict()
+    found: dict[str, Any] = {"groups": document["param_groups"]}
+    for index, state in document["state"].items():
+        for key, value in state.items():
+            found[f"{index}.{key}"] = value.tolist() if isinstance(value, Tensor) else value
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_continued_run_has_the_losses_of_one_that_was_never_stopped(
+    tmp_path: Path, name: str
+) -> None:
+    """Stopped in the middle of the second of three shuffled epochs."""
+    options = {"optimizer": OPTIMIZERS[name], "lr": lambda step: 0.05 / (1 + step)}
+    job, step = start(**options)
+    losses = []
+    for batch in job.batches(samples(43), 10, epochs=3):
+        losses.append(step(batch).item())
+        if job.steps == 7:
+            job.save(tmp_path)
+    again, step_again = start(mlp(seed=9), **options)
+    again.load(tmp_path)
+    resumed = [step_again(b).item() for b in again.batches(samples(43), 10, epochs=3)]
+    assert resumed == losses[7:]
+    assert again.steps == job.steps == 15
+
+
+def test_a_run_continues_twice(tmp_path: Path) -> None:
+    losses = train_in_pieces(tmp_path / "whole", [8])
+    assert train_in_pieces(tmp_path / "pieces", [3, 2, 3]) == losses
+
+
+def train_in_pieces(path: Path, pieces: list[int]) -> list[float]:
+    losses: list[float] = []
+    for i, steps in enumerate(pieces):
+        job, step = start()
+        if i:
+            job.load(path)
+        for _, batch in zip(range(steps), job.batches(samples(20), 10, epochs=4), strict=False):
+            losses.append(step(batch).item())
+        job.save(path)
+    return losses
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    save_some(tmp_path, steps=3)
+    job, _ = start()
+    job.load(tmp_path)
+    assert list(job.batches(samples(30), 10)) == []
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(7, 8), nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embed(x)) * self.scale
+        return out
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
+    job, step = start(Tied())
+    x = torch.arange(7)
+    step((x, x))
+    job.save(tmp_path)
+    assert sorted(load_file(file_of(tmp_path, "model"))) == ["0:embed.weight", "0:scale"]
+    assert manifest_of(tmp_path)["models"][0]["tied"] == {"head.weight": "embed.weight"}
+    model = Tied()
+    again, step_again = start(model)
+    again.load(tmp_path)
+    assert torch.equal(model.embed.weight, step.model.embed.weight)  # type: ignore[arg-type]
+    step_again((x, x))
+    assert model.head.weight is model.embed.weight
+    assert model.head.weight.data_ptr() == step_again.flat.data[step_again.flat.offset :].data_ptr()
+
+
+def test_loading_keeps_parameters_in_the_buffer(saved: Path) -> None:
+    job, step = start(mlp(seed=9))
+    job.load(saved)
+    step.flat.data.fill_(7.0)
+    assert all((p == 7.0).all() for p in step.model.parameters())
+
+
+def test_several_models_of_one_script_come_back(tmp_path: Path) -> None:
+    def pair(seed: int) -> tuple[Job, list[Step]]:
+        job = Job(parse("single"), SoloGroup(), device=CPU)
+        return job, [job.step(mlp(seed + i), F.cross_entropy, optimizer=MOMENTUM) for i in range(2)]
+
+    job, steps = pair(0)
+    for batch in job.batches(samples(20), 10):
+        for step in steps:
+            step(batch)
+    job.save(tmp_path)
+    again, others = pair(7)
+    again.load(tmp_path)
+    for step, other in zip(steps, others, strict=True):
+        assert torch.equal(step.flat.data, other.flat.data)
+    assert not torch.equal(steps[0].flat.data, steps[1].flat.data)
+
+
+def test_a_trial_run_saves_nothing(tmp_path: Path) -> None:
+    job, _ = start()
+    job.dry = True
+    job.save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_manifest_tells_where_it_comes_from(saved: Path) -> None:
+    document = manifest_of(saved)
+    assert document["format"] == checkpoint.FORMAT
+    assert (document["steps"], document["batches"], document["workers"]) == (2, 2, 1)
+    assert (document["seed"], document["strategy"]) == (3, "ddp")
+    assert document["about"] == {"name": "test"}
+
+
+# -------------------------------------------------------------------------- other worlds
+
+
+def losses_of(
+    group: Group,
+    model: nn.Module,
+    batches: Callable[[Job], Iterator[Any]],
+    path: Path,
+    save_at: int | None = None,
+    **options: Any,
+) -> list[float]:
+    """Train; save at a step, or else continue from there."""
+    job, step = start(model, group, **options)
+    if save_at is None:
+        job.load(path)
+    losses = []
+    for batch in batches(job):
+        losses.append(step(batch).item())
+        if job.steps == save_at:
+            job.save(path)
+    return losses
+
+
+def shuffled(job: Job) -> Iterator[Any]:
+    return job.batches(samples(43, (1, 4, 4)), 10, epochs=2)
+
+
+class Loader:
+    """Like a DataLoader with a seeded sampler: iterated again it gives the same batches."""
+
+    def __init__(self) -> None:
+        x, y = samples(43, (1, 4, 4)).tensors
+        self.batches = list(zip(x.split(10), y.split(10), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def from_loader(job: Job) -> Iterator[Any]:
+    return job.batches(Loader(), epochs=2)
+
+
+def from_a_generator(job: Job) -> Iterator[Any]:
+    return job.batches(batch for _ in range(2) for batch in Loader())
+
+
+@pytest.mark.parametrize("batches", [shuffled, from_loader, from_a_generator])
+@pytest.mark.parametrize("save_at", [3, 5, 7], ids=lambda n: f"after {n}")
+def test_saved_on_two_replicas_and_continued_on_three_and_on_one(
+    world: World, tmp_path: Path, batches: Callable[[Job], Iterator[Any]], save_at: int
+) -> None:
+    """In the middle of an epoch, at its end, and in the second one; BatchNorm included."""
+    models = [convnet() for _ in range(2)]
+    whole = world(2, lambda g: losses_of(g, models[g.rank], batches, tmp_path, save_at))[0]
+    assert len(whole) == 10
+    fresh = [convnet(seed=5) for _ in range(3)]
+    for losses in world(3, lambda g: losses_of(g, fresh[g.rank], batches, tmp_path)):
+        assert losses == pytest.approx(whole[save_at:], abs=2e-5)
+    alone = losses_of(SoloGroup(), convnet(seed=6), batches, tmp_path)
+    assert alone == pytest.approx(whole[save_at:], abs=2e-5)
+
+
+def test_an_exact_run_continues_with_the_same_bits_elsewhere(world: World, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"exact": True, "microbatches": 6}
+
+    def batches(job: Job) -> Iterator[Any]:
+        return job.batches(samples(44, (1, 4, 4)), 16, epochs=2)
+
+    models = [convnet() for _ in range(2)]
+    whole = world(2, lambda g: losses_of(g, models[g.rank], batches, tmp_path, 2, **options))[0]
+    fresh = [convnet(seed=5) for _ in range(3)]
+    for losses in world(3, lambda g: losses_of(g, fresh[g.rank], batches, tmp_path, **options)):
+        assert losses == whole[2:]
+
+
+# -------------------------------------------------------------------------- another script's
+
+
+def test_another_models_tensor_is_named(saved: Path) -> None:
+    def refuse(model: nn.Module, sentence: str) -> None:
+        before = copy.deepcopy(model.state_dict())
+        job, step = start(model)
+        with pytest.raises(CheckpointError) as caught:
+            job.load(saved)
+        assert str(caught.value).endswith(f"is of another model: {sentence}")
+        for name, tensor in step.model.state_dict().items():
+            assert torch.equal(tensor, before[name]), "nothing was loaded"
+
+    wide = mlp()
+    wide[2] = nn.Linear(16, 13)
+    wide[4] = nn.Linear(13, 3)
+    refuse(wide, "2.weight is (12, 16) there and (13, 16) here")
+    refuse(nn.Sequential(*mlp(), nn.Linear(3, 3)), "it has no tensor '5.weight'")
+    refuse(nn.Sequential(*list(mlp())[:3]), "this one has no tensor '4.bias'")
+
+
+def test_another_optimizers_state_is_refused(saved: Path) -> None:
+    job, _ = start(optimizer=ADAM)
+    with pytest.raises(CheckpointError, match="has the state of SGD, and the script now trains"):
+        job.load(saved)
+
+
+def test_another_number_of_models_is_refused(saved: Path) -> None:
+    job, _ = start()
+    job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    with pytest.raises(CheckpointError, match="holds 1 models, and this one trains 2"):
+        job.load(saved)
+
+
+def test_there_has_to_be_a_model_to_load_into(saved: Path) -> None:
+    job = Job(parse("single"), SoloGroup(), device=CPU)
+    with pytest.raises(ShoalError, match=r"job\.load comes after job\.step"):
+        job.load(saved)
+
+
+# -------------------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=repr)
+def test_a_crash_before_the_manifest_is_replaced_leaves_the_old_checkpoint(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    before = checkpoint.read(saved)
+    job, step = start(mlp(seed=9))
+    step((torch.ones(4, 6), torch.zeros(4, dtype=torch.long)))
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises((CheckpointError, KeyboardInterrupt)):
+            job.save(saved)
+    after = checkpoint.read(saved)
+    assert after.document == before.document
+    assert all(torch.equal(after.model[name], t) for name, t in before.model.items())
+    job.save(saved)
+    assert len(list(saved.iterdir())) == 3, "what the crash has left is gone"
+    assert checkpoint.read(saved).document["steps"] == 1
+
+
+def test_a_crash_while_tensors_are_written_leaves_the_old_checkpoint(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(tensors: dict[str, Tensor], file: Path) -> None:
+        file.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    job, _ = start(mlp(seed=9))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", fail)
+        with pytest.raises(CheckpointError, match=r"cannot save a checkpoint at .*No space left"):
+            job.save(saved)
+    assert checkpoint.read(saved).document["steps"] == 2
+
+
+def test_old_files_are_removed(saved: Path) -> None:
+    old = set(saved.iterdir()) - {saved / "manifest.json"}
+    save_some(saved, steps=3)
+    assert not any(file.exists() for file in old)
+    names = sorted(file.name.split("-")[0] for file in saved.iterdir())
+    assert names == ["manifest.json", "model", "optimizer"]
+    assert checkpoint.read(saved).document["steps"] == 3
+
+
+def test_files_of_the_user_stay(saved: Path) -> None:
+    """An export beside the checkpoint is nobody's business but the user's."""
+    mine = [saved / "model-final.safetensors", saved / "optimizer-notes.safetensors"]
+    for file in mine:
+        file.write_bytes(b"mine")
+    save_some(saved, steps=3)
+    assert all(file.is_file() for file in mine)
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    job, _ = start()
+    with pytest.raises(CheckpointError, match="cannot save a checkpoint at"):
+        job.save(tmp_path / "file" / "model")
+
+
+def test_an_about_that_is_no_json_is_told_and_changes_nothing(saved: Path) -> None:
+    job, _ = start()
+    before = sorted(saved.iterdir())
+    with pytest.raises(BadInput, match="about"):
+        job.save(saved, about={"tensor": torch.ones(1)})
+    assert checkpoint.read(saved).document["steps"] == 2
+    assert sorted(saved.iterdir()) == before
+
+
+def test_a_saved_model_is_readable_without_shoal(saved: Path) -> None:
+    job, step = start()
+    job.load(saved)
+    tensors = load_file(file_of(saved, "model"))
+    assert {f"0:{name}" for name in step.model.state_dict()} == set(tensors)

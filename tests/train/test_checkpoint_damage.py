@@ -1,0 +1,242 @@
+"""A checkpoint that is damaged, or none, is told in a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import CheckpointError
+from shoal.train import checkpoint
+from tests.checkpoints import (
+    adamw_with_groups,
+    file_of,
+    manifest_of,
+    save_some,
+    start,
+    write_manifest,
+)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_some(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refused(path: Path, match: str) -> None:
+    """`read` and `job.load` say the same, in one sentence."""
+    job, _ = start()
+    for load in (checkpoint.read, job.load):
+        with pytest.raises(CheckpointError, match=match) as caught:
+            load(path)
+        assert "\n" not in str(caught.value)
+        assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_flipped_byte_is_noticed(saved: Path, part: str) -> None:
+    file = file_of(saved, part)
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    refused(saved, f"is damaged: .*{file.name}.* has changed")
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+@pytest.mark.parametrize("keep", [0, 7, 100])
+def test_a_truncated_file_is_noticed(saved: Path, part: str, keep: int) -> None:
+    file = file_of(saved, part)
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(saved, f"is damaged: .*{file.name}.* has changed")
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_missing_file_is_named(saved: Path, part: str) -> None:
+    file = file_of(saved, part)
+    file.unlink()
+    refused(saved, f"is damaged: .*{file.name}")
+
+
+def test_a_file_that_is_no_safetensors_is_refused(saved: Path) -> None:
+    document = manifest_of(saved)
+    file = saved / "model-0-abcdef.safetensors"
+    file.write_bytes(b"\xff" * 64)
+    entry = {"name": file.name, "bytes": 64, "sha256": checkpoint._digest(file)}
+    document["files"]["model"] = entry
+    write_manifest(saved, document)
+    refused(saved, r"is damaged: .*abcdef\.safetensors")
+
+
+def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+    refused(tmp_path, "there is no checkpoint at")
+    refused(tmp_path / "nowhere", "there is no checkpoint at")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "\x00\x01", "[" * 100_000, '{"a": ' * 100_000, "1" * 10_000, "nan", "\ufffd"],
+    ids=["empty", "cut", "binary", "deep list", "deep table", "huge", "nan", "strange"],
+)
+def test_a_manifest_that_is_no_json_is_told(saved: Path, text: str) -> None:
+    (saved / "manifest.json").write_text(text)
+    refused(saved, "its manifest is no JSON")
+
+
+def test_a_manifest_that_is_no_text_is_told(saved: Path) -> None:
+    (saved / "manifest.json").write_bytes(b"\xff\xfe\x00{}")
+    refused(saved, "its manifest is no JSON")
+
+
+def test_a_manifest_of_a_gigabyte_is_not_read(saved: Path) -> None:
+    with open(saved / "manifest.json", "r+b") as file:
+        file.truncate(1 << 30)  # a hole: it takes no place on the disk
+    refused(saved, "its manifest is too large")
+
+
+@pytest.mark.parametrize("document", [[], 5, None, "text", {}, {"format": "shoal checkpoint 2"}])
+def test_a_manifest_of_another_form_is_told(saved: Path, document: Any) -> None:
+    write_manifest(saved, document)
+    with pytest.raises(CheckpointError, match="is no manifest of a 'shoal checkpoint 1'"):
+        checkpoint.read(saved)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "sub/model.safetensors",
+        "..",
+        ".",
+        "",
+        ".hidden",
+        "a\x00b",
+        "\ud800",
+        "x" * 5000,
+        None,
+        5,
+        ["a"],
+        {"a": 1},
+    ],
+    ids=repr,
+)
+def test_a_manifest_names_files_of_its_folder_only(saved: Path, name: Any) -> None:
+    document = manifest_of(saved)
+    document["files"]["model"]["name"] = name
+    write_manifest(saved, document)
+    refused(saved, "is damaged")
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, 1e300, "5", None, [], {}])
+@pytest.mark.parametrize("key", ["steps", "batches"])
+def test_a_count_that_is_no_count_is_told(saved: Path, key: str, value: Any) -> None:
+    write_manifest(saved, {**manifest_of(saved), key: value})
+    refused(saved, f"'{key}' is no count")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One checkpoint for all examples; each works on its own copy of the manifest."""
+    path = tmp_path_factory.mktemp("fuzz") / "model"
+    save_some(path, optimizer=adamw_with_groups)
+    shutil.copy(path / "manifest.json", path.parent / "manifest.json")
+    return path
+
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, -(10**30), 2**63])
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["0.weight", "a/b", "../x", "params", "AdamW", "\x00", "\ud800"])
+)
+values = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=6) | st.just("0.weight"), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) inside a JSON document."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    found = []
+    for key, value in list(items):
+        found.append((tree, key))
+        if isinstance(value, (dict, list)):
+            found += places(value)
+    return found
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_nothing_but_a_checkpoint_error_comes_out_of_a_strange_manifest(
+    original: Path, data: st.DataObject
+) -> None:
+    document = json.loads((original.parent / "manifest.json").read_text())
+    for _ in range(data.draw(st.integers(1, 3))):
+        spots = places(document)
+        container, key = spots[data.draw(st.integers(0, len(spots) - 1))]
+        if data.draw(st.booleans()) or isinstance(container, list):
+            container[key] = data.draw(values)
+        else:
+            del container[key]
+    write_manifest(original, document)
+    job, _ = start(optimizer=adamw_with_groups)
+    try:
+        job.load(original)
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.update(tied=[]),
+        lambda model: model.update(tied={"0.weight": ["0.bias"]}),
+        lambda model: model.update(steps="many"),
+        lambda model: model.update(steps=-3),
+        lambda model: model.update(optimizer=None),
+        lambda model: model["optimizer"].update(groups=[5, 6]),
+        lambda model: model["optimizer"].update(values=[]),
+        lambda model: model["optimizer"].update(values={"0.weight": 3}),
+        lambda model: model["optimizer"]["groups"][0].update(lr="fast"),
+        lambda model: model["optimizer"]["groups"][1].update(betas=7),
+        lambda model: model["optimizer"]["groups"][0].update(weight_decay=None),
+    ],
+    ids=[
+        "tied is a list",
+        "tied to a list",
+        "steps is text",
+        "steps below 0",
+        "no optimizer",
+        "groups are numbers",
+        "values is a list",
+        "a value is a number",
+        "lr is text",
+        "betas is a number",
+        "weight_decay is nothing",
+    ],
+)
+def test_a_wrong_type_in_the_manifest_is_told(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    save_some(tmp_path, optimizer=adamw_with_groups)
+    document = manifest_of(tmp_path)
+    change(document["models"][0])
+    write_manifest(tmp_path, document)
+    job, _ = start(optimizer=adamw_with_groups)
+    with pytest.raises(CheckpointError):
+        job.load(tmp_path)

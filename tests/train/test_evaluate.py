@@ -1,0 +1,188 @@
+"""job.evaluate: the metric of the whole dataset, on any number of workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm.elastic import Tally
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
+from shoal.errors import BadInput, ShoalError
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from tests.conftest import World
+from tests.jobs import SGD, job_of
+from tests.models import mlp, samples
+
+
+def accuracy(out: Tensor, y: Tensor) -> Tensor:
+    return (out.argmax(1) == y).float().mean()
+
+
+def loss_and_accuracy(out: Tensor, y: Tensor) -> dict[str, Any]:
+    return {"loss": F.cross_entropy(out, y), "accuracy": accuracy(out, y).item()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [None, 1, 5, 100])
+def test_evaluate_is_the_metric_of_the_whole_dataset(
+    world: World, size: int, batch_size: int | None
+) -> None:
+    """23 samples: parts are uneven, and some are empty."""
+    data = samples(23)
+    models = [mlp() for _ in range(size)]
+
+    def body(group: Group) -> dict[str, float]:
+        job = job_of(group)
+        job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        found: dict[str, float] = job.evaluate(loss_and_accuracy, data, batch_size)
+        return found
+
+    with torch.no_grad():
+        wanted = loss_and_accuracy(mlp()(data.tensors[0]), data.tensors[1])
+    for found in world(size, body):
+        assert found == pytest.approx({k: float(v) for k, v in wanted.items()}, abs=1e-6)
+
+
+@pytest.mark.parametrize(("lost", "batch_size"), [((), 5), ((1,), 5), ((2, 1), 4), ((2,), 2)])
+def test_evaluate_covers_all_samples_when_ranks_are_lost(
+    world: World, tmp_path: Path, lost: tuple[int, ...], batch_size: int
+) -> None:
+    """A batch size of 2 leaves one of three ranks without a sample."""
+    data, models = samples(23), [mlp() for _ in range(4)]  # threads share the seed of torch
+    alone = job_of()
+    alone.step(models[3], F.cross_entropy, optimizer=SGD)
+    expected = alone.evaluate(loss_and_accuracy, data, batch_size)
+
+    def body(group: Group) -> Any:
+        job = job_of(group, tally=Tally(tmp_path, group.rank, lambda rank: rank in lost))
+        job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        if group.rank in lost:
+            return None
+        return [job.evaluate(loss_and_accuracy, data, batch_size) for _ in range(2)]
+
+    found = [result for result in world(3, body) if result is not None]
+    assert len(found) == 3 - len(lost)
+    assert all(result == found[0] for result in found)
+    for result in found[0]:
+        assert result == pytest.approx(expected, rel=1e-6)
+
+
+def test_evaluate_gives_a_number_for_a_number() -> None:
+    job = job_of()
+    job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    assert isinstance(job.evaluate(accuracy, samples(20)), float)
+    assert job.evaluate(lambda out, y: 2, samples(20)) == 2.0
+
+
+def test_evaluate_takes_any_dataset_with_len_and_indexing() -> None:
+    job, data = job_of(), samples(23)
+    job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    plain = [data[i] for i in range(23)]
+    assert job.evaluate(accuracy, plain) == pytest.approx(job.evaluate(accuracy, data))
+
+
+def test_evaluate_switches_training_off_and_on_again() -> None:
+    job, seen = job_of(), []
+    model = nn.Sequential(nn.Dropout(0.9), mlp())
+    job.step(model, F.cross_entropy, optimizer=SGD)
+
+    def metric(out: Tensor, y: Tensor) -> float:
+        seen.append((model.training, torch.is_grad_enabled()))
+        return 0.0
+
+    job.evaluate(metric, samples(4))
+    assert seen == [(False, False)]
+    assert model.training
+    model.eval()
+    job.evaluate(metric, samples(4))
+    assert not model.training
+
+
+def test_evaluate_leaves_modules_that_evaluate_as_they_are() -> None:
+    job, frozen = job_of(), nn.Dropout()
+    model = nn.Sequential(nn.Linear(6, 3), frozen)
+    job.step(model, F.cross_entropy, optimizer=SGD)
+    frozen.eval()
+    job.evaluate(accuracy, samples(4))
+    assert model.training and not frozen.training
+
+
+def test_evaluate_switches_training_on_again_after_an_error() -> None:
+    job, model = job_of(), mlp()
+    job.step(model, F.cross_entropy, optimizer=SGD)
+    with pytest.raises(ZeroDivisionError):
+        job.evaluate(lambda out, y: 1 / 0, samples(4))
+    assert model.training
+
+
+def test_evaluate_uses_the_latest_model_or_the_one_it_is_given() -> None:
+    job = job_of()
+    first = job.step(nn.Linear(6, 1), F.mse_loss, optimizer=SGD)
+    job.step(nn.Linear(6, 2), F.mse_loss, optimizer=SGD)
+
+    def width(out: Tensor, y: Tensor) -> int:
+        return out.shape[1]
+
+    assert job.evaluate(width, samples(4)) == 2.0
+    assert job.evaluate(width, samples(4), step=first) == 1.0
+
+
+def test_evaluate_needs_a_model_and_samples() -> None:
+    job = job_of()
+    with pytest.raises(ShoalError, match=r"job\.evaluate comes after job\.step"):
+        job.evaluate(accuracy, samples(4))
+    job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    with pytest.raises(BadInput, match="no samples"):
+        job.evaluate(accuracy, [])
+
+
+def test_evaluate_does_not_disturb_the_place_in_the_data() -> None:
+    data = samples(40)
+
+    def losses(evaluating: bool) -> list[float]:
+        job = job_of()
+        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        found = []
+        for batch in job.batches(data, 10, epochs=2):
+            found.append(step(batch).item())
+            if evaluating:
+                job.evaluate(accuracy, samples(7))
+        return found
+
+    assert losses(True) == losses(False)
+
+
+def test_a_metric_per_sample_is_refused() -> None:
+    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+    job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    with pytest.raises(BadInput, match="has to be one number"):
+        job.evaluate(lambda outputs, targets: outputs.argmax(1) == targets, samples(10))
+
+
+def test_evaluate_with_statistics_of_the_batch_equals_one_device(world: World) -> None:
+    """BatchNorm without running statistics, after a training batch that left a rank empty."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(8, track_running_stats=False)
+        return nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 3))
+
+    def body(group: Group, model: nn.Module) -> float:
+        job = job_of(group)
+        step = job.step(model, F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(12), 10):
+            step(batch)
+        found: float = job.evaluate(lambda out, y: F.cross_entropy(out, y), samples(12), 10)
+        return found
+
+    alone = body(SoloGroup(), make())
+    models = [make() for _ in range(3)]
+    for found in world(3, lambda g: body(g, models[g.rank])):
+        assert found == pytest.approx(alone, abs=1e-5)

@@ -1,0 +1,282 @@
+"""The job: what a training function is given, on every rank."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.group import Group
+from shoal.errors import BadInput, NotBuilt, StrategyError
+from shoal.observe.progress import Lines
+from shoal.runtime.faults import Faults
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from tests.conftest import World
+from tests.jobs import CPU, SGD, Shown, job_of
+from tests.models import convnet, mlp, samples
+
+# -------------------------------------------------------------------------- place
+
+
+def test_a_job_knows_its_place(world: World) -> None:
+    def body(group: Group) -> tuple[int, ...]:
+        job = job_of(group)
+        return job.rank, job.size, job.replica, job.replicas
+
+    assert world(3, body) == [(0, 3, 0, 3), (1, 3, 1, 3), (2, 3, 2, 3)]
+
+
+def test_what_has_no_runtime_or_no_sense_is_refused_at_once(world: World) -> None:
+    with pytest.raises(NotBuilt, match="not built yet"):
+        Job(parse('gossip(mode="async") + pp(2)'), SoloGroup(), device=CPU)
+    with pytest.raises(StrategyError):
+        world(2, lambda group: Job(parse("single"), group, device=CPU))
+
+
+# -------------------------------------------------------------------------- around a step
+
+
+def test_a_report_counts_this_rank_s_own_steps_and_samples(world: World) -> None:
+    def body(group: Group) -> dict[str, Any]:
+        job = job_of(group)
+        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(10), batch_size=5, epochs=2):
+            step(batch)
+        job.close()
+        return job.report()
+
+    reports = world(2, body)
+    assert [report["steps"] for report in reports] == [4, 4]
+    assert [report["samples"] for report in reports] == [8, 12]  # 2 and 3 of every 5
+    assert all(report["samples_per_s"] > 0 and report["steps_per_s"] > 0 for report in reports)
+    sent = {"steps": 4, "bytes_sent": 6400, "bytes_per_step": 1600, "ddp_bytes_per_step": 1600}
+    assert reports[0]["sync"] == [sent] and json.dumps(reports)
+
+
+def test_faults_surround_the_computing_of_a_step() -> None:
+    moments: list[str] = []
+
+    class Noted(Faults):
+        def around(self, run: Any, number: Any, clock_s: Any) -> Any:
+            def troubled(*args: Any) -> Any:
+                moments.append(f"before {number()}")
+                result = run(*args)
+                moments.append("after")
+                return result
+
+            return troubled
+
+    job = job_of(faults=Noted())
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    for batch in job.batches(samples(10), batch_size=5):
+        step(batch)
+    assert moments == ["before 1", "after", "before 2", "after"]
+
+
+# -------------------------------------------------------------------------- randomness
+
+
+def draws(group: Group, seed: int = 3, epochs: int = 1) -> list[list[float]]:
+    job = job_of(group, seed)
+    found = [torch.rand(2, generator=job.generator).tolist()]
+    for i, _ in enumerate(job.batches(samples(30), 10, epochs=epochs)):
+        found.append(torch.rand(2 + i % 2, generator=job.generator)[:2].tolist())
+    return found
+
+
+def test_the_generator_differs_between_replicas_and_batches(world: World) -> None:
+    numbers = [tuple(pair) for rank in world(3, draws) for pair in rank]
+    assert len(set(numbers)) == len(numbers) == 12
+
+
+def test_the_generator_is_reproducible(world: World) -> None:
+    assert world(3, draws) == world(3, draws)
+    assert draws(SoloGroup(), seed=4) != draws(SoloGroup(), seed=3)
+
+
+def test_the_generator_continues_after_a_checkpoint(tmp_path: Path) -> None:
+    data, found = samples(40), []
+    job = job_of()
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    for batch in job.batches(data, 10):
+        step(batch)
+        found.append(torch.rand(1, generator=job.generator).item())
+        if job.steps == 2:
+            job.save(tmp_path)
+    again = job_of()
+    again.step(mlp(), F.cross_entropy, optimizer=SGD)
+    again.load(tmp_path)
+    resumed = [torch.rand(1, generator=again.generator).item() for _ in again.batches(data, 10)]
+    assert resumed == found[2:]
+
+
+# -------------------------------------------------------------------------- progress
+
+
+def test_log_shows_the_step_the_total_and_numbers() -> None:
+    shown = Shown()
+    job = job_of(progress=shown)
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    for batch in job.batches(samples(25), 10, epochs=2):
+        job.log(loss=step(batch), lr=0.1)
+    assert [r["step"] for r in shown.records] == [1, 2, 3, 4, 5, 6]
+    assert {r["total"] for r in shown.records} == {6}
+    assert all(type(v) is float for r in shown.records for v in r["metrics"].values())
+    assert shown.records[0]["left_s"] is None
+    assert shown.records[-1]["left_s"] == 0.0
+    assert shown.records[-1]["samples_per_s"] > 0
+
+
+def test_log_does_not_look_at_numbers_that_are_not_shown() -> None:
+    class Untouchable:
+        def __float__(self) -> float:
+            raise AssertionError("waits for the device")
+
+    value: Any = Untouchable()
+    job_of(progress=Shown(due=False)).log(loss=value)
+
+
+def test_the_total_of_a_continued_run_is_that_of_the_whole(tmp_path: Path) -> None:
+    for total in (4, 6):
+        shown = Shown()
+        job = job_of(progress=shown)
+        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        if total == 6:
+            job.load(tmp_path)
+        for batch in job.batches(samples(20), 10, epochs=total // 2):
+            job.log(loss=step(batch))
+        job.save(tmp_path)
+        assert {r["total"] for r in shown.records} == {total}
+    assert [r["step"] for r in shown.records] == [5, 6]
+
+
+def test_a_script_with_two_models_is_never_past_its_end() -> None:
+    shown = Shown()
+    job = job_of(progress=shown)
+    steps = [job.step(mlp(), F.cross_entropy, optimizer=SGD) for _ in range(2)]
+    for batch in job.batches(samples(30), 10):
+        losses = [step(batch) for step in steps]
+        job.log(loss=losses[0])
+    assert all(r["step"] <= r["total"] for r in shown.records)
+    assert all(r["left_s"] is None or r["left_s"] >= 0 for r in shown.records)
+
+
+def test_an_iterable_without_a_length_has_no_total() -> None:
+    shown = Shown()
+    job = job_of(progress=shown)
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    for batch in job.batches(b for b in [samples(10).tensors] * 2):
+        job.log(loss=step(batch))
+    assert [r["total"] for r in shown.records] == [None, None]
+    assert shown.records[-1]["left_s"] is None
+
+
+def test_log_and_print_show_on_rank_0_only(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [mlp() for _ in range(3)]
+    out = io.StringIO()
+
+    def body(group: Group) -> None:
+        job = job_of(group, progress=Lines(out) if group.rank == 0 else None)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(20), 10):
+            job.log(loss=step(batch))
+        job.print("done", group.rank)
+
+    world(3, body)
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 1/2", "step 2/2"]
+    assert capsys.readouterr().out == "done 0\n"
+
+
+def test_a_message_is_said_once_and_by_rank_0(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [[convnet(), convnet()] for _ in range(2)]
+
+    def body(group: Group) -> None:
+        job = job_of(group)
+        for model in models[group.rank]:
+            job.step(model, F.cross_entropy, optimizer=SGD, accumulate=2)
+
+    world(2, body)
+    err = capsys.readouterr().err
+    assert err.count("BatchNorm statistics are those of each micro-batch") == 1
+    assert err.startswith("shoal: ") and err.count("\n") == 1
+
+
+# -------------------------------------------------------------------------- steps
+
+
+def test_augmentation_may_replace_a_batch(world: World) -> None:
+    def body(group: Group, model: nn.Module) -> list[float]:
+        job = job_of(group)
+        step = job.step(model, F.cross_entropy, optimizer=SGD, accumulate=2)
+        return [step((x + 1, y)).item() for x, y in job.batches(samples(23), 10)]
+
+    alone = body(SoloGroup(), mlp())
+    models = [mlp() for _ in range(3)]
+    for losses in world(3, lambda g: body(g, models[g.rank])):
+        assert losses == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_step_takes_a_pair() -> None:
+    job = job_of()
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    x, y = samples(4).tensors
+    bad: Any
+    for bad in (x, (x,), (x, y, y), {"x": x, "y": y}):
+        with pytest.raises(BadInput, match="pair"):
+            step(bad)
+
+
+def mean_by_hand(out: Tensor, y: Tensor) -> Tensor:
+    """As scripts write it; the gradient of 0/0 is no number either."""
+    counted = (y >= 0).float()
+    return (F.cross_entropy(out, y.clamp(min=0), reduction="none") * counted).sum() / counted.sum()
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, mean_by_hand])
+def test_a_part_that_counts_for_nothing_has_no_weight(world: World, loss: Any) -> None:
+    """One rank's half of the batch is all padding: the mean over its tokens is 0/0."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([0, 1, -100, -100])
+
+    def body(group: Group, model: nn.Module) -> tuple[float, Tensor]:
+        job = job_of(group)
+        step = job.step(model, loss, optimizer=SGD, count=lambda batch: (batch[1] >= 0).sum())
+        (batch,) = job.batches([(x, y)])
+        return step(batch).item(), torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    models = [mlp() for _ in range(2)]
+    wanted, parameters = body(SoloGroup(), mlp())
+    for got, got_parameters in world(2, lambda g: body(g, models[g.rank])):
+        torch.testing.assert_close(got_parameters, parameters)
+        assert got == pytest.approx(wanted, abs=1e-6)
+
+
+def test_every_rank_starts_from_rank_0(world: World) -> None:
+    models = [mlp(seed=rank) for rank in range(3)]
+
+    world(3, lambda g: job_of(g).step(models[g.rank], F.cross_entropy, optimizer=SGD))
+    for model in models:
+        for p, wanted in zip(model.parameters(), mlp(seed=0).parameters(), strict=True):
+            assert torch.equal(p, wanted)
+
+
+def test_hooks_see_every_step() -> None:
+    job, seen = job_of(), []
+    job.on_build.append(lambda step: seen.append("built"))
+    job.on_step.append(lambda step, loss: seen.append(step.steps))
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    for batch in job.batches(samples(20), 10):
+        step(batch)
+    assert seen == ["built", 1, 2]
