@@ -55,7 +55,10 @@ class PeerLost(ShoalError, RuntimeError):
         after_s: float | None = None,
         exit_status: int | None = None,
     ):
-        self.rank, self.peer, self.doing, self.after_s = rank, peer, doing, after_s
+        self.rank = rank
+        self.peer = peer
+        self.doing = doing
+        self.after_s = after_s
         self.exit_status = exit_status
         who = "a peer" if peer is None else f"rank {peer}"
         when = "" if after_s is None else f" after {after_s:g} s"
@@ -68,7 +71,10 @@ class Desync(ShoalError, RuntimeError):
     """Two ranks called different operations where all must call the same."""
 
     def __init__(self, rank: int, call: str, peer: int, peer_call: str):
-        self.rank, self.call, self.peer, self.peer_call = rank, call, peer, peer_call
+        self.rank = rank
+        self.call = call
+        self.peer = peer
+        self.peer_call = peer_call
         super().__init__(
             f"rank {rank} called {call} while rank {peer} called {peer_call}: all ranks of a group "
             "must call the same operations in the same order"
@@ -87,7 +93,9 @@ class WorkersFailed(ShoalError):
     """
 
     def __init__(self, rank: int, exit_status: int, report: str):
-        self.rank, self.exit_status, self.report = rank, exit_status, report
+        self.rank = rank
+        self.exit_status = exit_status
+        self.report = report
         super().__init__(report)
 
 

@@ -73,7 +73,9 @@ def _shared_memory() -> set[str]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """A test that leaves a thread, a child process or shared memory behind fails."""
-    threads, children, memory = set(threading.enumerate()), _children(), _shared_memory()
+    threads = set(threading.enumerate())
+    children = _children()
+    memory = _shared_memory()
     yield
     left = [t for t in threading.enumerate() if t not in threads]
     for thread in left:  # one that has done its work may still be on its way out

@@ -25,7 +25,8 @@ class Shown:
     """A progress that keeps what it is given."""
 
     def __init__(self, due: bool = True):
-        self.is_due, self.records = due, list[Mapping[str, Any]]()
+        self.is_due = due
+        self.records = list[Mapping[str, Any]]()
 
     def due(self, step: int, total: int | None) -> bool:
         return self.is_due

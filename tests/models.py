@@ -34,7 +34,8 @@ class Partly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.used = nn.Linear(6, 3)
+        self.unused = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.used(x)

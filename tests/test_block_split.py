@@ -18,7 +18,8 @@ from tests.splitting import assert_equal, train
 class Layer(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(5, 21), nn.Linear(21, 5)
+        self.up = nn.Linear(5, 21)
+        self.down = nn.Linear(21, 5)
         self.drop = nn.Dropout(dropout)
 
     def split_plan(self) -> dict[str, tuple[str, int]]:
@@ -34,9 +35,11 @@ class Net(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.drop = nn.Linear(6, 5), nn.Dropout(dropout)
+        self.first = nn.Linear(6, 5)
+        self.drop = nn.Dropout(dropout)
         self.layers = nn.ModuleList(Layer(dropout) for _ in range(6))
-        self.norm, self.head = nn.LayerNorm(5), nn.Linear(5, 5)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 5)
         self.head.weight = nn.Parameter(self.first.weight[:, :5].clone())
         self.last = nn.Linear(5, 3)
 
@@ -88,7 +91,8 @@ def test_the_same_bits(world: World) -> None:
 
 def test_stages_in_a_row_drop_what_the_model_drops() -> None:
     model = Net(0.5)
-    stages, x = Stages(model, 3), samples(8).tensors[0]
+    stages = Stages(model, 3)
+    x = samples(8).tensors[0]
     torch.manual_seed(5)
     expected = model(x)
     for _ in range(2):  # the first time it is looked at in full
@@ -168,7 +172,8 @@ def test_without_a_trunk_it_is_refused_by_name() -> None:
     class Looking(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.a = nn.Linear(6, 6)
+            self.b = nn.Linear(6, 6)
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.b(x) if x.sum() > 0 else self.a(x)

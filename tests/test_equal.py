@@ -124,7 +124,9 @@ class Halting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.never = nn.Linear(6, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first = nn.Linear(6, 3)
+        self.second = nn.Linear(3, 3)
+        self.never = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.first(x)

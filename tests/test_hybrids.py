@@ -88,7 +88,8 @@ PIPELINES = ["pp(2)", 'pp(2, schedule="zb-h1")', 'pp(2, schedule="interleaved", 
 @pytest.mark.parametrize("split", [*PIPELINES, "tp(2)"])
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_sharded_parts(world: World, split: str, optimizer: Any) -> None:
-    strategy, options = f"zero(3) + {split}", {**GPT_OPTIONS, "optimizer": optimizer}
+    strategy = f"zero(3) + {split}"
+    options = {**GPT_OPTIONS, "optimizer": optimizer}
     assert_equal(world, 4, strategy, gpt, texts(22), **options)
     assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1, optimizer=optimizer)
 
@@ -109,7 +110,8 @@ def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, spli
 
     def body(group: Group) -> None:
         with job_of(group, f"zero(3) + {split}", models[group.rank], **GPT_OPTIONS) as (job, step):
-            flat, peak = step.flat, 0
+            flat = step.flat
+            peak = 0
             assert isinstance(flat, ShardedParams)
             arrive = flat._arrive
 
@@ -201,7 +203,8 @@ def test_copies_of_a_parameter_stay_equal(world: World, sync: str, split: str) -
     found = world(4, body)
     assert found[0][1] == found[1][1]  # one replica, one loss
     for first, second in ((0, 1), (2, 3)):
-        first_part, second_part = found[first][0], found[second][0]
+        first_part = found[first][0]
+        second_part = found[second][0]
         both = set(first_part) & set(second_part)
         copies = [n for n in both if split == "pp(2)" or "norm" in n]
         assert len(copies) >= 1
@@ -247,7 +250,8 @@ def test_an_agreement_is_saved_for_any_cut(world: World, tmp_path: Path, outer: 
     """Saved between two agreements; whole or split, replicas go on from it alike."""
 
     def go(group: Group, split: str, model: nn.Module, load: bool) -> dict[str, Tensor]:
-        strategy, options = f"localsgd(every=3{outer}){split}", {**GPT_OPTIONS, "accumulate": 4}
+        strategy = f"localsgd(every=3{outer}){split}"
+        options = {**GPT_OPTIONS, "accumulate": 4}
         with job_of(group, strategy, model, **options) as (job, step):  # of the same samples each
             if load:
                 job.load(tmp_path / "saved")

@@ -178,7 +178,8 @@ class Skipping(nn.Module):
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        first, skipped = x, x.sign()
+        first = x
+        skipped = x.sign()
         for i, layer in enumerate(self.layers):
             x = torch.tanh(layer(x)) * scale
             if i == 0:
@@ -214,7 +215,9 @@ class Partly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.halting, self.never = nn.Linear(6, 3), Halting(), nn.Linear(3, 3)
+        self.first = nn.Linear(6, 3)
+        self.halting = Halting()
+        self.never = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.halting(self.first(x))
@@ -224,7 +227,8 @@ class Partly(nn.Module):
 class Halting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.always = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.always(x)

@@ -129,7 +129,9 @@ class Attending(nn.Module):
         self.last = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = x[..., :8], x[..., 2:8], x[..., 3:8]
+        query = x[..., :8]
+        key = x[..., 2:8]
+        value = x[..., 3:8]
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         out, weights = self.attention(
             query, key, value, attn_mask=mask, average_attn_weights=self.average
@@ -153,8 +155,11 @@ class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.gate, self.up = nn.Linear(6, 5), nn.Linear(5, 7), nn.Linear(5, 7)
-        self.down, self.head = nn.Linear(7, 6), nn.Linear(6, 3)
+        self.first = nn.Linear(6, 5)
+        self.gate = nn.Linear(5, 7)
+        self.up = nn.Linear(5, 7)
+        self.down = nn.Linear(7, 6)
+        self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))

@@ -52,7 +52,8 @@ def by_torch(group: Any, kind: str, data: Tensor, whole: Tensor) -> Callable[[],
 
 
 def bound(data: Tensor, size: int) -> Callable[[], None]:
-    other, share = torch.zeros_like(data), max(1, data.numel() // size)
+    other = torch.zeros_like(data)
+    share = max(1, data.numel() // size)
 
     def add_and_copy() -> None:
         torch.add(data[:share], other[:share], out=data[:share])
@@ -64,7 +65,9 @@ def bound(data: Tensor, size: int) -> Callable[[], None]:
 def by_mpi(comm: Any, kind: str, data: Tensor, whole: Tensor) -> Callable[[], Any]:
     from mpi4py import MPI
 
-    given, everything, other = data.numpy(), whole.numpy(), whole.clone().numpy()
+    given = data.numpy()
+    everything = whole.numpy()
+    other = whole.clone().numpy()
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, given),
         "broadcast": lambda: comm.Bcast(given),
@@ -90,7 +93,8 @@ class Bench:
 
     def __init__(self, group: Group, against: list[str]):
         shoal.register_backend()
-        self._group, self._against = group, against
+        self._group = group
+        self._against = against
         self._backend = dist.new_group(backend="shoal")
         self._mpi = join_mpi() if "mpi" in against else None
 

@@ -28,7 +28,10 @@ from shoal.strategy.strategy import Pp
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-WIDTH, HEADS, CONTEXT, BLOCKS = 128, 4, 64, 4
+WIDTH = 128
+HEADS = 4
+CONTEXT = 64
+BLOCKS = 4
 
 
 def model() -> nn.Sequential:

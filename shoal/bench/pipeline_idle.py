@@ -46,7 +46,8 @@ class Slow(nn.Module):
     def __init__(self, seconds: float):
         super().__init__()
         self.seconds = seconds
-        self.gain, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+        self.gain = nn.Parameter(torch.ones(4))
+        self.shift = nn.Parameter(torch.zeros(4))
         self.scale = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ from shoal.sync.base import Sync
 from shoal.sync.optimizer_step import Update
 from shoal.sync.registry import Replica, build_sync
 
-TABLE_ROWS, DIM = 1_000_000, 64
+TABLE_ROWS = 1_000_000
+DIM = 64
 Ways = dict[str, Callable[[], Any]]
 
 
@@ -118,7 +119,8 @@ def _add_rpc(
         stack.callback(server.terminate)
     peer = RpcPeer(job.rank, job.size, method)
     stack.callback(peer.close)
-    gradient, weights = torch.ones(numel), torch.zeros(numel)
+    gradient = torch.ones(numel)
+    weights = torch.zeros(numel)
     dense["peer"] = lambda: weights.copy_(peer.dense(gradient))
     sparse["peer"] = lambda: peer.sparse(ids)
 
@@ -127,12 +129,14 @@ def _add_ray(
     stack: ExitStack, job: shoal.Job, numel: int, ids: torch.Tensor, dense: Ways, sparse: Ways
 ) -> None:
     """Ray's workers are its own processes; rank 0 drives them, and the others stand by."""
-    dense["peer"], sparse["peer"] = lambda: None, lambda: None
+    dense["peer"] = lambda: None
+    sparse["peer"] = lambda: None
     if job.rank == 0:
         peer = RayPeer(job.size, numel, TABLE_ROWS, DIM)
         stack.callback(peer.close)
         wanted = ids.numpy()
-        dense["peer"], sparse["peer"] = peer.dense, lambda: peer.sparse(wanted)
+        dense["peer"] = peer.dense
+        sparse["peer"] = lambda: peer.sparse(wanted)
 
 
 _ADD = {"rpc": _add_rpc, "ray": _add_ray}

@@ -21,7 +21,8 @@ class Weights:
     """What the server of a peer holds."""
 
     def __init__(self, numel: int, workers: int, rows: int, dim: int):
-        self.weights, self.workers = torch.zeros(numel), workers
+        self.weights = torch.zeros(numel)
+        self.workers = workers
         self.table = torch.randn(rows, dim)
 
     def update(self, gradients: list[Tensor]) -> Tensor:
@@ -50,7 +51,8 @@ class RpcServer:
             future = self._next
             if len(self._gradients) == self._held.workers:
                 weights = self._held.update(self._gradients)
-                self._gradients, self._next = [], torch.futures.Future()
+                self._gradients = []
+                self._next = torch.futures.Future()
                 future.set_result(weights)
         return future
 
@@ -162,7 +164,8 @@ class _RayServer:
 class _RayWorker:
     def __init__(self, numel: int):
         torch.set_num_threads(1)
-        self._weights, self._gradient = torch.zeros(numel), torch.ones(numel).numpy()
+        self._weights = torch.zeros(numel)
+        self._gradient = torch.ones(numel).numpy()
 
     def gradient(self, weights: Any) -> Any:
         return self._gradient

@@ -73,7 +73,9 @@ def plain_step(
 def measure(job: shoal.Job, workload: str, batch_size: int, rounds: int, steps: int) -> Any:
     """ms a step of each way, on every rank; the ratio of the peer's time to ours."""
     model, loss, inputs, targets = WORKLOADS[workload](batch_size)
-    model, inputs, targets = model.to(job.device), inputs.to(job.device), targets.to(job.device)
+    model = model.to(job.device)
+    inputs = inputs.to(job.device)
+    targets = targets.to(job.device)
     peer: nn.Module = copy.deepcopy(model)
     if job.size > 1:
         peer = nn.parallel.DistributedDataParallel(peer)

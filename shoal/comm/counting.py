@@ -23,7 +23,8 @@ class CountingGroup:
 
     def __init__(self, group: Group):
         self._group = group
-        self.rank, self.size = group.rank, group.size
+        self.rank = group.rank
+        self.size = group.size
         self.sent = 0
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:

@@ -20,7 +20,8 @@ from typing import NamedTuple
 from shoal.errors import Desync, PeerLost
 from shoal.runtime.backoff import Pauses
 
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.001, 0.05
+FIRST_LOOK_S = 0.001
+LONGEST_LOOK_S = 0.05
 PATIENCE_S = 1800.0
 _MAX_BYTES = 1 << 20
 
@@ -48,8 +49,10 @@ class Tally:
         patience_s: float = PATIENCE_S,
     ):
         folder.mkdir(mode=0o700, exist_ok=True)
-        self._folder, self._rank = folder, rank
-        self._is_gone, self._patience_s = is_gone, patience_s
+        self._folder = folder
+        self._rank = rank
+        self._is_gone = is_gone
+        self._patience_s = patience_s
         self._round = 0
 
     def add_up(self, numbers: Sequence[float], ranks: Sequence[int]) -> Sum:
@@ -72,7 +75,8 @@ class Tally:
         os.replace(part, path)
 
     def _wait_for(self, rank: int, ranks: Sequence[int], length: int) -> list[float] | None:
-        start_s, pause = time.monotonic(), Pauses(FIRST_LOOK_S, LONGEST_LOOK_S)
+        start_s = time.monotonic()
+        pause = Pauses(FIRST_LOOK_S, LONGEST_LOOK_S)
         while True:
             gone = self._is_gone(rank)  # asked first: what it left is final if it is gone now
             row = self._read(rank, length)

@@ -23,7 +23,8 @@ class Fellows:
 
     def __init__(self, pp: Group | None = None, tp: Group | None = None):
         """Without groups: one worker is the whole replica."""
-        self._pp, self._tp = pp or SoloGroup(), tp or SoloGroup()
+        self._pp = pp or SoloGroup()
+        self._tp = tp or SoloGroup()
         self.part = self._pp.rank * self._tp.size + self._tp.rank
         self.parts = self._pp.size * self._tp.size
 

@@ -41,8 +41,11 @@ class LooseGroup:
         make_whole: Callable[[], Group],
     ):
         folder.mkdir(mode=0o700, exist_ok=True)
-        self._folder, self.rank, self.size = folder, rank, size
-        self._is_gone, self._make_whole = is_gone, make_whole
+        self._folder = folder
+        self.rank = rank
+        self.size = size
+        self._is_gone = is_gone
+        self._make_whole = make_whole
         self._whole: Group | None = None
         self._round = 0
 
@@ -51,7 +54,8 @@ class LooseGroup:
         self._round += 1
         before = [root, *(r for r in range(self.size) if r != root)]
         before = before[: before.index(self.rank)]
-        path, pause = self._path("given"), Pauses(FIRST_LOOK_S, LONGEST_LOOK_S)
+        path = self._path("given")
+        pause = Pauses(FIRST_LOOK_S, LONGEST_LOOK_S)
         while True:
             alone = all(self._is_gone(r) for r in before)  # first: then what they gave is final
             if path.exists():

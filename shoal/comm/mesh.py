@@ -39,7 +39,9 @@ Lines = list[list[int]]
 
 def axes(layout: Layout) -> tuple[Lines, Lines, Lines]:
     """The ranks of every line of the grid along dp, along pp and along tp."""
-    replicas, pp, tp = range(layout.replicas), range(layout.pp), range(layout.tp)
+    replicas = range(layout.replicas)
+    pp = range(layout.pp)
+    tp = range(layout.tp)
 
     def rank(d: int, p: int, t: int) -> int:
         return (d * layout.pp + p) * layout.tp + t

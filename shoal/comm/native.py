@@ -107,9 +107,15 @@ class NativeWork(LaneWork):
 
         `keep` is what must stay in memory, `after` is done when the numbers have come.
         """
-        self.lane, self.is_done, self.error, self._callbacks = lane, False, None, None
-        self._segment, self._args, self._begun = segment, args, False
-        self._after, self._keep = after, keep if table is None else (keep, table)
+        self.lane = lane
+        self.is_done = False
+        self.error = None
+        self._callbacks = None
+        self._segment = segment
+        self._args = args
+        self._begun = False
+        self._after = after
+        self._keep = keep if table is None else (keep, table)
         self._table = 0 if table is None else table.data_ptr()
 
     def begin(self) -> bool:

@@ -16,7 +16,8 @@ from torch import Tensor
 from shoal.comm.group import Group
 from shoal.errors import BadInput, ShoalError
 
-_TENSOR, _TUPLE = 1, 2
+_TENSOR = 1
+_TUPLE = 2
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -47,7 +47,8 @@ class Post:
     """One rank's end; every pair of (rank, tag) is a channel of its own, in order."""
 
     def __init__(self, group: Group, device: torch.device):
-        self.group, self.device = group, device
+        self.group = group
+        self.device = device
         self._told: dict[tuple[int, int], bytes] = {}
         self._known: dict[tuple[int, int], Node] = {}
 

@@ -16,7 +16,8 @@ class QueuedWork:
     """One operation; `wait` returns when it is done, or raises what went wrong."""
 
     def __init__(self, queue: OrderedQueue, run: Callable[[], None]):
-        self._queue, self._run = queue, run
+        self._queue = queue
+        self._run = run
         self._done = threading.Event()
         self._error: Exception | None = None
 

@@ -74,7 +74,8 @@ class Lane:
         self._name = name
         self.tracer: Tracer = OFF
         self._lock = threading.Lock()
-        self._acquire, self._release = self._lock.acquire, self._lock.release  # faster than `with`
+        self._acquire = self._lock.acquire
+        self._release = self._lock.release  # faster than `with`
         self._changed = threading.Condition(self._lock)
         self._sleepers = 0  # a notification costs more than a light operation: only if needed
         self._waiting: deque[LaneWork] = deque()
@@ -135,7 +136,8 @@ class Lane:
         except BaseException as error:
             work.error = error
         self._acquire()
-        work.is_done, self._working = True, False
+        work.is_done = True
+        self._working = False
         if self._urged and not self._waiting:
             self._urged = False
         if self._sleepers:

@@ -147,7 +147,8 @@ def _grid(kind: str, prices: list[Price], num_bytes: int) -> Grid:
 
 def _ring_against_star(prices: list[Price]) -> str:
     by_name = {one.algorithm: one for one in prices}
-    ring, star = by_name["ring"], by_name["star"]
+    ring = by_name["ring"]
+    star = by_name["star"]
     if not ring.busiest_bytes:
         return ""
     times = star.busiest_bytes / ring.busiest_bytes

@@ -152,8 +152,11 @@ class _Contest:
         folder: Path,
         show: Any,
     ):
-        self._command, self._env, self._steps = command, env, steps
-        self._plan, self._show = folder / "plan.json", show
+        self._command = command
+        self._env = env
+        self._steps = steps
+        self._plan = folder / "plan.json"
+        self._show = show
         self._failed: dict[int, str] = {}
 
     def run(self, group: list[Entry]) -> None:

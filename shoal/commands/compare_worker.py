@@ -40,7 +40,9 @@ class Contestant(Worker):
         seed = int(os.environ.get("SHOAL_SEED") or 0)
         strategy = as_strategy(entry.strategy)
         super().__init__(strategy, placement, seed, os.environ.get("SHOAL_DEVICE"))
-        self.number, self.folder, self.steps = entry.number, Path(entry.folder), steps
+        self.number = entry.number
+        self.folder = Path(entry.folder)
+        self.steps = steps
         self.losses: list[Tensor] = []
         self._models = models
 
@@ -99,7 +101,8 @@ def compare(train: Train, plan: dict[str, Any]) -> None:
 
 def main(argv: list[str]) -> None:
     plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    target, sys.argv = argv[1], argv[1:]
+    target = argv[1]
+    sys.argv = argv[1:]
     shoal.__dict__["run"] = run  # the import above has put the module under the name
     with taken_by(lambda train: _once(train, plan)):
         if target.startswith("shoal.examples."):

@@ -88,7 +88,8 @@ def show(
         pipeline = _own(name, stages, microbatches, chunks)
     else:
         pipeline = build(name, stages, microbatches, chunks)
-    proof, timeline = prove(pipeline), simulate(pipeline, times)
+    proof = prove(pipeline)
+    timeline = simulate(pipeline, times)
     if svg is not None:
         write_text(svg, staircase_svg(timeline, proof))
     if as_json:

@@ -72,7 +72,10 @@ class _Runs:
     """Runs the script for a capture, and says so, since each takes a while."""
 
     def __init__(self, command: Sequence[str], steps: int, folder: Path, quiet: bool):
-        self.command, self.steps, self.folder, self.quiet = command, steps, folder, quiet
+        self.command = command
+        self.steps = steps
+        self.folder = folder
+        self.quiet = quiet
         self.count = 0
 
     def capture(self, name: str, env: Mapping[str, str], workers: int) -> Captured:
@@ -107,7 +110,8 @@ def _print(verdict: Verdict, what: str) -> None:
             )
             + "): its masks depend on the number of workers, unless exact=True"
         )
-    loss, tensor = verdict.worst(verdict.losses), verdict.worst(verdict.tensors)
+    loss = verdict.worst(verdict.losses)
+    tensor = verdict.worst(verdict.tensors)
     source = (
         "measured by adding up in another order"
         if verdict.measured_rounding

@@ -47,7 +47,8 @@ def split(
             f"a compressed tensor of {num_bytes} bytes was expected, and {payload.numel()} "
             f"elements of {payload.dtype} came"
         )
-    found, start = [], 0
+    found = []
+    start = 0
     for numel, dtype in parts:
         stop = start + numel * dtype.itemsize
         found.append(payload[start:stop].contiguous().view(dtype))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shoal.compress.compressor import Compressor, in_chunks, join, split, whole_words
 
-ROWS, COLUMNS = 16, 32
+ROWS = 16
+COLUMNS = 32
 CHUNK = ROWS * COLUMNS
 _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 

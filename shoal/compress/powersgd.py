@@ -124,7 +124,8 @@ def _sort(
     rank: int, shapes: Sequence[tuple[int, Sequence[int]]]
 ) -> tuple[list[Matrix], list[slice]]:
     """What is sent as factors, and what as it is."""
-    matrices, rest = [], []
+    matrices = []
+    rest = []
     for start, shape in shapes:
         numel = torch.Size(shape).numel()
         rows = shape[0] if len(shape) > 1 else 1

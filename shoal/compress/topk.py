@@ -33,7 +33,8 @@ class TopK(Compressor):
 
     def pack(self, x: Tensor) -> Tensor:
         end = x.numel() // BLOCK * BLOCK
-        indices, values = [], []
+        indices = []
+        values = []
         for rows in (x[:end].view(-1, BLOCK), x[end:].view(1, -1)):
             where = rows.abs().topk(self._of_block(rows.shape[1]), sorted=False).indices
             indices.append((where - _HALF).to(torch.int16).view(-1))
@@ -41,7 +42,8 @@ class TopK(Compressor):
         return join([*indices, *values], self.num_bytes(x.numel()))
 
     def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        count, (full, rest) = self.count(numel), divmod(numel, BLOCK)
+        count = self.count(numel)
+        (full, rest) = divmod(numel, BLOCK)
         parts = [(count, torch.int16), (count, torch.bfloat16)]
         indices, values = split(payload, parts, self.num_bytes(numel))
         where = indices.long() + _HALF

@@ -60,7 +60,8 @@ class Batch(tuple[Tree, Tree]):
 
     def __new__(cls, inputs: Tree, targets: Tree, total: int, parts: Sequence[int]) -> Batch:
         batch = super().__new__(cls, (inputs, targets))
-        batch.total, batch.parts = total, tuple(parts)
+        batch.total = total
+        batch.parts = tuple(parts)
         return batch
 
 
@@ -74,7 +75,8 @@ class WholeBatch(Batch):
         batch = tuple.__new__(cls)
         counts = [[len(rows) for rows in cut.rows(len(order))] for order, cut in pieces.batches]
         batch.total = sum(len(order) for order, _ in pieces.batches)
-        batch.parts, batch.pieces = tuple(itertools.chain(*counts)), pieces
+        batch.parts = tuple(itertools.chain(*counts))
+        batch.pieces = pieces
         return batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -97,7 +99,8 @@ def in_turns(batches: Iterable[Given], cut: Cut) -> Iterator[tuple[Given, Cut]]:
         batches          0 1 2 3 4 5 6       3 replicas
         replica 1 gets     1     4   part of 6
     """
-    source, alone = iter(batches), replace(cut, replica=0, replicas=1)
+    source = iter(batches)
+    alone = replace(cut, replica=0, replicas=1)
     while batch_round := list(itertools.islice(source, cut.replicas)):
         if len(batch_round) == cut.replicas:
             yield batch_round[cut.replica], alone
@@ -138,7 +141,9 @@ class DatasetBatches:
         loader_seed: int = 0,
         turns: bool = False,
     ):
-        self.dataset, self.collate, self.loaders = dataset, collate, loaders
+        self.dataset = dataset
+        self.collate = collate
+        self.loaders = loaders
         self.loader_seed = loader_seed
         stop = len(order) - len(order) % batch_size if drop_last else len(order)
         batches = [order[i : i + batch_size] for i in range(0, stop, batch_size)][start:]

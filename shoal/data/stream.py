@@ -40,9 +40,14 @@ class Feed:
         on_batch: Callable[[Batch], None],
         say: Callable[[str], None],
     ):
-        self.group, self.device, self.seed = group, device, seed
-        self.replica, self.replicas = group.rank, group.size
-        self.steps_done, self.on_batch, self.say = steps_done, on_batch, say
+        self.group = group
+        self.device = device
+        self.seed = seed
+        self.replica = group.rank
+        self.replicas = group.size
+        self.steps_done = steps_done
+        self.on_batch = on_batch
+        self.say = say
         self.epochs = self.delivered = self.skip = 0
         self.total_steps: int | None = None
         self.batch_size = 256
@@ -92,7 +97,8 @@ class Feed:
         def generate() -> Iterator[Batch]:
             self._expect(per_epoch, epochs, steps)
             for _ in range(epochs):
-                epoch, self.epochs = self.epochs, self.epochs + 1
+                epoch = self.epochs
+                self.epochs = self.epochs + 1
                 yield from self._deliver(epoch_batches(epoch), steps)
 
         return generate()
@@ -187,7 +193,8 @@ class Feed:
             return
         sums = [_fingerprint(t).to(self.device) for t in tensors_of(tuple(batch))]
         mine = torch.stack([*sums, torch.tensor(total, device=self.device).double()])
-        low, high = mine.clone(), mine.clone()
+        low = mine.clone()
+        high = mine.clone()
         self.group.all_reduce(low, Op.MIN).wait()
         self.group.all_reduce(high, Op.MAX).wait()
         if not torch.equal(low.nan_to_num(), high.nan_to_num()):

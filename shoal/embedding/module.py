@@ -114,7 +114,8 @@ class Embedding(nn.Module):
         if padding_idx is not None and not -num_rows <= padding_idx < num_rows:
             raise BadInput(f"padding_idx={padding_idx} is no row of an embedding of {num_rows}")
         self.padding_idx = None if padding_idx is None else padding_idx % num_rows
-        self.name, self.has_own_optimizer = name, optimizer is not None
+        self.name = name
+        self.has_own_optimizer = optimizer is not None
         self.store: RowStore | None = None
         self.updates, self.trained = 0, False  # updates by this optimizer; by any
         self._kept: list[Rows] = []
@@ -141,7 +142,8 @@ class Embedding(nn.Module):
         store.create(spec)
         if spec.optimizer != self.spec.optimizer:
             self.updates = 0
-        self.store, self.spec = store, spec
+        self.store = store
+        self.spec = spec
         self.discard()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -161,13 +163,15 @@ class Embedding(nn.Module):
         """
         if not self._kept:
             return None
-        kept, self._kept = self._kept, []
+        kept = self._kept
+        self._kept = []
         ids, grads = kept[0]
         if len(kept) > 1:
             ids, grads = add_up(torch.cat([i for i, _ in kept]), torch.cat([g for _, g in kept]))
         if self.padding_idx is not None:
             real = ids != self.padding_idx
-            ids, grads = ids[real], grads[real]
+            ids = ids[real]
+            grads = grads[real]
         return ids.cpu(), grads.cpu()
 
     def discard(self) -> None:
@@ -181,7 +185,8 @@ class Embedding(nn.Module):
             return
         if self.spec.optimizer is None:
             raise BadInput(f"{self.spec} has no optimizer: pass one to shoal.Embedding")
-        self.updates, self.trained = self.updates + 1, True
+        self.updates = self.updates + 1
+        self.trained = True
         self._bound().push(
             self.spec.name, *found, self.spec.optimizer.lr if lr is None else lr, self.updates
         )
@@ -195,7 +200,8 @@ class Embedding(nn.Module):
     def load_state(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Go on from what was saved, wherever the rows lived then."""
         self._bound().load_state(self.spec.name, [tensors] if tensors else [], updates)
-        self.updates, self.trained = updates, True
+        self.updates = updates
+        self.trained = True
         self.discard()
 
     def _bound(self) -> RowStore:

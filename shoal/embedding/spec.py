@@ -172,7 +172,8 @@ class TableSpec:
         if self.init == "uniform":
             both = np.concatenate([first, second], axis=1) * 2 - 1
         else:
-            radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second
+            radius = np.sqrt(-2 * np.log(first))
+            angle = 2 * np.pi * second
             both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
         return torch.from_numpy(both[:, : self.dim].astype(np.float32) * np.float32(self.scale))
 

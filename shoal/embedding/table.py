@@ -32,7 +32,9 @@ class Table:
     """
 
     def __init__(self, spec: TableSpec, shard: int = 0, shards: int = 1):
-        self.spec, self.shard, self.shards = spec, shard, shards
+        self.spec = spec
+        self.shard = shard
+        self.shards = shards
         self._room = spec.rows_of(shard, shards)
         if self._room > LARGEST_SHARD:
             raise BadInput(f"{spec} has too many rows for {shards} servers: take more of them")
@@ -91,9 +93,11 @@ class Table:
         if optimizer.kind == "adam":
             change, scale = self._adam(optimizer, places, grads, step or self.steps)
         elif optimizer.kind == "adagrad":
-            change, scale = self._adagrad(optimizer, places, grads), 1.0
+            change = self._adagrad(optimizer, places, grads)
+            scale = 1.0
         else:
-            change, scale = grads, 1.0
+            change = grads
+            scale = 1.0
         self._rows.index_add_(0, places, change, alpha=-lr * scale)
 
     def _adagrad(self, optimizer: RowOptimizer, places: Tensor, grads: Tensor) -> Tensor:

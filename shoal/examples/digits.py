@@ -90,7 +90,8 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     # numpy never changes the stream of RandomState; that of its newer generators it may
     order = np.random.RandomState(0).permutation(len(table))
     rows = torch.from_numpy(table[order])
-    images, digits = rows[:, :64].float().div(16).view(-1, 1, 8, 8), rows[:, 64]
+    images = rows[:, :64].float().div(16).view(-1, 1, 8, 8)
+    digits = rows[:, 64]
     return (
         TensorDataset(images[:NUM_TRAIN], digits[:NUM_TRAIN]),
         TensorDataset(images[NUM_TRAIN:], digits[NUM_TRAIN:]),

@@ -278,7 +278,8 @@ def read_options(argv: Sequence[str] | None = None) -> GptOptions:
     add("--dropout", type=probability, default=0.0, help="share to drop (%(default)s)")
     given = parse(parser, argv)
     size = SIZES[given.size]  # what was not given is as the size has it
-    given.context, given.lr = given.context or size.context, given.lr or size.lr
+    given.context = given.context or size.context
+    given.lr = given.lr or size.lr
     return GptOptions(**vars(given))
 
 

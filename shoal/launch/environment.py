@@ -144,7 +144,8 @@ def _slurm_size_name(environ: Environ) -> str:
 
 
 def _slurm(environ: Environ) -> Placement:
-    rank_name, size_name = "SLURM_PROCID", _slurm_size_name(environ)
+    rank_name = "SLURM_PROCID"
+    size_name = _slurm_size_name(environ)
     per_node = _first_name(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     node = _number(environ, "SLURM_NODEID")
     local_size = tasks_on_node(per_node, _text(environ, per_node), node)
@@ -169,7 +170,8 @@ def _placement(
     launcher: str, environ: Environ, names: tuple[str, str, str, str], rendezvous: str
 ) -> Placement:
     rank_name, size_name, local_rank_name, local_size_name = names
-    rank, local_rank = _number(environ, rank_name), _number(environ, local_rank_name)
+    rank = _number(environ, rank_name)
+    local_rank = _number(environ, local_rank_name)
     size = _number(environ, size_name, at_least=1)
     local_size = _number(environ, local_size_name, at_least=1)
     for low, low_name, high, high_name in (

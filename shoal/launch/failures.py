@@ -131,7 +131,8 @@ def as_error(death: Death, finished: Sequence[int] = ()) -> ShoalError:
             f"worker {death.rank} was still at work when worker {finished[0]} had finished: all "
             "workers have to take the same steps and make the same calls",
         )
-    report, rank = death.report, death.rank
+    report = death.report
+    rank = death.rank
     if report is not None:
         if report.exit_status == 2 and report.sentence:
             return BadInput(report.sentence)

@@ -72,7 +72,8 @@ def launch(
     _check(command, workers, base)
     base["OMP_NUM_THREADS"] = str(threads or base.get("OMP_NUM_THREADS") or _share(workers))
     watch = Watch(workers, servers)
-    put, start_s = watch.events.put, time.monotonic()
+    put = watch.events.put
+    start_s = time.monotonic()
     with Interrupts(put) as interrupts, run_directory() as run_dir:
         job = _Job(command, workers, server_command, servers, base, run_dir, write, on_progress)
         with Pump(put) as pump, _own_words(pump, write) as say:

@@ -65,8 +65,10 @@ class Losses:
         tolerance: Tolerance | None,
         say: Callable[[str], None],
     ):
-        self._run_dir, self._workers = run_dir, workers
-        self._tolerance, self._say = tolerance, say
+        self._run_dir = run_dir
+        self._workers = workers
+        self._tolerance = tolerance
+        self._say = say
         self._start_ns = time.monotonic_ns()
         self.lost: list[Loss] = []
 

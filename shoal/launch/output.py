@@ -47,7 +47,9 @@ class Lines:
     """One output stream of one worker."""
 
     def __init__(self, write: Write, prefix: str, is_stderr: bool):
-        self._write, self._prefix, self._is_stderr = write, prefix, is_stderr
+        self._write = write
+        self._prefix = prefix
+        self._is_stderr = is_stderr
         self._partial = b""
         self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
 
@@ -89,13 +91,15 @@ class Records:
         for line in lines:
             self._take(line)
         if len(self._partial) > _RECORD_BYTES:
-            self._partial, self._skipping = b"", True
+            self._partial = b""
+            self._skipping = True
 
     def close(self) -> None:
         self._partial = b""  # a record without its newline was cut short
 
     def _take(self, line: bytes) -> None:
-        skipping, self._skipping = self._skipping, False
+        skipping = self._skipping
+        self._skipping = False
         if skipping or len(line) > _RECORD_BYTES:
             return
         try:

@@ -37,7 +37,8 @@ class Crew:
     """Use as a block: at its end every worker and what is left of its group is killed."""
 
     def __init__(self, on_exit: Callable[[Exit], None], role: Role = "worker"):
-        self._on_exit, self._role = on_exit, role
+        self._on_exit = on_exit
+        self._role = role
         self._workers: list[subprocess.Popen[bytes]] = []
         self._waiters: list[threading.Thread] = []
 

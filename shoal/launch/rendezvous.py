@@ -56,7 +56,8 @@ def _enter(job: Path, rank: int) -> int:
 def _leave(job: Path, placement: Placement, visit: int) -> None:
     with suppress(FileNotFoundError), _locked(job.parent):
         (job / f"out-{placement.rank}-{visit}").touch()
-        came, went = len(list(job.glob("in-*"))), len(list(job.glob("out-*")))
+        came = len(list(job.glob("in-*")))
+        went = len(list(job.glob("out-*")))
         if came == went == placement.size * (visit + 1):
             shutil.rmtree(job)
 

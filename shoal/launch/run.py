@@ -118,7 +118,9 @@ class Worker:
     def __init__(
         self, strategy: Strategy, placement: Placement | None, seed: int, device: str | None
     ):
-        self.strategy, self.placement, self.seed = strategy, placement, seed
+        self.strategy = strategy
+        self.placement = placement
+        self.seed = seed
         self.size = placement.size if placement else 1
         self.rank = placement.rank if placement else 0
         require_built(strategy)
@@ -228,7 +230,8 @@ class Worker:
             yield SoloGroup()
         elif self._is_ours and self.strategy.starts_apart:
             run_dir = Path(os.environ["SHOAL_RUN_DIR"])
-            folder, gone = run_dir / f"start-{self.number}", partial(is_gone, run_dir)
+            folder = run_dir / f"start-{self.number}"
+            gone = partial(is_gone, run_dir)
             with ExitStack() as stack:
                 make = partial(stack.enter_context, self._whole_group())
                 yield LooseGroup(folder, self.rank, self.size, gone, make)
@@ -396,7 +399,8 @@ def _launch_self(
         env["SHOAL_SEED"] = str(seed)
     if device is not None:
         env["SHOAL_DEVICE"] = device
-    servers, tolerance = strategy.servers(workers), tolerance_of(strategy, workers)
+    servers = strategy.servers(workers)
+    tolerance = tolerance_of(strategy, workers)
     command = _own_command()
     if command is not None:
         launch(command, workers, env={**os.environ, **env}, servers=servers, tolerance=tolerance)

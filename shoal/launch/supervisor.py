@@ -88,7 +88,8 @@ class Watch:
         self._until(lambda: self._workers_ended() or self._must_stop(), _GRACE_S)
         if self._all_ended():
             return
-        self.stopped_ns, signals = time.monotonic_ns(), self.signals
+        self.stopped_ns = time.monotonic_ns()
+        signals = self.signals
         crew.signal(signal.SIGTERM)
         servers.signal(signal.SIGTERM)
         self._until(lambda: self._all_ended() or self.signals > signals, _TERM_S)

@@ -34,7 +34,10 @@ class Enough(BaseException):
 
 class Capture:
     def __init__(self, job: Job, folder: Path, steps: int, parts: int):
-        self.job, self.folder, self.steps, self.parts = job, folder, steps, parts
+        self.job = job
+        self.folder = folder
+        self.steps = steps
+        self.parts = parts
         self.losses: list[float] = []
         self.additions = 0
         self.switched_off: list[str] = []
@@ -95,7 +98,8 @@ class Capture:
         (self.folder / "capture.json").write_text(json.dumps(document))
 
     def _distance_between_replicas(self, step: Step) -> float:
-        low, high = step.flat.data.clone(), step.flat.data.clone()
+        low = step.flat.data.clone()
+        high = step.flat.data.clone()
         step.mesh.dp.all_reduce(low, Op.MIN).wait()
         step.mesh.dp.all_reduce(high, Op.MAX).wait()
         furthest = (high - low).abs().max()

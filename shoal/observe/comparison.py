@@ -95,7 +95,8 @@ def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float])
         return Outcome(entry.strategy, entry.workers, refused=str(refused))
     if len(reports) < entry.workers:
         return Outcome(entry.strategy, entry.workers, failed="it left no report")
-    strategy, losses = as_strategy(entry.strategy), reports[0]["losses"]
+    strategy = as_strategy(entry.strategy)
+    losses = reports[0]["losses"]
     comparable = strategy.is_synchronous and strategy.reference != strategy
     evaluated = reports[0]["evaluated"]
     ends = [_end(report["losses"]) for report in reports]
@@ -137,7 +138,8 @@ def losses_of(entry: Entry) -> list[float]:
 
 def _times(folder: Path, reports: Sequence[dict[str, Any]]) -> list[Shares]:
     """Of each worker, in the time in which its speed was measured."""
-    found, spans = [], read(folder)
+    found = []
+    spans = read(folder)
     for report in reports:
         if report["measured_ns"] is not None and report["rank"] in spans:
             found.append(shares_within(spans[report["rank"]], *report["measured_ns"]))

@@ -147,7 +147,8 @@ def sizes_of(
     model: nn.Module, loss: Loss, optimizer: OptimizerFactory, micro: Any, precision: str
 ) -> tuple[Sizes, str | None]:
     """Sizes of a model, and why its activations cannot be told, if so. Allocates nothing."""
-    activations, why = None, None
+    activations = None
+    why = None
     try:
         activations = activation_bytes(model, loss, micro, precision)
     except Exception as error:  # whatever the user's model does with a fake tensor
@@ -229,7 +230,8 @@ class Saved:
         return tensor
 
     def forget(self) -> None:
-        self._seen, self.total = {}, 0
+        self._seen = {}
+        self.total = 0
 
 
 # ------------------------------------------------------------------------------ the script's run

@@ -26,7 +26,9 @@ class Probe:
     """Looks at every gradient as it comes, and at the rest after a step."""
 
     def __init__(self, job: Job, folder: Path, steps: int):
-        self.job, self.folder, self.steps = job, folder, steps
+        self.job = job
+        self.folder = folder
+        self.steps = steps
         self._models: dict[int, _Model] = {}
         job.dry = True
         job.on_build.append(lambda step: self._models.update({id(step): _Model(step)}))
@@ -64,7 +66,8 @@ class _Model:
         flat = step.flat
         if isinstance(flat, ShardedParams):
             flat.on_saved = self._note
-        forward, loss = step.model.forward, step.engine.loss
+        forward = step.model.forward
+        loss = step.engine.loss
         step.model.forward = self._watched(forward, starts=True)
         step.engine.loss = self._watched(loss)
 
@@ -74,7 +77,8 @@ class _Model:
         )
 
     def look_after_step(self) -> None:
-        model, flat = self.step.model, self.step.flat
+        model = self.step.model
+        flat = self.step.flat
         tensors = [*model.parameters(), *model.buffers()]
         self.parameters = bytes_of([*tensors, flat.data])
         state = self.step.update.optimizer.state.values()

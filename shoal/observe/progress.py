@@ -40,7 +40,8 @@ class Lines:
     """About twenty lines a run: the first step, the last, and equal distances between."""
 
     def __init__(self, out: IO[str] | None = None):
-        self._out, self._last_s = out, time.monotonic()
+        self._out = out
+        self._last_s = time.monotonic()
 
     def due(self, step: int, total: int | None) -> bool:
         every = max(1, (total or 50 * LINES_PER_RUN) // LINES_PER_RUN)
@@ -60,7 +61,8 @@ class Remote:
     """Records go to the launcher, which draws them."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]):
-        self._send, self._last_s = send, 0.0
+        self._send = send
+        self._last_s = 0.0
 
     def due(self, step: int, total: int | None) -> bool:
         return step == total or time.monotonic() - self._last_s > TERMINAL_PERIOD_S

@@ -35,11 +35,13 @@ class Pace:
             return
         self._marks.append(self._last)
         if len(self._marks) > _MOST_MARKS:  # every other one will do
-            self._marks, self._every = self._marks[1::2], 2 * self._every
+            self._marks = self._marks[1::2]
+            self._every = 2 * self._every
 
     def read(self, origin_ns: int = 0) -> dict[str, Any]:
         """`measured_ns` is when speeds were measured, on the clock of a trace with that origin."""
-        first, last = self._settled(), self._last
+        first = self._settled()
+        last = self._last
         seconds = 0.0 if first is None or last is None else (last.time_ns - first.time_ns) / 1e9
         found: dict[str, Any] = {"seconds": seconds, "samples": self.samples}
         if first is None or last is None or seconds <= 0:

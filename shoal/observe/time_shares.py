@@ -39,7 +39,8 @@ def _divide(spans: list[Span], start: int, end: int) -> Shares:
     compute = union((s.start_ns, s.end_ns) for s in spans if s.kind in COMPUTE)
     wait = union((s.start_ns, s.end_ns) for s in spans if s.kind == WAIT)
     talk = union((s.start_ns, s.end_ns) for s in spans if s.kind in COMMUNICATE)
-    computing, exposed = length(compute) - length(common(compute, wait)), length(wait)
+    computing = length(compute) - length(common(compute, wait))
+    exposed = length(wait)
     hidden = length(common(talk, compute)) - length(common(common(talk, compute), wait))
     return Shares(
         computing / whole,
@@ -73,9 +74,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
     """The points that lie in both; each list without overlaps and in order."""
-    found, i, j = [], 0, 0
+    found = []
+    i = 0
+    j = 0
     while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        start = max(a[i][0], b[j][0])
+        end = min(a[i][1], b[j][1])
         if start < end:
             found.append((start, end))
         if a[i][1] < b[j][1]:

@@ -41,7 +41,8 @@ class Tracer(Protocol):
 class Off:
     """The tracer that records nothing and costs next to nothing."""
 
-    enabled, origin_ns = False, 0
+    enabled = False
+    origin_ns = 0
     _nothing: AbstractContextManager[None] = nullcontext()
 
     def span(self, kind: str, detail: str = "") -> AbstractContextManager[None]:
@@ -65,7 +66,8 @@ class Recorder:
     enabled = True
 
     def __init__(self, rank: int, origin_ns: int):
-        self.rank, self.origin_ns = rank, origin_ns
+        self.rank = rank
+        self.origin_ns = origin_ns
         self.spans: list[Span] = []
 
     @contextmanager

@@ -145,7 +145,8 @@ def bound(run: Captured, dtype: torch.dtype, steps: int) -> float:
 
 
 def _losses(alone: Captured, together: Captured, reordered: Captured | None) -> list[Difference]:
-    found, moved = [], 0.0
+    found = []
+    moved = 0.0
     count = max(len(alone.losses), len(together.losses))
     for i in range(count):
         pair = [run.losses[i] if i < len(run.losses) else math.nan for run in (alone, together)]

@@ -13,7 +13,8 @@ from shoal.schedules.collectives.catalog import CATALOG, Algorithm, build
 from shoal.schedules.pipelines import catalog as pipelines
 from shoal.schedules.pipelines.proof import prove
 
-PATH, PIPELINES = Path("docs/algorithms.md"), Path("docs/pipelines.md")
+PATH = Path("docs/algorithms.md")
+PIPELINES = Path("docs/pipelines.md")
 RANKS = (4, 7, 8, 16)
 _HEAD = """# Collective algorithms
 
@@ -59,7 +60,8 @@ def _pipeline_section(entry: pipelines.Entry) -> str:
     text += "|---|---|---|---|---|---|---|---|\n"
     for stages, microbatches in _SIZES:
         pipeline = pipelines.build(entry.name, stages, microbatches)
-        timeline, proof = simulate(pipeline), prove(pipeline)
+        timeline = simulate(pipeline)
+        proof = prove(pipeline)
         text += f"| {stages} | {microbatches} | {pipeline.chunks} | {timeline.makespan:g} "
         text += f"| {timeline.bubble:.1%} | {timeline.idle:.1%} "
         text += f"| {' '.join(map(str, proof.peak_live))} | {proof.capacity} |\n"

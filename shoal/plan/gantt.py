@@ -19,7 +19,8 @@ from shoal.plan.timeline import Span, Timeline
 from shoal.schedules.pipelines.actions import Kind
 from shoal.schedules.pipelines.proof import PipelineProof
 
-MOST_STAGES, MOST_TICKS = 64, 1500
+MOST_STAGES = 64
+MOST_TICKS = 1500
 _FINEST = Fraction(1, 4)  # of the shortest action; where that does not fit, columns are rounded
 STYLES = {
     Kind.FORWARD: "bright_blue",
@@ -68,7 +69,8 @@ def draw(timeline: Timeline, proof: PipelineProof, console: Console) -> None:
 
 def summary(timeline: Timeline, proof: PipelineProof) -> list[str]:
     """What it costs, in words and numbers; lists run from stage 0 on."""
-    split, chunks = any(proof.peak_waiting), timeline.pipeline.chunks
+    split = any(proof.peak_waiting)
+    chunks = timeline.pipeline.chunks
     held = f"at most {_listed(proof.peak_live)} micro-batches"
     held += f" of one chunk of {chunks}" if chunks > 1 else ""
     held += f", of which {_listed(proof.peak_waiting)} only wait for W" if split else ""
@@ -102,7 +104,8 @@ def _legend(timeline: Timeline, tick: Fraction) -> Text:
 
 def _axis(cells: list[_Cell], first: int, tick: Fraction, margin: int) -> Text:
     """The time at every fifth column."""
-    width, line = len(cells[0].text), ""
+    width = len(cells[0].text)
+    line = ""
     for number in range(0, len(cells), 5):
         line = line.ljust(number * width) + f"{float((first + number) * tick):.4g}"
     return Text("time".ljust(margin) + line, style="dim")
@@ -143,7 +146,8 @@ def _rows(timeline: Timeline, tick: Fraction) -> list[list[_Cell]]:
     rows = [[_Cell("·".ljust(width), "dim")] * columns for _ in timeline.spans]
     for row, spans in zip(rows, timeline.spans, strict=True):
         for span in spans:
-            first, last = _column(span.start, tick), _column(span.end, tick)
+            first = _column(span.start, tick)
+            last = _column(span.end, tick)
             row[first:last] = _cells(span, last - first, width)
     return rows
 

@@ -17,9 +17,16 @@ from shoal.schedules.pipelines.actions import Kind
 from shoal.schedules.pipelines.proof import PipelineProof
 
 MOST_ACTIONS = 20_000
-_MARGIN, _LEFT, _RIGHT, _TOP = 24, 96, 150, 96
-_BAND, _HELD, _GAP = 34, 18, 14
-_SHORTEST, _NARROWEST, _WIDEST = 21, 560, 6000  # pixels: of an action, of the drawing
+_MARGIN = 24
+_LEFT = 96
+_RIGHT = 150
+_TOP = 96
+_BAND = 34
+_HELD = 18
+_GAP = 14
+_SHORTEST = 21
+_NARROWEST = 560
+_WIDEST = 6000  # pixels: of an action, of the drawing
 _HUES = {
     Kind.FORWARD: "#0072b2",
     Kind.BACKWARD: "#009e73",
@@ -63,7 +70,8 @@ def staircase_svg(timeline: Timeline, proof: PipelineProof) -> str:
             f"{timeline.pipeline} has {proof.actions} actions, too many to draw: "
             "ask for fewer stages or micro-batches"
         )
-    sheet, name = _Sheet(timeline), escape(str(timeline.pipeline))
+    sheet = _Sheet(timeline)
+    name = escape(str(timeline.pipeline))
     body = [
         f'<text class="title" x="{_MARGIN}" y="36">{name}</text>',
         f'<text class="text" x="{_MARGIN}" y="64">{_costs(timeline)}</text>',
@@ -87,8 +95,10 @@ def _costs(timeline: Timeline) -> str:
 
 
 def _stage(sheet: _Sheet, timeline: Timeline, proof: PipelineProof, stage: int) -> str:
-    y, spans = sheet.y(stage), timeline.spans[stage]
-    peak, right = proof.peak_live[stage], sheet.x(timeline.makespan) + 12
+    y = sheet.y(stage)
+    spans = timeline.spans[stage]
+    peak = proof.peak_live[stage]
+    right = sheet.x(timeline.makespan) + 12
     idle = 1 - timeline.work[stage] / timeline.makespan
     return (
         f'<text class="stage" x="{_MARGIN}" y="{y + 22:.1f}">stage {stage}</text>'
@@ -102,7 +112,8 @@ def _stage(sheet: _Sheet, timeline: Timeline, proof: PipelineProof, stage: int) 
 
 def _box(sheet: _Sheet, timeline: Timeline, span: Span, y: float) -> str:
     """Later chunks are paler. Whoever points at a box reads what it is."""
-    action, wide = span.action, (span.end - span.start) * sheet.per_time
+    action = span.action
+    wide = (span.end - span.start) * sheet.per_time
     strength = 1 - 0.65 * action.chunk / max(1, timeline.pipeline.chunks - 1)
     pale = strength < 0.7 or action.kind is Kind.WEIGHT
     label = f"{action.microbatch}" if len(str(action.microbatch)) * 7 + 4 <= wide else ""
@@ -118,7 +129,8 @@ def _box(sheet: _Sheet, timeline: Timeline, span: Span, y: float) -> str:
 
 def _held(sheet: _Sheet, spans: tuple[Span, ...], most: int, y: float) -> str:
     """A hill: how many sets of activations live, on the same scale for all stages."""
-    points, high = [f"M{_LEFT} {y:.1f}"], (_HELD - 3) / most
+    points = [f"M{_LEFT} {y:.1f}"]
+    high = (_HELD - 3) / most
     for moment, count in _live(spans):
         points.append(f"H{sheet.x(moment):.1f}V{y - count * high:.1f}")
     return f'<path class="held" d="{"".join(points)}Z"/>'
@@ -137,7 +149,8 @@ def _live(spans: tuple[Span, ...]) -> Iterator[tuple[float, int]]:
 
 
 def _axis(sheet: _Sheet, timeline: Timeline) -> str:
-    y, step = sheet.bottom + 2, _round_step(60 / sheet.per_time)
+    y = sheet.bottom + 2
+    step = _round_step(60 / sheet.per_time)
     marks = [
         f'<path class="axis" d="M{sheet.x(moment):.1f} {y}v6"/>'
         f'<text class="note" text-anchor="middle" x="{sheet.x(moment):.1f}" y="{y + 20}">'
@@ -158,7 +171,9 @@ def _legend(sheet: _Sheet, timeline: Timeline) -> str:
     kinds = {span.action.kind for spans in timeline.spans for span in spans}
     entries = [(_HUES[kind], f"{kind.value} {NAMES[kind]}") for kind in Kind if kind in kinds]
     entries += [("#eceff3", "idle"), ("#c9b6e0", "activations held")]
-    x, y, parts = float(_LEFT), sheet.bottom + 44, []
+    x = float(_LEFT)
+    y = sheet.bottom + 44
+    parts = []
     for hue, words in entries:
         parts.append(
             f'<rect x="{x}" y="{y}" width="14" height="14" rx="3" fill="{hue}"/>'

@@ -54,7 +54,8 @@ def price(
     """
     found = traffic(collective)
     chunk = collective.chunk_bytes(num_bytes)
-    sent, received = found.by_rank(found.sent_chunks), found.by_rank(found.received_chunks)
+    sent = found.by_rank(found.sent_chunks)
+    received = found.by_rank(found.received_chunks)
     bound = collective.pattern.bound(collective.ranks) * num_bytes
     busiest = found.busiest_chunks * chunk
     return Price(

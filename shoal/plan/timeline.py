@@ -50,7 +50,8 @@ class Times:
 
 
 def _spread(name: str, time: Time, pipeline: Pipeline) -> list[float]:
-    stages, chunks = pipeline.stages, pipeline.chunks
+    stages = pipeline.stages
+    chunks = pipeline.chunks
     given = list(time) if isinstance(time, Sequence) else [time] * stages
     for number in given:
         _check(name, number)
@@ -151,7 +152,8 @@ def _advance(
         action = actions[len(spans)]
         begin = spans[-1].end if spans else 0.0
         is_forward = action.kind is Kind.FORWARD
-        giver, taker = pipeline.giver(stage, action), pipeline.taker(stage, action)
+        giver = pipeline.giver(stage, action)
+        taker = pipeline.taker(stage, action)
         if giver is not None:
             key = (virtual_stage(pipeline.stages, *giver), is_forward, action.microbatch)
             if key not in ends:

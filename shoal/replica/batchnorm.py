@@ -43,7 +43,8 @@ class _Normalize(torch.autograd.Function):
         shape = _channels(x)
         normal = (x - mean.view(shape)) * inv_std.view(shape)
         ctx.save_for_backward(normal, weight, inv_std, count)
-        ctx.group, ctx.real = group, real
+        ctx.group = group
+        ctx.real = real
         out = normal
         if weight is not None:
             out = out * weight.view(shape)
@@ -56,9 +57,11 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         normal, weight, inv_std, count = ctx.saved_tensors
         grad = grads[0].to(normal.dtype)
-        others, shape = _others(grad), _channels(grad)
+        others = _others(grad)
+        shape = _channels(grad)
         sums = torch.stack([grad.sum(others), (grad * normal).sum(others)])
-        grad_bias, grad_weight = sums[0].clone(), sums[1].clone()
+        grad_bias = sums[0].clone()
+        grad_weight = sums[1].clone()
         ctx.group.all_reduce(sums).wait()
         sums /= count.clamp(min=1)
         scale = inv_std if weight is None else inv_std * weight
@@ -79,10 +82,12 @@ class GlobalBatchNorm(_BatchNorm):
         super().__init__(
             local.num_features, local.eps, local.momentum, local.affine, local.track_running_stats
         )
-        self._parameters, self._buffers = local._parameters, local._buffers
+        self._parameters = local._parameters
+        self._buffers = local._buffers
         self.training = local.training
         self._dims = _dims_of(local)
-        self._group, self._presence = group, presence
+        self._group = group
+        self._presence = presence
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._dims:
@@ -144,7 +149,8 @@ class MicroBatchNorm(_BatchNorm):
         super().__init__(
             local.num_features, local.eps, local.momentum, local.affine, local.track_running_stats
         )
-        self._parameters, self._buffers = local._parameters, local._buffers
+        self._parameters = local._parameters
+        self._buffers = local._buffers
         self.training = local.training
         self._presence = presence
         self._seen: list[Tensor] = []

@@ -58,11 +58,15 @@ class Engine:
         presence: Presence | None = None,
         tracer: Tracer = OFF,
     ):
-        self.model, self.loss, self.flat = model, loss, flat
+        self.model = model
+        self.loss = loss
+        self.flat = flat
         self.follow(actions)
-        self.every_microbatch, self.loss_scale = every_microbatch, loss_scale
+        self.every_microbatch = every_microbatch
+        self.loss_scale = loss_scale
         self.gradient_scale = gradient_scale
-        self.presence, self.tracer = presence or Presence(), tracer
+        self.presence = presence or Presence()
+        self.tracer = tracer
         self._autocast = autocast_for(flat.device, precision)
         self._do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
 
@@ -77,7 +81,8 @@ class Engine:
         The same number stands in `flat.head[0]` where gradients are exchanged, so that it
         travels with them.
         """
-        self._microbatches, self._on_bucket = microbatches, on_bucket
+        self._microbatches = microbatches
+        self._on_bucket = on_bucket
         self._losses: dict[int, Tensor] = {}
         self._total: Tensor | None = None
         with own_random_streams(self.flat.device):
@@ -117,7 +122,8 @@ class Engine:
         return loss
 
     def _backward(self, m: int) -> None:
-        micro, loss = self._microbatches[m], self._losses.pop(m)
+        micro = self._microbatches[m]
+        loss = self._losses.pop(m)
         start = self._start_of_backward(micro, loss)
         final = self.every_microbatch or m == self._last
         if final:

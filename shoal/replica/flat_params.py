@@ -92,7 +92,8 @@ class FlatParams:
         for piece in reversed(self.pieces[1:]):
             if begin < piece.start < stop and stop - piece.start >= wanted:
                 cuts.append(slice(piece.start, stop))
-                stop, wanted = piece.start, max(1, num_bytes // width)
+                stop = piece.start
+                wanted = max(1, num_bytes // width)
         return [*cuts, slice(begin, stop)] if begin < stop else cuts
 
     def move_to(self, data: Tensor, copy: bool = False) -> None:
@@ -166,7 +167,8 @@ class FlatParams:
             self._views = [self.grad[p.start : p.stop] for p in self.pieces]
             for i in range(len(self.params)):
                 self._home(i)
-        self.notes_loss, self.buckets_of_grad = True, list(buckets)
+        self.notes_loss = True
+        self.buckets_of_grad = list(buckets)
         self._members = [self.inside(bucket) for bucket in self.buckets_of_grad]
         self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
         width = self.data.element_size()
@@ -253,7 +255,8 @@ class FlatParams:
 
     def _release(self, bucket: int) -> None:
         """Copy the gradients of a bucket into `grad` and report it."""
-        views, grads = [], []
+        views = []
+        grads = []
         where = self.buckets_of_grad[bucket]
         memory = None if self._room is None else self._room(where)
         for i in self._members[bucket]:
@@ -309,7 +312,8 @@ class FlatParams:
         return -(-elements // self._align) * self._align
 
     def _lay_out(self) -> list[Piece]:
-        pieces, start = [], self.offset
+        pieces = []
+        start = self.offset
         for name, p in self.named:
             pieces.append(Piece(name, start, start + p.numel()))
             start = self._round(start + p.numel())

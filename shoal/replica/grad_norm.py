@@ -30,8 +30,11 @@ class NormOverParts:
         tensor: TensorSplit | None = None,
         stages: Group | None = None,
     ):
-        self._places, self._num = places, num_parameters
-        self._shards, self._tensor, self._stages = shards, tensor, stages
+        self._places = places
+        self._num = num_parameters
+        self._shards = shards
+        self._tensor = tensor
+        self._stages = stages
         self._like = next(iter(places)).detach()
         self._counts = is_counted_here
 

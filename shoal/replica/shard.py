@@ -107,7 +107,9 @@ class StagePart(Part):
         blank: Blank,
         example: Tree = None,
     ):
-        self.model, self.pp, self.group = model, pp, mesh.pp
+        self.model = model
+        self.pp = pp
+        self.group = mesh.pp
         self._is_trusted = bool(blank)  # with all tensors on one worker it may not fit
         group = mesh.pp
         self.chunks = build(pp.schedule, group.size, 1, pp.chunks).chunks
@@ -137,7 +139,8 @@ class StagePart(Part):
 
     @property
     def computes(self) -> nn.Module | None:
-        first, step = self.group.rank, self.group.size
+        first = self.group.rank
+        step = self.group.size
         own = range(first, self.stages.parts, step)
         segments = [self.stages.segment(virtual) for virtual in own]
         modules = [segment for segment in segments if isinstance(segment, nn.Module)]
@@ -219,7 +222,8 @@ def part_of_replica(
     Stages are cut, and the layers that are split chosen, while the model is whole. What is
     `blank` is filled layer by layer, and what belongs to others let go.
     """
-    tp, pp = strategy.tp, strategy.pp
+    tp = strategy.tp
+    pp = strategy.pp
     roles = plan_of(model, tp) if tp is not None and mesh.tp.size > 1 else {}
     if pp is not None and mesh.pp.size > 1:
         part: Part = StagePart(model, pp, mesh, device, blank, example)
@@ -269,7 +273,8 @@ def _alike(whole: list[Tensor], split: list[Tensor]) -> bool:
     if [t.shape for t in whole] != [t.shape for t in split]:
         return False
     for a, b in zip(whole, split, strict=True):
-        a, b = a.double(), b.double()
+        a = a.double()
+        b = b.double()
         size = float(a.abs().max()) if a.numel() else 0.0
         if not torch.allclose(a, b, rtol=0.0, atol=1e-3 * size, equal_nan=True):
             return False

@@ -9,7 +9,8 @@ class Pauses:
     """Each call sleeps, every time twice as long as before, up to a limit."""
 
     def __init__(self, first_s: float, longest_s: float):
-        self._next_s, self._longest_s = first_s, longest_s
+        self._next_s = first_s
+        self._longest_s = longest_s
 
     def __call__(self) -> None:
         time.sleep(self._next_s)

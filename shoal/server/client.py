@@ -62,9 +62,12 @@ class Link:
     """The three connections of one worker to one server."""
 
     def __init__(self, place: PartOf, index: int, address: str, secret: bytes, header: Header):
-        self.rank, self._place = place.rank(header.worker), place
-        self.index, self.address = index, address
-        self._secret, self._header = secret, header
+        self.rank = place.rank(header.worker)
+        self._place = place
+        self.index = index
+        self.address = address
+        self._secret = secret
+        self._header = header
         self._connections: dict[Lane, Connection] = {}
         self._threads: dict[Lane, Thread] = {}
         self.shares_memory = self._is_closing = False
@@ -166,7 +169,8 @@ class Link:
             why = error.__cause__ or error
             self._lost_for_good = PeerLost(self.rank, None, f"{broken.doing}, and again ({why})")
             raise self._lost_for_good from broken
-        old, self._connections[lane] = self._connections[lane], fresh
+        old = self._connections[lane]
+        self._connections[lane] = fresh
         self._past.append(old)
         old.close()
         if self._is_closing:
@@ -244,10 +248,13 @@ class Client:
         secret: bytes,
         specs: Sequence[Spec],
     ):
-        self.rank, self.specs = rank, list(specs)
+        self.rank = rank
+        self.specs = list(specs)
         first = self.specs[0]
-        self.dtype, self.head_dtype = DTYPES[first.dtype], DTYPES[first.head_dtype]
-        self.parts, self.size = parts_of(first), first.size
+        self.dtype = DTYPES[first.dtype]
+        self.head_dtype = DTYPES[first.head_dtype]
+        self.parts = parts_of(first)
+        self.size = first.size
         self.sequence = self._met = 0
         self.first = 0  # the first worker that is left, as of the latest meeting
         self._settling: list[Future[Any]] = []
@@ -295,7 +302,8 @@ class Client:
     def push(self, run: slice) -> None:
         """These elements of `out` are final: send them to whoever holds them, in the background."""
         for link, spec in zip(self.links, self.specs, strict=True):
-            start, stop = max(run.start, spec.start), min(run.stop, spec.stop)
+            start = max(run.start, spec.start)
+            stop = min(run.stop, spec.stop)
             if start < stop and link.shares_memory:
                 self.laid_bytes += (stop - start) * self.out.element_size()
             elif start < stop:
@@ -424,7 +432,8 @@ class Client:
             made = shared.make(self.dtype, self.size, self.parts)
         if made is not None:
             memory, self._handle = made
-            self.out, self.inbox = memory.out, memory.inbox
+            self.out = memory.out
+            self.inbox = memory.inbox
         else:
             self.out = torch.zeros(self.parts, self.size, dtype=self.dtype)
             self.inbox = torch.zeros(self.size, dtype=self.dtype)
@@ -445,7 +454,8 @@ class Client:
         link.open("pull")
 
     def _later_push(self, link: Link, spec: Spec, start: int, stop: int) -> None:
-        width, sequence = self.dtype.itemsize, self.sequence + 1
+        width = self.dtype.itemsize
+        sequence = self.sequence + 1
         for part in range(self.parts):
             at = (part * (spec.stop - spec.start) + start - spec.start) * width
             payload = bytes_of(self.out[part, start:stop])
@@ -456,7 +466,9 @@ class Client:
             link.later("push", do, answered=False)
 
     def _later_commit(self, link: Link, commit: Commit, heads: Tensor) -> Future[Ack]:
-        meta, payload, sequence = encode(commit), bytes_of(heads), self.sequence
+        meta = encode(commit)
+        payload = bytes_of(heads)
+        sequence = self.sequence
 
         def do() -> Ack:
             link.send("push", Kind.COMMIT, meta, payload, sequence=sequence)
@@ -482,7 +494,8 @@ def _get_state(link: Link) -> tuple[State, list[Tensor]]:
     link.send("pull", Kind.STATE_GET)
     meta, payload = link.answer_any("pull", Kind.STATE_GET)
     state = decode(meta, State)
-    tensors, at = [], 0
+    tensors = []
+    at = 0
     flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0)
     for value in state.tensors:
         dtype = DTYPES[value.dtype]

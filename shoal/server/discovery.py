@@ -106,7 +106,8 @@ def find_hosts(
         return _of_launcher(part, environ)
     hosts = Hosts(_share_secret(group, fellows, environ))
     try:
-        places, host = _places(group, environ), host_id().decode()
+        places = _places(group, environ)
+        host = host_id().decode()
         homes = []
         for index in range(group.size if part.placement == "workers" else part.servers):
             starter = _starter(part, places, index)
@@ -156,7 +157,8 @@ def socket_of(run_dir: str | Path, index: int) -> str:
 
 def _of_launcher(part: Ps, environ: Mapping[str, str]) -> Hosts:
     """`SHOAL_SERVERS` is a number of sockets in the run directory, or addresses with commas."""
-    text, secret = environ["SHOAL_SERVERS"], read_secret(environ)
+    text = environ["SHOAL_SERVERS"]
+    secret = read_secret(environ)
     run_dir = environ.get("SHOAL_RUN_DIR", "")
     addresses = (
         [socket_of(run_dir, i) for i in range(int(text))] if text.isdigit() else text.split(",")
@@ -185,7 +187,8 @@ def _start_process(
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
     hosts.processes.append(process)
     if beyond:
-        word, deadline_s = address_file(hosts.folder, index), time.monotonic() + _START_S
+        word = address_file(hosts.folder, index)
+        deadline_s = time.monotonic() + _START_S
         while not word.exists():
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise BadInput(f"server {index} does not listen at {beyond}: see its output")

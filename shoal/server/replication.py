@@ -23,7 +23,8 @@ class Followers:
         self._connections: dict[int, Connection] = {}
         self._changed = threading.Condition()
         self._closed = False
-        holding.tell, holding.agree = self._tell, self._agree
+        holding.tell = self._tell
+        holding.agree = self._agree
 
     def serve(self, index: int, connection: Connection) -> None:
         """Keep the connection of server `index` until the model is done with."""

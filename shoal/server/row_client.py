@@ -40,7 +40,8 @@ class ServerStore:
         waiting = []
         for link, places in self._dealt(table, ids):
             for part in torch.split(places, most):
-                own, into = ids[part], torch.empty(len(part), dim)
+                own = ids[part]
+                into = torch.empty(len(part), dim)
                 meta = encode(Rows(table, len(part)))
                 ask = _ask(link, Kind.TABLE_PULL, meta, [bytes_of(own)], [bytes_of(into)])
                 waiting.append((link.later("rows", ask), part, own, into))
@@ -53,7 +54,8 @@ class ServerStore:
         """Every server is told, also one that holds none of the rows: it counts updates."""
         sequence = self.client.sequence + 1
         for link, places in self._dealt(table, ids, also_empty=True):
-            own, part = ids[places], grads[places].contiguous()
+            own = ids[places]
+            part = grads[places].contiguous()
 
             def send(link: Link = link, own: Tensor = own, part: Tensor = part) -> None:
                 meta = encode(Rows(table, len(own), lr))

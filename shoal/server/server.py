@@ -70,10 +70,12 @@ class Server:
 
         `beyond` is another address to listen at, for those who are not on this host.
         """
-        self.secret, self.most_bytes = secret, most_bytes or _memory_bytes()
+        self.secret = secret
+        self.most_bytes = most_bytes or _memory_bytes()
         self.is_gone = is_gone
         self.listeners = [Listener(address)]
-        self.address, self.beyond = self.listeners[0].address, ""
+        self.address = self.listeners[0].address
+        self.beyond = ""
         if beyond:
             try:
                 self.listeners.append(Listener(beyond))
@@ -284,8 +286,11 @@ class Session:
     def __init__(
         self, server: Server, connection: Connection, hello: Hello, header: Header, number: int
     ):
-        self.server, self.connection, self.lane = server, connection, hello.lane
-        self.worker, self.incarnation = header.worker, header.incarnation
+        self.server = server
+        self.connection = connection
+        self.lane = hello.lane
+        self.worker = header.worker
+        self.incarnation = header.incarnation
         self.model = header.model
         self.holding: Holding | None = None
         self.member: Member | None = None
@@ -388,7 +393,8 @@ class Session:
         with holding.changed:
             while (held := member.lanes.get(self.lane)) is not None:
                 self._displace(holding, member, held)
-            self.holding, self.member = holding, member
+            self.holding = holding
+            self.member = member
             member.lanes[self.lane] = self._occupant
             if self.lane == "push" and member.consumed == member.watermark:
                 member.rows.clear()  # a push that was begun comes again from its start
@@ -513,7 +519,9 @@ class Session:
     def _bucket(self, header: Header, meta: bytes) -> None:
         """Part of a push, into the memory that waits for it; no answer."""
         holding, member = self._here()
-        start, count, width = header.argument, header.payload_bytes, holding.shard.dtype.itemsize
+        start = header.argument
+        count = header.payload_bytes
+        width = holding.shard.dtype.itemsize
         staged = bytes_of(member.staged)
         if member.inbox is not None:
             raise Refused("gradients over the wire from a worker that shares its memory")
@@ -529,7 +537,8 @@ class Session:
 
     def _commit(self, header: Header, meta: bytes) -> None:
         holding, member = self._here()
-        commit, heads = decode(meta, Commit), bytes_of(member.heads)
+        commit = decode(meta, Commit)
+        heads = bytes_of(member.heads)
         if header.payload_bytes != heads.nbytes:
             raise Refused(f"{header.payload_bytes} bytes of heads, and {heads.nbytes} fit")
         if header.sequence <= member.watermark:

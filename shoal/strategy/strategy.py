@@ -311,8 +311,16 @@ class Pp(Part):
     balance: Annotated[str, one_of("weights", "measured")] = "weights"
 
 
-single, ddp, zero, ps, gossip = Single, Ddp, Zero, Ps, Gossip
-hogwild, mapreduce, localsgd, tp, pp = Hogwild, Mapreduce, Localsgd, Tp, Pp
+single = Single
+ddp = Ddp
+zero = Zero
+ps = Ps
+gossip = Gossip
+hogwild = Hogwild
+mapreduce = Mapreduce
+localsgd = Localsgd
+tp = Tp
+pp = Pp
 _KINDS = (Single, Ddp, Zero, Ps, Gossip, Hogwild, Mapreduce, Localsgd, Tp, Pp)
 PARTS: dict[str, type[Part]] = {kind.__name__.lower(): kind for kind in _KINDS}
 WHY_NOT_SPLIT = {

@@ -113,8 +113,11 @@ class Sharded(Exchange):
         answers: Compressor,
         unused: Tensor,
     ):
-        self.group, self.compressor, self.answers = group, compressor, answers
-        self.residual, self.unused = _zeros(flat, flat.size), unused
+        self.group = group
+        self.compressor = compressor
+        self.answers = answers
+        self.residual = _zeros(flat, flat.size)
+        self.unused = unused
         self._places = {at.start: self._place(at) for at in slices}
         self.owed = {start: _zeros(flat, p.stop - p.start) for start, p in self._places.items()}
         self._unused = {start: _inside(unused, p) for start, p in self._places.items()}
@@ -125,7 +128,8 @@ class Sharded(Exchange):
             self.owed[start][places] = 0.0
 
     def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
-        size, shard = self.group.size, _shard(x.numel(), self.group.size)
+        size = self.group.size
+        shard = _shard(x.numel(), self.group.size)
         wanted = x + self.residual[at]
         rows = F.pad(wanted, (0, size * shard - x.numel())).view(size, shard)
         packed = torch.stack([self.compressor.pack(row) for row in rows])
@@ -186,8 +190,10 @@ class Factored(Exchange):
         factors: dict[int, PowerSgd],
         unused: Tensor,
     ):
-        self.group, self.factors = group, factors
-        self.residual, self.unused = _zeros(flat, flat.size), unused
+        self.group = group
+        self.factors = factors
+        self.residual = _zeros(flat, flat.size)
+        self.unused = unused
 
     def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
         factors = self.factors[at.start]

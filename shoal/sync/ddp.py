@@ -26,7 +26,9 @@ class AllReduce(Sync):
     """
 
     def __init__(self, flat: FlatParams, update: Update, group: Group, bucket_bytes: int):
-        self.flat, self.update, self.group = flat, update, CountingGroup(group)
+        self.flat = flat
+        self.update = update
+        self.group = CountingGroup(group)
         self.traffic = Traffic(flat, self.group)
         self._under_way: list[Work] = []
         flat.watch(flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)), LARGE_BYTES)

@@ -39,7 +39,9 @@ class CompressedReduce(Sync):
         compress: str,
         copies: Copies | None = None,
     ):
-        self.flat, self.update, self.group = flat, update, CountingGroup(group)
+        self.flat = flat
+        self.update = update
+        self.group = CountingGroup(group)
         buckets = flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
         flat.watch(buckets)
         bodies = [self._body(bucket) for bucket in buckets]

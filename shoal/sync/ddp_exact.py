@@ -32,7 +32,9 @@ class ExactReduce(Sync):
         microbatches: int,
         bucket_bytes: int,
     ):
-        self.flat, self.update, self.group = flat, update, group
+        self.flat = flat
+        self.update = update
+        self.group = group
         self.root = (0, microbatches)
         self.runs = runs_of(microbatches, group.size)
         self._sums: dict[int, dict[Node, Tensor]] = {}

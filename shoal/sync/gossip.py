@@ -68,7 +68,8 @@ class Neighbours:
     """Takes weighted sums over neighbours, by messages to and from them alone."""
 
     def __init__(self, group: Group, mixing: Mixing):
-        self.group, self.mixing = group, mixing
+        self.group = group
+        self.mixing = mixing
         self._landing: dict[tuple[int, int], Tensor] = {}  # by place in line and turn
         self._sum = torch.zeros(0)
 
@@ -91,7 +92,9 @@ class Neighbours:
     def _exchange(
         self, chunk: Tensor, shares: dict[int, float], listeners: Sequence[int], turn: int
     ) -> tuple[list[Work], list[tuple[float, Tensor]]]:
-        rank, works, terms = self.group.rank, [], []
+        rank = self.group.rank
+        works = []
+        terms = []
         for peer in sorted({*shares, *listeners}):
             if peer == rank:
                 terms.append((shares[rank], chunk))
@@ -136,9 +139,13 @@ class Mixer(Sync):
         mixing: Mixing,
         statistics: Sequence[Tensor],
     ):
-        self.flat, self.update, self.mixing = flat, update, mixing
-        self.group, self.statistics = CountingGroup(group), statistics
-        self.neighbours, self.traffic = Neighbours(self.group, mixing), Traffic(flat, self.group)
+        self.flat = flat
+        self.update = update
+        self.mixing = mixing
+        self.group = CountingGroup(group)
+        self.statistics = statistics
+        self.neighbours = Neighbours(self.group, mixing)
+        self.traffic = Traffic(flat, self.group)
         self.gradient_scale = float(group.size)  # the mean of this is the sum of shares
         self.distances: list[tuple[int, float]] = []
         self._loss: Tensor | None = None
@@ -233,7 +240,8 @@ class MixWeights(Mixer):
     def summary(self) -> list[str]:
         if not self.distances:
             return []
-        (first, far), (last, near) = self.distances[0], self.distances[-1]
+        (first, far) = self.distances[0]
+        (last, near) = self.distances[-1]
         return [
             f"gossip: replicas were {far:.3g} from their mean after {first} steps"
             + (f", {near:.3g} after {last}" if last > first else "")

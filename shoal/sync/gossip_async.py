@@ -53,8 +53,11 @@ class AsyncGossip(Sync):
         mixing: Mixing,
         statistics: Sequence[Tensor],
     ):
-        self.flat, self.update, self.mixing = flat, update, mixing
-        self.rank, self.size = group.rank, group.size
+        self.flat = flat
+        self.update = update
+        self.mixing = mixing
+        self.rank = group.rank
+        self.size = group.size
         self.gradient_scale = float(group.size)
         self.steps = self.bytes_sent = self.bytes_read = 0
         self.lost: set[int] = set()
@@ -79,7 +82,8 @@ class AsyncGossip(Sync):
     def finish(self) -> None:
         self.update.apply()
         self.flat.drop_gradients()
-        data, has_room = self.flat.data, not self.flat.head_travels_alone
+        data = self.flat.data
+        has_room = not self.flat.head_travels_alone
         if has_room:
             data[0] = self.flat.head[0] * self.size
         with self.update.tracer.span(WAIT, "average with what neighbours have laid out"):
@@ -132,7 +136,9 @@ class AsyncGossip(Sync):
 
     def _mix(self) -> None:
         """x_i = (1 - what was taken) x_i + sum of w[i, j] x_j over neighbours with news."""
-        data, taken, apart = self.flat.data, 0.0, []
+        data = self.flat.data
+        taken = 0.0
+        apart = []
         others = self._others.zero_()
         for peer, share in self.mixing.heard_by(self.rank, self.steps).items():
             theirs = None if peer == self.rank else self._read_news(peer)
@@ -153,7 +159,8 @@ class AsyncGossip(Sync):
             return None
         self._seen[peer] = version
         late = max(0, self.board.version(self.rank) - version)
-        self.reads, self.behind = self.reads + 1, self.behind + late
+        self.reads = self.reads + 1
+        self.behind = self.behind + late
         self.most_behind = max(self.most_behind, late)
         self.bytes_read += self._page.nbytes
         return self._views[0].to(self.flat.device)
@@ -170,7 +177,8 @@ class AsyncGossip(Sync):
 
     def _wait_for_others(self) -> None:
         """Until those that still run have laid out as many versions as this worker."""
-        mine, deadline = self.board.version(self.rank), time.monotonic() + _PATIENCE_S
+        mine = self.board.version(self.rank)
+        deadline = time.monotonic() + _PATIENCE_S
         for peer in range(self.size):
             while self._is_behind(peer, mine) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
@@ -182,7 +190,8 @@ class AsyncGossip(Sync):
         return peer not in self.lost
 
     def _take_mean(self) -> None:
-        totals, count = [tensor.clone() for tensor in self._tensors], 1
+        totals = [tensor.clone() for tensor in self._tensors]
+        count = 1
         for peer in range(self.size):
             self._note_loss_of(peer)
             if peer in self.lost or peer == self.rank:

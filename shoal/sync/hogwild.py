@@ -33,7 +33,8 @@ from shoal.sync.optimizer_step import Update
 from shoal.transport.shm.shared_buffer import Commons
 
 _ALIGN = 64
-_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.0005, 0.02
+_FIRST_LOOK_S = 0.0005
+_LONGEST_LOOK_S = 0.02
 
 
 class Hogwild(Sync):
@@ -56,8 +57,12 @@ class Hogwild(Sync):
         statistics: Sequence[Tensor],
         say: Callable[[str], None],
     ):
-        self.flat, self.update, self.group = flat, update, group
-        self.rank, self.size, self.momentum = group.rank, group.size, momentum
+        self.flat = flat
+        self.update = update
+        self.group = group
+        self.rank = group.rank
+        self.size = group.size
+        self.momentum = momentum
         self._settings = Settings(update.optimizer, momentum, say)
         tensors = [flat.data, *statistics, *self._sums()]
         places, num_bytes = _lay_out(tensors)
@@ -176,8 +181,10 @@ class Settings:
     def __init__(
         self, optimizer: torch.optim.Optimizer, momentum: bool, say: Callable[[str], None]
     ) -> None:
-        self._groups, self._name = optimizer.param_groups, type(optimizer).__name__
-        self._momentum, self._say = momentum, say
+        self._groups = optimizer.param_groups
+        self._name = type(optimizer).__name__
+        self._momentum = momentum
+        self._say = say
         self.take()
 
     def take(self) -> None:
@@ -228,7 +235,8 @@ def why_no_momentum(momentum: float) -> str:
 
 def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     """Where each begins, in bytes, and how many bytes all of them take."""
-    places, end = [], 0
+    places = []
+    end = 0
     for tensor in tensors:
         places.append(end)
         end += -(-tensor.nbytes // _ALIGN) * _ALIGN

@@ -11,7 +11,8 @@ class LocalUpdate(Sync):
     """Gradients stay where backward put them; no buckets, no copies."""
 
     def __init__(self, flat: FlatParams, update: Update):
-        self.flat, self.update = flat, update
+        self.flat = flat
+        self.update = update
 
     def finish(self) -> None:
         self.update.apply()

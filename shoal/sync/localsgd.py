@@ -59,8 +59,11 @@ class LocalSgd(Sync):
         statistics: Sequence[Tensor] = (),
         copies: Copies | None = None,
     ):
-        self.flat, self.update, self.group = flat, update, CountingGroup(group)
-        self.every, self.statistics = every, statistics
+        self.flat = flat
+        self.update = update
+        self.group = CountingGroup(group)
+        self.every = every
+        self.statistics = statistics
         self.gradient_scale = float(group.size)
         self.agreed = nn.Parameter(flat.data.clone(), requires_grad=False)
         self.since = 0

@@ -37,7 +37,9 @@ class MapReduce(Sync):
                 'mapreduce and precision="fp16" exclude each other: the master alone knows the '
                 'scale of the next step; take precision="bf16"'
             )
-        self.flat, self.update, self.group = flat, update, CountingGroup(group)
+        self.flat = flat
+        self.update = update
+        self.group = CountingGroup(group)
         self.traffic = Traffic(flat, self.group)
         self._under_way: list[Work] = []
         self._loss = flat.head[:1].clone()

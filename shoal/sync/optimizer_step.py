@@ -39,11 +39,16 @@ class Update:
         total_norm: NormOverParts | None = None,
         tracer: Tracer = OFF,
     ):
-        self.named, self.params = named, [p for _, p in named]
+        self.named = named
+        self.params = [p for _, p in named]
         self.factory = factory
         self.optimizer = make_optimizer(factory, named) if named else _idle()
-        self.clip_norm, self.lr, self.scaler, self.tracer = clip_norm, lr, scaler, tracer
-        self.norm_over, self.clipped = norm_over, self.params if clipped is None else clipped
+        self.clip_norm = clip_norm
+        self.lr = lr
+        self.scaler = scaler
+        self.tracer = tracer
+        self.norm_over = norm_over
+        self.clipped = self.params if clipped is None else clipped
         self.total_norm = total_norm
         self.steps = 0
         self._ratios = ratios(self.optimizer)

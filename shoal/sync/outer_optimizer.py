@@ -19,14 +19,16 @@ class Outer:
 
     def __init__(self, text: str, weights: nn.Parameter):
         self.name, self.settings = outer_settings(text)
-        self.weights, self.rounds = weights, 0
+        self.weights = weights
+        self.rounds = 0
         lr = self.settings["lr"]
         self.optimizer: torch.optim.Optimizer
         if self.name == "adam":
             betas = self.settings["beta1"], self.settings["beta2"]
             self.optimizer = torch.optim.Adam([weights], lr, betas, self.settings["eps"])
         else:
-            momentum, nesterov = self.settings["momentum"], self.name == "nesterov"
+            momentum = self.settings["momentum"]
+            nesterov = self.name == "nesterov"
             self.optimizer = torch.optim.SGD([weights], lr, momentum, nesterov=nesterov)
 
     def step(self, difference: Tensor) -> None:

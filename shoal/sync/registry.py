@@ -121,7 +121,9 @@ def _shards_parameters(part: SyncPart, group: Group) -> bool:
 
 def build_sync(part: SyncPart, replica: Replica) -> Sync:
     """Chosen once, when a step is built; nothing asks again inside a step."""
-    flat, update, group = replica.flat, replica.update, replica.group
+    flat = replica.flat
+    update = replica.update
+    group = replica.group
     _check(part, replica)
     match part:
         case Single() | Ddp() if replica.exact_microbatches is not None:

@@ -14,7 +14,8 @@ class Traffic:
     """Counts steps; the groups count bytes."""
 
     def __init__(self, flat: FlatParams, *groups: CountingGroup):
-        self.groups, self.steps = groups, 0
+        self.groups = groups
+        self.steps = 0
         alone = flat.head.nbytes if flat.head_travels_alone else 0
         width = flat.dtype.itemsize
         self.plain_bytes = all_reduce_bytes(flat.size * width + alone, groups[0].size)

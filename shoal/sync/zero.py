@@ -75,7 +75,9 @@ class ShardedUpdate:
     """What the stages share after the gradients are agreed: who has which weights and state."""
 
     def __init__(self, flat: FlatParams, update: Update, group: Group):
-        self.flat, self.update, self.group = flat, update, group
+        self.flat = flat
+        self.update = update
+        self.group = group
         self.shards = flat.shards(group.size)
 
     def apply(self) -> None:
@@ -121,7 +123,8 @@ class ZeroReduce(Sync):
     def __init__(
         self, flat: FlatParams, update: Update, group: Group, stage: int, bucket_bytes: int
     ):
-        self.flat, self.group = flat, CountingGroup(group)
+        self.flat = flat
+        self.group = CountingGroup(group)
         groups = [self.group]
         if isinstance(flat, ShardedParams):
             flat.group = CountingGroup(flat.group)

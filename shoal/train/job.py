@@ -60,17 +60,23 @@ class Job:
     ):
         require_built(strategy)
         layout = strategy.layout(group.size)
-        self.strategy, self.group, self.device, self.seed = strategy, group, device, seed
-        self.rank, self.size = group.rank, group.size
+        self.strategy = strategy
+        self.group = group
+        self.device = device
+        self.seed = seed
+        self.rank = group.rank
+        self.size = group.size
         self.mesh = Mesh.of(group, layout)
-        self.replica, self.replicas = self.mesh.dp.rank, layout.replicas
+        self.replica = self.mesh.dp.rank
+        self.replicas = layout.replicas
         self.generator = torch.Generator().manual_seed(mix(seed, 4, self.replica))
         self.steps = 0
         self.on_build: list[Callable[[Step], None]] = []
         self.on_step: list[Callable[[Step, Tensor], None]] = []
         self.dry = False  # a trial run: nothing is saved
         self._steps: list[Step] = []
-        self._progress, self._tracer = progress or Silent(), tracer
+        self._progress = progress or Silent()
+        self._tracer = tracer
         self._faults = faults
         self._tally = tally  # how to add up where ranks may be lost
         self._said: set[str] = set()
@@ -80,8 +86,10 @@ class Job:
             self.mesh.dp, device, seed, lambda: self.steps, self._before_batch, self._say_once
         )
         part = strategy.sync_for(self.replicas)
-        self._feed.turns, self._feed.everything = part.takes_turns, part.takes_everything
-        self._clock, self._pace = _Clock(), Pace()
+        self._feed.turns = part.takes_turns
+        self._feed.everything = part.takes_everything
+        self._clock = _Clock()
+        self._pace = Pace()
 
     def step(
         self,
@@ -409,15 +417,19 @@ class _Clock:
     """Samples a second since the run began, and the time that is left at that pace."""
 
     def __init__(self, steps: int = 0):
-        self._start_steps, self.samples = steps, 0
+        self._start_steps = steps
+        self.samples = 0
         self._start_s: float | None = None
 
     def read(self, steps: int, total: int | None) -> dict[str, float | None]:
         now = time.monotonic()
         if self._start_s is None:  # the first step carries start-up costs: count from its end
-            self._start_s, self._start_steps, self.samples = now, steps, 0
+            self._start_s = now
+            self._start_steps = steps
+            self.samples = 0
             return {"samples_per_s": None, "left_s": None}
-        passed, done = now - self._start_s, steps - self._start_steps
+        passed = now - self._start_s
+        done = steps - self._start_steps
         if passed <= 0 or done <= 0:
             return {"samples_per_s": None, "left_s": None}
         left = None if total is None else passed / done * (total - steps)

@@ -71,7 +71,9 @@ def whole_sync(step: Step, state: dict[str, Tensor]) -> tuple[dict[str, Tensor],
 
     Of a model that is split, the latter is kept where it is a number.
     """
-    flat, by_name, rest = step.flat, {}, {}
+    flat = step.flat
+    by_name = {}
+    rest = {}
     is_split = step.mesh.pp.size > 1 or step.mesh.tp.size > 1
     for key, tensor in state.items():
         tensor = checkpoint.on_cpu(tensor)
@@ -87,7 +89,8 @@ def whole_sync(step: Step, state: dict[str, Tensor]) -> tuple[dict[str, Tensor],
 
 def _sync_of_part(step: Step, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """This worker's part of `whole_sync`, as the sync has given it."""
-    flat, taken = step.flat, step.part.take(whole)
+    flat = step.flat
+    taken = step.part.take(whole)
     found: dict[str, Tensor] = {}
     for i, (name, p) in enumerate(flat.named):
         mine = {n: t for n, t in taken.items() if n.rpartition("/")[0] == name}
@@ -124,7 +127,8 @@ def _restore_step(
         raise CheckpointError(f"the checkpoint at {path} is damaged: its models")
     model, optimizer = (_named(prefix, part) for part in (saved.model, saved.optimizer))
     model = _restore_rows(step, model, rest.get("tables", {}), path)
-    model, optimizer = step.part.take(model), step.part.take(optimizer)
+    model = step.part.take(model)
+    optimizer = step.part.take(optimizer)
     checkpoint.load_model(step.model, model, rest.get("tied"), path)
     if step.update.named:  # else this rank trains no parameter
         checkpoint.load_optimizer(
@@ -152,7 +156,8 @@ def _restore_rows(
     if not isinstance(tables, dict) or set(tables) != names:
         raise CheckpointError(f"the checkpoint at {path} is of a model with other embeddings")
     for embedding in step.embeddings:
-        prefix, updates = embedding.spec.name + "/", tables[embedding.spec.name]
+        prefix = embedding.spec.name + "/"
+        updates = tables[embedding.spec.name]
         own = _named(prefix, tensors)
         if not isinstance(updates, int):
             raise CheckpointError(f"the checkpoint at {path} is damaged: its tables")

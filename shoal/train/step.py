@@ -116,7 +116,8 @@ class OneByOne(Sequence[MicroBatch]):
     """Micro-batches that are made when the engine comes to them, and then let go of."""
 
     def __init__(self, source: Iterator[MicroBatch], length: int):
-        self._source, self._length = source, length
+        self._source = source
+        self._length = length
         self._at: tuple[int, MicroBatch] | None = None
 
     def __len__(self) -> int:
@@ -158,7 +159,10 @@ class Step:
         for name, value in {"loss": loss, "lr": lr, "count": count}.items():
             if value is not None and not callable(value):
                 raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
-        self.options, self.group, self.seed, self.count = options, group, seed, count
+        self.options = options
+        self.group = group
+        self.seed = seed
+        self.count = count
         self.mesh = mesh
         part = strategy.sync_for(group.size)
         self._has_servers = isinstance(part, Ps)
@@ -370,7 +374,8 @@ class Step:
                 lambda t: t.to(device, non_blocking=True), self._in_order(piece)
             )
             stream = self._stream(first + m)
-            real, alone = samples > 0, self.group.size == 1 and not self.options.exact
+            real = samples > 0
+            alone = self.group.size == 1 and not self.options.exact
             found.append(
                 MicroBatch(
                     inputs,

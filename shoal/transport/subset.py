@@ -13,8 +13,10 @@ class SubsetTransport:
     """`ranks[i]` of `transport` is rank i here; the own rank must be among them."""
 
     def __init__(self, transport: Transport, ranks: Sequence[int]):
-        self._transport, self._ranks = transport, tuple(ranks)
-        self.rank, self.size = self._ranks.index(transport.rank), len(self._ranks)
+        self._transport = transport
+        self._ranks = tuple(ranks)
+        self.rank = self._ranks.index(transport.rank)
+        self.size = len(self._ranks)
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         return self._transport.send(data, self._ranks[dst], tag)

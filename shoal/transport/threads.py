@@ -27,7 +27,8 @@ class PendingWork:
         self._error: Exception | None = None
 
     def wait(self) -> None:
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if self._error is not None:
             raise self._error
         try:
@@ -42,7 +43,8 @@ class Mailboxes:
     """What the threads of one world share. `close` wakes every rank that still waits."""
 
     def __init__(self, size: int, timeout_s: float = 60.0):
-        self.size, self.timeout_s = size, timeout_s
+        self.size = size
+        self.timeout_s = timeout_s
         self._boxes: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
         self._changed = threading.Condition()
         self._broken_by: int | None = None
@@ -75,7 +77,9 @@ class ThreadTransport:
     """One rank's end of the mailboxes. A send copies, so the sender may go on at once."""
 
     def __init__(self, boxes: Mailboxes, rank: int):
-        self._boxes, self.rank, self.size = boxes, rank, boxes.size
+        self._boxes = boxes
+        self.rank = rank
+        self.size = boxes.size
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         self._boxes.put((self.rank, dst, tag), data.detach().clone())

@@ -13,7 +13,10 @@ class TorchWork:
     """A torch request; its failure is told as a lost peer."""
 
     def __init__(self, request: dist.Work, rank: int, peer: int, doing: str):
-        self._request, self._rank, self._peer, self._doing = request, rank, peer, doing
+        self._request = request
+        self._rank = rank
+        self._peer = peer
+        self._doing = doing
 
     def wait(self) -> None:
         try:
@@ -27,7 +30,8 @@ class TorchTransport:
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         request = dist.isend(data, group=self._group, group_dst=dst, tag=short_tag(tag))
@@ -49,5 +53,7 @@ def short_tag(tag: int) -> int:
     Tags that meet here are told apart by their order, so they must not be in flight together;
     that would take a million operations under way at once.
     """
-    number, collective, space = tag & 0xFFFFF, tag >> 39 & 1, tag >> 40
+    number = tag & 0xFFFFF
+    collective = tag >> 39 & 1
+    space = tag >> 40
     return number | collective << 20 | (space ^ space >> 10) % 1024 << 21

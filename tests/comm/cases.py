@@ -102,7 +102,9 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 
 def call(group: ScheduledGroup, case: Case) -> Tensor:
     """Call the collective, and give what this rank got; a rank that gets nothing: its input."""
-    root, op, size = case.root % group.size, Op(case.op), group.size
+    root = case.root % group.size
+    op = Op(case.op)
+    size = group.size
     data = laid_out(given_to(case, group.rank, size), case.layout)
     at_root = group.rank == root
     if case.kind == "all_gather":
@@ -178,7 +180,8 @@ def combined(values: list[Tensor], case: Case) -> tuple[Tensor, Tensor]:
     if case.op == "prod":
         product = stacked.prod(0)
         return product, product.abs() * slack + (0 if exact else 1e-4 * (eps > 1e-4))
-    total, size = stacked.sum(0), stacked.abs().sum(0) * slack
+    total = stacked.sum(0)
+    size = stacked.abs().sum(0) * slack
     if case.op == "mean":
         mean = total / len(values)
         return (mean.trunc() if exact else mean), size

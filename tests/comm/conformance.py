@@ -208,7 +208,8 @@ def send_and_recv_go_by_source_and_tag(group: Group) -> Findings:
     """Round the ring, received in another order than sent."""
     if group.size == 1:
         return []
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    after = (group.rank + 1) % group.size
+    before = (group.rank - 1) % group.size
     sent = [group.send(contribution(group.rank, (4,)) * tag, after, tag) for tag in (1, 2)]
     got = {tag: torch.zeros(4) for tag in (2, 1)}
     for tag, into in got.items():
@@ -230,7 +231,8 @@ def works_may_be_waited_for_in_any_order(group: Group) -> Findings:
 def waiting_twice_changes_nothing(group: Group) -> Findings:
     found = []
     for op in (Op.SUM, Op.MEAN):
-        data, running = contribution(group.rank, (3,)), contribution(group.rank, (3,))
+        data = contribution(group.rank, (3,))
+        running = contribution(group.rank, (3,))
         for work in (group.all_reduce(data, op), group.scan(running, op)):
             work.wait()
             work.wait()
@@ -289,7 +291,8 @@ def duplicates_of_subgroups(group: Group) -> Findings:
     halves = [range(start, group.size, 2) for start in range(min(2, group.size))]
     groups = [group.subgroup(half) for half in halves]
     half = next(g for g in groups if g is not None)
-    twin, whole = half.duplicate(), group.duplicate()
+    twin = half.duplicate()
+    whole = group.duplicate()
     data = [contribution(group.rank, (2,)) for _ in range(2)]
     works = [twin.all_reduce(data[0]), whole.all_reduce(data[1])]
     for work in works:

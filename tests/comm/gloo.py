@@ -92,7 +92,8 @@ def serve(rank: int, store: str, pipe: Connection) -> None:
 
 def _check_on(world: dist.ProcessGroup, case: Case) -> None:
     transport = TorchTransport(world)
-    rank, size = transport.rank, transport.size
+    rank = transport.rank
+    size = transport.size
     got = call(group_for(transport, case), case)
     check(case, got, rank, size)
     if (peer := _torch_result(world, case, rank, size)) is not None:
@@ -114,7 +115,9 @@ def _compare(case: Case, got: Tensor, peer: Tensor, size: int) -> None:
 
 def _torch_result(world: dist.ProcessGroup, case: Case, rank: int, size: int) -> Tensor | None:
     """What torch.distributed makes of the same input; None where it has no such operation."""
-    root, op, data = case.root % size, _TORCH_OPS.get(case.op), given_to(case, rank, size)
+    root = case.root % size
+    op = _TORCH_OPS.get(case.op)
+    data = given_to(case, rank, size)
     if not data.numel():
         return None
     if case.kind == "broadcast":

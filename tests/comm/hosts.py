@@ -20,7 +20,8 @@ def on_hosts(
     where: Sequence[str], work: Callable[[HostsGroup], T], timeout_s: float = 20.0
 ) -> list[T]:
     """What `work` gives on every rank; `where[r]` is the host of rank r."""
-    store, all_here = dist.HashStore(), threading.Barrier(len(where))  # type: ignore[attr-defined]
+    store = dist.HashStore()
+    all_here = threading.Barrier(len(where))  # type: ignore[attr-defined]
     own = threading.local()
     ranks = Ranks[T]()
 

@@ -78,7 +78,8 @@ def test_tensors_that_are_not_contiguous_or_empty() -> None:
     def work(group: HostsGroup) -> bool:
         data = torch.arange(6.0).view(2, 3).t()
         group.all_reduce(data).wait()
-        nothing, whole = torch.zeros(0), torch.zeros(0)
+        nothing = torch.zeros(0)
+        whole = torch.zeros(0)
         group.all_reduce(nothing).wait()
         group.all_gather(whole, nothing).wait()
         group.broadcast(nothing).wait()

@@ -148,7 +148,8 @@ def test_duplicates_do_not_mix_their_messages() -> None:
     def work(transport: ThreadTransport) -> tuple[float, float]:
         group = ScheduledGroup(transport, "ring")
         other = group.duplicate()
-        one, two = torch.ones(8), torch.full((8,), 2.0)
+        one = torch.ones(8)
+        two = torch.full((8,), 2.0)
         for pending in [group.all_reduce(one), other.all_reduce(two)]:
             pending.wait()
         return float(one[0]), float(two[0])
@@ -209,7 +210,8 @@ def test_a_long_vector_is_cut_into_segments_and_comes_out_whole() -> None:
 
 def test_segments_make_a_chain_a_pipe() -> None:
     """Rank 0 sends its last segment only after the first one has passed rank 2."""
-    passed, sent = threading.Event(), 0
+    passed = threading.Event()
+    sent = 0
 
     class Watched(ThreadTransport):
         def send(self, data: torch.Tensor, dst: int, tag: int) -> Work:

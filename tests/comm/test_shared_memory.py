@@ -105,7 +105,8 @@ def test_operations_run_in_call_order_whoever_waits_first() -> None:
 
 def test_a_message_passes_a_collective_that_is_begun() -> None:
     def work(group: ShmGroup) -> float:
-        data, note = torch.ones(1), torch.zeros(200_000)
+        data = torch.ones(1)
+        note = torch.zeros(200_000)
         if group.rank == 0:
             under_way = group.all_reduce(data)
             group.send(note + 5, 1).wait()
@@ -172,8 +173,10 @@ def test_uneven_all_to_all() -> None:
 
 def test_subgroups_and_duplicates_have_an_order_of_their_own() -> None:
     def work(group: ShmGroup) -> float:
-        both, odd = group.duplicate(), group.subgroup([2, 0])
-        data, few = torch.ones(3), torch.full((1,), float(group.rank))
+        both = group.duplicate()
+        odd = group.subgroup([2, 0])
+        data = torch.ones(3)
+        few = torch.full((1,), float(group.rank))
         first, second = (group, both) if group.rank else (both, group)
         works = [first.all_reduce(data.clone()), second.all_reduce(data.clone())]
         if odd is not None:

@@ -44,10 +44,13 @@ def _one(group: ShmGroup, seed: int) -> bool:
     """A collective that `seed` chooses, the same on every rank; is its result right?"""
     rng = random.Random(seed)
     numel = rng.choice([1, 7, 100, 4_000, 20_000, 200_000])
-    root, size, rank = rng.randrange(group.size), group.size, group.rank
+    root = rng.randrange(group.size)
+    size = group.size
+    rank = group.rank
     dtype = rng.choice([torch.int64, torch.int32, torch.float64])
     given = [_values(seed, peer, numel * size).to(dtype) for peer in range(size)]
-    own, pieces = given[rank].clone(), [data.view(size, numel) for data in given]
+    own = given[rank].clone()
+    pieces = [data.view(size, numel) for data in given]
     kind = rng.choice(
         ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
          "gather", "scatter", "scan", "barrier", "ring"]
@@ -108,7 +111,8 @@ def test_a_thousand_random_collectives_are_right() -> None:
 @pytest.mark.parametrize("attempt", range(KILLS))
 def test_a_rank_that_is_killed_is_told_by_the_others(attempt: int) -> None:
     rng = random.Random(attempt)
-    victim, numel = rng.randrange(3), rng.choice([1, 1_000, 1_000_000])
+    victim = rng.randrange(3)
+    numel = rng.choice([1, 1_000, 1_000_000])
 
     def body(group: ShmGroup) -> Any:
         torch.set_num_threads(1)

@@ -163,7 +163,8 @@ def test_parallelize_module_gives_the_output_of_one_process(tmp_path: Path) -> N
 
     def body(rank: int) -> float:
         torch.manual_seed(0)
-        model, data = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), torch.randn(2, 8)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+        data = torch.randn(2, 8)
         alone = model(data)
         plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
         parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
@@ -321,7 +322,8 @@ def test_ranks_of_several_hosts(tmp_path: Path) -> None:
         dist.all_gather_object(things, rank * 10)
         work = dist.all_reduce(torch.full((100_000,), float(rank + 1)), async_op=True)
         doubled = work.get_future().then(lambda f: float(f.value()[0][0]) * 2).wait()
-        into, nearby = torch.zeros(1), torch.zeros(1)
+        into = torch.zeros(1)
+        nearby = torch.zeros(1)
         dist.send(torch.tensor([rank + 5.0]), (rank + 1) % 3, tag=9)
         dist.recv(into, (rank - 1) % 3, tag=9)
         pair = dist.new_group([1, 2])

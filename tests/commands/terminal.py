@@ -18,7 +18,8 @@ class Answer(NamedTuple):
 
 
 def shoal(*words: str) -> Answer:
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as caught:
         main(words)
     return Answer(caught.value.code or 0, out.getvalue(), err.getvalue())

@@ -35,7 +35,9 @@ from shoal.train.job import Job
 from tests.models import samples
 
 quick = settings(deadline=None, max_examples=60)
-totals, replicas, microbatches = st.integers(0, 60), st.integers(1, 8), st.integers(1, 8)
+totals = st.integers(0, 60)
+replicas = st.integers(1, 8)
+microbatches = st.integers(1, 8)
 
 
 def cuts(n: int, m: int, exact: bool = False) -> list[Cut]:
@@ -311,7 +313,8 @@ def test_samples_may_hold_dicts_and_tuples() -> None:
 
 
 def test_a_batch_of_somebody_else_is_split() -> None:
-    x, y = torch.arange(10), torch.arange(10) * 2
+    x = torch.arange(10)
+    y = torch.arange(10) * 2
     parts = [part_of((x, y), Cut(r, 3)) for r in range(3)]
     assert [p[0].tolist() for p in parts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
     assert [p[1].tolist() for p in parts] == [[0, 2, 4], [6, 8, 10], [12, 14, 16, 18]]
@@ -396,7 +399,8 @@ def test_turns_give_every_batch_out_once_and_all_replicas_equally_many(
         list(in_turns(range(num_batches), Cut(r, replicas, microbatches=2)))
         for r in range(replicas)
     ]
-    whole, left = num_batches // replicas, num_batches % replicas
+    whole = num_batches // replicas
+    left = num_batches % replicas
     assert {len(batches) for batches in dealt} == {whole + left}
     taken = [batch for batches in dealt for batch, cut in batches if cut.replicas == 1]
     assert sorted(taken) == list(range(whole * replicas))

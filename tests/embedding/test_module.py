@@ -91,7 +91,8 @@ def clicks(n: int = 60) -> TensorDataset:
 
 
 def collate(samples: list[tuple[Tensor, Tensor]]) -> Any:
-    ids, targets = torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples])
+    ids = torch.stack([s[0] for s in samples])
+    targets = torch.stack([s[1] for s in samples])
     return (ids[:, :3], ids[:, 3]), targets
 
 
@@ -128,10 +129,8 @@ def test_training_equals_nn_embedding_with_sparse_gradients(
     assert isinstance(model.rows, shoal.Embedding)
     start = rows_of(model.rows)
     reference = Bags(nn.Embedding(20, 4, sparse=True, _weight=start))
-    sparse, dense = (
-        for_sparse(reference.rows.parameters()),
-        for_rest(reference.head.parameters()),
-    )
+    sparse = for_sparse(reference.rows.parameters())
+    dense = for_rest(reference.head.parameters())
     base = sparse.defaults["lr"]
     for n, batch in enumerate(batches(job, epochs=2)):
         loss = step(batch)
@@ -187,8 +186,10 @@ def test_gradients_are_those_of_nn_embedding(calls: list[list[int]], padding: in
     with torch.no_grad():
         reference.weight.copy_(rows_of(embedding))
     for n, call in enumerate(calls):
-        ids, factors = torch.tensor(call, dtype=torch.int64), torch.arange(3.0) + n
-        out, expected = embedding(ids), reference(ids)
+        ids = torch.tensor(call, dtype=torch.int64)
+        factors = torch.arange(3.0) + n
+        out = embedding(ids)
+        expected = reference(ids)
         assert torch.equal(out, expected)
         (out * out * factors).sum().backward()
         (expected * expected * factors).sum().backward()
@@ -303,7 +304,8 @@ def test_rows_depend_on_the_seed_of_the_job_and_the_name_in_the_model() -> None:
 
 
 def test_a_second_step_of_a_model_goes_on_with_its_rows() -> None:
-    job, model = make_job(), Bags(shoal.Embedding(20, 4))
+    job = make_job()
+    model = Bags(shoal.Embedding(20, 4))
     step = job.step(model, nn.CrossEntropyLoss(), optimizer=SGD)
     for batch in batches(job, steps=3):
         step(batch)
@@ -328,7 +330,8 @@ def test_a_stopped_and_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Pat
         return rows_of(step.embeddings[0]), [p.detach() for p in model.parameters()]
 
     train(5, load=False)
-    resumed, whole = train(12, load=True), train(12, load=False)
+    resumed = train(12, load=True)
+    whole = train(12, load=False)
     assert torch.equal(resumed[0], whole[0])
     assert all(map(torch.equal, resumed[1], whole[1]))
 

@@ -158,7 +158,8 @@ def test_a_push_is_one_step_of_sgd_on_the_rows_it_names() -> None:
     table = Table(spec(10, 2, init="zeros"))
     table.push(torch.tensor([7, 3, 7]), torch.tensor([[1.0, 2.0], [10.0, 20.0], [3.0, 4.0]]))
     expected = torch.zeros(10, 2)
-    expected[7], expected[3] = torch.tensor([-2.0, -3.0]), torch.tensor([-5.0, -10.0])
+    expected[7] = torch.tensor([-2.0, -3.0])
+    expected[3] = torch.tensor([-5.0, -10.0])
     assert torch.equal(table.pull(torch.arange(10)), expected)
 
 
@@ -171,7 +172,8 @@ def test_a_learning_rate_of_the_push_takes_the_place_of_the_optimizer_s() -> Non
 
 def test_a_shard_counts_updates_for_itself_unless_told() -> None:
     adam = RowOptimizer.of(OPTIMIZERS["adam"])
-    told, counting = Table(spec(4, 2, optimizer=adam)), Table(spec(4, 2, optimizer=adam))
+    told = Table(spec(4, 2, optimizer=adam))
+    counting = Table(spec(4, 2, optimizer=adam))
     for step in (1, 2, 3):
         told.push(torch.tensor([1]), torch.full((1, 2), float(step)), step=step)
         counting.push(torch.tensor([1]), torch.full((1, 2), float(step)))

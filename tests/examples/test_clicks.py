@@ -27,7 +27,8 @@ def test_a_sample_has_an_id_of_each_kind_and_three_numbers() -> None:
 
 
 def test_the_log_is_the_same_every_time() -> None:
-    first, second = clicks.generate(100, 4000), clicks.generate(100, 4000)
+    first = clicks.generate(100, 4000)
+    second = clicks.generate(100, 4000)
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
@@ -54,7 +55,8 @@ def test_too_few_rows_are_refused() -> None:
 
 
 def test_the_table_is_no_part_of_the_model_unless_asked() -> None:
-    in_store, in_model = clicks.Net(1000, 8), clicks.Net(1000, 8, dense=True)
+    in_store = clicks.Net(1000, 8)
+    in_model = clicks.Net(1000, 8, dense=True)
     assert sum(p.numel() for p in in_store.parameters()) == 35 * 64 + 64 + 65
     assert isinstance(in_store.rows, shoal.Embedding)
     assert isinstance(in_model.rows, nn.Embedding) and in_model.rows.sparse
@@ -71,7 +73,8 @@ def test_a_run_of_one_epoch_learns_who_clicks(
     job = make_job()
     clicks.train(job, options)
     words = capsys.readouterr().out.split()
-    loss, base = float(words[2]), float(words[7].rstrip("),"))
+    loss = float(words[2])
+    base = float(words[7].rstrip("),"))
     assert loss < 0.85 * base
     assert float(words[9].rstrip("%")) > 72
     assert job.steps == 118
@@ -88,7 +91,8 @@ def test_a_saved_model_is_tested_as_it_was_trained(dense: bool, tmp_path: Path) 
 
 
 def test_a_stopped_and_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
-    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    whole = str(tmp_path / "whole")
+    parts = str(tmp_path / "parts")
     clicks.train(make_job(), replace(SHORT, steps=7, out=whole))
     clicks.train(make_job(), replace(SHORT, steps=3, out=parts))
     clicks.train(make_job(), replace(SHORT, steps=7, out=parts, resume=True))

@@ -92,7 +92,8 @@ def test_three_epochs_are_enough_for_95_percent(capsys: pytest.CaptureFixture[st
 
 def test_a_stopped_and_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
     options = replace(SHORT, epochs=2)
-    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    whole = str(tmp_path / "whole")
+    parts = str(tmp_path / "parts")
     digits.train(make_job(), replace(options, steps=30, out=whole))
     digits.train(make_job(), replace(options, steps=10, out=parts))
     digits.train(make_job(), replace(options, steps=30, out=parts, resume=True))

@@ -102,7 +102,8 @@ def test_a_later_token_does_not_change_earlier_logits(changed: int) -> None:
     tokens = torch.randint(0, 97, (2, 8))
     other = tokens.clone()
     other[:, changed] = 97
-    before, after = model(tokens), model(other)
+    before = model(tokens)
+    after = model(other)
     assert torch.equal(before[:, :changed], after[:, :changed])
     assert not torch.isclose(before[:, changed:], after[:, changed:]).all(-1).any()
 
@@ -143,7 +144,8 @@ def test_a_slice_of_the_rows_of_qkv_is_a_slice_of_the_heads() -> None:
     total = whole.out.bias.detach().clone().expand(2, 5, 16)
     for rank in range(2):
         half = gpt.Attention(width=16, heads=4)
-        rows, columns = slice(24 * rank, 24 * rank + 24), slice(8 * rank, 8 * rank + 8)
+        rows = slice(24 * rank, 24 * rank + 24)
+        columns = slice(8 * rank, 8 * rank + 8)
         half.qkv.weight = nn.Parameter(whole.qkv.weight[rows].detach())
         half.qkv.bias = nn.Parameter(whole.qkv.bias[rows].detach())
         half.out.weight = nn.Parameter(whole.out.weight[:, columns].detach())
@@ -154,7 +156,8 @@ def test_a_slice_of_the_rows_of_qkv_is_a_slice_of_the_heads() -> None:
 
 def test_dropout_is_off_by_default_and_off_in_evaluation() -> None:
     tokens = torch.zeros(1, 8, dtype=torch.long)
-    plain, dropping = GPT(MINI), GPT(MINI, dropout=0.5)
+    plain = GPT(MINI)
+    dropping = GPT(MINI, dropout=0.5)
     assert torch.equal(plain(tokens), plain(tokens))
     assert not torch.equal(dropping(tokens), dropping(tokens))
     dropping.eval()

@@ -29,7 +29,8 @@ class Screen:
     """Keeps what `launch` writes."""
 
     def __init__(self) -> None:
-        self.out, self.err = "", ""
+        self.out = ""
+        self.err = ""
 
     def __call__(self, text: str, is_stderr: bool) -> None:
         assert text.endswith("\n")

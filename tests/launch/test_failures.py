@@ -98,7 +98,8 @@ def test_an_error_raised_while_a_lost_peer_is_handled_is_an_echo(tmp_path: Path)
     ring = ValueError("ring")
     ring.__cause__ = ring
     report_failure(tmp_path, 1, ring)
-    first, second = read_report(tmp_path, 0), read_report(tmp_path, 1)
+    first = read_report(tmp_path, 0)
+    second = read_report(tmp_path, 1)
     assert first is not None and first.lost_peer and second is not None and not second.lost_peer
 
 

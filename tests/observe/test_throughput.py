@@ -16,7 +16,8 @@ class Clock:
 
 
 def test_speeds_leave_out_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, pace = Clock(monkeypatch), Pace()
+    clock = Clock(monkeypatch)
+    pace = Pace()
     for step in range(10):
         clock.now_s += 50.0 if step < 2 else 0.5  # two slow ones at the start
         pace.samples += 8
@@ -39,7 +40,8 @@ def test_without_a_second_step_there_is_no_speed(steps: int) -> None:
 
 
 def test_a_long_run_keeps_few_marks_and_the_same_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, pace = Clock(monkeypatch), Pace()
+    clock = Clock(monkeypatch)
+    pace = Pace()
     for _ in range(10_001):
         clock.now_s += 0.25
         pace.samples += 2

@@ -86,7 +86,9 @@ def test_shares_are_those_of_counting_point_by_point(spans: list[Span]) -> None:
         return points([(s.start_ns, s.end_ns) for s in spans if s.kind in kinds])
 
     whole = max(1, max(s.end_ns for s in spans) - min(s.start_ns for s in spans))
-    compute, wait, talk = of("forward", "backward", "update"), of("wait"), of("reduce", "send")
+    compute = of("forward", "backward", "update")
+    wait = of("wait")
+    talk = of("reduce", "send")
     s = shares(spans)
     assert s.computing == pytest.approx(len(compute - wait) / whole)
     assert s.exposed == pytest.approx(len(wait) / whole)

@@ -73,7 +73,8 @@ def test_the_staircase_of_four_stages_is_this(name: str, microbatches: int, pict
 
 
 def shown(name: str, stages: int, microbatches: int, times: Times, width: int = 120) -> str:
-    pipeline, out = build(name, stages, microbatches), io.StringIO()
+    pipeline = build(name, stages, microbatches)
+    out = io.StringIO()
     draw(simulate(pipeline, times), prove(pipeline), Console(file=out, width=width))
     return out.getvalue()
 

@@ -24,7 +24,8 @@ def boxes(text: str) -> list[ElementTree.Element]:
 
 @pytest.mark.parametrize("name", schedules())
 def test_every_action_has_a_box_that_says_what_it_is(name: str) -> None:
-    text, pipeline = picture(name, 4, 8), build(name, 4, 8)
+    text = picture(name, 4, 8)
+    pipeline = build(name, 4, 8)
     assert len(boxes(text)) == prove(pipeline).actions
     titles = [t.text or "" for t in ElementTree.fromstring(text).iter(f"{SVG}title")][1:]
     told = [title.split(":")[0] for title in titles]

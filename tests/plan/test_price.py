@@ -12,7 +12,9 @@ from shoal.plan.price import Price, price, price_all
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.collective import Collective, Transfer
 
-ALPHA, BETA, GAMMA = 3e-6, 2e-9, 5e-10
+ALPHA = 3e-6
+BETA = 2e-9
+GAMMA = 5e-10
 V = 64 * 63 * 61 * 5  # any number will do
 EVERY = [(kind, name) for kind in kinds() for name in algorithms(kind)]
 RANKS = range(2, 65)
@@ -83,7 +85,8 @@ def test_rounds_and_time_are_the_closed_form(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
 def test_logarithmic_algorithms_on_powers_of_two(ranks: int) -> None:
-    share, levels = (ranks - 1) / ranks * V * BETA, floor2(ranks)
+    share = (ranks - 1) / ranks * V * BETA
+    levels = floor2(ranks)
     for kind, name, times in [
         ("all_reduce", "halving", 2),
         ("reduce_scatter", "halving", 1),
@@ -100,7 +103,8 @@ def test_logarithmic_algorithms_on_powers_of_two(ranks: int) -> None:
 
 def test_halving_on_other_numbers_of_ranks_adds_a_fold() -> None:
     for ranks in (n for n in RANKS if folds(n)):
-        found, inner = priced("all_reduce", "halving", ranks), 1 << floor2(ranks)
+        found = priced("all_reduce", "halving", ranks)
+        inner = 1 << floor2(ranks)
         assert found.rounds == 2 * floor2(ranks) + 2
         least = 2 * (inner - 1) / inner + 2
         assert least * V <= found.busiest_bytes <= (least + 1) * V
@@ -144,14 +148,16 @@ def test_naive_moves_p_p_minus_1_v_bytes() -> None:
 
 def test_star_moves_what_the_ring_moves_and_its_root_carries_n_times_as_much() -> None:
     for ranks in RANKS:
-        ring, star = priced("all_reduce", "ring", ranks), priced("all_reduce", "star", ranks)
+        ring = priced("all_reduce", "ring", ranks)
+        star = priced("all_reduce", "star", ranks)
         assert star.sent_total_bytes == pytest.approx(ring.sent_total_bytes)
         assert star.busiest_bytes == pytest.approx(ranks * ring.busiest_bytes)
 
 
 def test_reduction_costs_gamma_per_byte() -> None:
     for ranks in RANKS:
-        free, paid = priced("all_reduce", "ring", ranks), priced("all_reduce", "ring", ranks, GAMMA)
+        free = priced("all_reduce", "ring", ranks)
+        paid = priced("all_reduce", "ring", ranks, GAMMA)
         assert paid.time_s - free.time_s == pytest.approx((ranks - 1) / ranks * V * GAMMA)
 
 

@@ -13,7 +13,9 @@ from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import Deadlock
 from tests.plan.zero_bubble import ROWS, Row
 
-F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+F = Kind.FORWARD
+B = Kind.BACKWARD
+W = Kind.WEIGHT
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.model}-{row.microbatches}")

@@ -16,7 +16,9 @@ from shoal.comm.executors.torch import TorchGroup, join_world
 
 def main(compare: Callable[[TorchGroup], Mapping[str, float]]) -> None:
     """For `python -m … RANK SIZE FOLDER`: leaves what `compare` finds in FOLDER/RANK.json."""
-    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    rank = int(sys.argv[1])
+    size = int(sys.argv[2])
+    folder = Path(sys.argv[3])
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)

@@ -29,7 +29,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down, self.head = nn.Linear(6, 10), nn.Linear(10, 8), nn.Linear(8, 4)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 8)
+        self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(torch.tanh(self.down(torch.tanh(self.up(x)))))
@@ -38,7 +40,8 @@ class Model(nn.Module):
 
 def ours(group: TorchGroup, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     model = Model()
-    cpu, roles = torch.device("cpu"), plan_of(model, Tp(2, plan=PLAN))
+    cpu = torch.device("cpu")
+    roles = plan_of(model, Tp(2, plan=PLAN))
     split = TensorSplit(model, roles, group, cpu, Blank(model).fill_in_turn(model, cpu))
     out = model(x)
     (out * out).mean().backward()
@@ -55,10 +58,12 @@ def theirs(x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     model = parallelize_module(Model(), init_device_mesh("cpu", (2,)), styles)
     out = model(x)
     (out * out).mean().backward()
-    pieces, grads = {}, {}
+    pieces = {}
+    grads = {}
     for name, p in model.named_parameters():
         assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
-        pieces[name], grads[name] = p.detach().to_local(), p.grad.full_tensor()
+        pieces[name] = p.detach().to_local()
+        grads[name] = p.grad.full_tensor()
     return out, pieces, grads
 
 
@@ -70,7 +75,8 @@ def compare(group: TorchGroup) -> dict[str, float]:
         ("outputs", "slices", "gradients"), ours(group, x), theirs(x), strict=True
     ):
         if isinstance(mine, Tensor):
-            mine, other = {"": mine}, {"": other}
+            mine = {"": mine}
+            other = {"": other}
         assert isinstance(other, dict) and set(mine) == set(other)
         found[what] = max(float((mine[n] - other[n]).abs().max()) for n in mine)
     return found

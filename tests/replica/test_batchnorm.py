@@ -55,7 +55,8 @@ class Outcome:
     """What one layer makes of some batches: outputs, gradients, running statistics."""
 
     def __init__(self, layer: Any, batches: list[tuple[Tensor, Tensor]]):
-        self.out, self.grad_x = [], []
+        self.out = []
+        self.grad_x = []
         for x, slope in batches:
             x = x.clone().requires_grad_()
             out = layer(x)
@@ -295,7 +296,8 @@ def test_noted_microbatches_settle_in_the_order_of_the_batch(
     wanted = [alone(m).detach() for m in microbatches]
 
     def body(group: Group) -> tuple[list[Tensor], dict[str, Tensor]]:
-        net, each = nets[group.rank], 4 // size
+        net = nets[group.rank]
+        each = 4 // size
         note_microbatches(net)
         assert isinstance(net[0], MicroBatchNorm)
         mine = microbatches[group.rank * each : (group.rank + 1) * each]

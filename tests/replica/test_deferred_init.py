@@ -40,7 +40,8 @@ def test_in_turn_a_tensor_comes_when_nobody_fills_it_again() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
         model[2].weight = model[0].weight
-    blank, filled = Blank(model), []
+    blank = Blank(model)
+    filled = []
     for found in blank.fill_in_turn(model, torch.device("cpu")):
         filled.append([place.name for place in found])
         full = [n for n, p in model.named_parameters() if p.untyped_storage().nbytes() > 4]
@@ -50,7 +51,8 @@ def test_in_turn_a_tensor_comes_when_nobody_fills_it_again() -> None:
 
 def test_tied_parameters_stay_tied() -> None:
     with torch.device("meta"):
-        one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+        one = nn.Linear(3, 3)
+        two = nn.Linear(3, 3)
         two.weight = one.weight
     model = nn.Sequential(one, two)
     Blank(model).fill_all(model)

@@ -151,7 +151,8 @@ class Difference(nn.Module):
 
 
 def test_a_tuple_is_spread_over_positions_and_a_dict_over_names() -> None:
-    a, b = torch.tensor(5.0), torch.tensor(3.0)
+    a = torch.tensor(5.0)
+    b = torch.tensor(3.0)
     assert call(Difference(), (a, b)).item() == 2.0
     assert call(Difference(), [b, a]).item() == -2.0
     assert call(Difference(), {"b": a, "a": b}).item() == -2.0
@@ -186,7 +187,8 @@ def test_an_unknown_precision_is_refused_by_name() -> None:
 
 
 def test_bf16_computes_forward_in_bfloat16_and_keeps_parameters_in_float32() -> None:
-    model, seen = linear(), []
+    model = linear()
+    seen = []
 
     def loss(out: Tensor, target: Tensor) -> Tensor:
         seen.append(out.dtype)
@@ -206,7 +208,8 @@ class Noisy(nn.Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        self.weight, self.p = nn.Parameter(torch.ones(1)), p
+        self.weight = nn.Parameter(torch.ones(1))
+        self.p = p
         self.masks: list[list[float]] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -282,7 +285,8 @@ class LonelyRank:
     """
 
     def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
 
     def broadcast(self, data: Tensor, root: int = 0) -> Work:
         return DoneWork()
@@ -348,7 +352,8 @@ def test_a_resumed_run_draws_the_same_masks(tmp_path: Any, exact: bool) -> None:
 
 def test_two_models_of_one_script_draw_different_masks() -> None:
     job = Job(parse("single"), SoloGroup(), device=CPU)
-    first, second = Noisy(), Noisy()
+    first = Noisy()
+    second = Noisy()
     steps = [job.step(m, mean_of, optimizer=SGD) for m in (first, second)]
     for step in steps:
         step((torch.ones(4), torch.ones(4)))

@@ -60,7 +60,8 @@ def test_every_parameter_starts_on_a_line_of_64_bytes(n: list[int], dtype: torch
 
 
 def test_parameters_keep_their_values() -> None:
-    model, same = mlp(), mlp()
+    model = mlp()
+    same = mlp()
     FlatParams(model.named_parameters())
     for name, tensor in same.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)

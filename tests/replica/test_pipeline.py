@@ -29,7 +29,8 @@ class Alive:
     """How many graphs of one worker are alive, and the most there were at once."""
 
     def __init__(self) -> None:
-        self.now, self.most = 0, 0
+        self.now = 0
+        self.most = 0
 
     def begin(self, marker: object) -> None:
         self.now += 1
@@ -60,7 +61,8 @@ class Watch(torch.autograd.Function):
 class Watched(nn.Module):
     def __init__(self, alive: Alive):
         super().__init__()
-        self.linear, self.alive = nn.Linear(6, 6), alive
+        self.linear = nn.Linear(6, 6)
+        self.alive = alive
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = Watch.apply(self.linear(x), self.alive)
@@ -108,7 +110,8 @@ def test_what_was_taken_is_let_go_during_the_step(world: World) -> None:
     def body(group: Group) -> int:
         job = Job(parse("pp(3, microbatches=16)"), group, device=torch.device("cpu"))
         step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        engine, most = step.engine, 0
+        engine = step.engine
+        most = 0
         assert isinstance(engine, PipelineEngine)
         send = engine._send
 

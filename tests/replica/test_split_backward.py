@@ -27,7 +27,8 @@ class Skipping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.rand(4))
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4, bias=False)
         self.unused = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:

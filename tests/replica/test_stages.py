@@ -117,7 +117,8 @@ class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.transformer, self.head = Inner(), nn.Linear(4, 2)
+        self.transformer = Inner()
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.transformer(x)
@@ -142,7 +143,8 @@ def test_training_and_evaluating_are_traced_apart() -> None:
     class Dropping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.first = nn.Linear(4, 4)
+            self.second = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.second(nn.functional.dropout(self.first(x), 0.9, self.training))

@@ -141,7 +141,8 @@ def test_a_target_outside_of_the_classes_is_refused(world: World) -> None:
 
 
 def test_between_column_and_row_every_rank_draws_for_itself() -> None:
-    x, drawn = torch.zeros(1), []
+    x = torch.zeros(1)
+    drawn = []
     for rank in range(2):
         torch.manual_seed(7)
         streams = Streams(rank, True)

@@ -71,7 +71,9 @@ def test_a_slow_worker_sleeps_in_proportion(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_worker_is_killed_before_its_step_and_not_earlier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    steps, ran, killed = iter([1, 2, 3]), [], []
+    steps = iter([1, 2, 3])
+    ran = []
+    killed = []
     monkeypatch.setattr("os.kill", lambda pid, number: killed.append((number, len(ran))))
     run = Faults(kill_at=3).around(lambda: ran.append(1), lambda: next(steps), lambda: 0.0)
     for _ in range(3):
@@ -86,7 +88,8 @@ def test_waiting_for_others_is_not_computing() -> None:
 
 
 def test_computing_is() -> None:
-    began_s, began_cpu_s = busy_s(), time.thread_time()
+    began_s = busy_s()
+    began_cpu_s = time.thread_time()
     while time.thread_time() - began_cpu_s < 0.05:
         pass
     assert busy_s() - began_s >= 0.05

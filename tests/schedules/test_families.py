@@ -10,7 +10,8 @@ from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.proof import prove
 from shoal.schedules.collectives.transfer_table import Transfer as T
 
-ADD, PUT = True, False
+ADD = True
+PUT = False
 
 
 def test_star_reduces_at_the_root_and_broadcasts() -> None:

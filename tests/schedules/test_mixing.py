@@ -93,7 +93,8 @@ def test_repeated_mixing_contracts_by_the_second_eigenvalue(graph: str) -> None:
     """Without gradients; over whole periods, from a random start, after the first ones."""
     mixing = mixing_for(graph, 16)
     x = np.random.RandomState(0).randn(16, 50)
-    mean, periods = x.mean(axis=0), 30
+    mean = x.mean(axis=0)
+    periods = 30
     distances = []
     for step in range(periods * len(mixing.matrices)):
         x = mixing.at(step) @ x

@@ -212,7 +212,8 @@ def mutants(pipeline: Pipeline, dice: random.Random) -> Sequence[tuple[str, Pipe
 
 
 def test_mutants_are_refused_exactly_where_they_are_wrong() -> None:
-    dice, wrong = random.Random(5), Counter[str]()
+    dice = random.Random(5)
+    wrong = Counter[str]()
     for name, stages, microbatches in product(schedules(), (1, 2, 4), (2, 3, 6)):
         pipeline = build(name, stages, microbatches)
         assert is_right(pipeline)

@@ -8,7 +8,10 @@ from shoal.schedules.pipelines.actions import virtual_stage as virtual
 from shoal.schedules.pipelines.catalog import CATALOG, build, schedules
 from shoal.strategy.strategy import SCHEDULES
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+F = Kind.FORWARD
+B = Kind.BACKWARD
+I = Kind.INPUT  # noqa: E741
+W = Kind.WEIGHT
 
 
 def words(name: str, stages: int, microbatches: int, chunks: int | None = None) -> list[str]:

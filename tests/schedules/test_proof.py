@@ -126,7 +126,9 @@ def gives_right_numbers(collective: Collective) -> bool:
 
     Rank r contributes 7 ** (r + 1) to every chunk, so that no two sums are alike by chance.
     """
-    kind, ranks, per_unit = collective.pattern, collective.ranks, collective.chunks_per_unit
+    kind = collective.pattern
+    ranks = collective.ranks
+    per_unit = collective.chunks_per_unit
     begins = [
         {
             c
@@ -159,12 +161,11 @@ def gives_right_numbers(collective: Collective) -> bool:
 
 
 def test_no_mutant_with_a_wrong_result_is_accepted() -> None:
-    dice, changes = random.Random(3), (drop, double, redirect, reorder)
-    wrong, refused, harmless_refused = (
-        dict.fromkeys(("dropped", "doubled", "redirected", "reordered"), 0),
-        0,
-        0,
-    )
+    dice = random.Random(3)
+    changes = (drop, double, redirect, reorder)
+    wrong = dict.fromkeys(("dropped", "doubled", "redirected", "reordered"), 0)
+    refused = 0
+    harmless_refused = 0
     for (kind, name), change, ranks in itertools.product(EVERY, changes, (3, 4, 6)):
         if kind == "barrier":
             continue  # its result is not a number; see the test below

@@ -3,7 +3,8 @@ from __future__ import annotations
 from shoal.schedules.collectives.catalog import build
 from shoal.schedules.collectives.transfer_table import Transfer as T
 
-ADD, PUT = True, False
+ADD = True
+PUT = False
 
 
 def test_ring_over_4_ranks_is_this() -> None:

@@ -18,7 +18,8 @@ def test_a_table_reads_like_the_rounds_it_was_made_of() -> None:
 
 
 def test_then_puts_rounds_after_each_other_and_beside_puts_them_together() -> None:
-    one, other = from_rounds(ONE), from_rounds([[T(3, 4, 0, True)]])
+    one = from_rounds(ONE)
+    other = from_rounds([[T(3, 4, 0, True)]])
     assert one.then(other) == (*one, *other)
     assert one.beside(other) == ((*one[0], *other[0]), one[1])
 

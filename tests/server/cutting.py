@@ -20,8 +20,10 @@ class CuttingProxy:
 
     def __init__(self, target: str, seed: int, cuts: int, most_bytes: int):
         host, _, port = target.removeprefix("tcp:").rpartition(":")
-        self._target, self._random = (host, int(port)), random.Random(seed)
-        self._most_bytes, self._left = most_bytes, cuts
+        self._target = (host, int(port))
+        self._random = random.Random(seed)
+        self._most_bytes = most_bytes
+        self._left = cuts
         self.cut = 0
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))

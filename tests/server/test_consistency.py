@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from shoal.server.consistency import MOST_BEHIND, Impossible, Ledger, Rule, Verdict, quorum_of
 from shoal.strategy.strategy import Ps
 
-ADMITTED, FOLDED, DROPPED = Verdict.ADMITTED, Verdict.FOLDED, Verdict.DROPPED
+ADMITTED = Verdict.ADMITTED
+FOLDED = Verdict.FOLDED
+DROPPED = Verdict.DROPPED
 
 
 def push(ledger: Ledger, worker: int, step: int) -> Verdict:

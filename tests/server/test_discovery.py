@@ -44,7 +44,8 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> threading.local:
 def test_memory_inside_a_host_and_tcp_between_hosts(
     world: World, identity: threading.local, strategy: str, shared: list[str]
 ) -> None:
-    data, models = samples(40), [mlp() for _ in WHERE]
+    data = samples(40)
+    models = [mlp() for _ in WHERE]
     losses, _ = train_alone(SoloGroup(), "single", mlp(), data, 12)
 
     def body(group: Group) -> tuple[list[float], str]:

@@ -126,7 +126,8 @@ def test_a_server_without_the_secret_is_refused() -> None:
     """The worker asks for a proof as well."""
     ours, theirs = socket.socketpair()
     with Connection(ours).sock, theirs:
-        fake, worker = Connection(theirs), Connection(ours)
+        fake = Connection(theirs)
+        worker = Connection(ours)
         fake.send(Header(Kind.CHALLENGE), encode(Challenge(fresh_nonce())))
         fake.send(Header(Kind.WELCOME), msgspec.msgpack.encode({"proof": bytes(32)}))
         with pytest.raises(NotProven, match="does not know the secret"):
@@ -149,7 +150,8 @@ def test_a_replayed_hello_is_refused() -> None:
         header = Header(Kind.HELLO, 1, MODEL, 5)
         connection = connect(server.address)
         _, meta = connection.receive(512)
-        nonce, own = msgspec.msgpack.decode(meta, type=Challenge).nonce, fresh_nonce()
+        nonce = msgspec.msgpack.decode(meta, type=Challenge).nonce
+        own = fresh_nonce()
         said = (own, b"control", pack(header))
         frame = pack(header, encode(Hello(own, "control", proof(SECRET, "worker", nonce, *said))))
         connection.sock.sendall(frame)
@@ -293,7 +295,8 @@ def test_a_worker_that_means_harm_is_refused(name: str) -> None:
 
 
 def _setup(connection: Connection, header: Header, spec: object, handle: int | None = None) -> None:
-    meta, named = msgspec.msgpack.encode(spec), header._replace(kind=Kind.SETUP)
+    meta = msgspec.msgpack.encode(spec)
+    named = header._replace(kind=Kind.SETUP)
     if handle is None:
         connection.send(named, meta)
     else:
@@ -432,7 +435,8 @@ def damaged(frame: bytes, chance: random.Random) -> bytes:
 def test_a_server_survives_10000_damaged_conversations() -> None:
     """A connection each: a hello, or what a worker says after it, with some bits flipped."""
     with victim() as (server, client):
-        before, chance = resident_mb(), random.Random(1)
+        before = resident_mb()
+        chance = random.Random(1)
         header = Header(Kind.HELLO, 1, MODEL, 99)
         frames = [
             pack(header, encode(Hello(fresh_nonce(), "control", fresh_nonce()))),
@@ -455,7 +459,8 @@ def test_a_member_that_sends_damaged_frames_is_closed_every_time() -> None:
         control, header = member(server, "control")
         control.send(header._replace(kind=Kind.SETUP), encode(client.specs[0]))
         control.receive(1 << 10)
-        before, chance = resident_mb(), random.Random(2)
+        before = resident_mb()
+        chance = random.Random(2)
         frame = pack(header._replace(kind=Kind.PULL), encode(Pull(None, 0)))
         for i in range(500):
             connection, _ = member(server, "follow" if i % 2 else "pull")

@@ -16,7 +16,8 @@ shapes = st.lists(
 
 
 def places_of(shapes: list[tuple[int, ...]], offset: int) -> tuple[list[Place], int]:
-    places, at = [], offset
+    places = []
+    at = offset
     for i, shape in enumerate(shapes):
         places.append(Place(f"p{i}", at, shape))
         at = -(-(at + math.prod(shape)) // 4) * 4

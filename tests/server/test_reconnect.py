@@ -95,7 +95,8 @@ def test_a_server_that_is_gone_is_told_once_and_soon(monkeypatch: pytest.MonkeyP
 def test_a_worker_that_does_not_come_back_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.server.server.RETURN_S", 0.2)
     with servers(1, tcp=True) as found:
-        client, other = client_of(found, 0, Rule(2)), client_of(found, 1, Rule(2))
+        client = client_of(found, 0, Rule(2))
+        other = client_of(found, 1, Rule(2))
         other.close()
         with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
             client.meet()
@@ -105,7 +106,8 @@ def test_a_worker_that_does_not_come_back_is_lost(monkeypatch: pytest.MonkeyPatc
 def test_a_connection_that_only_the_worker_saw_break_is_displaced() -> None:
     """The server waits for another worker in the old one when the new one asks the same."""
     with servers(1, tcp=True) as found:
-        client, other = client_of(found, 0, Rule(2)), client_of(found, 1, Rule(2))
+        client = client_of(found, 0, Rule(2))
+        other = client_of(found, 1, Rule(2))
         asked = client.pull(1, 1)[0]
         deaf = client.links[0]._connections["pull"].sock
         deaf.shutdown(socket.SHUT_RD)
@@ -122,13 +124,16 @@ def test_a_connection_that_only_the_worker_saw_break_is_displaced() -> None:
 def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: int) -> None:
     with servers(1, tcp=True) as found:
         client = client_of(found, 0, Rule(1))
-        link, holding = client.links[0], found[0].models[MODEL]
-        asked, member = threading.Semaphore(0), holding.members[0]
+        link = client.links[0]
+        holding = found[0].models[MODEL]
+        asked = threading.Semaphore(0)
+        member = holding.members[0]
         with holding.changed:
             assert holding.changed.wait_for(lambda: "push" in member.lanes, 10)
             slow = member.lanes["push"]._replace(cut=asked.release)
             member.lanes["push"] = slow
-        first, second = link._connect("push", 10), link._connect("push", 10)
+        first = link._connect("push", 10)
+        second = link._connect("push", 10)
         for _waiting in range(2):
             assert asked.acquire(timeout=10)
         with holding.changed:

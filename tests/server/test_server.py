@@ -96,7 +96,8 @@ def test_a_worker_that_dies_ends_the_wait_for_its_norm() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_push_that_is_sent_again_is_not_applied_again(tcp: bool, count: int) -> None:
     with servers(count, tcp) as found:
-        client, other = client_of(found, 0, ASYNC), client_of(found, 1, ASYNC)
+        client = client_of(found, 0, ASYNC)
+        other = client_of(found, 1, ASYNC)
         ack = client.commit(*fill(client, 1.0))
         client.settle(ack.position)
         client.wait_settled()
@@ -115,7 +116,8 @@ def test_a_push_that_is_sent_again_is_not_applied_again(tcp: bool, count: int) -
 
 def tells(size: int) -> list[Callable[[str], list[str]]]:
     """For each of so many threads: say a word, and hear everybody's."""
-    words, barrier = [""] * size, threading.Barrier(size)
+    words = [""] * size
+    barrier = threading.Barrier(size)
 
     def tell(rank: int, word: str) -> list[str]:
         words[rank] = word
@@ -162,7 +164,8 @@ def test_a_push_that_leaves_one_out_is_refused() -> None:
 
 def test_a_worker_that_dies_ends_a_synchronous_run_for_the_others() -> None:
     with servers() as found, ThreadPoolExecutor(1) as pool:
-        client, other = client_of(found, 0, Rule(2)), client_of(found, 1, Rule(2))
+        client = client_of(found, 0, Rule(2))
+        other = client_of(found, 1, Rule(2))
         client.commit(*fill(client, 1.0))
         waiting = pool.submit(weights, client, 1)
         other.close()  # without leaving
@@ -176,7 +179,8 @@ def test_a_worker_that_dies_ends_a_synchronous_run_for_the_others() -> None:
 def test_a_worker_that_leaves_or_dies_lowers_the_quorum(leaves: bool, count: int) -> None:
     with servers(count) as found, ThreadPoolExecutor(1) as pool:
         rule = Rule(2, quorum=2)
-        client, other = client_of(found, 0, rule), client_of(found, 1, rule)
+        client = client_of(found, 0, rule)
+        other = client_of(found, 1, rule)
         client.commit(*fill(client, 1.0))
         waiting = pool.submit(weights, client, 1)
         if leaves:

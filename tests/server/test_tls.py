@@ -25,7 +25,8 @@ PLAIN: dict[str, str] = {}
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:
     """A certificate of 127.0.0.1 that signs itself, and its key."""
-    key, cert = folder / f"{name}.key", folder / f"{name}.pem"
+    key = folder / f"{name}.key"
+    cert = folder / f"{name}.pem"
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),

@@ -53,11 +53,13 @@ def test_what_was_sent_and_what_is_left_make_up_all_gradients(
         slices = [slice(cut, flat.size), slice(flat.offset, cut)]
         exchange = make_exchange(method, flat, group, slices)
         generator = torch.Generator().manual_seed(group.rank)
-        given, arrived = torch.zeros(flat.size), torch.zeros(flat.size)
+        given = torch.zeros(flat.size)
+        arrived = torch.zeros(flat.size)
         gaps = flat.gaps()
         for _ in range(10):
             x = torch.randn(flat.size, generator=generator)
-            x[gaps], x[: flat.offset] = 0.0, 0.0
+            x[gaps] = 0.0
+            x[: flat.offset] = 0.0
             given += x
             complete([Staged(exchange.sum(x[at], at)) for at in slices])
             arrived += x
@@ -127,7 +129,8 @@ def test_bytes_against_full_precision(
             step(batch)
         return step.sync.report()
 
-    compressed, full = world(size, body)[0], world(size, plain)[0]
+    compressed = world(size, body)[0]
+    full = world(size, plain)[0]
     assert compressed["steps"] == full["steps"] == 3
     assert full["bytes_per_step"] == full["ddp_bytes_per_step"] == compressed["ddp_bytes_per_step"]
     assert least <= full["bytes_sent"] / compressed["bytes_sent"] <= most

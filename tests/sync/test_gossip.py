@@ -44,17 +44,20 @@ def test_mixing_contracts_by_the_second_eigenvalue_and_keeps_the_mean(
 ) -> None:
     """By messages, in several chunks: the replicas are what the matrices say, step by step."""
     monkeypatch.setattr(gossip, "CHUNK_BYTES", 256)
-    size, steps = 6, 12
+    size = 6
+    steps = 12
     mixing = mixing_for(graph, size)
     start = torch.randn(size, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def body(group: Group) -> Tensor:
-        neighbours, data = Neighbours(group, mixing), start[group.rank].clone()
+        neighbours = Neighbours(group, mixing)
+        data = start[group.rank].clone()
         for step in range(steps):
             neighbours.mix(data, step)
         return data
 
-    found, expected = torch.stack(world(size, body)), start
+    found = torch.stack(world(size, body))
+    expected = start
     for step in range(steps):
         expected = torch.from_numpy(mixing.at(step)) @ expected
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -108,13 +111,15 @@ def test_bytes_of_a_star_grow_at_its_root(world: World) -> None:
 
 def bytes_of_ddp(world: World, size: int, algorithm: str) -> list[tuple[float, float]]:
     """What a step of ddp counts, and what the transport has carried for it, by rank."""
-    models, boxes = [mlp() for _ in range(size)], Mailboxes(size)
+    models = [mlp() for _ in range(size)]
+    boxes = Mailboxes(size)
 
     def body(group: Group) -> tuple[float, float]:
         transport = Metered(boxes, group.rank)
         named = ScheduledGroup(transport, {"all_reduce": algorithm})
         job, step = make(named, models[group.rank], f'ddp(algorithm="{algorithm}")')
-        before, steps = transport.sent, 0
+        before = transport.sent
+        steps = 0
         for batch in job.batches(samples(64), 32, epochs=2):
             step(batch)
             steps += 1
@@ -262,13 +267,15 @@ def test_a_state_that_not_all_replicas_have_stays_out_of_the_mean(world: World) 
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.first, self.second = nn.Linear(6, 3), nn.Linear(3, 3)
+            self.first = nn.Linear(6, 3)
+            self.second = nn.Linear(3, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.first(x)
             return out + self.second(out) if x[0, 0] > 5 else out
 
-    x, y = torch.zeros(8, 6), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+    x = torch.zeros(8, 6)
+    y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
     x[:2, 0] = 10.0  # rank 0 alone uses the second layer
     models = [Halting() for _ in range(4)]
 

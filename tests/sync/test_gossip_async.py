@@ -92,7 +92,8 @@ def test_the_share_of_a_silent_neighbour_goes_to_the_own_weights(world: World) -
     models = [mlp() for _ in range(4)]
 
     def body(group: Group) -> list[float]:
-        sync, found = alone(group, models[group.rank]), []
+        sync = alone(group, models[group.rank])
+        found = []
         sync.flat.data.fill_({1: 5.0}.get(group.rank, 2.0))
         if group.rank == 1:
             sync._lay_out()

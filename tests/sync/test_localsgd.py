@@ -131,7 +131,8 @@ def test_evaluating_sees_the_average_and_leaves_training_as_it_was(world: World)
 
     def body(group: Group) -> None:
         _, step, sync, _ = train(group, "localsgd(every=4)", models[group.rank], 6)
-        sent, own = sync.report()["bytes_sent"], step.flat.data.clone()
+        sent = sync.report()["bytes_sent"]
+        own = step.flat.data.clone()
         wanted = mean(group, own)
         assert not torch.equal(own, wanted)
         with sync.whole():
@@ -154,7 +155,8 @@ def test_saving_leaves_training_as_it_was(world: World, tmp_path: Path) -> None:
         return losses
 
     # made before the threads start: they share torch's seed
-    one, other = halves(), halves()
+    one = halves()
+    other = halves()
     assert world(2, lambda g: body(g, one, True)) == world(2, lambda g: body(g, other, False))
 
 
@@ -235,7 +237,8 @@ def test_nesterov_by_hand(world: World, settings: str, momenta: list[float]) -> 
 
     def body(group: Group) -> None:
         job, step, sync = start(group, text, models[group.rank], optimizer=PLAIN)
-        agreed, v = step.flat.data.clone(), torch.zeros(step.flat.size)
+        agreed = step.flat.data.clone()
+        v = torch.zeros(step.flat.size)
         momentum = iter(momenta)
         apply = sync.update.apply
         own = agreed
@@ -249,7 +252,8 @@ def test_nesterov_by_hand(world: World, settings: str, momenta: list[float]) -> 
         for batch in job.batches(samples(60), 10):
             step(batch)
             if sync.since == 0:
-                d, m = agreed - mean(group, own), next(momentum)
+                d = agreed - mean(group, own)
+                m = next(momentum)
                 v = m * v + d
                 agreed = agreed - 0.7 * (d + m * v)
                 torch.testing.assert_close(step.flat.data, agreed, atol=1e-6, rtol=0)

@@ -60,18 +60,22 @@ class Counted(Dataset[tuple[Tensor, Tensor]]):
     """Counts how many of its samples are alive."""
 
     def __init__(self, n: int):
-        self.n, self.most, self.fetched = n, 0, 0
+        self.n = n
+        self.most = 0
+        self.fetched = 0
 
     def __len__(self) -> int:
         return self.n
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        self.most, self.fetched = max(self.most, len(indices)), self.fetched + len(indices)
+        self.most = max(self.most, len(indices))
+        self.fetched = self.fetched + len(indices)
         return [(torch.ones(6) * i, torch.tensor(i % 3)) for i in indices]
 
 
 def test_no_more_than_a_piece_is_fetched_at_a_time(world: World) -> None:
-    models, data = [mlp(), mlp()], [Counted(100), Counted(100)]
+    models = [mlp(), mlp()]
+    data = [Counted(100), Counted(100)]
 
     def body(group: Group) -> None:
         job = job_of(group)

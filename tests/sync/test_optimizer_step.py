@@ -44,7 +44,8 @@ def test_apply_is_one_optimizer_step() -> None:
 
 
 def test_the_learning_rate_is_asked_for_by_step_and_absolute() -> None:
-    pairs, asked = named(0.0), []
+    pairs = named(0.0)
+    asked = []
 
     def lr(step: int) -> float:
         asked.append(step)

@@ -146,7 +146,8 @@ class Slow(nn.Module):
 
     def __init__(self, pause_s: list[float]) -> None:
         super().__init__()
-        self.net, self.pause_s = mlp(), pause_s
+        self.net = mlp()
+        self.pause_s = pause_s
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.pause_s:
@@ -200,7 +201,8 @@ def test_a_quorum_goes_on_without_the_slow_worker(world: World, late: str, place
     class Stuck(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.waited = mlp(), False
+            self.net = mlp()
+            self.waited = False
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.waited:

@@ -182,7 +182,8 @@ def test_what_was_sent_and_what_is_left_make_up_all_gradients(method: str) -> No
         client.leave()
         client.close()
     for spec in specs:
-        packing, there = Packing(spec), torch.zeros(spec.stop - spec.start)
+        packing = Packing(spec)
+        there = torch.zeros(spec.stop - spec.start)
         residual, given, arrived = (torch.zeros_like(there) for _ in range(3))
         held = torch.zeros_like(there, dtype=torch.bool)
         for cut in spec.cuts:
@@ -203,10 +204,12 @@ def test_a_push_that_is_dropped_takes_nothing_of_earlier_steps_with_it(
     text = 'ps(quorum=1, placement="rank0", compress="topk(0.05)")'
     job, step = start(SoloGroup(), text, mlp())
     assert isinstance(step.sync, ParameterServer)
-    packed, client = packed_of(step), step.sync.client
+    packed = packed_of(step)
+    client = step.sync.client
     batches = iter(job.batches(samples(40), 10))
     step(next(batches))
-    before, commit = packed.residual.clone(), client.commit
+    before = packed.residual.clone()
+    commit = client.commit
     monkeypatch.setattr(
         client, "commit", lambda *push: structs.replace(commit(*push), verdict="dropped")
     )

@@ -136,7 +136,8 @@ def test_a_lost_worker_takes_its_replica_with_it_and_the_others_go_on(
     """The samples that the lost ones should have tested are tested by the others."""
     done = run(tmp_path, strategy, end, victim, workers=4)
     assert done.returncode == 0, done.stderr
-    first, lost = left[0], "2 and 3" if left == "0 and 1" else "0 and 1"
+    first = left[0]
+    lost = "2 and 3" if left == "0 and 1" else "0 and 1"
     said = [f"[{first}] evaluated True", f"[{first}] saved by {first}"]
     assert done.stdout.splitlines() == said
     assert f"worker {victim} was killed by SIGKILL" in done.stderr
@@ -161,7 +162,8 @@ def test_the_replica_that_hosts_the_servers_is_not_survived(tmp_path: Path) -> N
 def test_the_first_that_is_left_saves(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rule: str
 ) -> None:
-    models, saved = [mlp() for _ in range(3)], tmp_path / "saved"
+    models = [mlp() for _ in range(3)]
+    saved = tmp_path / "saved"
     adam = partial(torch.optim.Adam, lr=0.01)
 
     def body(group: Group) -> int:

@@ -91,7 +91,8 @@ def test_where_everybody_counts_it_equals_one_device(
     if rule == "staleness=0":
         assert_equal(world, 4, strategy, gpt, texts(22), **GPT_OPTIONS)
         return
-    alone, together = in_the_end(world, 1, "single"), in_the_end(world, 4, strategy)
+    alone = in_the_end(world, 1, "single")
+    together = in_the_end(world, 4, strategy)
     for name, tensor in alone.items():
         torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=2e-5)
 
@@ -118,7 +119,8 @@ def test_servers_that_hold_something_of_every_part_follow_themselves(
 ) -> None:
     with launched(monkeypatch, 2, tcp) as servers:
         strategy = f"ps(quorum=1, servers=2) + {split}"
-        alone, together = in_the_end(world, 1, "single"), in_the_end(world, 4, strategy)
+        alone = in_the_end(world, 1, "single")
+        together = in_the_end(world, 4, strategy)
         for name, tensor in alone.items():
             torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=2e-5)
         assert not any(server.models for server in servers)
@@ -159,7 +161,8 @@ def test_what_is_late_is_late_in_every_part(
     world: World, monkeypatch: pytest.MonkeyPatch, split: str, late: str
 ) -> None:
     """Replica 1 makes its first push when the others have done eight steps."""
-    ahead, holdings = threading.Event(), list[Holding]()
+    ahead = threading.Event()
+    holdings = list[Holding]()
 
     def before(job: Job, step: Step) -> None:
         if job.rank == 0 and step.steps == 8:
@@ -197,7 +200,8 @@ def test_copies_are_equal_in_a_step_whose_parts_have_different_versions(
     world: World, split: str
 ) -> None:
     """Rank 1 pulls when the other replica has gone on since rank 0 did."""
-    has_pulled, has_gone_on = threading.Event(), threading.Event()
+    has_pulled = threading.Event()
+    has_gone_on = threading.Event()
     models = [gpt(2) for _ in range(4)]
 
     def late_pull(pull: Any, *request: Any) -> Any:
@@ -206,7 +210,8 @@ def test_copies_are_equal_in_a_step_whose_parts_have_different_versions(
         return pull(*request)
 
     def body(group: Group) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-        used, pulled = [], []
+        used = []
+        pulled = []
         strategy = f'ps(mode="async", placement="rank0") + {split}'
         with job_of(group, strategy, models[group.rank], **GPT_OPTIONS) as (job, step):
             client = sync_of(step).client
@@ -231,7 +236,8 @@ def test_copies_are_equal_in_a_step_whose_parts_have_different_versions(
         for mine, other in zip(found[first][0], found[second][0], strict=True):
             for name in copies:
                 assert torch.equal(mine[name], other[name]), name
-    used, pulled = found[1][0][3], found[1][1][3]
+    used = found[1][0][3]
+    pulled = found[1][1][3]
     assert any(not torch.equal(used[name], pulled[name]) for name in copies), "versions differed"
 
 
@@ -281,7 +287,8 @@ def test_one_norm_clips_all_parts_where_pushes_are_compressed(
 def test_the_first_replica_that_is_left_saves(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: str, rule: str
 ) -> None:
-    models, saved = [gpt(2) for _ in range(6)], tmp_path / "saved"
+    models = [gpt(2) for _ in range(6)]
+    saved = tmp_path / "saved"
 
     def body(group: Group) -> tuple[int, dict[str, Tensor]]:
         strategy = f"ps({rule}, servers=2) + {split}"

@@ -47,7 +47,9 @@ class Recomputed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.head = nn.Linear(6, 9), nn.Linear(9, 9), nn.Linear(9, 3)
+        self.first = nn.Linear(6, 9)
+        self.second = nn.Linear(9, 9)
+        self.head = nn.Linear(9, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint(self.first, x, use_reentrant=False)
@@ -60,7 +62,8 @@ class Repeated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.again = nn.Linear(6, 9), nn.Linear(9, 9)
+        self.first = nn.Linear(6, 9)
+        self.again = nn.Linear(9, 9)
         self.third = nn.Linear(9, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,7 +145,8 @@ def train_gpt(group: Group, strategy: str, model: nn.Module) -> tuple[list[float
     """Losses, and what an evaluation between the steps says; the head is the embedding again."""
     job = Job(parse(strategy), group, device=torch.device("cpu"))
     step = job.step(model, next_token_loss, optimizer=ADAMW, clip_norm=1.0)
-    losses, found = [], 0.0
+    losses = []
+    found = 0.0
     for batch in job.batches(tokens(), 6):
         losses.append(float(step(batch)))
         found = job.evaluate(next_token_loss, tokens(10), 4)

@@ -113,7 +113,8 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(7, 8), nn.Linear(8, 7, bias=False)
+        self.embed = nn.Embedding(7, 8)
+        self.head = nn.Linear(8, 7, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.tensor(2.0))
 

@@ -55,7 +55,8 @@ def test_evaluate_covers_all_samples_when_ranks_are_lost(
     world: World, tmp_path: Path, lost: tuple[int, ...], batch_size: int
 ) -> None:
     """A batch size of 2 leaves one of three ranks without a sample."""
-    data, models = samples(23), [mlp() for _ in range(4)]  # threads share the seed of torch
+    data = samples(23)
+    models = [mlp() for _ in range(4)]  # threads share the seed of torch
     alone = job_of()
     alone.step(models[3], F.cross_entropy, optimizer=SGD)
     expected = alone.evaluate(loss_and_accuracy, data, batch_size)
@@ -82,14 +83,16 @@ def test_evaluate_gives_a_number_for_a_number() -> None:
 
 
 def test_evaluate_takes_any_dataset_with_len_and_indexing() -> None:
-    job, data = job_of(), samples(23)
+    job = job_of()
+    data = samples(23)
     job.step(mlp(), F.cross_entropy, optimizer=SGD)
     plain = [data[i] for i in range(23)]
     assert job.evaluate(accuracy, plain) == pytest.approx(job.evaluate(accuracy, data))
 
 
 def test_evaluate_switches_training_off_and_on_again() -> None:
-    job, seen = job_of(), []
+    job = job_of()
+    seen = []
     model = nn.Sequential(nn.Dropout(0.9), mlp())
     job.step(model, F.cross_entropy, optimizer=SGD)
 
@@ -106,7 +109,8 @@ def test_evaluate_switches_training_off_and_on_again() -> None:
 
 
 def test_evaluate_leaves_modules_that_evaluate_as_they_are() -> None:
-    job, frozen = job_of(), nn.Dropout()
+    job = job_of()
+    frozen = nn.Dropout()
     model = nn.Sequential(nn.Linear(6, 3), frozen)
     job.step(model, F.cross_entropy, optimizer=SGD)
     frozen.eval()
@@ -115,7 +119,8 @@ def test_evaluate_leaves_modules_that_evaluate_as_they_are() -> None:
 
 
 def test_evaluate_switches_training_on_again_after_an_error() -> None:
-    job, model = job_of(), mlp()
+    job = job_of()
+    model = mlp()
     job.step(model, F.cross_entropy, optimizer=SGD)
     with pytest.raises(ZeroDivisionError):
         job.evaluate(lambda out, y: 1 / 0, samples(4))

@@ -103,7 +103,8 @@ def test_the_generator_is_reproducible(world: World) -> None:
 
 
 def test_the_generator_continues_after_a_checkpoint(tmp_path: Path) -> None:
-    data, found = samples(40), []
+    data = samples(40)
+    found = []
     job = job_of()
     step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
     for batch in job.batches(data, 10):
@@ -273,7 +274,8 @@ def test_every_rank_starts_from_rank_0(world: World) -> None:
 
 
 def test_hooks_see_every_step() -> None:
-    job, seen = job_of(), []
+    job = job_of()
+    seen = []
     job.on_build.append(lambda step: seen.append("built"))
     job.on_step.append(lambda step, loss: seen.append(step.steps))
     step = job.step(mlp(), F.cross_entropy, optimizer=SGD)

@@ -42,7 +42,8 @@ def test_the_latest_version_is_read_and_only_once() -> None:
     barrier = threading.Barrier(2, timeout=20)
 
     def work(board: Board) -> list[tuple[int | None, int]]:
-        into, seen = page(0), []
+        into = page(0)
+        seen = []
         if board.rank == 0:
             seen.append((board.read(1, into), int(into[0])))
         barrier.wait()
@@ -69,12 +70,15 @@ def test_a_page_is_never_read_half_written() -> None:
                 board.write(page(value % 256, 1 << 16))
             done.set()
             return 0
-        into, reads, seen = page(0, 1 << 16), 0, 0
+        into = page(0, 1 << 16)
+        reads = 0
+        seen = 0
         while not done.is_set() or seen < board.version(0):
             version = board.read(0, into, seen)
             if version is not None:
                 assert into.min() == into.max() == (version - 1) % 256
-                reads, seen = reads + 1, version
+                reads = reads + 1
+                seen = version
         return reads
 
     assert on_board(2, 1 << 16, work)[1] > 0
@@ -91,7 +95,8 @@ def test_a_reader_that_is_overtaken_gives_up() -> None:
 
 
 def test_a_closed_page_stays_readable() -> None:
-    first, second = Table(2), threading.Barrier(2, timeout=20)
+    first = Table(2)
+    second = threading.Barrier(2, timeout=20)
 
     def main(rank: int) -> int:
         board = Board.meet(first.exchange(rank), rank, 2, 100)

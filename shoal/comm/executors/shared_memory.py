@@ -35,8 +35,10 @@ from shoal.observe.trace import OFF, Tracer
 from shoal.transport.shm.messages import ShmTransport, ShmWork
 from shoal.transport.shm.segment import Segment, join
 
-_ALL_REDUCE, _SUM = KIND["all_reduce"], PLAIN[torch.float32, "sum"]
-_PLUS, _FLOAT = Op.SUM, torch.float32
+_ALL_REDUCE = KIND["all_reduce"]
+_SUM = PLAIN[torch.float32, "sum"]
+_PLUS = Op.SUM
+_FLOAT = torch.float32
 
 
 class ShmGroup(OnLane):
@@ -44,7 +46,8 @@ class ShmGroup(OnLane):
 
     def __init__(self, segment: Segment, tracer: Tracer = OFF):
         self.segment = segment
-        self.rank, self.size = segment.rank, segment.size
+        self.rank = segment.rank
+        self.size = segment.size
         self.transport = ShmTransport(segment)
         self._lane = Lane("shoal collectives")
         self._children: list[ShmGroup] = []
@@ -57,7 +60,8 @@ class ShmGroup(OnLane):
 
     @timeout_s.setter
     def timeout_s(self, timeout_s: float) -> None:
-        self.segment.timeout_s, self.segment.timeout_ns = timeout_s, int(timeout_s * 1e9)
+        self.segment.timeout_s = timeout_s
+        self.segment.timeout_ns = int(timeout_s * 1e9)
 
     def within(self, timeout_s: float) -> ShmGroup:
         """This group for a call with a timeout of its own; it is not to be kept."""
@@ -83,7 +87,8 @@ class ShmGroup(OnLane):
     def all_reduce(self, data: Tensor, op: Op = Op.SUM, out: Tensor | None = None) -> LaneWork:
         """Everybody's `data` combined, in its place or in `out`."""
         if out is None and op is _PLUS and data.dtype is _FLOAT:
-            lane, segment = self._lane, self.segment
+            lane = self._lane
+            segment = self.segment
             plain = data.is_cpu and data.is_contiguous() and not segment.closed
             if plain and not lane.tracer.enabled:  # the shortest way for the most common call
                 at = data.data_ptr()
@@ -133,7 +138,8 @@ class ShmGroup(OnLane):
         unit = data.element_size()
         table = torch.tensor([_offsets(given, unit), given, _offsets(taken, unit), taken])
         table[1::2] *= unit
-        source, target = Side(data), Side(out)
+        source = Side(data)
+        target = Side(out)
         args = (UNEVEN, source.host.data_ptr(), target.host.data_ptr(),
                 int(longest) * scale, code, 0, 0)  # fmt: skip
         flat = table.t().contiguous()
@@ -157,7 +163,8 @@ class ShmGroup(OnLane):
             if piece.numel() != like.numel() or piece.dtype != like.dtype:
                 raise BadInput(f"{kind} needs pieces of one size and type")
         code, scale, operator = reduced_as(like, op) if op else (*moved_as(like), 0)
-        source, target = Pieces(given), Pieces(taken)
+        source = Pieces(given)
+        target = Pieces(taken)
         listed = {"all_to_all": (source, target), "scatter": (source,), "reduce_scatter": (source,)}
         addresses = [a for side in listed.get(kind, (target,)) for a in side.addresses()]
         own = [(*side.addresses(), 0)[0] for side in (source, target)]
@@ -260,7 +267,8 @@ class ShmGroup(OnLane):
         if out is None:
             return (number, source.host.data_ptr(), 0, count, code, op, root), source, None
         target = source if out is data else Side(out)
-        at, to = source.host.data_ptr(), target.host.data_ptr()
+        at = source.host.data_ptr()
+        to = target.host.data_ptr()
         return (number, at, to, count, code, op, root), (source, target), target.store
 
     def _submit(

@@ -13,7 +13,8 @@ from shoal.transport.transport import Work
 
 
 class SoloGroup:
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:
         raise ShoalError("a group of one rank has nobody to send to")

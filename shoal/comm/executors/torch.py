@@ -36,7 +36,10 @@ class TorchWork:
         finish: Callable[[], None] | None = None,
         tracer: Tracer = OFF,
     ):
-        self._work, self._rank, self._doing, self._finish = work, rank, doing, finish
+        self._work = work
+        self._rank = rank
+        self._doing = doing
+        self._finish = finish
         self._tracer = tracer
 
     def wait(self) -> None:
@@ -46,7 +49,8 @@ class TorchWork:
                     self._work.wait()
             except RuntimeError as error:
                 raise told(error, self._rank, self._doing) from error
-        finish, self._finish = self._finish, None
+        finish = self._finish
+        self._finish = None
         if finish is not None:
             finish()
 
@@ -55,8 +59,10 @@ class TorchGroup:
     """The collectives of a process group. `rank` and `size` count inside the group."""
 
     def __init__(self, group: dist.ProcessGroup, tracer: Tracer = OFF):
-        self._group, self.tracer = group, tracer
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+        self.tracer = tracer
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         self._calls = 0
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:

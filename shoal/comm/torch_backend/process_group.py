@@ -59,7 +59,8 @@ class BackendWork(dist.Work):
 
     def __init__(self, works: Sequence[LaneWork | Message], tensors: Any):
         super().__init__()
-        self._works, self._tensors = works, tensors
+        self._works = works
+        self._tensors = tensors
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -143,7 +144,9 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def __init__(self, group: AnyGroup, store: Store | None = None):
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]
         self.group = group
-        self._store, self._name, self._barriers = store, "", 0
+        self._store = store
+        self._name = ""
+        self._barriers = 0
 
     def getBackendName(self) -> str:
         return "shoal"
@@ -184,18 +187,22 @@ class ShoalProcessGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> BackendWork:
-        root, group = 0 if opts is None else opts.rootRank, self._for(opts)
+        root = 0 if opts is None else opts.rootRank
+        group = self._for(opts)
         return BackendWork([group.broadcast(t, root) for t in tensors], list(tensors))
 
     def reduce(self, tensors: Tensors, opts: Any) -> BackendWork:
-        op, root, group = _named(opts.reduceOp), opts.rootRank, self._for(opts)
+        op = _named(opts.reduceOp)
+        root = opts.rootRank
+        group = self._for(opts)
         works = [group.combine("reduce", t, t, t.numel(), op, root) for t in tensors]
         return BackendWork(works, list(tensors))
 
     def allgather(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> BackendWork:
-        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        pairs = zip(outputs, inputs, strict=True)
+        group = self._for(opts)
         works = [group.in_pieces("all_gather", [data], outs) for outs, data in pairs]
         return BackendWork(works, outputs)
 
@@ -214,7 +221,8 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> BackendWork:
-        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        pairs = zip(outputs, inputs, strict=True)
+        group = self._for(opts)
         return BackendWork([group.all_gather(out, data) for out, data in pairs], outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -233,7 +241,8 @@ class ShoalProcessGroup(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
     ) -> BackendWork:
         op = "sum" if opts is None else _named(opts.reduceOp)
-        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        pairs = zip(outputs, inputs, strict=True)
+        group = self._for(opts)
         works = [group.in_pieces("reduce_scatter", given, [out], op) for out, given in pairs]
         return BackendWork(works, outputs)
 
@@ -246,18 +255,21 @@ class ShoalProcessGroup(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> BackendWork:
         op = "sum" if opts is None else _named(opts.reduceOp)
-        pairs, group = zip(outputs, inputs, strict=True), self._for(opts)
+        pairs = zip(outputs, inputs, strict=True)
+        group = self._for(opts)
         works = [group.combine("reduce_scatter", data, out, out.numel(), op) for out, data in pairs]
         return BackendWork(works, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> BackendWork:
-        sizes, group = {tensor.numel() for tensor in (*outputs, *inputs)}, self._for(opts)
+        sizes = {tensor.numel() for tensor in (*outputs, *inputs)}
+        group = self._for(opts)
         if len(sizes) == 1:
             return BackendWork([group.in_pieces("all_to_all", inputs, outputs)], outputs)
         out = torch.empty(sum(t.numel() for t in outputs), dtype=outputs[0].dtype)
-        taken, given = [t.numel() for t in outputs], [t.numel() for t in inputs]
+        taken = [t.numel() for t in outputs]
+        given = [t.numel() for t in inputs]
         data = torch.cat([t.detach().reshape(-1).cpu() for t in inputs])
         group.all_to_all_uneven(out, data, taken, given).wait()
         for tensor, part in zip(outputs, torch.split(out, taken), strict=True):
@@ -299,10 +311,12 @@ class ShoalProcessGroup(dist.ProcessGroup):
     ) -> None:
         """A barrier that says which ranks did not come; rank 0 looks after it."""
         self._barriers += 1
-        tag, token = reserved_tag(self._barriers), torch.zeros(1)
+        tag = reserved_tag(self._barriers)
+        token = torch.zeros(1)
         limit_s = self.group.timeout_s if timeout is None else timeout.total_seconds()
         if self.group.rank:
-            sent, answer = self.group.send(token, 0, tag), torch.zeros(1)
+            sent = self.group.send(token, 0, tag)
+            answer = torch.zeros(1)
             try:
                 self.group.recv(answer, 0, tag).wait(limit_s)
                 sent.wait(limit_s)

@@ -90,9 +90,11 @@ class ShardedParams(FlatParams):
         named: Sequence[tuple[str, nn.Parameter]] | None = None,
         stage: nn.Module | None = None,
     ):
-        self.model, self._on = model, device
+        self.model = model
+        self._on = device
         self.group: Group = group.duplicate()
-        self._blank, self._stage = blank, stage
+        self._blank = blank
+        self._stage = stage
         self._is_whole = False
         self.on_saved: Callable[[Tensor], Tensor] = lambda tensor: tensor  # for who counts
         super().__init__(model.named_parameters() if named is None else named)
@@ -211,7 +213,8 @@ class ShardedParams(FlatParams):
     def _runs_of(self, members: list[int]) -> list[Run]:
         runs: list[Run] = []
         for i in members:
-            piece, owner = self.pieces[i], self.owners[i]
+            piece = self.pieces[i]
+            owner = self.owners[i]
             stop = self._round(piece.stop)
             if runs and runs[-1].owner == owner and runs[-1].where.stop == piece.start:
                 runs[-1].where = slice(runs[-1].where.start, stop)
@@ -239,7 +242,8 @@ class ShardedParams(FlatParams):
 
     def _gather(self, number: int) -> None:
         """The unit is here when this returns, and the next one is on its way."""
-        unit, backward = self.units[number], _in_backward()
+        unit = self.units[number]
+        backward = _in_backward()
         self._ask(unit)
         if not unit.is_here:
             self._arrive(number, unit)

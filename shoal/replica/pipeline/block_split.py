@@ -44,12 +44,14 @@ class _Left(Exception):
     """A forward was left where a block was called with these arguments."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.args_of_block, self.kwargs = args, kwargs
+        self.args_of_block = args
+        self.kwargs = kwargs
 
 
 class Trunk:
     def __init__(self, model: nn.Module, blocks: Sequence[str]):
-        self.model, self.names = model, list(blocks)
+        self.model = model
+        self.names = list(blocks)
         self.blocks = [model.get_submodule(name) for name in blocks]
         self._signature = inspect.signature(model.forward)
         self._is_checked = False
@@ -181,7 +183,9 @@ class _StandingIn:
     """One forward in which the blocks are not computed: each returns the result of all of them."""
 
     def __init__(self, trunk: Trunk, result: Tensor, records: bool):
-        self.trunk, self.result, self._records = trunk, result, records
+        self.trunk = trunk
+        self.result = result
+        self._records = records
         self._called = 0
         self._others: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._between = ExitStack()

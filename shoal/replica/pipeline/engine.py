@@ -53,8 +53,12 @@ class PipelineEngine(Engine):
         **options: Any,
     ):
         """`args` and `options` are those of `Engine` from the loss on."""
-        self.stages, self.pipeline, self.post, self.ties = stages, pipeline, post, ties
-        self.stage, self.recompute = post.group.rank, recompute
+        self.stages = stages
+        self.pipeline = pipeline
+        self.post = post
+        self.ties = ties
+        self.stage = post.group.rank
+        self.recompute = recompute
         self.is_last = self.stage == pipeline.stages - 1
         loss, flat = args
         super().__init__(stages.model, loss, flat, pipeline.actions[self.stage], **options)
@@ -73,7 +77,8 @@ class PipelineEngine(Engine):
         }
 
     def run(self, microbatches: Sequence[MicroBatch], on_bucket: OnBucket) -> Tensor:
-        self._microbatches, self._on_bucket = microbatches, on_bucket
+        self._microbatches = microbatches
+        self._on_bucket = on_bucket
         self._live: dict[Where, Live] = {}
         self._halves: dict[Where, Halves] = {}
         self._parts: dict[int, Tensor] = {}  # losses
@@ -98,7 +103,8 @@ class PipelineEngine(Engine):
         for chunk in range(self.pipeline.chunks):
             action = Action(Kind.FORWARD, 0, chunk)
             virtual = self._virtual(chunk)
-            giver, taker = self._giver(action), self._taker(action)
+            giver = self._giver(action)
+            taker = self._taker(action)
             taken = values if giver is None else self.post.recv(giver.stage, _tag(virtual, 0))
             with self.flat.computing():
                 outputs = self.stages.compute(virtual, given, taken)
@@ -208,14 +214,16 @@ class PipelineEngine(Engine):
         grads: list[Tensor | None]
         if self._giver(action) is None:
             outputs = self._outputs(action, micro, live)
-            roots, grads = [outputs], [self._start_of_backward(micro, outputs)]
+            roots = [outputs]
+            grads = [self._start_of_backward(micro, outputs)]
         else:
             arrived = iter(self._take_gradients(action))
             outputs = self._outputs(action, micro, live)
             sent = zip(tensors_of(outputs), live.wanted, strict=True)
             pairs = [(root, next(arrived)) for root, wanted in sent if wanted]
             pairs = [(root, g) for root, g in pairs if root.requires_grad and g is not None]
-            roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
+            roots = [root for root, _ in pairs]
+            grads = [grad for _, grad in pairs]
         leaves = [t for t in tensors_of(live.inputs) if t.requires_grad]
         return leaves, roots, grads
 

@@ -98,7 +98,8 @@ class Operations:
         It takes the values that cross at `start` and returns those that cross at `stop`; the last
         one returns what the model returns.
         """
-        graph, known = fx.Graph(), {}
+        graph = fx.Graph()
+        known = {}
         for node in self.inputs if start == 0 else self.crossing(start):
             known[node] = graph.placeholder(node.name)
 
@@ -181,7 +182,8 @@ def _has_blocks(container: nn.Module) -> bool:
 class _Tracer(fx.Tracer):
     def __init__(self, opened: set[str]):
         super().__init__()
-        self._opened, self._thread = opened, threading.get_ident()
+        self._opened = opened
+        self._thread = threading.get_ident()
 
     def call_module(
         self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -28,7 +28,8 @@ class Halves:
     """The backward from `roots`, whose gradients are `grads`."""
 
     def __init__(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None]):
-        self._roots, self._grads = list(roots), list(grads)
+        self._roots = list(roots)
+        self._grads = list(grads)
         self._later: Callable[[], list[tuple[Tensor, Tensor]]] = self._whole
 
     def inputs(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
@@ -51,7 +52,9 @@ class Halves:
     def weights(self) -> list[tuple[Tensor, Tensor]]:
         """Each weight that has a gradient, with it; the graph is free afterwards."""
         found = self._later()
-        self._roots, self._grads, self._later = [], [], list
+        self._roots = []
+        self._grads = []
+        self._later = list
         return found
 
     def _whole(self) -> list[tuple[Tensor, Tensor]]:
@@ -111,7 +114,8 @@ def _spots_of(roots: Sequence[Tensor]) -> list[Spot]:
 
 def _walk(starts: Sequence[Spot]) -> list[Spot]:
     """Every output of every node that is reached from `starts`, each once."""
-    seen, waiting = dict.fromkeys(starts), list(starts)
+    seen = dict.fromkeys(starts)
+    waiting = list(starts)
     expanded: set[Node] = set()
     while waiting:
         node, _ = waiting.pop()

@@ -43,10 +43,13 @@ class Stages:
         seconds: Mapping[str, float] | None = None,
     ):
         """`seconds` are those of the modules' forward, where they were measured."""
-        self.model, self.stages, self.chunks = model, stages, chunks
+        self.model = model
+        self.stages = stages
+        self.chunks = chunks
         self._seconds = seconds
         self._opened = open_modules(model, cuts or ())
-        self._required, self._signature = arguments(model), inspect.signature(model.forward)
+        self._required = arguments(model)
+        self._signature = inspect.signature(model.forward)
         self._segments: dict[tuple[Any, ...], Callable[..., Tree]] = {}
         self._operations: dict[tuple[Any, ...], Operations] = {}
         self._trunk: Trunk | None = None

@@ -28,8 +28,10 @@ class SplitAttention(SplitLayer):
 
     def __init__(self, whole: nn.MultiheadAttention, group: Group, streams: Streams):
         super().__init__(whole, group, streams)
-        self.embed_dim, self.num_heads = whole.embed_dim, whole.num_heads
-        self.head_dim, self.dropout = whole.head_dim, whole.dropout
+        self.embed_dim = whole.embed_dim
+        self.num_heads = whole.num_heads
+        self.head_dim = whole.head_dim
+        self.dropout = whole.dropout
         self.batch_first = whole.batch_first
         self.heads = cut(whole.num_heads, group.size)[group.rank]
         each = Share.of_each(0, 3, whole.embed_dim, group.size, whole.head_dim)
@@ -69,7 +71,8 @@ class SplitAttention(SplitLayer):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, is_batched: bool) -> list[Tensor]:
         """Queries, keys and values as (batch, heads, time, head)."""
-        weight, is_own = self.in_proj_weight, query is key and key is value
+        weight = self.in_proj_weight
+        is_own = query is key and key is value
         if isinstance(query, SplitSequence) and is_own and weight is not None:
             parts = query.linear(weight, self.in_proj_bias).chunk(3, -1)
             return [self._by_head(self._batched(x, is_batched)) for x in parts]

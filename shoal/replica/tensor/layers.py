@@ -34,7 +34,9 @@ class SplitLayer(nn.Module):
 
     def __init__(self, whole: nn.Module, group: Group, streams: Streams):
         super().__init__()
-        self.group, self.streams, self.training = group, streams, whole.training
+        self.group = group
+        self.streams = streams
+        self.training = whole.training
         self.shares: dict[str, Share] = {}
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             getattr(self, name).update(getattr(whole, name))
@@ -78,8 +80,10 @@ class ColumnLinear(SplitLayer):
         blocks: int = 1,
     ):
         super().__init__(whole, group, streams)
-        self.matrix, self.output = matrix(whole), output
-        self.in_features, self.out_features = self.matrix.inputs, self.matrix.outputs
+        self.matrix = matrix(whole)
+        self.output = output
+        self.in_features = self.matrix.inputs
+        self.out_features = self.matrix.outputs
         size = self.out_features // blocks
         self.share = Share.of_each(0, blocks, size, group.size, unit)
         self.hold("weight", whole.weight, replace(self.share, dim=self.matrix.dim_of_outputs))
@@ -110,8 +114,10 @@ class RowLinear(SplitLayer):
         self, whole: nn.Module, group: Group, streams: Streams, unit: int, input_is_split: bool
     ):
         super().__init__(whole, group, streams)
-        self.matrix, self.input_is_split = matrix(whole), input_is_split
-        self.in_features, self.out_features = self.matrix.inputs, self.matrix.outputs
+        self.matrix = matrix(whole)
+        self.input_is_split = input_is_split
+        self.in_features = self.matrix.inputs
+        self.out_features = self.matrix.outputs
         dim = self.matrix.dim_of_inputs
         self.share = Share.even(dim, self.in_features, group.size, unit)
         self.hold("weight", whole.weight, self.share)
@@ -133,7 +139,8 @@ class VocabularyEmbedding(SplitLayer):
 
     def __init__(self, whole: nn.Embedding, group: Group, streams: Streams):
         super().__init__(whole, group, streams)
-        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.num_embeddings = whole.num_embeddings
+        self.embedding_dim = whole.embedding_dim
         self.padding_idx = whole.padding_idx
         self.share = Share.even(0, whole.num_embeddings, group.size)
         self.hold("weight", whole.weight, self.share)

@@ -44,7 +44,9 @@ class TensorSplit:
     ):
         """`filled` hands over one whole tensor after the other, by its places. With `sequence`,
         between split layers every rank has some positions."""
-        self.model, self.group, self.device = model, group, device
+        self.model = model
+        self.group = group
+        self.device = device
         self.streams = Streams(group.rank, is_random(model))
         modules = dict(model.named_modules())
         layers = {modules[name]: self._layer(modules[name], role) for name, role in roles.items()}

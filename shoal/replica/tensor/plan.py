@@ -52,7 +52,9 @@ def plan_of(model: nn.Module, tp: Tp) -> Roles:
 
 class _Planner:
     def __init__(self, model: nn.Module, tp: Tp):
-        self.model, self.tp, self.roles = model, tp, Roles()
+        self.model = model
+        self.tp = tp
+        self.roles = Roles()
         self.modules = dict(model.named_modules())
         self._holders = Counter(
             id(p) for m in self.modules.values() for p in m._parameters.values() if p is not None
@@ -115,7 +117,8 @@ class _Planner:
 
         That is the last one, and those beside it that read the same input (q, k, v; gate, up).
         """
-        features, parent = None, row.rpartition(".")[0]
+        features = None
+        parent = row.rpartition(".")[0]
         for name in reversed(before):
             module = self.modules[name]
             matrix = matrix_of(module)
@@ -172,7 +175,8 @@ class _Planner:
         self, first: str, second: str, units: tuple[int, int] = (1, 1), blocks: int = 1
     ) -> None:
         """A column and a row layer with elementwise operations, or heads, between them."""
-        up, down = matrix_of(self.modules.get(first)), matrix_of(self.modules.get(second))
+        up = matrix_of(self.modules.get(first))
+        down = matrix_of(self.modules.get(second))
         if up is None or down is None or {first, second} & set(self.roles):
             return
         num = down.inputs // units[1]

@@ -39,14 +39,17 @@ class SplitSequence(SplitTensor):
     @classmethod
     def of(cls, local: Tensor, lead: torch.Size, group: Group, streams: Streams) -> SplitSequence:
         found: SplitSequence = local.as_subclass(cls)
-        found.lead, found.streams, found.group = lead, streams, group
+        found.lead = lead
+        found.streams = streams
+        found.group = group
         found.share = Share.even(0, math.prod(lead), group.size)
         return found
 
     @classmethod
     def summed(cls, parts: Tensor, group: Group, streams: Streams) -> SplitSequence:
         """Of what every rank has a term of, (…, features)."""
-        lead, rows = parts.shape[:-1], parts.flatten(0, -2)
+        lead = parts.shape[:-1]
+        rows = parts.flatten(0, -2)
         share = Share.even(0, len(rows), group.size)
         return cls.of(leave(rows, share, group), lead, group, streams)
 
@@ -232,7 +235,8 @@ def _joining(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
 
     def apply(a: Any, b: Any, **kwargs: Any) -> Tensor | None:
         split = a if isinstance(a, SplitSequence) else b
-        left, right = split.rows_of(a), split.rows_of(b)
+        left = split.rows_of(a)
+        right = split.rows_of(b)
         if left is None or right is None or "out" in kwargs:
             return None
         return split.like(function(left, right, **kwargs))

@@ -24,7 +24,8 @@ class SplitLogits(SplitTensor):
     def of(cls, local: Tensor, share: Share, group: Group) -> SplitLogits:
         """`share` deals out the classes; its dimension is the last one, whichever that is."""
         found: SplitLogits = local.as_subclass(cls)
-        found.group, found.share = group, share
+        found.group = group
+        found.share = share
         return found
 
     def join(self) -> Tensor:

@@ -92,7 +92,8 @@ def rooted_at(collective: Collective, root: int) -> Collective:
     """The same schedule with its ranks turned round, so that rank 0's part falls to `root`."""
     if root == collective.root:
         return collective
-    ranks, per_unit = collective.ranks, collective.chunks_per_unit
+    ranks = collective.ranks
+    per_unit = collective.chunks_per_unit
     turn = (np.arange(ranks) + root - collective.root) % ranks
     slots = np.arange(collective.slots)
     if collective.pattern.units(ranks) == ranks and ranks > 1:

@@ -69,10 +69,12 @@ class Traffic:
 
 def traffic(collective: Collective) -> Traffic:
     """Count the messages and chunks of every rank in every round."""
-    table, ranks = collective.table, collective.ranks
+    table = collective.table
+    ranks = collective.ranks
     wire = table.src != table.dst
     when, src, dst = (column[wire] for column in (table.round, table.src, table.dst))
-    first, reduced = _first_of_message(when, src, dst, ranks), table.reduce[wire]
+    first = _first_of_message(when, src, dst, ranks)
+    reduced = table.reduce[wire]
     cells, sender, receiver = _cells(when.astype(np.int64) * ranks, src, dst, len(table) * ranks)
 
     def count(cells_of_rows: Longs) -> Floats:
@@ -102,10 +104,13 @@ def memory_chunks(collective: Collective, found: Traffic) -> float:
 
 def _passing(collective: Collective) -> float:
     """The most chunks that a rank holds only to pass them on."""
-    kind, ranks, table = collective.pattern, collective.ranks, collective.table
+    kind = collective.pattern
+    ranks = collective.ranks
+    table = collective.table
     if kind.reduces or kind.units(ranks) == 1 or kind.name == "all_gather":
         return 0.0
-    unit, root = table.chunk // collective.chunks_per_unit, collective.root
+    unit = table.chunk // collective.chunks_per_unit
+    root = collective.root
     cell = table.round.astype(np.int64) * ranks
     taken = (cell + table.dst)[~kind.ends(table.dst, unit, ranks, root)]
     given = (cell + table.src)[~kind.begins(table.src, unit, ranks, root)]

@@ -41,7 +41,8 @@ def direct_all_to_all(ranks: int) -> Collective:
 
 def shifted_all_to_all(ranks: int) -> Collective:
     """Round k: rank i sends to rank i+k+1. p-1 rounds of V/p bytes with one port each way."""
-    step, src = np.arange(ranks - 1)[:, None], np.arange(ranks)
+    step = np.arange(ranks - 1)[:, None]
+    src = np.arange(ranks)
     dst = (src + step + 1) % ranks
     table = rows(step, src, dst, src * ranks + dst, False)
     return Collective("shift", ranks, ranks * ranks, table, "all_to_all", one_port=True)

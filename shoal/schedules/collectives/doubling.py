@@ -20,7 +20,8 @@ def doubling_all_reduce(ranks: int) -> Collective:
     Where p is no power of two, one round of V bytes before and one after (see `fold.py`).
     """
     folded = fold(ranks)
-    keep, v = folded.keepers, np.arange(folded.size)
+    keep = folded.keepers
+    v = np.arange(folded.size)
     rounds = [
         rows(0, folded.active, folded.active[v ^ distance], 0, True)
         for distance in _distances(folded.size)

@@ -36,7 +36,8 @@ def halving_all_reduce(ranks: int) -> Collective:
     Where p is no power of two, one round of V bytes before and one after (see `fold.py`).
     """
     folded = fold(ranks)
-    halving, keep = _halving(folded), folded.keepers
+    halving = _halving(folded)
+    keep = folded.keepers
     doubling = [folded.exchange(d, False, False) for d in reversed(_distances(folded.size))]
     parts = [_fold_in(folded, ranks), *halving, *doubling]
     if keep.size:

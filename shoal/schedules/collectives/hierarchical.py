@@ -64,7 +64,8 @@ def hierarchical_all_reduce(
     if rack is not None:
         outer = partial(hierarchical_all_reduce, node=rack, inner=inner, outer=outer)
     between = outer(len(nodes))
-    chunks, even = shards * between.chunks, ranks % size == 0
+    chunks = shards * between.chunks
+    even = ranks % size == 0
     table = _inside(first, nodes, shards, between.chunks).then(
         _between(between, nodes, shards),
         _inside(second, nodes, shards, between.chunks),

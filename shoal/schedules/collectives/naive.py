@@ -12,7 +12,8 @@ import numpy as np
 from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.transfer_table import Table, rows
 
-_DATA, _OWN = 0, 1
+_DATA = 0
+_OWN = 1
 
 
 def naive_all_reduce(ranks: int) -> Collective:
@@ -38,7 +39,8 @@ def sequential_all_reduce(ranks: int) -> Collective:
     reducer = np.arange(ranks)[:, None]
     src = np.arange(ranks)[None, :]
     keep = src != reducer
-    when, who = np.broadcast_to(reducer, keep.shape)[keep], np.broadcast_to(src, keep.shape)[keep]
+    when = np.broadcast_to(reducer, keep.shape)[keep]
+    who = np.broadcast_to(src, keep.shape)[keep]
     return _with_copy("sequential", ranks, rows(when, who, when, _OWN, True, _DATA))
 
 

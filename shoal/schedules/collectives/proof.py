@@ -31,7 +31,9 @@ class ProofFailed(CheckFailed):
     """A schedule is wrong. `round` counts from 0; None: the end was reached, and is not right."""
 
     def __init__(self, collective: Collective, round: int | None, rank: int, what: str):
-        self.round, self.rank, self.what = round, rank, what
+        self.round = round
+        self.rank = rank
+        self.what = what
         where = "at the end" if round is None else f"in round {round}"
         super().__init__(f"{collective} is wrong: {where} rank {rank} {what}")
 
@@ -70,7 +72,8 @@ def states(collective: Collective, state: State | None = None) -> Iterator[State
     table = collective.table
     columns = (table.round, table.src, table.dst, table.chunk, table.into, table.reduce)
     listed = [column.tolist() for column in columns]
-    first, count = 0, len(listed[0])
+    first = 0
+    count = len(listed[0])
     for number in range(len(table)):
         last = first
         while last < count and listed[0][last] == number:
@@ -110,7 +113,8 @@ def _apply(collective: Collective, number: int, state: State, part: list[list[in
             what = f"adds to {_slot(collective, slot)} before it has it"
             raise ProofFailed(collective, number, rank, what)
         if own & held and not overlap:
-            twice, where = _ranks(own & held), _slot(collective, slot)
+            twice = _ranks(own & held)
+            where = _slot(collective, slot)
             what = f"adds the contribution of {twice} to {where} twice"
             raise ProofFailed(collective, number, rank, what)
         state[rank][slot] = own | held
@@ -131,7 +135,8 @@ def _check_ports(collective: Collective, number: int, srcs: list[int], dsts: lis
 
 
 def _check_end(collective: Collective, state: State) -> None:
-    kind, per_unit = collective.pattern, collective.chunks_per_unit
+    kind = collective.pattern
+    per_unit = collective.chunks_per_unit
     sources: dict[int, int] = defaultdict(int)
     for rank, unit in _holders(collective, kind.begins):
         sources[unit] |= 1 << rank
@@ -145,7 +150,8 @@ def _check_end(collective: Collective, state: State) -> None:
 
 def _holders(collective: Collective, where: Where) -> Iterator[tuple[int, int]]:
     """The pairs of rank and unit for which `where` holds."""
-    ranks, units = collective.ranks, collective.pattern.units(collective.ranks)
+    ranks = collective.ranks
+    units = collective.pattern.units(collective.ranks)
     held = where(np.arange(ranks)[:, None], np.arange(units)[None, :], ranks, collective.root)
     found = np.nonzero(np.broadcast_to(held, (ranks, units)))
     yield from zip(found[0].tolist(), found[1].tolist(), strict=True)
@@ -174,7 +180,9 @@ def _check_names(collective: Collective) -> None:
 
 
 def _suspects(collective: Collective) -> Iterator[list[tuple[int, int, int, int]]]:
-    table, ranks, slots = collective.table, collective.ranks, collective.slots
+    table = collective.table
+    ranks = collective.ranks
+    slots = collective.slots
     wrong = (table.src < 0) | (table.src >= ranks) | (table.dst < 0) | (table.dst >= ranks)
     for column in (table.chunk, table.into):
         wrong |= (column < 0) | (column >= slots)

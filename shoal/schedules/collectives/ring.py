@@ -61,8 +61,10 @@ def whole_ring_all_reduce(ranks: int) -> Collective:
     (V bytes) and added while it travels on. Ranks add in different orders, so the last bits may
     differ between them.
     """
-    data, visitor = 0, 1
-    own, right = np.arange(ranks), (np.arange(ranks) + 1) % ranks
+    data = 0
+    visitor = 1
+    own = np.arange(ranks)
+    right = (np.arange(ranks) + 1) % ranks
     step = np.arange(1, ranks)[:, None]
     first = rows(0, own, right, data, False, visitor, num_rounds=int(ranks > 1))
     if ranks == 1:
@@ -88,11 +90,13 @@ def ring_reduce(ranks: int, chunks: int | None = None) -> Collective:
 
 
 def _chain(ranks: int, chunks: int) -> Table:
-    chunk, src = np.arange(chunks)[:, None], np.arange(ranks - 1)
+    chunk = np.arange(chunks)[:, None]
+    src = np.arange(ranks - 1)
     return rows(chunk + src, src, src + 1, chunk, False)
 
 
 def _round_the_ring(ranks: int, first: int, reduce: bool) -> Table:
     """In round k rank i hands chunk i+first-k to its right neighbour."""
-    step, src = np.arange(ranks - 1)[:, None], np.arange(ranks)
+    step = np.arange(ranks - 1)[:, None]
+    src = np.arange(ranks)
     return rows(step, src, (src + 1) % ranks, (src + first - step) % ranks, reduce)

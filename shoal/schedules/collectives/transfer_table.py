@@ -84,7 +84,8 @@ class Table(Sequence[tuple[Transfer, ...]]):
 
     def then(self, *later: Table) -> Table:
         """This table, and after its last round the rounds of the others."""
-        tables, start = [], 0
+        tables = []
+        start = 0
         for table in (self, *later):
             tables.append(table.delayed(start))
             start += table.num_rounds
@@ -115,7 +116,8 @@ class Table(Sequence[tuple[Transfer, ...]]):
 
     def relabelled(self, ranks: ArrayLike, chunks: ArrayLike) -> Table:
         """Rank r becomes ranks[r], and slot c becomes chunks[c]."""
-        rank_of, chunk_of = np.asarray(ranks, np.int32), np.asarray(chunks, np.int32)
+        rank_of = np.asarray(ranks, np.int32)
+        chunk_of = np.asarray(chunks, np.int32)
         return self._with(
             self.num_rounds,
             src=rank_of[self.src],
@@ -130,7 +132,8 @@ class Table(Sequence[tuple[Transfer, ...]]):
         `members[g, r]` is who plays rank r in place g; `chunks[g, c, :]` are the chunks that
         play chunk c there.
         """
-        rank_of, chunk_of = np.asarray(members, np.int32).T, np.asarray(chunks, np.int32)
+        rank_of = np.asarray(members, np.int32).T
+        chunk_of = np.asarray(chunks, np.int32)
         chunk_of = chunk_of.swapaxes(0, 1)  # by chunk, place, part
         return rows(
             self.round[:, None, None],

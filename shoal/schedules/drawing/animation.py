@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-START_S, ROUND_S, END_S = 3.0, 3.0, 5.0
-_LEAVE, _ARRIVE = 0.2, 0.75  # of a round
+START_S = 3.0
+ROUND_S = 3.0
+END_S = 5.0
+_LEAVE = 0.2
+_ARRIVE = 0.75  # of a round
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,13 @@ class Film:
     def journey(self, number: int, start: tuple[float, float], end: tuple[float, float]) -> str:
         """From one place to another in the middle of a round, and seen only then."""
         begin = START_S + number * ROUND_S
-        leave, arrive = begin + _LEAVE * ROUND_S, begin + _ARRIVE * ROUND_S
+        leave = begin + _LEAVE * ROUND_S
+        arrive = begin + _ARRIVE * ROUND_S
         times = ";".join(self._key(s) for s in (0, leave, arrive, self.length_s))
-        (x0, y0), (x1, y1) = start, end
-        here, there = f"{x0:.1f} {y0:.1f}", f"{x1:.1f} {y1:.1f}"
+        (x0, y0) = start
+        (x1, y1) = end
+        here = f"{x0:.1f} {y0:.1f}"
+        there = f"{x1:.1f} {y1:.1f}"
         ease = 'keySplines="0 0 1 1;.4 0 .3 1;0 0 1 1"'
         move = self._animate(
             "animateTransform",
@@ -68,11 +74,14 @@ class Film:
         )
 
     def _visible(self, begin: float, end: float) -> str:
-        times, values = ["0"], ["1" if begin == 0 else "0"]
+        times = ["0"]
+        values = ["1" if begin == 0 else "0"]
         if begin > 0:
-            times, values = [*times, self._key(begin)], [*values, "1"]
+            times = [*times, self._key(begin)]
+            values = [*values, "1"]
         if end < self.length_s:
-            times, values = [*times, self._key(end)], [*values, "0"]
+            times = [*times, self._key(end)]
+            values = [*values, "0"]
         kind = 'attributeName="opacity" calcMode="discrete"'
         return self._animate("animate", kind, ";".join(values), ";".join(times))
 

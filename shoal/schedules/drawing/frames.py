@@ -56,7 +56,8 @@ def tell(collective: Collective) -> list[Scene]:
         before = [dict(slots) for slots in state]
         next(running)
         after = [dict(slots) for slots in state]
-        title, text = f"Round {number + 1} of {total}", _sentence(collective, transfers)
+        title = f"Round {number + 1} of {total}"
+        text = _sentence(collective, transfers)
         scenes.append(Scene(title, text, tuple(transfers), before, after))
     return scenes
 

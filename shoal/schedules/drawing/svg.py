@@ -18,8 +18,12 @@ from shoal.schedules.collectives.transfer_table import Transfer
 from shoal.schedules.drawing.animation import Film
 from shoal.schedules.drawing.frames import Scene, ending, opening, slot_label, tell
 
-MOST_RANKS, MOST_TRANSFERS = 16, 1500
-_LAMP, _GAP, _MARGIN, _HEAD = 16, 5, 24, 122
+MOST_RANKS = 16
+MOST_TRANSFERS = 1500
+_LAMP = 16
+_GAP = 5
+_MARGIN = 24
+_HEAD = 122
 _HUES = ["#0072b2", "#e69f00", "#009e73", "#cc4778", "#56b4e9", "#d55e00", "#7b5ea7", "#8a8d00"]
 _STYLE = """
 text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733}
@@ -61,7 +65,8 @@ def animated_svg(collective: Collective) -> str:
             f"{collective} has {collective.table.num_transfers} transfers, too many to watch: "
             f"ask for fewer ranks"
         )
-    plan, scenes = _plan(collective), tell(collective)
+    plan = _plan(collective)
+    scenes = tell(collective)
     film = Film(len(scenes))
     body = [_captions(plan, scenes, film), _legend(plan)]
     body += [_arrows(plan, number, scene, film) for number, scene in enumerate(scenes)]
@@ -96,7 +101,8 @@ def _plan(collective: Collective) -> _Plan:
     corners = []
     for rank in range(ranks):
         angle = 2 * math.pi * rank / ranks - math.pi / 2
-        x, y = centre[0] + radius_x * math.cos(angle), centre[1] + radius_y * math.sin(angle)
+        x = centre[0] + radius_x * math.cos(angle)
+        y = centre[1] + radius_y * math.sin(angle)
         corners.append((x - wide / 2, y - high / 2))
     return _Plan(collective, columns, corners, (width, height))
 
@@ -132,7 +138,8 @@ def _legend(plan: _Plan) -> str:
 
 
 def _box(plan: _Plan, rank: int, scenes: list[Scene], film: Film) -> str:
-    (x, y), slots = plan.corners[rank], plan.collective.slots
+    (x, y) = plan.corners[rank]
+    slots = plan.collective.slots
     wide = 34 + plan.columns * (plan.cell[0] + 34) - 22
     high = 36 + math.ceil(slots / plan.columns) * (plan.cell[1] + 4)
     parts = [
@@ -169,7 +176,8 @@ def _slot(plan: _Plan, rank: int, slot: int, history: list[State], film: Film) -
 
 def _lamp(x: float, y: float, peer: int, first: int, changes: str | None) -> str:
     row, column = divmod(peer, 8)
-    cx, cy = x + _GAP + (column + 0.5) * _LAMP, y + _GAP + (row + 0.5) * _LAMP
+    cx = x + _GAP + (column + 0.5) * _LAMP
+    cy = y + _GAP + (row + 0.5) * _LAMP
     spot = f'cx="{cx:.1f}" cy="{cy:.1f}" r="5.8"'
     off = f'<circle class="off" {spot}/>'
     if not first and changes is None:
@@ -194,11 +202,15 @@ def _between(plan: _Plan, src: int, dst: int) -> tuple[tuple[float, float], tupl
     """From the edge of one box to the edge of the other, a little to the right of the middle."""
     wide = 34 + plan.columns * (plan.cell[0] + 34) - 22
     high = 36 + math.ceil(plan.collective.slots / plan.columns) * (plan.cell[1] + 4)
-    ax, ay = plan.corners[src][0] + wide / 2, plan.corners[src][1] + high / 2
-    bx, by = plan.corners[dst][0] + wide / 2, plan.corners[dst][1] + high / 2
-    dx, dy = bx - ax, by - ay
+    ax = plan.corners[src][0] + wide / 2
+    ay = plan.corners[src][1] + high / 2
+    bx = plan.corners[dst][0] + wide / 2
+    by = plan.corners[dst][1] + high / 2
+    dx = bx - ax
+    dy = by - ay
     length = math.hypot(dx, dy) or 1.0
-    side_x, side_y = -dy / length * 7, dx / length * 7
+    side_x = -dy / length * 7
+    side_y = dx / length * 7
     reach = min(
         (wide / 2 + 6) / abs(dx) if dx else math.inf, (high / 2 + 6) / abs(dy) if dy else math.inf
     )
@@ -213,7 +225,8 @@ def _tokens(plan: _Plan, number: int, scene: Scene, film: Film) -> str:
 def _token(plan: _Plan, number: int, scene: Scene, t: Transfer, film: Film) -> str:
     """A copy of a chunk that travels from one slot to another."""
     wide, high = plan.cell
-    start, end = plan.at(t.src, t.chunk), plan.at(t.dst, t.chunk if t.into is None else t.into)
+    start = plan.at(t.src, t.chunk)
+    end = plan.at(t.dst, t.chunk if t.into is None else t.into)
     bits = scene.before[t.src].get(t.chunk, 0)
     lamps = "".join(
         _lamp(0, 0, peer, bits >> peer & 1, None) for peer in range(plan.collective.ranks)

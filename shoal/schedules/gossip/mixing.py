@@ -71,7 +71,8 @@ class Mixing:
     def expectation(self) -> str:
         """How fast consensus is to be expected, in a sentence."""
         degrees = {len(self.listeners(rank, 0)) for rank in range(self.workers)}
-        few, most = min(degrees), max(degrees)
+        few = min(degrees)
+        most = max(degrees)
         number = f"{most}" if few == most else f"{few} to {most}"
         who = f"{self.name}: a worker averages with {number} other{'s' * (most > 1)} a step"
         if self.second_eigenvalue == 0:
@@ -109,7 +110,8 @@ def mixing_for(graph: str, workers: int) -> Mixing:
 def shares(graph: nx.DiGraph) -> Matrix:
     """Doubly stochastic weights for a graph without weights; edges point at who hears."""
     for node in graph:
-        heard, hears = graph.out_degree(node), graph.in_degree(node)
+        heard = graph.out_degree(node)
+        hears = graph.in_degree(node)
         if heard != hears:
             raise StrategyError(
                 f"worker {node} hears {hears} others and is heard by {heard}: with as many edges "

@@ -28,7 +28,8 @@ class ScheduleWrong(CheckFailed):
     """A stage does something twice, too early, or not at all."""
 
     def __init__(self, pipeline: Pipeline, stage: int, what: str):
-        self.stage, self.what = stage, what
+        self.stage = stage
+        self.what = what
         super().__init__(f"{pipeline} is wrong: stage {stage} {what}")
 
 
@@ -50,7 +51,8 @@ class Deadlock(CheckFailed):
     """Stages that wait for each other in a circle: each of `cycle` for the next one's stage."""
 
     def __init__(self, pipeline: Pipeline, capacity: int, cycle: tuple[Wait, ...]):
-        self.capacity, self.cycle = capacity, cycle
+        self.capacity = capacity
+        self.cycle = cycle
         room = "" if capacity >= UNLIMITED else f" with room for {capacity} messages in a channel"
         super().__init__(f"{pipeline} hangs{room}: {', '.join(map(str, cycle))}")
 
@@ -125,7 +127,8 @@ def _what_is_wrong(pipeline: Pipeline, action: Action, done: set[Action]) -> str
         )
     if action in done:
         return f"does {action} twice"
-    before, other = _BEFORE.get(kind), _OTHER.get(kind)
+    before = _BEFORE.get(kind)
+    other = _OTHER.get(kind)
     if before and Action(before, microbatch, chunk) not in done:
         return f"does {action} before {Action(before, microbatch, chunk)}"
     if other and Action(other, microbatch, chunk) in done:
@@ -146,7 +149,8 @@ def _peaks(actions: tuple[Action, ...]) -> tuple[int, int]:
     for kind, _, _ in actions:
         live += (kind is Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.WEIGHT))
         waiting += (kind is Kind.INPUT) - (kind is Kind.WEIGHT)
-        peak_live, peak_waiting = max(peak_live, live), max(peak_waiting, waiting)
+        peak_live = max(peak_live, live)
+        peak_waiting = max(peak_waiting, waiting)
     return peak_live, peak_waiting
 
 
@@ -168,7 +172,8 @@ def run_blocking(pipeline: Pipeline, capacity: int) -> None:
 
 class _Run:
     def __init__(self, pipeline: Pipeline, capacity: int):
-        self.pipeline, self.capacity = pipeline, capacity
+        self.pipeline = pipeline
+        self.capacity = capacity
         self.next = [0] * pipeline.stages
         self.is_giving = [False] * pipeline.stages  # the result of the action is out, not taken
         self.channels: dict[tuple[int, int], set[_Message]] = {}
@@ -223,7 +228,8 @@ class _Run:
         """What a stage waits for, now that nobody can go on; None: it is through."""
         if self.next[stage] == len(self.pipeline.actions[stage]):
             return None
-        action, giving = self.pipeline.actions[stage][self.next[stage]], self.is_giving[stage]
+        action = self.pipeline.actions[stage][self.next[stage]]
+        giving = self.is_giving[stage]
         peer = (self.pipeline.taker if giving else self.pipeline.giver)(stage, action)
         assert peer is not None  # only messages are waited for
         return Wait(stage, action, peer.stage, giving)

@@ -23,7 +23,9 @@ class PackedRequests:
         here: Callable[[], tuple[Holding, Member]],
         answer: Callable[..., None],
     ):
-        self._connection, self._here, self._answer = connection, here, answer
+        self._connection = connection
+        self._here = here
+        self._answer = answer
 
     def push(self, header: Header, meta: bytes) -> None:
         """The gradients of a push, whole; no answer."""

@@ -32,7 +32,9 @@ class RowRequests:
         here: Callable[[], tuple[Holding, Member]],
         answer: Answer,
     ):
-        self.connection, self._here, self._answer = connection, here, answer
+        self.connection = connection
+        self._here = here
+        self._answer = answer
         self._saving: Iterator[dict[str, Tensor]] = iter(())
         self._saved = -1  # chunks of it that were given
 
@@ -90,7 +92,8 @@ class RowRequests:
         request = decode(meta, Chunk)
         with holding.changed:
             table = holding.table(request.table)
-            dim, keys = table.spec.dim, table.keys
+            dim = table.spec.dim
+            keys = table.keys
             if not request.keys:
                 table.load_state([], request.steps)
         if request.keys and request.keys != keys:

@@ -82,7 +82,8 @@ def _nearest(ordered: Sequence[int], target: float) -> int:
 def _inside(places: Sequence[Place], start: int, stop: int) -> list[Cutting]:
     found = []
     for i, place in enumerate(places):
-        low, high = max(start, place.start), min(stop, place.stop)
+        low = max(start, place.start)
+        high = min(stop, place.stop)
         if low >= high:
             continue
         if (low, high) == (place.start, place.stop):

@@ -42,7 +42,8 @@ class Lost(Exception):
     """A worker without which the run cannot go on has died, or another server has."""
 
     def __init__(self, sentence: str, worker: int | None):
-        self.sentence, self.worker = sentence, worker
+        self.sentence = sentence
+        self.worker = worker
         super().__init__(sentence)
 
 
@@ -99,7 +100,8 @@ class Holding:
     """All state is behind one lock; whoever completes a step carries out the update."""
 
     def __init__(self, spec: Spec):
-        self.spec, self.shard = spec, Shard(spec)
+        self.spec = spec
+        self.shard = Shard(spec)
         self.packing = None if spec.compress is None else Packing(spec)
         self.changed = threading.Condition()
         self.members: dict[int, Member] = {}
@@ -127,7 +129,8 @@ class Holding:
     # ------------------------------------------------------------------ workers
 
     def join(self, worker: int, incarnation: int, segment: Segment | None) -> Member:
-        spec, shard = self.spec, self.shard
+        spec = self.spec
+        shard = self.shard
         with self.changed:
             if worker >= spec.rule.workers or worker in self.members:
                 raise Refused(f"worker {worker} of {spec.rule.workers} is not expected here")
@@ -145,7 +148,8 @@ class Holding:
 
     def share(self, worker: int, handle: int) -> None:
         """This worker sees the weights where they are. All that do have to mean the same memory."""
-        spec, found = self.spec, os.fstat(handle)
+        spec = self.spec
+        found = os.fstat(handle)
         if not spec.rule.needs_everyone or spec.optimizer is None:
             raise Refused(f"{spec.rule} does not share its weights with workers")
         with self.changed:
@@ -229,7 +233,8 @@ class Holding:
             self.expect(member, sequence)
             if self.packing is not None and self.shard.size and member.unpacked != sequence:
                 raise Refused(f"push {sequence} is committed without its gradients")
-            member.commit, member.watermark = commit, sequence
+            member.commit = commit
+            member.watermark = sequence
             if self.ledger is None:
                 self.changed.notify_all()
                 return Ack("staged", self.position)
@@ -294,7 +299,9 @@ class Holding:
         self.changed.notify_all()
         self.changed.wait_for(lambda: self.failure is not None or self._norm_of_whole is not None)
         self._check()
-        found, self._norms, self._norm_of_whole = self._norm_of_whole, None, None
+        found = self._norm_of_whole
+        self._norms = None
+        self._norm_of_whole = None
         assert found is not None
         return found
 
@@ -325,7 +332,8 @@ class Holding:
     def stage_rows(self, worker: int, sequence: int, push: RowPush) -> None:
         """Part of a push; it counts if and when the push does."""
         with self.changed:
-            member, table = self.members[worker], self.table(push.table)
+            member = self.members[worker]
+            table = self.table(push.table)
             if sequence <= member.watermark:
                 return
             self.expect(member, sequence)
@@ -346,7 +354,8 @@ class Holding:
         with self.changed:
             self._wait(worker, lambda: self._may_take(request))
             member = self.members[worker]
-            pulled, head = self._note_pull(request), self.shard.head.clone()
+            pulled = self._note_pull(request)
+            head = self.shard.head.clone()
             if not self.spec.rule.needs_everyone:
                 return pulled, head, member.take_copy(source)
         if member.sees_weights:
@@ -458,7 +467,8 @@ class Holding:
         assert self.ledger is not None
         if not self.ledger.complete():
             return
-        rule, bound = self.spec.rule, self.spec.clip_norm
+        rule = self.spec.rule
+        bound = self.spec.clip_norm
         divisor = self._share if rule.quorum is not None else 1.0
         if bound is not None and rule.counts_at_once:
             bound *= commit.share  # a push is a share of a step, and so is its length
@@ -524,7 +534,8 @@ class Holding:
 
     def _update_rows(self, divisor: float) -> None:
         """One update of each table that somebody has touched, here or on another server."""
-        found, self._rows = sorted(self._rows, key=lambda item: item[0]), []
+        found = sorted(self._rows, key=lambda item: item[0])
+        self._rows = []
         for name in dict.fromkeys(push.table for _, push in found):
             pushes = [push for _, push in found if push.table == name]
             ids = torch.cat([push.ids for push in pushes])

@@ -31,7 +31,8 @@ class Shard:
     def __init__(self, spec: Spec):
         self.spec = spec
         self.size = spec.stop - spec.start
-        self.dtype, self.head_dtype = DTYPES[spec.dtype], DTYPES[spec.head_dtype]
+        self.dtype = DTYPES[spec.dtype]
+        self.head_dtype = DTYPES[spec.head_dtype]
         self.head_size = 1 + spec.parameters
         self.data = torch.zeros(self.size, dtype=self.dtype)
         self.sum = torch.zeros(self.size, dtype=self.dtype)
@@ -115,7 +116,9 @@ class Shard:
 
     def state(self, steps: int) -> tuple[State, list[Tensor]]:
         """The optimizer's state, cutting by cutting."""
-        values, tensors, numbers = [], [], []
+        values = []
+        tensors = []
+        numbers = []
         for i, p in enumerate(self.params):
             held = self.optimizer.state.get(p, {}) if self.optimizer is not None else {}
             for key, value in held.items():

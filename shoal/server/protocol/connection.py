@@ -86,7 +86,8 @@ class Connection:
 
     def read_into(self, view: memoryview) -> None:
         view = view.cast("B") if view.nbytes else view
-        done, size = 0, view.nbytes
+        done = 0
+        size = view.nbytes
         while done < size:
             try:
                 count = self._receive(view[done:])
@@ -217,7 +218,8 @@ class Listener:
             self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._bind(place)
             os.chmod(place, 0o600)
-            self._path, self.address = place, address
+            self._path = place
+            self.address = address
         elif kind == "tcp":
             host, port = _host_and_port(address)
             self._tls = _server_context(environ)
@@ -293,7 +295,8 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _server_context(environ: Mapping[str, str]) -> ssl.SSLContext | None:
-    certificate, key = environ.get("SHOAL_TLS_CERT"), environ.get("SHOAL_TLS_KEY")
+    certificate = environ.get("SHOAL_TLS_CERT")
+    key = environ.get("SHOAL_TLS_KEY")
     if not certificate:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -22,7 +22,8 @@ import msgspec
 
 from shoal.errors import ShoalError
 
-MAGIC, VERSION = b"SHOL", 1
+MAGIC = b"SHOL"
+VERSION = 1
 _FIELDS = struct.Struct("<4sHHIIQQQQQI")
 _CHECK = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECK.size

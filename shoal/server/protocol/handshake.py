@@ -36,7 +36,8 @@ def introduce(connection: Connection, secret: bytes, lane: Lane, header: Header)
     found, meta = connection.receive(MOST_HELLO_BYTES)
     if found.kind is not Kind.CHALLENGE or found.payload_bytes:
         raise Refused("a server's first frame was no challenge")
-    theirs, ours = decode(meta, Challenge).nonce, fresh_nonce()
+    theirs = decode(meta, Challenge).nonce
+    ours = fresh_nonce()
     said = _said(ours, lane, header)
     connection.send(header, encode(Hello(ours, lane, proof(secret, "worker", theirs, *said))))
     found, meta = connection.receive(8192)

@@ -30,12 +30,14 @@ class PackedPush:
     feedback: bool = True  # False: what compression loses is lost, to see what that does
 
     def __init__(self, flat: FlatParams, client: Client, copies: Copies | None = None):
-        self.flat, self.client = flat, client
+        self.flat = flat
+        self.client = client
         self.packings = [Packing(spec) for spec in client.specs]
         dtype = self.packings[0].residual_dtype
         self.residual = torch.zeros(flat.size, dtype=dtype, device=flat.device)
         self.pushes = self.pushed_bytes = 0
-        self._gaps, self._unused = flat.gaps(), unused_places(flat, copies)
+        self._gaps = flat.gaps()
+        self._unused = unused_places(flat, copies)
         rule = client.specs[0].rule
         drops = rule.quorum is not None and not rule.fold
         self._before = self.residual.clone() if drops else None
@@ -49,7 +51,8 @@ class PackedPush:
             self.pushes += 1
 
     def _push(self, index: int, run: slice, packing: Packing) -> None:
-        link, sequence = self.client.links[index], self.client.sequence + 1
+        link = self.client.links[index]
+        sequence = self.client.sequence + 1
         self.flat.grad[self._gaps] = 0.0  # a sum that came down has left noise there
         if self._before is not None:
             self._before[run] = self.residual[run]
@@ -94,7 +97,9 @@ class PackedPush:
 
     def _keep(self, index: int) -> Future[bytes]:
         """Leave with a server what is this worker's own of its slice."""
-        spec, packing, link = self.client.specs[index], self.packings[index], self._link(index)
+        spec = self.client.specs[index]
+        packing = self.packings[index]
+        link = self._link(index)
         parts = [self.residual[spec.start : spec.stop].cpu(), packing.basis.cpu()]
 
         def do() -> bytes:
@@ -137,7 +142,8 @@ class PackedPush:
     def summary(self) -> list[str]:
         if not self.pushed_bytes:
             return []
-        each, plain = self.pushed_bytes / self.pushes, self._plain_bytes()
+        each = self.pushed_bytes / self.pushes
+        plain = self._plain_bytes()
         return [
             f"each worker pushed {each:,.0f} bytes a step, which are {plain:,} in full: "
             f"{plain / each:.1f} times less"

@@ -19,7 +19,9 @@ def cut_state(
     steps: int,
 ) -> tuple[State, list[Tensor]]:
     """One server's part of an optimizer's state; rows of a tensor that is cut by rows."""
-    values, tensors, numbers = [], [], []
+    values = []
+    tensors = []
+    numbers = []
     for i, cut in enumerate(spec.cuts):
         p = params[cut.parameter]
         for key, value in (optimizer.state.get(p, {}) if optimizer else {}).items():

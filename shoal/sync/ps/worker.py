@@ -73,8 +73,12 @@ class ParameterServer(Sync):
         `fellows` are these workers.
         """
         self.fellows = fellows
-        self.flat, self.update, self.group = flat, update, group
-        self.client, self.hosts, self.rule = client, hosts, rule
+        self.flat = flat
+        self.update = update
+        self.group = group
+        self.client = client
+        self.hosts = hosts
+        self.rule = rule
         self.tracer = update.tracer
         self.waits = rule.needs_everyone
         self.every_microbatch = microbatches is not None
@@ -400,7 +404,8 @@ def summary_of(
     """What the servers counted, in sentences."""
     if not stats:
         return []
-    lead, found = stats[0], []
+    lead = stats[0]
+    found = []
     if not rule.needs_everyone and "workers" in lead:
         for worker, counts in lead["workers"].items():
             words = [f"{counts['admitted']} pushes counted"]

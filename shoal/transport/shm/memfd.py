@@ -10,7 +10,9 @@ import mmap
 import os
 import sys
 
-_F_ADD_SEALS, _F_GET_SEALS, _SEALS = 1033, 1034, 0x1 | 0x2 | 0x4  # seal, shrink, grow
+_F_ADD_SEALS = 1033
+_F_GET_SEALS = 1034
+_SEALS = 0x1 | 0x2 | 0x4  # seal, shrink, grow
 
 
 def make(label: str, num_bytes: int) -> int:

@@ -27,9 +27,14 @@ class ShmWork:
     """A message under way. It holds its tensor until it is done."""
 
     def __init__(self, transport: ShmTransport, op: int, data: Tensor, is_send: bool, doing: str):
-        self._transport, self.op, self._data, self._doing = transport, op, data, doing
+        self._transport = transport
+        self.op = op
+        self._data = data
+        self._doing = doing
         self.after: Callable[[], None] | None = None
-        self.source, self.is_done, self.is_send = -1, False, is_send
+        self.source = -1
+        self.is_done = False
+        self.is_send = is_send
 
     def poll(self) -> bool:
         if not self.is_done and _shm.state(self._transport.segment.handle, self.op) >= 0:
@@ -62,7 +67,9 @@ class ShmTransport:
     """Messages between the ranks of a segment; tags are taken modulo 2 to the 64."""
 
     def __init__(self, segment: Segment):
-        self.segment, self.rank, self.size = segment, segment.rank, segment.size
+        self.segment = segment
+        self.rank = segment.rank
+        self.size = segment.size
         self._under_way: dict[int, ShmWork] = {}
         self._thread: threading.Thread | None = None
 

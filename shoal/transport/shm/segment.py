@@ -30,8 +30,11 @@ class Segment:
     """One rank's hold on the shared memory of a group."""
 
     def __init__(self, handle: object, rank: int, size: int, timeout_s: float):
-        self.handle, self.rank, self.size = handle, rank, size
-        self.timeout_s, self.timeout_ns = timeout_s, int(timeout_s * 1e9)
+        self.handle = handle
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self.timeout_ns = int(timeout_s * 1e9)
         self.closed = False
         self._told: list[str] = []
 
@@ -48,7 +51,8 @@ class Segment:
     def within(self, timeout_s: float) -> Segment:
         """The same for a call with a timeout of its own."""
         other = copy.copy(self)
-        other.timeout_s, other.timeout_ns = timeout_s, int(timeout_s * 1e9)
+        other.timeout_s = timeout_s
+        other.timeout_ns = int(timeout_s * 1e9)
         return other
 
     def last(self, rank: int) -> Record | None:
@@ -63,7 +67,8 @@ class Segment:
         """The error that tells of `peer`, with the last that it did."""
         last = self.last(peer)
         its = "none yet" if last is None else f"{last}, {'ended' if last.end_ns else 'begun'}"
-        end, status = "no answer before the timeout ended", None
+        end = "no answer before the timeout ended"
+        status = None
         if after_s is None:
             end, status = self._end_of(peer)
         said = f"{doing} ({end}; its last operation: {its})"
@@ -120,7 +125,8 @@ def join(
     slot_bytes: int = SLOT_BYTES,
 ) -> Segment | None:
     """Share memory with the other ranks; None on all of them if one of them cannot."""
-    fd, generation = -1, secrets.randbits(63)
+    fd = -1
+    generation = secrets.randbits(63)
     try:
         if rank == 0 and is_built():
             fd = _create(size, slot_bytes, generation)

@@ -28,7 +28,9 @@ class Commons:
     """One process's view of it. `meet` makes it."""
 
     def __init__(self, memory: mmap.mmap, rank: int, processes: list[int]):
-        self.memory, self.rank, self.size = memory, rank, len(processes)
+        self.memory = memory
+        self.rank = rank
+        self.size = len(processes)
         self.offset = _head_bytes(self.size)  # where the body begins in `memory`
         self._processes = processes
         lines = np.frombuffer(memory, np.int64, _LINE * self.size)
@@ -39,7 +41,8 @@ class Commons:
         """All ranks call it with the same size of body; None on all of them if one cannot."""
         num_bytes += _head_bytes(size)
         fd = make("shoal-commons", num_bytes) if rank == 0 else -1
-        memory, processes = None, []
+        memory = None
+        processes = []
         try:
             said = [offer.split() for offer in exchange(f"{os.getpid()} {fd}".encode())]
             with suppress(OSError, ValueError):

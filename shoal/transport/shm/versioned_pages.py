@@ -79,14 +79,17 @@ class Board:
     """The pages of all ranks of one host. `meet` makes it."""
 
     def __init__(self, pages: list[Page], processes: list[int], rank: int):
-        self.rank, self.size = rank, len(pages)
-        self._pages, self._processes = pages, processes
+        self.rank = rank
+        self.size = len(pages)
+        self._pages = pages
+        self._processes = processes
         self._dead: set[int] = set()
 
     @classmethod
     def meet(cls, exchange: Exchange, rank: int, size: int, num_bytes: int) -> Board | None:
         """All ranks call it with the same size; None on all of them if they share no memory."""
-        fd, generation = make("shoal-board", _size(num_bytes)), secrets.randbits(62)
+        fd = make("shoal-board", _size(num_bytes))
+        generation = secrets.randbits(62)
         pages: list[Page] = []
         processes: list[int] = []
         try:
@@ -144,7 +147,8 @@ class Board:
             page.release()
         for process in self._processes:
             os.close(process)
-        self._pages, self._processes = [], []
+        self._pages = []
+        self._processes = []
 
 
 def _slot(memory: mmap.mmap, num_bytes: int, index: int) -> Bytes:

@@ -48,15 +48,20 @@ class Awaited:
     def __init__(
         self, side: Side, rank: int, doing: str, limit_s: float, changed: threading.Condition
     ):
-        self.side, self.source = side, ANY_SOURCE
+        self.side = side
+        self.source = ANY_SOURCE
         self.error: ShoalError | None = None
-        self._rank, self._doing, self._limit_s, self._changed = rank, doing, limit_s, changed
+        self._rank = rank
+        self._doing = doing
+        self._limit_s = limit_s
+        self._changed = changed
         self._done = False
 
     def deliver(self, source: int, data: Tensor) -> None:
         self.side.host.view(-1).view(torch.uint8).copy_(data)
         self.side.store()
-        self.source, self._done = source, True
+        self.source = source
+        self._done = True
 
     def look(self) -> bool:
         return self._done
@@ -81,7 +86,8 @@ class FromAnybody(Awaited):
     """Posted in memory as well; `withdraw` takes that back."""
 
     def post(self, inner: ShmGroup, tag: int, places: Places) -> None:
-        self._transport, self._local = inner.transport, places.local
+        self._transport = inner.transport
+        self._local = places.local
         self._work = inner.transport.recv(self.side.host, ANY_SOURCE, tag, self.side.store)
 
     def withdraw(self) -> bool:
@@ -97,7 +103,8 @@ class FromAnybody(Awaited):
 
     def _settles_within(self, limit_s: float) -> bool:
         """By looking: it may come through memory as well, of which nothing tells."""
-        deadline_s, pause = time.monotonic() + limit_s, Pauses(*_PAUSES_S)
+        deadline_s = time.monotonic() + limit_s
+        pause = Pauses(*_PAUSES_S)
         while not self.poll():
             if time.monotonic() > deadline_s:
                 return False
@@ -110,7 +117,8 @@ class Claim(Awaited):
 
     def __init__(self, src: int, post: Callable[[], Message], *rest: Any):
         super().__init__(*rest)
-        self.src, self._post = src, post
+        self.src = src
+        self._post = post
         self._message: Message | None = None
 
     def give_up(self) -> None:
@@ -138,7 +146,9 @@ class Anybody:
     """The receives from anybody of one group, by tag."""
 
     def __init__(self, places: Places, inner: ShmGroup, post: Callable[[Tensor, int], Any]):
-        self._places, self._inner, self._post = places, inner, post
+        self._places = places
+        self._inner = inner
+        self._post = post
         self._changed = threading.Condition()
         self._waiting: dict[int, list[FromAnybody]] = defaultdict(list)
         self._claims: dict[int, list[Claim]] = {}  # for every tag that Gloo has been asked for

@@ -33,7 +33,9 @@ class Across:
     """
 
     def __init__(self, places: Places, inner: ShmGroup, column: Between | None):
-        self._places, self._inner, self._column = places, inner, column
+        self._places = places
+        self._inner = inner
+        self._column = column
         widest = max(len(ranks) for ranks in places.hosts)
         grid = [[*ranks, *[-1] * (widest - len(ranks))] for ranks in places.hosts]
         self._grid = torch.tensor(grid)  # host, index: the rank, or -1
@@ -49,7 +51,8 @@ class Across:
         self._inner.barrier().wait()
 
     def broadcast(self, data: Tensor, root: int) -> None:
-        source, places = self._places.host_of(root), self._places
+        source = self._places.host_of(root)
+        places = self._places
         first = places.hosts[source].index(root)
         via = first if places.is_even else 0
         if places.host == source:
@@ -72,7 +75,8 @@ class Across:
 
     def reduce(self, data: Tensor, root: int, op: str) -> None:
         """`data` is of use at the root only; it is changed everywhere."""
-        step, target = "sum" if op == "mean" else op, self._places.host_of(root)
+        step = "sum" if op == "mean" else op
+        target = self._places.host_of(root)
         self._combine("reduce", data, data, step)
         if self._places.index == 0:
             self._between.reduce(data, step, target)

@@ -48,13 +48,17 @@ class HostsGroup(OnLane):
         timeout_s: float,
         tracer: Tracer = OFF,
     ):
-        self.places, self.inner, self._store = places, inner, store
-        self.rank, self.size = places.rank, places.size
+        self.places = places
+        self.inner = inner
+        self._store = store
+        self.rank = places.rank
+        self.size = places.size
         self._timeout_s = timeout_s
         self._column = _column(places, store, timeout_s)
         self._across = Across(places, inner, self._column)
         self._mail = Mail(places, inner, _gloo("mesh", store, self.rank, self.size, timeout_s))
-        self._calls, self._failures = itertools.count(1), list[Exception]()
+        self._calls = itertools.count(1)
+        self._failures = list[Exception]()
         self._children: list[HostsGroup] = []
         self._parts: list[HostsGroup] = []
         self._subgroups = itertools.count()
@@ -76,7 +80,8 @@ class HostsGroup(OnLane):
     def within(self, timeout_s: float) -> HostsGroup:
         """This group for a call with a timeout of its own; it is not to be kept."""
         other = copy.copy(self)
-        other._across, other._timeout_s = self._across.within(timeout_s), timeout_s
+        other._across = self._across.within(timeout_s)
+        other._timeout_s = timeout_s
         return other
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> Message:
@@ -93,7 +98,8 @@ class HostsGroup(OnLane):
     def broadcast(self, data: Tensor, root: int = 0) -> LaneWork:
         check_root(root, self.size)
         side = Side(data)
-        across, flat = self._across, side.host.view(-1)
+        across = self._across
+        flat = side.host.view(-1)
         return self._submit(
             "broadcast", data.nbytes, lambda: across.broadcast(flat, root), side.store
         )
@@ -117,7 +123,8 @@ class HostsGroup(OnLane):
         """A reduction by the name of its operator, which may also be and, or, xor."""
         check_root(root, self.size)
         reduced_as(data, op)  # refuses what cannot be
-        target, across = Side(out), self._across
+        target = Side(out)
+        across = self._across
         in_place = kind == "all_reduce" and out is data
         given = target.host if in_place else Side(data, copy=True).host
         numbers, step = _numbers(given, op)
@@ -141,8 +148,11 @@ class HostsGroup(OnLane):
 
     def all_gather(self, out: Tensor, data: Tensor) -> LaneWork:
         check_pieces("all_gather", out, data, self.size)
-        source, target, across = Side(data, copy=True), Side(out), self._across
-        rows, flat = target.host.view(self.size, -1), source.host.view(-1)
+        source = Side(data, copy=True)
+        target = Side(out)
+        across = self._across
+        rows = target.host.view(self.size, -1)
+        flat = source.host.view(-1)
         return self._submit(
             "all_gather", out.nbytes, lambda: across.all_gather(rows, flat), target.store
         )
@@ -160,7 +170,8 @@ class HostsGroup(OnLane):
 
     def scatter(self, out: Tensor, data: Tensor | None, root: int = 0) -> LaneWork:
         check_root(root, self.size)
-        target, given = Side(out), dict[int, Tensor]()
+        target = Side(out)
+        given = dict[int, Tensor]()
         if self.rank == root:
             if data is None:
                 raise BadInput(f"rank {root} is the root of a scatter and has not given the whole")
@@ -170,14 +181,16 @@ class HostsGroup(OnLane):
 
     def all_to_all(self, out: Tensor, data: Tensor) -> LaneWork:
         check_all_to_all(out, data, self.size)
-        source, target = Side(data, copy=True), Side(out)
+        source = Side(data, copy=True)
+        target = Side(out)
         return self._exchange("all_to_all", self._rows(source), self._rows(target), target)
 
     def all_to_all_uneven(
         self, out: Tensor, data: Tensor, taken: Sequence[int], given: Sequence[int]
     ) -> LaneWork:
         """Flat tensors; `given[r]` elements go to rank r and `taken[r]` come from it."""
-        source, target = Side(data, copy=True), Side(out)
+        source = Side(data, copy=True)
+        target = Side(out)
         sent = dict(enumerate(torch.split(source.host.view(-1), list(given))))
         got = dict(enumerate(torch.split(target.host.view(-1), list(taken))))
         return self._exchange("all_to_all", sent, got, target)
@@ -224,7 +237,8 @@ class HostsGroup(OnLane):
         """Ranks 0 to r combined at rank r."""
         reduced_as(data, op.value)
         everything = torch.empty(self.size, data.numel(), dtype=data.dtype)
-        source, across = Side(data), self._across
+        source = Side(data)
+        across = self._across
         flat = source.host.view(-1)
 
         def steps() -> None:
@@ -281,7 +295,8 @@ class HostsGroup(OnLane):
         target: Side | None = None,
     ) -> LaneWork:
         """Each piece to its rank, as a message."""
-        number, limit_s = next(self._calls), self._timeout_s
+        number = next(self._calls)
+        limit_s = self._timeout_s
         tag = reserved_tag(_COLLECTIVES + number % _COLLECTIVES)
 
         def steps() -> None:
@@ -382,7 +397,8 @@ def _column(places: Places, store: Store, timeout_s: float) -> Between | None:
     """The ranks of the same index on all hosts; if these differ in size, the first ones only."""
     if places.index and not places.is_even:
         return None
-    name, hosts = f"column {places.index}", len(places.hosts)
+    name = f"column {places.index}"
+    hosts = len(places.hosts)
     return Between(_gloo(name, store, places.host, hosts, timeout_s))
 
 

@@ -54,7 +54,8 @@ class Between:
 
     def broadcast(self, data: Tensor, root: int) -> None:
         options = self._limited(dist.BroadcastOptions())
-        options.rootRank, options.rootTensor = root, 0
+        options.rootRank = root
+        options.rootTensor = 0
         self._gloo.broadcast([_as_bytes(data)], options).wait()
 
     def all_gather(self, out: Tensor, data: Tensor) -> None:
@@ -72,7 +73,9 @@ class Between:
 
     def reduce(self, data: Tensor, op: str, root: int) -> None:
         options = self._limited(dist.ReduceOptions())
-        options.reduceOp, options.rootRank, options.rootTensor = _OPS[op], root, 0
+        options.reduceOp = _OPS[op]
+        options.rootRank = root
+        options.rootTensor = 0
         given = _widened(data)
         self._gloo.reduce([given], options).wait()
         _brought_back(data, given)

@@ -26,7 +26,8 @@ class LocalMessage:
     """A message on this host, told with the ranks of the whole group."""
 
     def __init__(self, work: ShmWork, places: Places):
-        self._work, self._places = work, places
+        self._work = work
+        self._places = places
 
     @property
     def source(self) -> int:
@@ -46,8 +47,12 @@ class FarMessage:
     """A message from or to another host."""
 
     def __init__(self, work: Any, rank: int, peer: int, doing: str, side: Side | None):
-        self._work, self._rank, self.source, self._doing = work, rank, peer, doing
-        self._side, self._done = side, False
+        self._work = work
+        self._rank = rank
+        self.source = peer
+        self._doing = doing
+        self._side = side
+        self._done = False
 
     def poll(self) -> bool:
         return bool(self._done or self._work.is_completed())
@@ -73,7 +78,8 @@ class Mail:
     """Sends and receives by the ranks of the whole group."""
 
     def __init__(self, places: Places, inner: ShmGroup, mesh: Any):
-        self._places, self._inner = places, inner
+        self._places = places
+        self._inner = inner
         self._open = mesh  # a ProcessGroupGloo of all ranks
         self._anybody = Anybody(places, inner, self._post_for_anybody)
 
@@ -111,7 +117,8 @@ class Mail:
     def _far(
         self, peer: int, post: Callable[[], Any], verb: str, tag: int, side: Side | None = None
     ) -> Message:
-        doing, rank = f"{verb} {peer}, tag {tag}", self._places.rank
+        doing = f"{verb} {peer}, tag {tag}"
+        rank = self._places.rank
         try:
             return FarMessage(post(), rank, peer, doing, side)
         except RuntimeError as error:
@@ -140,9 +147,11 @@ def as_global(error: Exception, places: Places, doing: str = "") -> Exception:
     """An error of the ranks of one host, with their ranks in the whole group."""
     within = f"{doing}, " if doing else ""
     if isinstance(error, PeerLost) and error.peer is not None:
-        peer, what = places.local[error.peer], within + error.doing
+        peer = places.local[error.peer]
+        what = within + error.doing
         return PeerLost(places.rank, peer, what, error.after_s, error.exit_status)
     if isinstance(error, Desync):
-        rank, peer = places.local[error.rank], places.local[error.peer]
+        rank = places.local[error.rank]
+        peer = places.local[error.peer]
         return Desync(rank, within + error.call, peer, within + error.peer_call)
     return error

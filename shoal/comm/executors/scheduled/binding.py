@@ -108,7 +108,8 @@ def gather(out: Tensor | None, data: Tensor, place: Place) -> Call:
 
 
 def scatter(out: Tensor, data: Tensor | None, place: Place) -> Call:
-    source, target = Flat(_root_has("scatter", data, out, place)), Flat(out)
+    source = Flat(_root_has("scatter", data, out, place))
+    target = Flat(out)
 
     def bind(memory: Memory) -> None:
         flat = target.load()
@@ -151,7 +152,8 @@ def reduce_scatter(out: Tensor, data: Tensor, op: Op, place: Place) -> Call:
 
 def all_to_all(out: Tensor, data: Tensor, place: Place) -> Call:
     check_all_to_all(out, data, place.size)
-    source, target = Flat(data), Flat(out)
+    source = Flat(data)
+    target = Flat(out)
 
     def bind(memory: Memory) -> None:
         given = _rows(source.load(copy=_overlap(out, data)), place.size)

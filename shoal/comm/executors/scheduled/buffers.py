@@ -16,8 +16,10 @@ class Memory:
     """
 
     def __init__(self, collective: Collective, unit_numel: int, like: Tensor):
-        self._chunks, self._per_unit = collective.chunks, collective.chunks_per_unit
-        self._unit_numel, self._like = unit_numel, like
+        self._chunks = collective.chunks
+        self._per_unit = collective.chunks_per_unit
+        self._unit_numel = unit_numel
+        self._like = like
         self._bound: dict[int, Tensor] = {}
         self._made: dict[int, Tensor] = {}
 
@@ -56,13 +58,15 @@ class Memory:
             self._made.pop(slot, None)
 
     def _bounds(self, part: int) -> tuple[int, int]:
-        numel, count = self._unit_numel, self._per_unit
+        numel = self._unit_numel
+        count = self._per_unit
         return part * numel // count, (part + 1) * numel // count
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:
     pieces = [piece for piece in pieces if piece.numel()] or pieces[:1]
-    first, total = pieces[0], sum(piece.numel() for piece in pieces)
+    first = pieces[0]
+    total = sum(piece.numel() for piece in pieces)
     expected = first.data_ptr()
     for piece in pieces:
         if piece.data_ptr() != expected or not _same_storage(piece, first):

@@ -11,7 +11,8 @@ from torch import Tensor
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.transport import Transport
 
-_SMALL, _LARGE = 8, 1 << 20
+_SMALL = 8
+_LARGE = 1 << 20
 _TRIES = 5
 
 
@@ -32,7 +33,8 @@ def measure_link(transport: Transport, tag: int, tell: Callable[[Tensor], None])
 
 
 def _one_way_s(transport: Transport, tag: int, num_bytes: int) -> float:
-    data, peer = torch.zeros(num_bytes, dtype=torch.uint8), 1 - transport.rank
+    data = torch.zeros(num_bytes, dtype=torch.uint8)
+    peer = 1 - transport.rank
     return min(_ping_pong_s(transport, tag, data, peer) for _ in range(_TRIES)) / 2
 
 
@@ -48,7 +50,8 @@ def _ping_pong_s(transport: Transport, tag: int, data: Tensor, peer: int) -> flo
 
 
 def _gamma() -> float:
-    total, other = torch.zeros(_LARGE // 4), torch.zeros(_LARGE // 4)
+    total = torch.zeros(_LARGE // 4)
+    other = torch.zeros(_LARGE // 4)
     best = float("inf")
     for _ in range(_TRIES):
         start = time.perf_counter()

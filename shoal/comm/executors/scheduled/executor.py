@@ -48,11 +48,16 @@ class ScheduledGroup:
         tracer: Tracer = OFF,
         space: int = 0,
     ):
-        self._transport, self._algorithm, self._space = transport, algorithm, space
-        self.rank, self.size = transport.rank, transport.size
-        self.link, self._segment_bytes = link, segment_bytes
+        self._transport = transport
+        self._algorithm = algorithm
+        self._space = space
+        self.rank = transport.rank
+        self.size = transport.size
+        self.link = link
+        self._segment_bytes = segment_bytes
         self._chooser = Chooser(algorithm, self.rank, self.size)
-        self._background, self._queue = background, OrderedQueue(background)
+        self._background = background
+        self._queue = OrderedQueue(background)
         self.tracer = tracer
         self._calls = self._children = 0
 

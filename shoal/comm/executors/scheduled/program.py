@@ -67,4 +67,5 @@ def _mark_last_uses(steps: tuple[Step, ...]) -> None:
     seen: set[int] = set()
     for step in reversed(steps):
         fresh = step.touched - seen
-        step.last_use, seen = sorted(fresh), seen | fresh
+        step.last_use = sorted(fresh)
+        seen = seen | fresh

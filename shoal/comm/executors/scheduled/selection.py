@@ -26,7 +26,8 @@ class Chooser:
     """
 
     def __init__(self, algorithm: Choosable, rank: int, ranks: int):
-        self._rank, self._ranks = rank, ranks
+        self._rank = rank
+        self._ranks = ranks
         self._own: dict[str, Collective] = {}
         self._named: dict[str, str] = {}
         self._programs: dict[tuple[str, str, int], Program] = {}
