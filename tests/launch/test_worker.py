@@ -49,7 +49,7 @@ def test_a_worker_whose_launcher_is_gone_ends() -> None:
 
 
 def test_the_launcher_does_not_load_torch() -> None:
-    names = "crew environment failures local output rendezvous slurm watch worker"
+    names = "environment failures local output rendezvous slurm processes supervisor worker"
     script = f"import sys\nfor n in {names.split()}: __import__('shoal.launch.' + n)\n"
     script += "assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
