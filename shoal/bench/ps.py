@@ -57,8 +57,8 @@ class Ours:
     def dense(self) -> None:
         self.sync.begin()
         self.parameter.grad = self.gradient
-        self.flat.arm(self.sync.reduce)
-        self.flat.flush()
+        self.flat.grads.arm(self.sync.reduce)
+        self.flat.grads.flush()
         self.sync.finish()
 
     def sparse(self, ids: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ def _of_replica(part: SyncPart, rank: int, replicas: int, sizes: Sizes) -> Memor
     held = (own.stop - own.start if sharded else flat.size) * width
     gathered = sizes.units[0] + 2 * max(sizes.units[1:], default=0) if sharded else 0
     server_updates = isinstance(part, Ps) and part.update == "server"
-    names = [flat.named[i][0] for i in flat.inside(own)]
+    names = [flat.named[i][0] for i in flat.params_in(own)]
     return Memory(
         held + sizes.untrained,
         gathered,
@@ -122,7 +122,7 @@ def _gradients(part: SyncPart, rank: int, replicas: int, flat: FlatParams) -> in
         return sum(numel) * width
     if isinstance(part, Zero):
         owned = owned_buckets(flat, replicas, bytes_of_shards(flat, replicas))
-        most = max(sum(numel[i] for i in flat.inside(bucket)) for _, bucket in owned)
+        most = max(sum(numel[i] for i in flat.params_in(bucket)) for _, bucket in owned)
         if part.stage == 1:
             return (flat.size - flat.offset + most) * width
         lent: list[int] = sorted(b.stop - b.start for owner, b in owned if owner != rank)
@@ -131,7 +131,7 @@ def _gradients(part: SyncPart, rank: int, replicas: int, flat: FlatParams) -> in
     size = int(part.bucket_mb * (1 << 20)) if isinstance(part, Ddp) else DEFAULT_BUCKET_BYTES
     large = {i for i, n in enumerate(numel) if n * width >= LARGE_BYTES}
     buckets = flat.buckets(size, min(size, FIRST_BUCKET_BYTES))
-    most = max(sum(numel[i] for i in flat.inside(b) if i not in large) for b in buckets)
+    most = max(sum(numel[i] for i in flat.params_in(b) if i not in large) for b in buckets)
     return (flat.size + sum(numel[i] for i in large) + most) * width
 
 

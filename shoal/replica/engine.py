@@ -17,7 +17,8 @@ from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
 from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import Presence
-from shoal.replica.flat_params import FlatParams, OnBucket
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.grad_buckets import OnBucket
 from shoal.schedules.pipelines.actions import Action, Kind
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -78,7 +79,7 @@ class Engine:
     def run(self, microbatches: Sequence[MicroBatch], on_bucket: OnBucket) -> Tensor:
         """One step's computing; returns the weighted loss of these rows.
 
-        The same number stands in `flat.head[0]` where gradients are exchanged, so that it
+        The same number stands in `flat.grads.header[0]` where gradients are exchanged, so that it
         travels with them.
         """
         self._microbatches = microbatches
@@ -127,11 +128,12 @@ class Engine:
         start = self._start_of_backward(micro, loss)
         final = self.every_microbatch or m == self._last
         if final:
-            self.flat.arm(self._on_bucket)
+            self.flat.grads.arm(self._on_bucket)
         with self.tracer.span("backward", "micro-batch"):
             loss.backward(start)  # type: ignore[no-untyped-call]
             if final:
-                self.flat.flush()
+                self.flat.grads.flush()
+                self.flat.rest()
 
     def _start_of_backward(self, micro: MicroBatch, loss: Tensor) -> Tensor | None:
         """The gradient of the global loss by this one: its weight. None stands for 1."""
@@ -151,8 +153,7 @@ class Engine:
             self._total = part
         else:
             self._total = self._total + part
-        if self.flat.notes_loss:
-            self.flat.head[0] = self._total
+        self.flat.grads.record_loss(self._total)
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

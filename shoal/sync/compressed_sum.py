@@ -277,7 +277,7 @@ def _layout(flat: FlatParams, at: slice) -> tuple[list[tuple[int, Sequence[int]]
     """Where the parameters of a slice lie in it, and how long it is."""
     shapes: list[tuple[int, Sequence[int]]] = [
         (piece.start - at.start, tuple(p.shape))
-        for piece, p in zip(flat.pieces, flat.params, strict=True)
+        for piece, p in zip(flat.ranges, flat.params, strict=True)
         if at.start <= piece.start < at.stop
     ]
     return shapes, at.stop - at.start
@@ -292,7 +292,7 @@ def _zeros(flat: FlatParams, numel: int) -> Tensor:
 def unused_places(flat: FlatParams, copies: Copies | None) -> Tensor:
     """Places of the buffer between parameters, and of what another worker has the say about."""
     found = [flat.gaps()]
-    for piece, p in zip(flat.pieces, flat.params, strict=True):
+    for piece, p in zip(flat.ranges, flat.params, strict=True):
         if copies is not None and copies.is_copy(p):
             found.append(torch.arange(piece.start, piece.stop, device=flat.device))
     return torch.cat(found)

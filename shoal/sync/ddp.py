@@ -31,30 +31,30 @@ class AllReduce(Sync):
         self.group = CountingGroup(group)
         self.traffic = Traffic(flat, self.group)
         self._under_way: list[Work] = []
-        flat.watch(flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)), LARGE_BYTES)
+        flat.grads.watch(
+            flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)), LARGE_BYTES
+        )
 
     def begin(self) -> None:
         self._under_way.clear()
 
     def reduce(self, bucket: slice) -> None:
-        for tensor in self.flat.tensors_of_bucket(bucket):
+        for tensor in self.flat.grads.tensors(bucket):
             self._under_way.append(self.group.all_reduce(tensor))
-        if self.flat.head_travels_alone and bucket.start == 0:
-            self._under_way.append(self.group.all_reduce(self.flat.head))
 
     def finish(self) -> None:
         for work in self._under_way:
             work.wait()
         self.traffic.steps += 1
-        self.flat.publish()
+        self.flat.grads.publish()
         self.update.apply()
-        self.flat.drop_gradients()
+        self.flat.zero_grad()
 
     def gradient_bytes(self) -> int:
-        return self.flat.grad.nbytes + self.flat.left_bytes()
+        return self.flat.grads.buffer.nbytes + self.flat.grads.in_place_bytes()
 
     def loss(self, part: Tensor) -> Tensor:
-        return self.flat.head[0].clone()
+        return self.flat.grads.header[0].clone()
 
     def report(self) -> dict[str, Any]:
         return self.traffic.report()

@@ -43,7 +43,7 @@ class CompressedReduce(Sync):
         self.update = update
         self.group = CountingGroup(group)
         buckets = flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
-        flat.watch(buckets)
+        flat.grads.watch(buckets)
         bodies = [self._body(bucket) for bucket in buckets]
         self.exchange: Exchange = make_exchange(compress, flat, self.group, bodies, copies)
         self.traffic = Traffic(flat, self.group)
@@ -56,22 +56,22 @@ class CompressedReduce(Sync):
 
     def reduce(self, bucket: slice) -> None:
         body = self._body(bucket)
-        self._under_way.append(Staged(self.exchange.sum(self.flat.grad[body], body)))
+        self._under_way.append(Staged(self.exchange.sum(self.flat.grads.buffer[body], body)))
         if bucket.start == 0:
-            self._under_way.append(Staged(iter([self.group.all_reduce(self.flat.head)])))
+            self._under_way.append(Staged(iter([self.group.all_reduce(self.flat.grads.header)])))
 
     def finish(self) -> None:
         complete(self._under_way)
-        self.flat.grad[self._gaps] = 0.0  # unpacking leaves noise there, which would add up
+        self.flat.grads.buffer[self._gaps] = 0.0  # unpacking leaves noise there, which would add up
         self.exchange.clear_unused()
-        even_out(self.flat, self.flat.grad, self._copies)
+        even_out(self.flat, self.flat.grads.buffer, self._copies)
         self.traffic.steps += 1
-        self.flat.publish()
+        self.flat.grads.publish()
         self.update.apply()
-        self.flat.drop_gradients()
+        self.flat.zero_grad()
 
     def loss(self, part: Tensor) -> Tensor:
-        return self.flat.head[0].clone()
+        return self.flat.grads.header[0].clone()
 
     def state(self) -> dict[str, Tensor]:
         """What each worker has still to send, and what the method carries from step to step."""

@@ -37,36 +37,33 @@ class ExactReduce(Sync):
         self.group = group
         self.root = (0, microbatches)
         self.runs = runs_of(microbatches, group.size)
-        self._sums: dict[int, dict[Node, Tensor]] = {}
-        flat.watch(flat.buckets(bucket_bytes))
+        self._sums: dict[tuple[int, int], dict[Node, Tensor]] = {}
+        flat.grads.watch(flat.buckets(bucket_bytes))
 
     def begin(self) -> None:
-        self._sums = {bucket.start: {} for bucket in self.flat.buckets_of_grad}
-        self._head: dict[Node, Tensor] = {}
+        self._sums = {}
 
     def reduce(self, bucket: slice) -> None:
-        self._note(self._sums[bucket.start], self.flat.grad[bucket])
-        if bucket.start == 0 and self.flat.head_travels_alone:
-            self._note(self._head, self.flat.head)
+        for number, tensor in enumerate(self.flat.grads.tensors(bucket)):
+            self._note(self._sums.setdefault((bucket.start, number), {}), tensor)
 
     def finish(self) -> None:
-        for bucket in self.flat.buckets_of_grad:
-            self.flat.grad[bucket] = self._agree(self._sums[bucket.start])
-        if self.flat.head_travels_alone:
-            self.flat.head.copy_(self._agree(self._head))
-        self.flat.publish()
+        for bucket in self.flat.grads.buckets:
+            for number, tensor in enumerate(self.flat.grads.tensors(bucket)):
+                tensor.copy_(self._agree(self._sums[bucket.start, number]))
+        self.flat.grads.publish()
         self.apply()
 
     def apply(self) -> None:
         """The gradients are agreed and with the parameters."""
         self.update.apply()
-        self.flat.drop_gradients()
+        self.flat.zero_grad()
 
     def gradient_bytes(self) -> int:
-        return self.flat.grad.nbytes
+        return self.flat.grads.buffer.nbytes
 
     def loss(self, part: Tensor) -> Tensor:
-        return self.flat.head[0].clone()
+        return self.flat.grads.header[0].clone()
 
     def _note(self, sums: dict[Node, Tensor], leaf: Tensor) -> None:
         note_leaf(self.root, self.runs[self.group.rank][0], sums, leaf)

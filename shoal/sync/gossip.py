@@ -149,9 +149,9 @@ class Mixer(Sync):
         self.gradient_scale = float(group.size)  # the mean of this is the sum of shares
         self.distances: list[tuple[int, float]] = []
         self._loss: Tensor | None = None
-        flat.notes_loss = True
+        flat.grads.records_loss = True
         if self.mixes_gradients:
-            flat.watch([slice(0, flat.size)])
+            flat.grads.watch([slice(0, flat.size)])
 
 
 class MixGradients(Mixer):
@@ -162,16 +162,15 @@ class MixGradients(Mixer):
     def finish(self) -> None:
         peers = f"average gradients with {self.group.size - 1} others"
         with self.update.tracer.span(WAIT, peers):
-            self.neighbours.mix(self.flat.grad, self.traffic.steps)
-            if self.flat.head_travels_alone:
-                self.neighbours.mix(self.flat.head, self.traffic.steps)
-        self.flat.publish()
+            for tensor in self.flat.grads.tensors(slice(0, self.flat.size)):
+                self.neighbours.mix(tensor, self.traffic.steps)
+        self.flat.grads.publish()
         self.update.apply()
-        self.flat.drop_gradients()
+        self.flat.zero_grad()
         self.traffic.steps += 1
 
     def loss(self, part: Tensor) -> Tensor:
-        return self.flat.head[0] * self.group.size
+        return self.flat.grads.header[0] * self.group.size
 
     @contextmanager
     def whole(self, optimizer: bool = False) -> Iterator[None]:
@@ -194,7 +193,7 @@ class MixWeights(Mixer):
 
     def finish(self) -> None:
         self.update.apply()
-        self.flat.drop_gradients()
+        self.flat.zero_grad()
         with self.update.tracer.span(WAIT, f"average weights with neighbours, {self.mixing.name}"):
             self._mix()
         self.traffic.steps += 1
@@ -248,11 +247,11 @@ class MixWeights(Mixer):
         ]
 
     def _mix(self) -> None:
-        if self.flat.head_travels_alone:
+        if not self.flat.header_fits:
             self.neighbours.mix(self.flat.data, self.traffic.steps)
             return
-        data = self.flat.data  # starts with room that the gradients' head takes up in `grad`
-        data[0] = self.flat.head[0] * self.group.size
+        data = self.flat.data  # starts with the room for the header
+        data[0] = self.flat.grads.header[0] * self.group.size
         self.neighbours.mix(data, self.traffic.steps)
         self._loss = data[0].clone()
         data[0] = 0.0

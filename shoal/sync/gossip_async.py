@@ -69,7 +69,7 @@ class AsyncGossip(Sync):
         self._page, self._views = room_for(self._tensors)
         self._others = torch.empty_like(flat.data)
         self._loss: Tensor | None = None
-        flat.notes_loss = True
+        flat.grads.records_loss = True
         exchange = partial(tell_all, group, device=flat.device)
         board = Board.meet(exchange, self.rank, self.size, self._page.nbytes)
         if board is None:
@@ -81,11 +81,11 @@ class AsyncGossip(Sync):
 
     def finish(self) -> None:
         self.update.apply()
-        self.flat.drop_gradients()
+        self.flat.zero_grad()
         data = self.flat.data
-        has_room = not self.flat.head_travels_alone
+        has_room = self.flat.header_fits
         if has_room:
-            data[0] = self.flat.head[0] * self.size
+            data[0] = self.flat.grads.header[0] * self.size
         with self.update.tracer.span(WAIT, "average with what neighbours have laid out"):
             self._mix()
             self._lay_out()

@@ -84,7 +84,7 @@ class Hogwild(Sync):
         self._put_sums()
         self.steps = self.behind = self.most_behind = 0
         self._others = 0
-        flat.notes_loss = False
+        flat.grads.records_loss = False
 
     def begin(self) -> None:
         self._others = int(self.commons.steps.sum())
@@ -94,7 +94,7 @@ class Hogwild(Sync):
 
     def finish(self) -> None:
         self.update.apply()
-        self.flat.drop_gradients()
+        self.flat.zero_grad()
         between = int(self.commons.steps.sum()) - self._others
         self.behind += between
         self.most_behind = max(self.most_behind, between)

@@ -16,4 +16,4 @@ class LocalUpdate(Sync):
 
     def finish(self) -> None:
         self.update.apply()
-        self.flat.drop_gradients()
+        self.flat.zero_grad()

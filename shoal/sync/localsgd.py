@@ -76,7 +76,7 @@ class LocalSgd(Sync):
         self._gaps = flat.gaps()
         self._copies = copies
         self._loss: Tensor | None = None
-        flat.notes_loss = True
+        flat.grads.records_loss = True
 
     def begin(self) -> None:
         self._loss = None
@@ -86,7 +86,7 @@ class LocalSgd(Sync):
 
     def finish(self) -> None:
         self.update.apply()
-        self.flat.drop_gradients()
+        self.flat.zero_grad()
         self.traffic.steps += 1
         self.since += 1
         if self.since >= self.every:
@@ -113,7 +113,7 @@ class LocalSgd(Sync):
 
     def _add_up(self, difference: Tensor) -> Tensor:
         """The sum of everybody's in place; returns the sum of the losses, which goes along."""
-        loss = self.flat.head[:1]
+        loss = self.flat.grads.header[:1]
         if self.exchange is None and self.flat.offset:
             difference[0] = loss[0]
             self.group.all_reduce(difference).wait()

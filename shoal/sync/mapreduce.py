@@ -42,39 +42,38 @@ class MapReduce(Sync):
         self.group = CountingGroup(group)
         self.traffic = Traffic(flat, self.group)
         self._under_way: list[Work] = []
-        self._loss = flat.head[:1].clone()
-        flat.watch(flat.buckets(bucket_bytes))
+        self._loss = flat.grads.header[:1].clone()
+        flat.grads.watch(flat.buckets(bucket_bytes))
 
     def begin(self) -> None:
         self._under_way.clear()
 
     def reduce(self, bucket: slice) -> None:
-        self._under_way.append(self.group.reduce(self.flat.grad[bucket], MASTER))
-        if self.flat.head_travels_alone and bucket.start == 0:
-            self._under_way.append(self.group.reduce(self.flat.head, MASTER))
+        for tensor in self.flat.grads.tensors(bucket):
+            self._under_way.append(self.group.reduce(tensor, MASTER))
 
     def finish(self) -> None:
         for work in self._under_way:
             work.wait()
         self.traffic.steps += 1
         if self.group.rank == MASTER:
-            self.flat.publish()
+            self.flat.grads.publish()
             self.update.apply()
-        self.flat.drop_gradients()
+        self.flat.zero_grad()
         self._broadcast()
 
     def loss(self, part: Tensor) -> Tensor:
         return self._loss[0].clone()
 
     def _broadcast(self) -> None:
-        """The weights, and the loss: in the room that the head of the gradients leaves in front."""
-        self._loss.copy_(self.flat.head[:1])
-        if self.flat.head_travels_alone:
+        """The weights, and the loss: in the room for the header of the gradients."""
+        self._loss.copy_(self.flat.grads.header[:1])
+        if not self.flat.header_fits:
             self.group.broadcast(self._loss, MASTER).wait()
         else:
             self.flat.data[:1] = self._loss
         self.group.broadcast(self.flat.data, MASTER).wait()
-        if not self.flat.head_travels_alone:
+        if self.flat.header_fits:
             self._loss.copy_(self.flat.data[:1])
             self.flat.data[:1] = 0.0
 

@@ -16,9 +16,7 @@ class Traffic:
     def __init__(self, flat: FlatParams, *groups: CountingGroup):
         self.groups = groups
         self.steps = 0
-        alone = flat.head.nbytes if flat.head_travels_alone else 0
-        width = flat.dtype.itemsize
-        self.plain_bytes = all_reduce_bytes(flat.size * width + alone, groups[0].size)
+        self.plain_bytes = all_reduce_bytes(flat.grads.exchanged_bytes(), groups[0].size)
 
     @property
     def sent(self) -> int:

@@ -41,7 +41,7 @@ ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept
 def own_named(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter]]:
     """The parameters that this rank owns; none where there are more ranks than parameters."""
     shard = flat.shards(group.size)[group.rank]
-    return [flat.named[i] for i in flat.inside(shard)]
+    return [flat.named[i] for i in flat.params_in(shard)]
 
 
 def norm_over(flat: FlatParams, group: Group) -> Callable[[Tensor], Tensor]:
@@ -82,7 +82,7 @@ class ShardedUpdate:
 
     def apply(self) -> None:
         self.update.apply()
-        self.flat.drop_gradients()
+        self.flat.zero_grad()
         if isinstance(self.flat, ShardedParams):
             self.flat.rest()
             return
@@ -140,7 +140,7 @@ class ZeroReduce(Sync):
         self._kept = torch.zeros(kept.stop - kept.start, dtype=flat.dtype, device=flat.device)
         self._kept_at = kept
         self._last = buckets[-1].start
-        flat.watch(buckets, room=self._room)
+        flat.grads.watch(buckets, allocate=self._room)
 
     def begin(self) -> None:
         self._sent: deque[_Sent] = deque()
@@ -152,7 +152,7 @@ class ZeroReduce(Sync):
         work = self.group.reduce(memory, root=self._owner[bucket.start])
         self._sent.append(_Sent(work, bucket, memory))
         if bucket.start == self._last:
-            head = self.flat.head.clone()
+            head = self.flat.grads.header.clone()
             self._heads.append((self.group.all_reduce(head), head))
 
     def finish(self) -> None:
@@ -161,7 +161,7 @@ class ZeroReduce(Sync):
             work.wait()
         self._head = torch.stack([head for _, head in self._heads]).sum(0)
         arrived = self._head[1:].tolist()
-        for i in self.flat.inside(self.shard):
+        for i in self.flat.params_in(self.shard):
             grad = self.flat.view(i, self._kept, self._kept_at.start)
             self.flat.params[i].grad = grad if arrived[i] > 0 else None
         self.sharded.apply()

@@ -93,11 +93,11 @@ def test_a_weight_may_be_a_function_that_is_asked_after_forward() -> None:
 
 def test_buckets_are_reported_in_the_last_microbatch_only() -> None:
     engine = engine_of(linear(), 2)
-    engine.flat.watch(engine.flat.buckets(1 << 20))
+    engine.flat.grads.watch(engine.flat.buckets(1 << 20))
     seen: list[list[float]] = []
     engine.run(
         [micro([1.0, 0.0], 0.5), micro([1.0, 3.0], 0.5)],
-        lambda bucket: seen.append(engine.flat.grad[bucket].tolist()),
+        lambda bucket: seen.append(engine.flat.grads.buffer[bucket].tolist()),
     )
     (bucket,) = seen
     assert bucket[:2] == [0.5 * 1 + 0.5 * 16, 1.0], "the loss and the flag of the weight"
@@ -106,11 +106,11 @@ def test_buckets_are_reported_in_the_last_microbatch_only() -> None:
 
 def test_every_microbatch_is_reported_by_itself_when_asked_for() -> None:
     engine = engine_of(linear(), 2, every_microbatch=True)
-    engine.flat.watch(engine.flat.buckets(1 << 20))
+    engine.flat.grads.watch(engine.flat.buckets(1 << 20))
     seen: list[list[float]] = []
     engine.run(
         [micro([1.0, 0.0], 0.5), micro([1.0, 3.0], 0.5)],
-        lambda bucket: seen.append(engine.flat.grad[bucket].tolist()),
+        lambda bucket: seen.append(engine.flat.grads.buffer[bucket].tolist()),
     )
     assert [b[0] for b in seen] == [0.5, 8.0]
     assert [b[16:18] for b in seen] == [[1.0, 0.0], [4.0, 12.0]]

@@ -49,7 +49,7 @@ def test_what_was_sent_and_what_is_left_make_up_all_gradients(
 
     def body(group: Group) -> tuple[Tensor, Tensor, Tensor]:
         flat = FlatParams(models[group.rank].named_parameters())
-        cut = flat.pieces[2].start
+        cut = flat.ranges[2].start
         slices = [slice(cut, flat.size), slice(flat.offset, cut)]
         exchange = make_exchange(method, flat, group, slices)
         generator = torch.Generator().manual_seed(group.rank)

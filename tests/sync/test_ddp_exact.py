@@ -126,14 +126,14 @@ def reduce_by_hand(
     each = m // group.size
     sync.begin()
     for place in range(group.rank * each, (group.rank + 1) * each):
-        flat.arm(sync.reduce)
+        flat.grads.arm(sync.reduce)
         generator = torch.Generator().manual_seed(place)
-        flat.head[0] = float(place)
+        flat.grads.header[0] = float(place)
         for p in flat.params:
             p.grad = (torch.randn(p.shape, generator=generator) * 10**place).to(dtype)
-        flat.flush()
+        flat.grads.flush()
     sync.finish()
-    return flat.data.clone(), flat.head.tolist()
+    return flat.data.clone(), flat.grads.header.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -309,7 +309,7 @@ def test_all_workers_together_send_what_the_stage_moves(
         assert report["steps"] == 3
         flat = step.flat
         body_bytes = (flat.size - flat.offset) * flat.dtype.itemsize
-        return report["bytes_per_step"], body_bytes, flat.head.nbytes
+        return report["bytes_per_step"], body_bytes, flat.grads.header.nbytes
 
     found = world(3, body)
     _, moved, head = found[0]

@@ -111,10 +111,6 @@ class ShardedParams(FlatParams):
             self._let_go(unit)
         self._latest = {True: None, False: None}
 
-    def flush(self) -> None:
-        super().flush()
-        self.rest()
-
     @contextmanager
     def assembled(self, only: int | None = None) -> Iterator[None]:
         """While the block runs the model is whole, on all ranks or on one; for reading."""
@@ -149,7 +145,7 @@ class ShardedParams(FlatParams):
         self.device = self._on
         self.cuts = self.shards(self.group.size)
         self.shard = self.cuts[self.group.rank]
-        self.owners = [self._owner_of(piece.start) for piece in self.pieces]
+        self.owners = [self._owner_of(piece.start) for piece in self.ranges]
         self.own = torch.zeros(
             self.shard.stop - self.shard.start, dtype=self.dtype, device=self.device
         )
@@ -207,15 +203,15 @@ class ShardedParams(FlatParams):
             for i in members:
                 self._unit_of[i] = number
         self._unit_of_param = {id(p): self._unit_of[i] for i, p in enumerate(self.params)}
-        self._own_starts = [p.start for p in self.pieces]
+        self._own_starts = [p.start for p in self.ranges]
         self._by_storage: dict[int, tuple[int, Run]] = {}
 
     def _runs_of(self, members: list[int]) -> list[Run]:
         runs: list[Run] = []
         for i in members:
-            piece = self.pieces[i]
+            piece = self.ranges[i]
             owner = self.owners[i]
-            stop = self._round(piece.stop)
+            stop = self.round_up(piece.stop)
             if runs and runs[-1].owner == owner and runs[-1].where.stop == piece.start:
                 runs[-1].where = slice(runs[-1].where.start, stop)
                 runs[-1].members.append(i)
@@ -252,7 +248,7 @@ class ShardedParams(FlatParams):
             return
         if last is not None:
             self._follows[backward, last] = number
-            if backward and self.in_halves:  # whose gradients are not told of
+            if backward and self.splits_backward:  # whose gradients are not told of
                 self._let_go(self.units[last])
         self._latest[backward] = number
         following = self._follows.get((backward, number))

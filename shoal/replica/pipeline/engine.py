@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.comm.parcel import Post, Sent
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.engine import Engine, MicroBatch, generators_of, own_random_streams
-from shoal.replica.flat_params import OnBucket
+from shoal.replica.grad_buckets import OnBucket
 from shoal.replica.pipeline.split_backward import Halves
 from shoal.replica.pipeline.stages import Stages
 from shoal.replica.pipeline.tied_weights import Ties
@@ -62,8 +62,8 @@ class PipelineEngine(Engine):
         self.is_last = self.stage == pipeline.stages - 1
         loss, flat = args
         super().__init__(stages.model, loss, flat, pipeline.actions[self.stage], **options)
-        self.flat.in_halves = any(action.kind is Kind.INPUT for action in self.actions)
-        self.flat.late = {i for i, p in enumerate(flat.params) if ties.is_tied(p)}
+        self.flat.splits_backward = any(action.kind is Kind.INPUT for action in self.actions)
+        self.flat.grads.tied = {i for i, p in enumerate(flat.params) if ties.is_tied(p)}
         self._order = {
             (stage, action): place
             for stage, actions in enumerate(pipeline.actions)
@@ -179,10 +179,11 @@ class PipelineEngine(Engine):
             self._run[action.kind](action)
             self._hand_over_apart()
             return
-        self.flat.arm(self._on_bucket)
+        self.flat.grads.arm(self._on_bucket)
         self._run[action.kind](action)
         self.ties.add_up()
-        self.flat.flush()
+        self.flat.grads.flush()
+        self.flat.rest()
 
     # ------------------------------------------------------------------ computing
 
@@ -326,8 +327,7 @@ class PipelineEngine(Engine):
 
     def _note_total(self, total: Tensor) -> None:
         self._total = total
-        if self.flat.notes_loss:
-            self.flat.head[0] = total
+        self.flat.grads.record_loss(total)
 
     def _set_apart(self, action: Action) -> None:
         """Keep what this micro-batch added, for a sync that adds them up itself."""
@@ -346,8 +346,9 @@ class PipelineEngine(Engine):
                 p.grad = grad
             self._note_total(self._parts.get(m, torch.zeros((), device=self.flat.device)))
             self.ties.add_up()
-            self.flat.arm(self._on_bucket)
-            self.flat.flush()
+            self.flat.grads.arm(self._on_bucket)
+            self.flat.grads.flush()
+            self.flat.rest()
 
 
 def _where(action: Action) -> Where:

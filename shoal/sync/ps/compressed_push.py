@@ -53,10 +53,10 @@ class PackedPush:
     def _push(self, index: int, run: slice, packing: Packing) -> None:
         link = self.client.links[index]
         sequence = self.client.sequence + 1
-        self.flat.grad[self._gaps] = 0.0  # a sum that came down has left noise there
+        self.flat.grads.buffer[self._gaps] = 0.0  # a sum that came down has left noise there
         if self._before is not None:
             self._before[run] = self.residual[run]
-        packed = packing.pack(self.flat.grad[run], self.residual[run], self.feedback)
+        packed = packing.pack(self.flat.grads.buffer[run], self.residual[run], self.feedback)
         self.residual[self._unused] = 0.0  # of no use, and no checkpoint has it
         self.pushed_bytes += packed.nbytes
 

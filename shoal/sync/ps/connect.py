@@ -99,7 +99,7 @@ def specs_of(
     """What each server holds; `leads` says for each how it reaches the one that leads."""
     places = [
         Place(piece.name, piece.start, tuple(p.shape))
-        for piece, p in zip(flat.pieces, flat.params, strict=True)
+        for piece, p in zip(flat.ranges, flat.params, strict=True)
     ]
     by_rows = microbatches is None and (named is None or named.is_elementwise)
     parts = 1 if rule.needs_everyone else place.parts
@@ -111,7 +111,7 @@ def specs_of(
             leads[index],
             rule,
             NAMES[flat.dtype],  # type: ignore[arg-type]
-            NAMES[flat.head.dtype],  # type: ignore[arg-type]
+            NAMES[flat.grads.header.dtype],  # type: ignore[arg-type]
             flat.size,
             held.start,
             held.stop,

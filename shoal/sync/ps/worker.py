@@ -99,7 +99,7 @@ class ParameterServer(Sync):
         self._exact = None if microbatches is None else _Tree(microbatches, group)
         self.packed = PackedPush(flat, client, copies) if client.specs[0].compress else None
         zero_copy = flat.device.type == "cpu" and self._exact is None and self.packed is None
-        flat.watch(flat.buckets(BUCKET_BYTES), memory=client.out[0] if zero_copy else None)
+        flat.grads.watch(flat.buckets(BUCKET_BYTES), memory=client.out[0] if zero_copy else None)
         self._is_apart = not zero_copy  # gradients, from what is pushed
         # the servers write only what this worker waits for, unless a pull is under way in a step
         self._lives_in_inbox = (
@@ -133,7 +133,7 @@ class ParameterServer(Sync):
             self.packed.reduce(bucket)
             return
         if self._is_apart:
-            self.client.out[0, bucket].copy_(self.flat.grad[bucket])
+            self.client.out[0, bucket].copy_(self.flat.grads.buffer[bucket])
         self.client.push(bucket)
 
     def finish(self) -> None:
@@ -149,7 +149,7 @@ class ParameterServer(Sync):
             self.client.settle(ack.position)
             if not self._pulls_ahead:
                 self._ask(step + 1, step + 1 if self.rule.quorum else 0)
-            self.flat.drop_gradients()
+            self.flat.zero_grad()
         if self.server_updates:
             self.update.steps += 1
 
@@ -189,7 +189,7 @@ class ParameterServer(Sync):
 
     def _heads(self) -> Tensor:
         if self._exact is None:
-            return self.flat.head.detach().cpu().clone()[None]
+            return self.flat.grads.header.detach().cpu().clone()[None]
         heads = self._exact.write(self.client.out, self.flat)
         self.client.push(slice(0, self.flat.size))
         return heads
@@ -221,17 +221,17 @@ class ParameterServer(Sync):
                 if not self._lives_in_inbox:
                     self.flat.data[run].copy_(self.client.inbox[run])
                     even_out(self.flat, self.flat.data, self._copies)
-                self.flat.drop_gradients()
+                self.flat.zero_grad()
             else:
-                self.flat.grad[run].copy_(self.client.inbox[run])
-                even_out(self.flat, self.flat.grad, self._copies)
+                self.flat.grads.buffer[run].copy_(self.client.inbox[run])
+                even_out(self.flat, self.flat.grads.buffer, self._copies)
         if self.rule.needs_everyone:
             self._loss = lead.head[0].to(self.flat.device)
         if not self.server_updates:
-            self.flat.head.copy_(lead.head)
-            self.flat.publish()
+            self.flat.grads.header.copy_(lead.head)
+            self.flat.grads.publish()
             self.update.apply()
-            self.flat.drop_gradients()
+            self.flat.zero_grad()
 
     # ------------------------------------------------------------------ around a run
 
@@ -379,17 +379,16 @@ class _Tree:
         self._head: dict[Node, Tensor] = {}
 
     def note(self, bucket: slice, flat: FlatParams) -> None:
-        note_leaf(
-            self.root, self.run[0], self._sums.setdefault(bucket.start, {}), flat.grad[bucket]
-        )
+        sums = self._sums.setdefault(bucket.start, {})
+        note_leaf(self.root, self.run[0], sums, flat.grads.buffer[bucket])
         if bucket.start == 0:
-            note_leaf(self.root, self.run[0], self._head, flat.head)
+            note_leaf(self.root, self.run[0], self._head, flat.grads.header)
 
     def write(self, out: Tensor, flat: FlatParams) -> Tensor:
         """Put the sums of the subtrees into `out`, one after the other; returns their heads."""
-        heads = torch.zeros(len(out), flat.head_size, dtype=flat.head.dtype)
+        heads = torch.zeros(len(out), flat.header_size, dtype=flat.grads.header.dtype)
         for i, node in enumerate(self.nodes):
-            for bucket in flat.buckets_of_grad:
+            for bucket in flat.grads.buckets:
                 out[i, bucket].copy_(self._sums[bucket.start][node])
             heads[i].copy_(self._head[node])
         return heads
