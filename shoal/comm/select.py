@@ -9,7 +9,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from shoal.comm.executors.hierarchical.executor import HostsGroup
 from shoal.comm.executors.hierarchical.topology import Places, host_id
 from shoal.comm.executors.shared_memory import ShmGroup
-from shoal.transport.shm.segment import Exchange, is_built, join
+from shoal.transport.shm.memfd import Exchange
+from shoal.transport.shm.segment import is_built, join
 
 _said = False
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.server.protocol.frames import Refused
-from shoal.transport.shm import memfd as nameless
+from shoal.transport.shm import memfd
 
 Tell = Callable[[str], list[str]]  # what every rank says, by rank; all ranks call it
 
@@ -38,11 +37,11 @@ class Segment:
 def make(dtype: torch.dtype, size: int, parts: int) -> tuple[Segment, int] | None:
     """A segment and its descriptor, which the caller closes; None where there is no such memory."""
     num_bytes = segment_bytes(dtype, size, parts)
-    handle = nameless.make("shoal-worker", num_bytes)
+    handle = memfd.make("shoal-worker", num_bytes)
     if handle < 0:
         return None
     try:
-        return Segment(nameless.map_all(handle, num_bytes), dtype, size, parts), handle
+        return Segment(memfd.map_all(handle, num_bytes), dtype, size, parts), handle
     except OSError:
         os.close(handle)
         return None
@@ -63,30 +62,24 @@ def share(tell: Tell, rank: int, num_bytes: int | None) -> int | None:
 
     None on all of them if one cannot, or does not want to (`num_bytes` is None).
     """
-    made = own = -1
-    if rank == 0 and num_bytes is not None:
-        made = nameless.make("shoal-weights", num_bytes)
-    try:
-        pid, fd = map(int, tell(f"{os.getpid()} {made}")[0].split())
-        if num_bytes is not None and fd >= 0:
-            with suppress(OSError, ValueError):
-                own = nameless.open_from(pid, fd, num_bytes)
-        answers = tell("no" if own < 0 else "yes")
-    finally:
-        if made >= 0:
-            os.close(made)
-    if "no" not in answers:
-        return own
-    if own >= 0:
-        os.close(own)
-    return None
+
+    def exchange(text: bytes) -> list[bytes]:
+        return [answer.encode() for answer in tell(text.decode())]
+
+    def attach(offers: list[memfd.Offer]) -> int:
+        if num_bytes is None:
+            raise ValueError("this rank does not share its weights")
+        return offers[0].open_checked(num_bytes)
+
+    fd = memfd.make("shoal-weights", num_bytes) if rank == 0 and num_bytes is not None else -1
+    return memfd.rendezvous(exchange, fd, attach, os.close)
 
 
 def _map(handle: int, num_bytes: int) -> mmap.mmap:
-    if not nameless.is_sealed(handle, num_bytes):
+    if not memfd.is_sealed(handle, num_bytes):
         raise Refused(f"shared memory has to be sealed and of {num_bytes} bytes")
     try:
-        return nameless.map_all(handle, num_bytes)
+        return memfd.map_all(handle, num_bytes)
     except OSError as error:
         raise Refused(f"shared memory that cannot be mapped: {error}") from error
 

@@ -1,9 +1,10 @@
 """Decentralized training at everybody's own pace, on one host.
 
-Each worker lays its weights out in memory that the others read (`wire/board.py`). After an update
-of its own it averages with what its neighbours have laid out since it last looked; the share of
-a neighbour that has nothing new goes to its own weights. So a slow worker holds up nobody, and
-one that has died is left out from then on: its neighbours keep its share themselves.
+Each worker lays its weights out in memory that the others read
+(`transport/shm/versioned_pages.py`). After an update of its own it averages with what its
+neighbours have laid out since it last looked; the share of a neighbour that has nothing new goes
+to its own weights. So a slow worker holds up nobody, and one that has died is left out from then
+on: its neighbours keep its share themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from shoal.schedules.gossip.mixing import Mixing
 from shoal.sync.base import Sync
 from shoal.sync.optimizer_step import Update
 from shoal.sync.replica_mean import kept
-from shoal.transport.shm.versioned_pages import Board, Bytes
+from shoal.transport.shm.versioned_pages import Bytes, VersionedPages
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next
 _ALIGN = 64
@@ -71,13 +72,13 @@ class AsyncGossip(Sync):
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
         exchange = partial(tell_all, group, device=flat.device)
-        board = Board.meet(exchange, self.rank, self.size, self._page.nbytes)
-        if board is None:
+        pages = VersionedPages.join(exchange, self.rank, self._page.nbytes)
+        if pages is None:
             raise BadInput(
                 'gossip(mode="async") goes through the memory of one host, and these workers '
                 'share none: take mode="sync"'
             )
-        self.board = board
+        self.pages = pages
 
     def finish(self) -> None:
         self.update.apply()
@@ -132,7 +133,7 @@ class AsyncGossip(Sync):
         ]
 
     def close(self) -> None:
-        self.board.close()
+        self.pages.close()
 
     def _mix(self) -> None:
         """x_i = (1 - what was taken) x_i + sum of w[i, j] x_j over neighbours with news."""
@@ -153,12 +154,12 @@ class AsyncGossip(Sync):
             self.distances.append((self.steps + 1, sum(apart) / len(apart)))
 
     def _read_news(self, peer: int) -> Tensor | None:
-        version = self.board.read(peer, self._page, self._seen[peer])
+        version = self.pages.read(peer, self._page, self._seen[peer])
         if version is None:
             self._note_loss_of(peer)
             return None
         self._seen[peer] = version
-        late = max(0, self.board.version(self.rank) - version)
+        late = max(0, self.pages.version(self.rank) - version)
         self.reads = self.reads + 1
         self.behind = self.behind + late
         self.most_behind = max(self.most_behind, late)
@@ -168,23 +169,23 @@ class AsyncGossip(Sync):
     def _lay_out(self) -> None:
         for view, tensor in zip(self._views, self._tensors, strict=True):
             view.copy_(tensor)
-        self.board.write(self._page)
+        self.pages.write(self._page)
         self.bytes_sent += self._page.nbytes
 
     def _note_loss_of(self, peer: int) -> None:
-        if peer not in self.lost and self.board.has_died(peer):
+        if peer not in self.lost and self.pages.has_died(peer):
             self.lost.add(peer)
 
     def _wait_for_others(self) -> None:
         """Until those that still run have laid out as many versions as this worker."""
-        mine = self.board.version(self.rank)
+        mine = self.pages.version(self.rank)
         deadline = time.monotonic() + _PATIENCE_S
         for peer in range(self.size):
             while self._is_behind(peer, mine) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
 
     def _is_behind(self, peer: int, version: int) -> bool:
-        if self.board.version(peer) >= version or self.board.has_closed(peer):
+        if self.pages.version(peer) >= version or self.pages.has_closed(peer):
             return False
         self._note_loss_of(peer)
         return peer not in self.lost
@@ -196,7 +197,7 @@ class AsyncGossip(Sync):
             self._note_loss_of(peer)
             if peer in self.lost or peer == self.rank:
                 continue
-            if self.board.read(peer, self._page) is not None:
+            if self.pages.read(peer, self._page) is not None:
                 count += 1
                 for total, view in zip(totals, self._views, strict=True):
                     total.add_(view.to(total.device))

@@ -30,7 +30,7 @@ from shoal.replica.flat_params import FlatParams
 from shoal.runtime.backoff import Pauses
 from shoal.sync.base import Sync
 from shoal.sync.optimizer_step import Update
-from shoal.transport.shm.shared_buffer import Commons
+from shoal.transport.shm.shared_buffer import SharedBuffer
 
 _ALIGN = 64
 _FIRST_LOOK_S = 0.0005
@@ -66,13 +66,13 @@ class Hogwild(Sync):
         self._settings = Settings(update.optimizer, momentum, say)
         tensors = [flat.data, *statistics, *self._sums()]
         places, num_bytes = _lay_out(tensors)
-        commons = Commons.meet(partial(tell_all, group), self.rank, self.size, num_bytes)
-        if commons is None:
+        buffer = SharedBuffer.join(partial(tell_all, group), self.rank, self.size, num_bytes)
+        if buffer is None:
             raise BadInput(
                 "hogwild keeps the weights in memory that all workers share, and these share "
                 "none: run them as one user on one Linux host"
             )
-        self.commons = commons
+        self.buffer = buffer
         views = [self._view(tensor, at) for tensor, at in zip(tensors, places, strict=True)]
         if self.rank == 0:
             torch._foreach_copy_(views, tensors)
@@ -87,7 +87,7 @@ class Hogwild(Sync):
         flat.grads.records_loss = False
 
     def begin(self) -> None:
-        self._others = int(self.commons.steps.sum())
+        self._others = int(self.buffer.steps.sum())
 
     def reduce(self, bucket: slice) -> None:
         return None
@@ -95,11 +95,11 @@ class Hogwild(Sync):
     def finish(self) -> None:
         self.update.apply()
         self.flat.zero_grad()
-        between = int(self.commons.steps.sum()) - self._others
+        between = int(self.buffer.steps.sum()) - self._others
         self.behind += between
         self.most_behind = max(self.most_behind, between)
         self.steps += 1
-        self.commons.steps[self.rank] += 1
+        self.buffer.steps[self.rank] += 1
 
     def loss(self, part: Tensor) -> Tensor:
         """The mean over own samples."""
@@ -110,16 +110,16 @@ class Hogwild(Sync):
     @contextmanager
     def whole(self, optimizer: bool = False) -> Iterator[None]:
         self._wait_for_others()
-        self.first = next(r for r in range(self.size) if not self.commons.has_died(r))
+        self.first = next(r for r in range(self.size) if not self.buffer.has_died(r))
         with self._settings.as_asked():
             yield
 
     def _wait_for_others(self) -> None:
         """Until none of the others that still train is behind."""
         pause = Pauses(_FIRST_LOOK_S, _LONGEST_LOOK_S)
-        mine = self.commons.steps[self.rank]
+        mine = self.buffer.steps[self.rank]
         while any(
-            self.commons.steps[peer] < mine and not self.commons.is_over(peer)
+            self.buffer.steps[peer] < mine and not self.buffer.has_finished(peer)
             for peer in range(self.size)
         ):
             pause()
@@ -134,7 +134,7 @@ class Hogwild(Sync):
         return {
             "steps": self.steps,
             "bytes_sent": 0,
-            "shared_bytes": len(self.commons.memory),
+            "shared_bytes": len(self.buffer.memory),
             "updates_in_between": self.behind / max(1, self.steps),
             "most_updates_in_between": self.most_behind,
         }
@@ -146,7 +146,7 @@ class Hogwild(Sync):
         ]
 
     def close(self) -> None:
-        self.commons.close()
+        self.buffer.close()
 
     def _sums(self) -> list[Tensor]:
         """What Adagrad adds up, parameter by parameter; nothing under other optimizers."""
@@ -167,10 +167,10 @@ class Hogwild(Sync):
 
     def _view(self, tensor: Tensor, at: int) -> Tensor:
         flat = torch.frombuffer(
-            self.commons.memory,
+            self.buffer.memory,
             dtype=tensor.dtype,
             count=tensor.numel(),
-            offset=self.commons.offset + at,
+            offset=self.buffer.offset + at,
         )
         return flat.view(tensor.shape)
 

@@ -10,7 +10,8 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from shoal.comm.executors.shared_memory import ShmGroup
-from shoal.transport.shm.segment import Exchange, join
+from shoal.transport.shm.memfd import Exchange
+from shoal.transport.shm.segment import join
 from tests.comm.threads import Ranks
 
 T = TypeVar("T")

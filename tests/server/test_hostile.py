@@ -44,7 +44,7 @@ from shoal.server.protocol.messages import (
 from shoal.server.protocol.secret import fresh_nonce, fresh_secret, proof
 from shoal.server.row_client import ServerStore
 from shoal.server.server import MOST_REASONS, MOST_STRANGERS, Server
-from shoal.transport.shm import memfd as nameless
+from shoal.transport.shm import memfd
 from tests.server.helpers import MODEL, SECRET, client_of, fill, servers, weights
 
 ASYNC = Rule(2, at_once=True)
@@ -362,7 +362,7 @@ def test_memory_that_is_not_sealed_or_of_another_size_is_refused(tmp_path: Path)
 def test_weights_are_not_shared_by_workers_that_may_read_while_servers_write() -> None:
     with victim() as (server, client):
         control, _, header = joined(server, client, "pull")
-        handle = nameless.make("weights", client.size * 4)
+        handle = memfd.make("weights", client.size * 4)
         control.send_descriptor(header._replace(kind=Kind.SHARE), b"", handle)
         assert control.receive(1 << 16)[0].kind is Kind.ERROR
         os.close(handle)
@@ -375,7 +375,7 @@ def test_memory_for_weights_that_is_not_everybody_s_is_refused(wrong: str) -> No
         client = client_of(found, 0, Rule(2))
         assert client.share_weights(lambda word: [word])
         control, _, header = joined(found[0], client, "pull")
-        handle = nameless.make("weights", client.size * 4 - (4 if wrong == "short" else 0))
+        handle = memfd.make("weights", client.size * 4 - (4 if wrong == "short" else 0))
         header = header._replace(kind=Kind.SHARE)
         if wrong == "none":
             control.send(header)

@@ -20,7 +20,7 @@ from shoal.sync import gossip_async
 from shoal.sync.gossip_async import AsyncGossip
 from shoal.train import checkpoint
 from shoal.train.job import Job
-from shoal.transport.shm.versioned_pages import Board
+from shoal.transport.shm.versioned_pages import VersionedPages
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 from tests.scripts import shoal
@@ -176,7 +176,7 @@ def test_buffers_are_averaged_for_an_evaluation(world: World) -> None:
 
 
 def test_without_common_memory_it_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Board, "meet", classmethod(lambda cls, *args: None))
+    monkeypatch.setattr(VersionedPages, "join", classmethod(lambda cls, *args: None))
     models = [mlp() for _ in range(2)]
     with pytest.raises(BadInput, match='take mode="sync"'):
         world(2, lambda group: alone(group, models[group.rank]))

@@ -210,7 +210,7 @@ def test_evaluating_waits_for_workers_that_are_behind(world: World) -> None:
         sync = step.sync
         assert isinstance(sync, Hogwild)
         with sync.whole():
-            steps = int(sync.commons.steps.min())
+            steps = int(sync.buffer.steps.min())
         return steps, job.evaluate(F.cross_entropy, data)
 
     found = world(3, body)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from shoal.transport.shm.process_exit import exit_status, told
+from shoal.transport.shm.process_exit import describe_status, exit_status
 
 KERNEL = tuple(int(word) for word in os.uname().release.split("-")[0].split(".")[:2])
 WAYS = [
@@ -46,7 +46,7 @@ def test_how_a_process_ended(way: object, status: int, sentence: str, reaped: bo
         if reaped:
             os.waitpid(pid, 0)
         assert exit_status(pidfd) == status
-    assert told(status) == sentence
+    assert describe_status(status) == sentence
 
 
 def test_a_process_that_runs_has_no_exit_status() -> None:
@@ -55,4 +55,4 @@ def test_a_process_that_runs_has_no_exit_status() -> None:
 
 
 def test_a_process_that_cannot_be_held_has_an_unknown_status() -> None:
-    assert told(exit_status(-1)) == "exit status unknown"
+    assert describe_status(exit_status(-1)) == "exit status unknown"

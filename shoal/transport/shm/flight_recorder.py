@@ -1,4 +1,4 @@
-"""The last operations of each rank of a shared-memory group, and how they are told."""
+"""Flight recorder: the last 64 operations of each rank of a shared-memory group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordedCall:
     """One call of one rank; `end_ns` is 0 while it has not ended."""
 
     seq: int
@@ -54,32 +54,34 @@ class Record:
         return " ".join(words)
 
 
-class Histories(Protocol):
+class FlightRecorder(Protocol):
+    """Gives the recorded calls of every rank, oldest first."""
+
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def history(self, rank: int) -> list[Record]: ...
+    def history(self, rank: int) -> list[RecordedCall]: ...
 
 
-def table(group: Histories, now_ns: int, limit: int) -> str:
-    """A few lines for every rank, the newest last."""
+def table(recorder: FlightRecorder, now_ns: int, limit: int) -> str:
+    """The last `limit` calls of every rank, the newest last."""
     lines = []
-    for rank in range(group.size):
+    for rank in range(recorder.size):
         lines.append(f"rank {rank}:")
-        for record in group.history(rank)[-limit:]:
-            began = f"{(now_ns - record.start_ns) / 1e6:.1f} ms ago"
-            took = f"took {(record.end_ns - record.start_ns) / 1e3:.0f} µs"
-            lines.append(f"  {record}, begun {began}, {took if record.end_ns else 'not ended'}")
+        for call in recorder.history(rank)[-limit:]:
+            began = f"{(now_ns - call.start_ns) / 1e6:.1f} ms ago"
+            took = f"took {(call.end_ns - call.start_ns) / 1e3:.0f} µs"
+            lines.append(f"  {call}, begun {began}, {took if call.end_ns else 'not ended'}")
     return "\n".join(lines)
 
 
-def dump(group: Histories, reason: str) -> None:
+def dump(recorder: FlightRecorder, reason: str) -> None:
     """Write the operations before a failure beside the run's reports, or in short to stderr."""
     folder = os.environ.get("SHOAL_RUN_DIR")
     now_ns = time.monotonic_ns()
     if folder and Path(folder).is_dir():
-        whole = f"{reason}\n{table(group, now_ns, 64)}\n"
-        (Path(folder) / f"operations-{group.rank}.txt").write_text(whole)
+        text = f"{reason}\n{table(recorder, now_ns, 64)}\n"
+        (Path(folder) / f"operations-{recorder.rank}.txt").write_text(text)
     else:
-        print(f"shoal: {reason}\n{table(group, now_ns, 3)}", file=sys.stderr, flush=True)
+        print(f"shoal: {reason}\n{table(recorder, now_ns, 3)}", file=sys.stderr, flush=True)

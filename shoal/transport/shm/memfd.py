@@ -1,6 +1,12 @@
-"""Memory without a name: whoever has a descriptor can map it, and it goes with the last of them.
+"""Anonymous shared memory (memfd), and the rendezvous by which ranks of one host share it.
 
-Its size is sealed, so that nobody can cut it off under another's hands. Linux only.
+    make        offer (pid, fd, generation)      exchange ──▶ the offers of all ranks
+    open        /proc/PID/fd/FD                  size, seals and generation are checked
+    agree       yes or no                        exchange ──▶ all ranks attach, or none does
+
+The memory has no name in a file system, so the kernel frees it with the last process that maps it.
+Only processes of the same user can open it. Its size is sealed: no process can truncate it under
+another. Linux only.
 """
 
 from __future__ import annotations
@@ -8,15 +14,28 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+# An all-gather of a few bytes: the bytes of every rank, by rank. All ranks call it.
+Exchange = Callable[[bytes], list[bytes]]
 
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _SEALS = 0x1 | 0x2 | 0x4  # seal, shrink, grow
+_GENERATION_BYTES = 8
 
 
-def make(label: str, num_bytes: int) -> int:
-    """A descriptor, which the caller closes; -1 where there is no such memory."""
+def make(label: str, num_bytes: int, generation: int = 0) -> int:
+    """A descriptor, which the caller closes; -1 where memfd is unavailable or memory is full.
+
+    The first 8 bytes hold `generation`; the rest is zero.
+    """
     if sys.platform != "linux":
         return -1
     try:
@@ -24,7 +43,9 @@ def make(label: str, num_bytes: int) -> int:
     except OSError:
         return -1
     try:
-        os.posix_fallocate(fd, 0, num_bytes)  # a full memory is told now, not by a signal
+        os.posix_fallocate(fd, 0, num_bytes)  # fails now instead of with SIGBUS later
+        if generation:
+            os.pwrite(fd, generation.to_bytes(_GENERATION_BYTES, sys.byteorder), 0)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(fd)
@@ -32,17 +53,13 @@ def make(label: str, num_bytes: int) -> int:
     return fd
 
 
-def open_from(pid: int, fd: int, num_bytes: int) -> int:
-    """A descriptor of what another process has made; OSError or ValueError if it is not that."""
-    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(own).st_size != num_bytes:
-        os.close(own)
-        raise ValueError("the memory has another size")
-    return own
+def new_generation() -> int:
+    """A number that tells this memory from any other: 1 to 2**62."""
+    return secrets.randbits(62) + 1
 
 
 def is_sealed(fd: int, num_bytes: int) -> bool:
-    """Whether it is such memory, of exactly this size."""
+    """Whether this is sealed memory of exactly `num_bytes`."""
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError:
@@ -51,4 +68,76 @@ def is_sealed(fd: int, num_bytes: int) -> bool:
 
 
 def map_all(fd: int, num_bytes: int) -> mmap.mmap:
+    """Map the memory for reading and writing; the descriptor may be closed afterwards."""
     return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Memory that another process holds; `fd` is -1 if that process has none to offer."""
+
+    pid: int
+    fd: int
+    generation: int = 0
+
+    @classmethod
+    def parse(cls, text: bytes) -> Offer:
+        pid, fd, generation = map(int, text.split())
+        return cls(pid, fd, generation)
+
+    def __bytes__(self) -> bytes:
+        return f"{self.pid} {self.fd} {self.generation}".encode()
+
+    def open(self) -> int:
+        """A descriptor, which the caller closes. OSError on another host or as another user."""
+        return os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+
+    def open_checked(self, num_bytes: int) -> int:
+        """As `open`; ValueError unless it is sealed memory of this size and generation."""
+        fd = self.open()
+        if is_sealed(fd, num_bytes) and self._is_generation_of(fd):
+            return fd
+        os.close(fd)
+        raise ValueError(f"process {self.pid} offers other memory than {num_bytes} sealed bytes")
+
+    def map(self, num_bytes: int) -> mmap.mmap:
+        fd = self.open_checked(num_bytes)
+        try:
+            return map_all(fd, num_bytes)
+        finally:
+            os.close(fd)
+
+    def _is_generation_of(self, fd: int) -> bool:
+        stamp = os.pread(fd, _GENERATION_BYTES, 0)
+        return not self.generation or int.from_bytes(stamp, sys.byteorder) == self.generation
+
+
+def rendezvous(
+    exchange: Exchange,
+    fd: int,
+    attach: Callable[[list[Offer]], T],
+    discard: Callable[[T], object],
+    generation: int = 0,
+) -> T | None:
+    """What `attach` returns for the offers of all ranks; None on all ranks if one rank fails.
+
+    All ranks call it: two exchanges. `fd` (-1 for none) is this rank's offer and is closed here.
+    `attach` raises OSError or ValueError where it cannot; `discard` undoes it where others cannot.
+    """
+    attached = None
+    try:
+        offers = exchange(bytes(Offer(os.getpid(), fd, generation)))
+        with suppress(OSError, ValueError):
+            attached = attach([Offer.parse(offer) for offer in offers])
+        answers = exchange(b"no" if attached is None else b"yes")
+    except BaseException:
+        if attached is not None:
+            discard(attached)
+        raise
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    if attached is not None and any(answer != b"yes" for answer in answers):
+        discard(attached)
+        return None
+    return attached

@@ -1,7 +1,7 @@
-"""How a process that is no child of this one has ended.
+"""The exit status of a process that is no child of this one, by its pidfd.
 
-A process that has ended and has not been waited for by its parent tells it in /proc; after that,
-the kernel keeps it for those who hold a pidfd (Linux 6.15).
+A process that has ended and has not been waited for by its parent shows its status in /proc. After
+that the kernel keeps the status for holders of a pidfd (Linux 6.15).
 """
 
 from __future__ import annotations
@@ -12,34 +12,57 @@ import select
 import signal
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 _INFO = struct.Struct("=QQ11Ii")  # of linux/pidfd.h: mask, …, exit code; its first version
 _INFO_EXIT = 1 << 3
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
-_STAT_EXIT_CODE = 49  # its place after the name of the program: field 52 of /proc/PID/stat
+_STAT_EXIT_CODE = 49  # index after the name of the program: field 52 of /proc/PID/stat
 _PAUSE_S = 0.005
 PATIENCE_S = 1.0
 
 
+def open_pidfds(pids: Sequence[int]) -> list[int]:
+    """A pidfd of each process, which the caller closes; OSError if one of them has ended."""
+    pidfds: list[int] = []
+    try:
+        for pid in pids:
+            pidfds.append(os.pidfd_open(pid))
+    except OSError:
+        close_pidfds(pidfds)
+        raise
+    return pidfds
+
+
+def close_pidfds(pidfds: Sequence[int]) -> None:
+    for pidfd in pidfds:
+        os.close(pidfd)
+
+
 def exit_status(pidfd: int, patience_s: float = PATIENCE_S) -> int | None:
-    """As of Popen.returncode: 3, or -9 for SIGKILL; None if it still runs or nobody can say."""
+    """As Popen.returncode: 3, or -9 for SIGKILL; None if it still runs or the kernel cannot say."""
     deadline_s = time.monotonic() + patience_s
-    if pidfd < 0 or not select.select([pidfd], [], [], patience_s)[0]:
+    if not has_ended(pidfd, patience_s):
         return None
     while (status := _of_zombie(pidfd) or _of_reaped(pidfd)) is None:
         if time.monotonic() > deadline_s:
             return None
-        time.sleep(_PAUSE_S)  # between being waited for and being told
+        time.sleep(_PAUSE_S)  # between the parent's wait and the kernel's record
     return os.waitstatus_to_exitcode(status[0])
 
 
-def has_ended(pidfd: int) -> bool:
-    return pidfd >= 0 and bool(select.select([pidfd], [], [], 0)[0])
+def has_ended(pidfd: int, patience_s: float = 0.0) -> bool:
+    """Whether the process ends within `patience_s`; False for a pidfd of -1."""
+    if pidfd < 0:
+        return False
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(patience_s * 1000))
 
 
-def told(status: int | None) -> str:
+def describe_status(status: int | None) -> str:
     if status is None:
         return "exit status unknown"
     if status >= 0:
@@ -53,7 +76,7 @@ def told(status: int | None) -> str:
 def _of_zombie(pidfd: int) -> tuple[int] | None:
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{_pid(pidfd)}/stat").read_text().rpartition(")")[2].split()
-        signal.pidfd_send_signal(pidfd, 0)  # it is still there, so that was its own entry
+        signal.pidfd_send_signal(pidfd, 0)  # not reaped yet, so the entry read was its own
         return (int(fields[_STAT_EXIT_CODE]),) if fields[0] in "ZX" else None
     return None
 

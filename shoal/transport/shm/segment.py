@@ -1,19 +1,15 @@
-"""The memory that the ranks of one host share, and what its outcomes mean.
-
-It has no name in any file system: rank 0 makes it, the others open it through rank 0's process,
-so nothing can be left behind. It is open to the same user only.
-"""
+"""The shared-memory segment of the ranks of one host, and its outcomes as errors."""
 
 from __future__ import annotations
 
 import copy
 import os
-import secrets
-from collections.abc import Callable
 
 from shoal.errors import Desync, PeerLost, ShoalError
-from shoal.transport.shm import process_exit as exits
-from shoal.transport.shm.flight_recorder import Record, dump
+from shoal.transport.shm import memfd
+from shoal.transport.shm.flight_recorder import RecordedCall, dump
+from shoal.transport.shm.memfd import Exchange, Offer
+from shoal.transport.shm.process_exit import describe_status, exit_status, has_ended
 
 try:
     from shoal.transport.shm import _shm
@@ -22,12 +18,10 @@ except ImportError:  # installed without a compiler
 
 SLOT_BYTES = 256 << 10
 FINE, LOST, DESYNC, LATE, INTERRUPTED, WRONG_SIZE, CLOSED = range(7)
-# everybody's bytes, in the order of ranks; all ranks call it
-Exchange = Callable[[bytes], list[bytes]]
 
 
 class Segment:
-    """One rank's hold on the shared memory of a group."""
+    """One rank's view of the shared memory of a group."""
 
     def __init__(self, handle: object, rank: int, size: int, timeout_s: float):
         self.handle = handle
@@ -36,81 +30,80 @@ class Segment:
         self.timeout_s = timeout_s
         self.timeout_ns = int(timeout_s * 1e9)
         self.closed = False
-        self._told: list[str] = []
+        self._dumped: list[str] = []  # shared by copies, so that one failure is dumped once
 
     def check(self, outcome: int, doing: str = "") -> None:
-        """Raise what `outcome` stands for; the first time, show the last operations of all."""
+        """Raise the error of `outcome`; the first time, dump the last operations of all ranks."""
         if outcome == FINE:
             return
         error = self._error(outcome, doing)
-        if not self._told and outcome != CLOSED:
-            self._told.append(str(error))
+        if not self._dumped and outcome != CLOSED:
+            self._dumped.append(str(error))
             dump(self, str(error))
         raise error
 
     def within(self, timeout_s: float) -> Segment:
-        """The same for a call with a timeout of its own."""
+        """The same segment with another timeout, for one call."""
         other = copy.copy(self)
         other.timeout_s = timeout_s
         other.timeout_ns = int(timeout_s * 1e9)
         return other
 
-    def last(self, rank: int) -> Record | None:
-        found = self.history(rank)
-        return found[-1] if found else None
+    def last(self, rank: int) -> RecordedCall | None:
+        calls = self.history(rank)
+        return calls[-1] if calls else None
 
-    def history(self, rank: int) -> list[Record]:
+    def history(self, rank: int) -> list[RecordedCall]:
         """The last operations of a rank, oldest first."""
-        return [Record(*fields) for fields in _shm.history(self.handle, rank)]
+        return [RecordedCall(*fields) for fields in _shm.history(self.handle, rank)]
 
     def lost(self, peer: int, doing: str, after_s: float | None = None) -> PeerLost:
-        """The error that tells of `peer`, with the last that it did."""
+        """The error for the loss of `peer`, with its last operation."""
         last = self.last(peer)
-        its = "none yet" if last is None else f"{last}, {'ended' if last.end_ns else 'begun'}"
+        operation = "none yet" if last is None else f"{last}, {'ended' if last.end_ns else 'begun'}"
         end = "no answer before the timeout ended"
         status = None
         if after_s is None:
             end, status = self._end_of(peer)
-        said = f"{doing} ({end}; its last operation: {its})"
-        return PeerLost(self.rank, peer, said, after_s, status)
+        context = f"{doing} ({end}; its last operation: {operation})"
+        return PeerLost(self.rank, peer, context, after_s, status)
 
     def tune(self, direct_bytes: int, spins: int = -1) -> None:
-        """Up to where everybody reads all in a reduction; how long to spin before sleeping."""
+        """`direct_bytes`: largest reduction in one pass; `spins`: looks before a rank sleeps."""
         _shm.tune(self.handle, direct_bytes, spins)
 
     def leave(self) -> None:
-        """End this rank's waits; ranks that still wait for it are told that it has gone."""
+        """End this rank's waits; ranks that wait for it get a `PeerLost`."""
         _shm.leave(self.handle)
 
     def close(self) -> None:
-        """Give the memory back. Nobody may use it any more."""
+        """Unmap the memory. It must not be used afterwards."""
         if not self.closed:
             self.closed = True
-            _shm.leave(self.handle)
-            _shm.detach(self.handle)
+            _release(self.handle)
 
     def _error(self, outcome: int, doing: str) -> ShoalError:
         if outcome == CLOSED:
             return ShoalError(f"rank {self.rank} has closed this group")
         _, lost, first, second, seq = _shm.failure(self.handle)
-        own = self.last(self.rank)
-        doing = doing or ("no operation" if own is None else str(own))
+        last = self.last(self.rank)
+        doing = doing or ("no operation" if last is None else str(last))
         if outcome == DESYNC:
             calls = {rank: self._call(rank, seq) for rank in (first, second)}
             return Desync(first, calls[first], second, calls[second])
         return self.lost(lost, doing, self.timeout_s if outcome == LATE else None)
 
     def _end_of(self, peer: int) -> tuple[str, int | None]:
-        """A rank may also have closed the group, and its process live on."""
+        """How a rank has ended, in words and as exit status; it may also have closed the group."""
         pidfd = _shm.pidfd(self.handle, peer)
-        status = exits.exit_status(pidfd)
-        if status is None and pidfd >= 0 and not exits.has_ended(pidfd):
+        status = exit_status(pidfd)
+        if status is None and pidfd >= 0 and not has_ended(pidfd):
             return "it has left the group", None
-        return exits.told(status), status
+        return describe_status(status), status
 
     def _call(self, rank: int, seq: int) -> str:
-        found = [record for record in self.history(rank) if record.seq == seq]
-        return str(found[0]) if found else f"another operation #{seq}"
+        calls = [call for call in self.history(rank) if call.seq == seq]
+        return str(calls[0]) if calls else f"another operation #{seq}"
 
 
 def is_built() -> bool:
@@ -124,28 +117,30 @@ def join(
     timeout_s: float = 1800.0,
     slot_bytes: int = SLOT_BYTES,
 ) -> Segment | None:
-    """Share memory with the other ranks; None on all of them if one of them cannot."""
-    fd = -1
-    generation = secrets.randbits(63)
-    try:
-        if rank == 0 and is_built():
-            fd = _create(size, slot_bytes, generation)
-        offer = exchange(f"{os.getpid()} {fd} {generation}".encode())[0]
-        handle = _take(offer.decode(), rank, size)
-        answers = exchange(b"no" if handle is None else b"yes")
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    if handle is None or b"no" in answers:
+    """Share memory with the other ranks; None on all of them if one of them cannot.
+
+    Rank 0 makes the memory and the others open it.
+    """
+    generation = memfd.new_generation()
+    fd = _create(size, slot_bytes, generation) if rank == 0 else -1
+
+    def attach(offers: list[Offer]) -> object:
+        return _attach(offers[0], rank, size)
+
+    handle = memfd.rendezvous(exchange, fd, attach, _release, generation)
+    if handle is None:
         return None
     _shm.watch(handle)
     return Segment(handle, rank, size, timeout_s)
 
 
 def _create(size: int, slot_bytes: int, generation: int) -> int:
+    """A descriptor, or -1 where memory is full, not allowed, or the native part is missing."""
+    if not is_built():
+        return -1
     try:
         return _shm.create(size, slot_bytes, _ring_bytes(size), generation)
-    except OSError:  # no memory left, or not allowed here
+    except OSError:
         return -1
 
 
@@ -154,17 +149,17 @@ def _ring_bytes(size: int) -> int:
     return min(256 << 10, max(8 << 10, (4 << 20) // (size * size) >> 10 << 10))
 
 
-def _take(offer: str, rank: int, size: int) -> object | None:
-    pid, fd, generation = (int(word) for word in offer.split())
-    if fd < 0 or not is_built():
-        return None
+def _attach(offer: Offer, rank: int, size: int) -> object:
+    """The native part checks size and generation, since it alone knows the layout."""
+    if not is_built():
+        raise ValueError("Shoal was installed without a compiler")
+    fd = offer.open()
     try:
-        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # another host, or another user
-        return None
-    try:
-        return _shm.attach(own, rank, size, generation)  # type: ignore[no-any-return]
-    except ValueError:
-        return None
+        return _shm.attach(fd, rank, size, offer.generation)
     finally:
-        os.close(own)
+        os.close(fd)
+
+
+def _release(handle: object) -> None:
+    _shm.leave(handle)
+    _shm.detach(handle)
