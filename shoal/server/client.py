@@ -1,10 +1,7 @@
-"""A worker's side: what it pushes to and pulls from all servers of one model.
+"""What one worker pushes to and pulls from all servers of one model.
 
-Requests of one connection are carried out in order by a thread of their own, beside the
-computation; whoever needs the outcome waits for its future.
-
-A TCP connection that breaks is made anew, and what was not answered on it is sent again: the
-server has counted pushes, and passes over those that it has. A Unix socket ends with a process.
+Requests of one channel are carried out in order, beside the computation (`server/link.py`). The
+first server is the leader: it decides about every push, after all other servers have received it.
 """
 
 from __future__ import annotations
@@ -12,35 +9,27 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from shoal.errors import PeerLost, ShoalError
 from shoal.server import shared_memory as shared
-from shoal.server.lane import Lane as Thread
+from shoal.server.link import Reply, Request, ServerLink
 from shoal.server.model.shard import DTYPES, parts_of
-from shoal.server.protocol.connection import CONNECT_S, Closed, Connection, connect
-from shoal.server.protocol.frames import MOST_META_BYTES, Header, Kind, decode, encode
-from shoal.server.protocol.handshake import RETURN_S, introduce
+from shoal.server.protocol.frames import Header, Kind, decode, encode
 from shoal.server.protocol.messages import (
     Ack,
     Commit,
-    Error,
-    Lane,
     Meet,
     Message,
     Met,
     Norm,
     Norms,
-    PartOf,
     Pull,
     Pulled,
     Spec,
@@ -49,196 +38,34 @@ from shoal.server.protocol.messages import (
 )
 from shoal.server.shared_memory import bytes_of
 
-T = TypeVar("T")
-START_S = 120.0
-MOST_BREAKS = 100  # of a connection before one request is answered
-
-
-class Broken(PeerLost):
-    """A connection has ended in the middle of something."""
-
-
-class Link:
-    """The three connections of one worker to one server."""
-
-    def __init__(self, place: PartOf, index: int, address: str, secret: bytes, header: Header):
-        self.rank = place.rank(header.worker)
-        self._place = place
-        self.index = index
-        self.address = address
-        self._secret = secret
-        self._header = header
-        self._connections: dict[Lane, Connection] = {}
-        self._threads: dict[Lane, Thread] = {}
-        self.shares_memory = self._is_closing = False
-        self._unanswered: dict[Lane, list[Callable[[], Any]]] = {}
-        self._past: list[Connection] = []
-        self._lost_for_good: PeerLost | None = None
-        self.open("control")
-
-    def open(self, lane: Lane) -> None:
-        self._connections[lane] = self._connect(lane, START_S)
-        self._threads[lane] = Thread(f"shoal-ps-{lane}-{self.index}")
-
-    @property
-    def is_unix(self) -> bool:
-        return self._connections["control"].is_unix
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(c.sent_bytes for c in (*self._connections.values(), *self._past))
-
-    @property
-    def received_bytes(self) -> int:
-        return sum(c.received_bytes for c in (*self._connections.values(), *self._past))
-
-    def later(self, lane: Lane, do: Callable[[], T], answered: bool = True) -> Future[T]:
-        """`answered=False`: a later request's answer counts for this one, too."""
-        return self._threads[lane].do(lambda: self.steadily(lane, do, answered))
-
-    def steadily(self, lane: Lane, do: Callable[[], T], answered: bool = True) -> T:
-        """Do it, over a new connection if the old one breaks; what came before it comes again."""
-        kept = self._unanswered.setdefault(lane, [])
-        todo: list[Callable[[], Any]] = [do]
-        for left in reversed(range(MOST_BREAKS)):
-            try:
-                found = [action() for action in todo][-1]
-                break
-            except Broken as broken:
-                if not left:
-                    raise
-                self._reopen(lane, broken)
-                todo = [*kept, do]
-        if answered:
-            kept.clear()
-        elif not self.is_unix:
-            kept.append(do)
-        return cast(T, found)
-
-    def send(
-        self, lane: Lane, kind: Kind, meta: bytes = b"", *payload: memoryview, **fields: int
-    ) -> None:
-        try:
-            self._connections[lane].send(self._header._replace(kind=kind, **fields), meta, *payload)
-        except Closed as error:
-            with suppress(Closed):  # it may have said why
-                self._next(lane, kind)
-            raise self._lost(kind, error) from error
-
-    def send_descriptor(self, kind: Kind, meta: bytes, handle: int) -> None:
-        try:
-            self._connections["control"].send_descriptor(
-                self._header._replace(kind=kind), meta, handle
-            )
-        except Closed as error:
-            raise self._lost(kind, error) from error
-
-    def answer(self, lane: Lane, kind: Kind, into: Sequence[memoryview] = ()) -> bytes:
-        """The metadata of the answer to a request of `kind`; its payload goes into `into`."""
-        try:
-            return self._take(lane, kind, into)
-        except Closed as error:
-            raise self._lost(kind, error) from error
-
-    def answer_any(self, lane: Lane, kind: Kind) -> tuple[bytes, bytearray]:
-        """Metadata and a payload of any length."""
-        try:
-            header, meta = self._next(lane, kind)
-            payload = bytearray(header.payload_bytes)
-            self._connections[lane].read_into(memoryview(payload))
-            return meta, payload
-        except Closed as error:
-            raise self._lost(kind, error) from error
-
-    def close(self) -> None:
-        self._is_closing = True
-        for connection in list(self._connections.values()):
-            connection.cut()
-        for thread in self._threads.values():
-            thread.close()
-        for connection in self._connections.values():
-            connection.close()
-
-    def _reopen(self, lane: Lane, broken: Broken) -> None:
-        """Raises unless the server is there, and knows this worker still."""
-        if self._lost_for_good is not None or self._is_closing or self.is_unix:
-            raise self._lost_for_good or broken
-        try:
-            fresh = self._connect(lane, RETURN_S)
-        except (ShoalError, OSError) as error:
-            why = error.__cause__ or error
-            self._lost_for_good = PeerLost(self.rank, None, f"{broken.doing}, and again ({why})")
-            raise self._lost_for_good from broken
-        old = self._connections[lane]
-        self._connections[lane] = fresh
-        self._past.append(old)
-        old.close()
-        if self._is_closing:
-            fresh.cut()
-
-    def _connect(self, lane: Lane, patience_s: float) -> Connection:
-        """A server process may still be starting, on a host that is busy with starting workers."""
-        start_s = time.monotonic()
-        while True:
-            try:
-                return self._introduced(lane, patience_s)
-            except (FileNotFoundError, ConnectionError, TimeoutError) as error:
-                broken = isinstance(error, Closed) and self.address.startswith("unix:")
-                after_s = round(time.monotonic() - start_s, 1)
-                if broken or after_s > patience_s or self._is_closing:
-                    doing = f"connecting to server {self.index} at {self.address} ({error})"
-                    raise PeerLost(self.rank, None, doing, after_s) from error
-            time.sleep(0.02)
-
-    def _introduced(self, lane: Lane, patience_s: float) -> Connection:
-        connection = connect(self.address, timeout_s=min(patience_s, CONNECT_S))
-        try:
-            connection.sock.settimeout(patience_s)
-            introduce(connection, self._secret, lane, self._header)
-            connection.sock.settimeout(None)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _take(self, lane: Lane, kind: Kind, into: Sequence[memoryview]) -> bytes:
-        header, meta = self._next(lane, kind)
-        expected = sum(view.nbytes for view in into)
-        if header.payload_bytes != expected:
-            raise ShoalError(
-                f"server {self.index} answered {kind.name} with {header.payload_bytes} bytes, "
-                f"and {expected} were expected"
-            )
-        for view in into:
-            self._connections[lane].read_into(view)
-        return meta
-
-    def _next(self, lane: Lane, kind: Kind) -> tuple[Header, bytes]:
-        header, meta = self._connections[lane].receive(MOST_META_BYTES)
-        if header.kind is Kind.ERROR:
-            error = decode(meta, Error)
-            doing = f"{kind.name.lower()} of server {self.index}"
-            if error.lost is not None:
-                raise PeerLost(self.rank, self._place.rank(error.lost), doing)
-            raise ShoalError(f"rank {self.rank}, {doing}: {error.sentence}")
-        return header, meta
-
-    def _lost(self, kind: Kind, error: Exception) -> Broken:
-        return Broken(self.rank, None, f"{kind.name.lower()} of server {self.index} ({error})")
-
 
 @dataclass(frozen=True)
-class Arrived:
-    """What a pull has brought; the weights stand in the client's inbox."""
+class PullResult:
+    """What a pull has brought; the weights, or sums, are in the client's `inbox`."""
 
     version: int
-    slowest: int | None
+    slowest: int | None  # clocks of the slowest and the fastest live worker
     fastest: int | None
     head: Tensor
 
 
+class PendingPull:
+    """A pull that is under way on all servers."""
+
+    def __init__(self, replies: Sequence[Future[Reply]], head: Tensor):
+        self._replies = replies
+        self._head = head
+
+    def wait(self, timeout_s: float | None = None) -> PullResult:
+        """The leader's answer, when all servers have answered."""
+        metas = [reply.result(timeout_s).meta for reply in self._replies]
+        answers = [decode(meta, Pulled) for meta in metas]
+        leader = answers[0]
+        return PullResult(leader.version, leader.slowest, leader.fastest, self._head)
+
+
 class Client:
-    """All servers of one model, from one worker. `specs` has one entry a server."""
+    """All servers of one model, from one worker. `specs` has one entry per server."""
 
     def __init__(
         self,
@@ -248,23 +75,25 @@ class Client:
         secret: bytes,
         specs: Sequence[Spec],
     ):
+        first = specs[0]
         self.rank = rank
         self.specs = list(specs)
-        first = self.specs[0]
         self.dtype = DTYPES[first.dtype]
-        self.head_dtype = DTYPES[first.head_dtype]
-        self.parts = parts_of(first)
         self.size = first.size
-        self.sequence = self._met = 0
-        self.first = 0  # the first worker that is left, as of the latest meeting
-        self._settling: list[Future[Any]] = []
+        self.lowest_survivor = 0  # the lowest surviving worker, as of the latest barrier
+        self.sequence = 0
+        self.shared_bytes = 0  # written to shared memory for servers to read
+        self.links: list[ServerLink] = []
+        self._head_dtype = DTYPES[first.head_dtype]
+        self._sums_per_push = parts_of(first)
+        self._barriers = 0
+        self._settling: list[Future[Reply]] = []
+        self._descriptor: int | None = None
         header = Header(Kind.HELLO, rank, model, secrets.randbits(63))
-        self.links: list[Link] = []
-        self.laid_bytes = 0  # put into shared memory for servers to read
-        self._handle: int | None = None
         try:
             for index, address in enumerate(addresses):
-                self.links.append(Link(first.place, index, address, secret, header))
+                link = ServerLink(index, address, secret, header, first.place.rank)
+                self.links.append(link)
             self._make_memory()
             for link, spec in zip(self.links, self.specs, strict=True):
                 self._join(link, spec)
@@ -272,153 +101,154 @@ class Client:
             self.close()
             raise
         finally:
-            self._close_handle()
+            self._close_descriptor()
 
     @property
     def shares_memory(self) -> bool:
-        """Whether nothing but small messages travels to any server."""
+        """Whether only small messages travel over connections."""
         return all(link.shares_memory for link in self.links)
 
     def share_weights(self, tell: shared.Tell) -> bool:
-        """Let the weights of all servers lie in memory that all workers see; all call it.
+        """Keep the weights of all servers in memory that all workers map. A collective call.
 
-        From then on `inbox` is that memory, and nothing has to be copied there.
+        From then on `inbox` is that memory, and a pull copies nothing.
         """
         num_bytes = self.size * self.dtype.itemsize if self.shares_memory else None
-        handle = shared.share(tell, self.rank, num_bytes)
-        if handle is None:
+        descriptor = shared.share(tell, self.rank, num_bytes)
+        if descriptor is None:
             return False
         try:
-            self.inbox = shared.attach_weights(handle, self.dtype, self.size)
+            self.inbox = shared.attach_weights(descriptor, self.dtype, self.size)
             for link in self.links:
-                link.send_descriptor(Kind.SHARE, b"", handle)
-                link.answer("control", Kind.SHARE)
+                link.pass_descriptor(Kind.SHARE, b"", descriptor)
         finally:
-            os.close(handle)
+            os.close(descriptor)
         return True
 
     # ------------------------------------------------------------------ pushing
 
-    def push(self, run: slice) -> None:
-        """These elements of `out` are final: send them to whoever holds them, in the background."""
+    def push(self, elements: slice) -> None:
+        """These elements of `out` are final: send them to the servers that hold them."""
         for link, spec in zip(self.links, self.specs, strict=True):
-            start = max(run.start, spec.start)
-            stop = min(run.stop, spec.stop)
-            if start < stop and link.shares_memory:
-                self.laid_bytes += (stop - start) * self.out.element_size()
-            elif start < stop:
-                self._later_push(link, spec, start, stop)
+            start = max(elements.start, spec.start)
+            stop = min(elements.stop, spec.stop)
+            if start >= stop:
+                continue
+            if link.shares_memory:
+                self.shared_bytes += (stop - start) * self.out.element_size()
+            else:
+                for request in self._bucket_requests(spec, start, stop):
+                    link.post("push", request)
 
     def commit(
         self, commit: Commit, heads: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> Ack:
-        """The push is whole: everybody has it, then the lead decides about it.
+        """The push is complete: stage it with all followers, then let the leader decide.
 
-        `meanwhile` is what the lead may need before it answers.
+        `meanwhile` runs before the leader has answered, and may give it what it needs.
         """
         self.stage(commit, heads)
-        decided = self._later_commit(self.links[0], commit, heads)
+        decision = self._post_commit(self.links[0], commit, heads)
         if meanwhile is not None:
             meanwhile()
-        return decided.result()
+        return decode(decision.result().meta, Ack)
 
     def stage(self, commit: Commit, heads: Tensor) -> None:
-        """The push is whole: all servers that decide nothing have it when this returns."""
+        """The push is complete: all followers have it when this returns."""
         self.sequence += 1
-        for future in [self._later_commit(link, commit, heads) for link in self._followers]:
-            future.result()
+        staged = [self._post_commit(link, commit, heads) for link in self._followers]
+        for reply in staged:
+            reply.result()
 
     def decide(self, commit: Commit, heads: Tensor) -> Ack:
-        """What the lead says of the push that was staged."""
-        return self._later_commit(self.links[0], commit, heads).result()
+        """The leader's decision about the push that was staged."""
+        return decode(self._post_commit(self.links[0], commit, heads).result().meta, Ack)
 
     @property
-    def leads(self) -> bool:
-        """Whether the first of these servers decides; else it is one of another part."""
+    def includes_leader(self) -> bool:
+        """Whether the first of these servers is the leader; else it follows another shard's."""
         return self.specs[0].index == 0
 
     @property
-    def _followers(self) -> list[Link]:
-        return self.links[1:] if self.leads else self.links
+    def _followers(self) -> list[ServerLink]:
+        return self.links[1:] if self.includes_leader else self.links
 
     def settle(self, position: int) -> None:
-        """Ask for the moment when nobody needs this push any more; `wait_settled` waits."""
-        self._settling = [
-            link.later("push", lambda link=link: self._settle(link, position))  # type: ignore[misc]
-            for link in self._followers
-        ]
+        """Ask followers to answer when they have applied the log up to `position`."""
+        request = Request(Kind.SETTLE, argument=position)
+        self._settling = [link.post("push", request) for link in self._followers]
 
     def wait_settled(self) -> None:
-        for future in self._settling:
-            future.result()
+        """Return when no server reads the latest push any more."""
+        for reply in self._settling:
+            reply.result()
         self._settling = []
 
     def norms(self) -> dict[int, float]:
-        """The norm of each parameter's gradient in the step that is being done, by its index."""
-        found = decode(self.request(self.links[0], Kind.NORMS), Norms).values
-        cuts = [cut.parameter for spec in self.specs for cut in spec.cuts]
+        """The norm of each parameter's gradient in the current step, by parameter index."""
+        values = decode(self.request(self.links[0], Kind.NORMS), Norms).values
+        parameters = [cut.parameter for spec in self.specs for cut in spec.cuts]
         norms: dict[int, float] = {}
-        for parameter, norm in zip(cuts, found, strict=True):
+        for parameter, norm in zip(parameters, values, strict=True):
             norms[parameter] = math.hypot(norms[parameter], norm) if parameter in norms else norm
         return norms
 
     def set_norm(self, value: float) -> None:
-        """The norm of the whole gradient, of which these servers hold a part."""
+        """The norm of the gradient of the whole model, of which these servers hold a shard."""
         self.request(self.links[0], Kind.NORM_SET, Norm(value))
 
     # ------------------------------------------------------------------ pulling
 
-    def pull(self, step: int | None, version: int) -> list[Future[Arrived]]:
-        """Ask all servers at once; the lead's answer comes first in the list."""
-        request = encode(Pull(step, version))
-        return [
-            link.later("pull", lambda link=link, spec=spec: self._pull(link, spec, request))  # type: ignore[misc]
-            for link, spec in zip(self.links, self.specs, strict=True)
-        ]
+    def pull(self, step: int | None, version: int) -> PendingPull:
+        """Ask all servers at once for weights that are at least as new as `version`."""
+        meta = encode(Pull(step, version))
+        heads = [torch.empty(1 + s.parameters, dtype=self._head_dtype) for s in self.specs]
+        replies = []
+        for link, spec, head in zip(self.links, self.specs, heads, strict=True):
+            into = [bytes_of(head)]
+            if not link.shares_memory:
+                into.append(bytes_of(self.inbox[spec.start : spec.stop]))
+            replies.append(link.post("pull", Request(Kind.PULL, meta, into=tuple(into))))
+        return PendingPull(replies, heads[0])
 
     def get_state(self) -> list[tuple[State, list[Tensor]]]:
         """The optimizer state of every server."""
-        futures = [link.later("pull", lambda link=link: _get_state(link)) for link in self.links]  # type: ignore[misc]
-        return [future.result() for future in futures]
+        request = Request(Kind.STATE_GET, into=None)
+        replies = [link.post("pull", request) for link in self.links]
+        return [_unpack_state(reply.result()) for reply in replies]
 
     def set_state(self, states: Sequence[tuple[State, list[Tensor]]], weights: Tensor) -> None:
-        """Give every server the weights and its part of the optimizer state."""
-        futures = []
+        """Give every server its weights and its shard of the optimizer state."""
+        replies = []
         for link, spec, (state, tensors) in zip(self.links, self.specs, states, strict=True):
-            payload = [bytes_of(weights[spec.start : spec.stop]), *map(bytes_of, tensors)]
+            payload = tuple(map(bytes_of, [weights[spec.start : spec.stop], *tensors]))
+            replies.append(link.post("pull", Request(Kind.STATE_SET, encode(state), payload)))
+        for reply in replies:
+            reply.result()
 
-            def do(link: Link = link, state: State = state, parts: Any = tuple(payload)) -> bytes:
-                link.send("pull", Kind.STATE_SET, encode(state), *parts)
-                return link.answer("pull", Kind.STATE_SET)
+    # ------------------------------------------------------------------ membership
 
-            futures.append(link.later("pull", do))
-        for future in futures:
-            future.result()
-
-    # ------------------------------------------------------------------ around it
-
-    def meet(self) -> None:
-        """Wait for all live workers, at the lead; then all of them know the same `first`."""
-        self._met += 1
-        self.first = decode(self.request(self.links[0], Kind.MEET, Meet(self._met)), Met).first
+    def barrier(self) -> None:
+        """Wait for all live workers. All of them then know the same `lowest_survivor`."""
+        self._barriers += 1
+        answer = self.request(self.links[0], Kind.MEET, Meet(self._barriers))
+        self.lowest_survivor = decode(answer, Met).first
 
     def stats(self, final: bool = False) -> list[dict[str, Any]]:
-        """The counts of every server; with `final`, when all workers are done."""
+        """The counters of every server; with `final`, when all workers have left."""
         return [
             msgspec.msgpack.decode(self.request(link, Kind.STATS, Stats(final)))
             for link in self.links
         ]
 
     def leave(self) -> None:
-        for link in reversed(self.links):  # the lead last: it decides until then
-            self.first = decode(self.request(link, Kind.LEAVE), Met).first
+        for link in reversed(self.links):  # the leader last: it decides until then
+            self.lowest_survivor = decode(self.request(link, Kind.LEAVE), Met).first
 
-    def request(self, link: Link, kind: Kind, message: Message | None = None) -> bytes:
-        def do() -> bytes:
-            link.send("control", kind, b"" if message is None else encode(message))
-            return link.answer("control", kind)
-
-        return link.steadily("control", do)
+    def request(self, link: ServerLink, kind: Kind, message: Message | None = None) -> bytes:
+        """Send a control message and return the metadata of its answer."""
+        meta = b"" if message is None else encode(message)
+        return link.call("control", Request(kind, meta)).meta
 
     def close(self) -> None:
         for link in self.links:
@@ -429,77 +259,60 @@ class Client:
     def _make_memory(self) -> None:
         made = None
         if any(link.is_unix for link in self.links):
-            made = shared.make(self.dtype, self.size, self.parts)
+            made = shared.make(self.dtype, self.size, self._sums_per_push)
         if made is not None:
-            memory, self._handle = made
+            memory, self._descriptor = made
             self.out = memory.out
             self.inbox = memory.inbox
         else:
-            self.out = torch.zeros(self.parts, self.size, dtype=self.dtype)
+            self.out = torch.zeros(self._sums_per_push, self.size, dtype=self.dtype)
             self.inbox = torch.zeros(self.size, dtype=self.dtype)
 
-    def _close_handle(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+    def _close_descriptor(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
-    def _join(self, link: Link, spec: Spec) -> None:
-        link.shares_memory = self._handle is not None and link.is_unix
-        if self._handle is not None and link.is_unix:
-            link.send_descriptor(Kind.SETUP, encode(spec), self._handle)
-            link.answer("control", Kind.SETUP)
+    def _join(self, link: ServerLink, spec: Spec) -> None:
+        if self._descriptor is not None and link.is_unix:
+            link.shares_memory = True
+            link.pass_descriptor(Kind.SETUP, encode(spec), self._descriptor)
         else:
             self.request(link, Kind.SETUP, spec)
         link.open("push")
         link.open("pull")
 
-    def _later_push(self, link: Link, spec: Spec, start: int, stop: int) -> None:
-        width = self.dtype.itemsize
-        sequence = self.sequence + 1
-        for part in range(self.parts):
-            at = (part * (spec.stop - spec.start) + start - spec.start) * width
-            payload = bytes_of(self.out[part, start:stop])
+    def _bucket_requests(self, spec: Spec, start: int, stop: int) -> list[Request]:
+        """One request per sum of a push; `argument` is the offset in the server's memory."""
+        requests = []
+        for index in range(self._sums_per_push):
+            offset = index * (spec.stop - spec.start) + start - spec.start
+            requests.append(
+                Request(
+                    Kind.BUCKET,
+                    payload=(bytes_of(self.out[index, start:stop]),),
+                    sequence=self.sequence + 1,
+                    argument=offset * self.dtype.itemsize,
+                    is_answered=False,
+                )
+            )
+        return requests
 
-            def do(at: int = at, payload: memoryview = payload) -> None:
-                link.send("push", Kind.BUCKET, b"", payload, sequence=sequence, argument=at)
-
-            link.later("push", do, answered=False)
-
-    def _later_commit(self, link: Link, commit: Commit, heads: Tensor) -> Future[Ack]:
-        meta = encode(commit)
-        payload = bytes_of(heads)
-        sequence = self.sequence
-
-        def do() -> Ack:
-            link.send("push", Kind.COMMIT, meta, payload, sequence=sequence)
-            return decode(link.answer("push", Kind.COMMIT), Ack)
-
-        return link.later("push", do)
-
-    def _settle(self, link: Link, position: int) -> None:
-        link.send("push", Kind.SETTLE, argument=position)
-        link.answer("push", Kind.SETTLE)
-
-    def _pull(self, link: Link, spec: Spec, request: bytes) -> Arrived:
-        head = torch.empty(1 + spec.parameters, dtype=self.head_dtype)
-        into = [bytes_of(head)]
-        if not link.shares_memory:
-            into.append(bytes_of(self.inbox[spec.start : spec.stop]))
-        link.send("pull", Kind.PULL, request)
-        found = decode(link.answer("pull", Kind.PULL, into), Pulled)
-        return Arrived(found.version, found.slowest, found.fastest, head)
+    def _post_commit(self, link: ServerLink, commit: Commit, heads: Tensor) -> Future[Reply]:
+        payload = (bytes_of(heads),)
+        request = Request(Kind.COMMIT, encode(commit), payload, sequence=self.sequence)
+        return link.post("push", request)
 
 
-def _get_state(link: Link) -> tuple[State, list[Tensor]]:
-    link.send("pull", Kind.STATE_GET)
-    meta, payload = link.answer_any("pull", Kind.STATE_GET)
-    state = decode(meta, State)
-    tensors = []
-    at = 0
+def _unpack_state(reply: Reply) -> tuple[State, list[Tensor]]:
+    state = decode(reply.meta, State)
+    payload = reply.payload
     flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0)
+    tensors = []
+    start = 0
     for value in state.tensors:
         dtype = DTYPES[value.dtype]
-        end = at + math.prod(value.shape) * dtype.itemsize
-        tensors.append(flat[at:end].clone().view(dtype).reshape(value.shape))
-        at = end
+        stop = start + math.prod(value.shape) * dtype.itemsize
+        tensors.append(flat[start:stop].clone().view(dtype).reshape(value.shape))
+        start = stop
     return state, tensors

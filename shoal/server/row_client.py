@@ -1,24 +1,35 @@
-"""The rows of embeddings on the servers, as a worker sees them (`embedding.RowStore`)."""
+"""Rows of embedding tables on the servers, as a worker sees them (`embedding.store.RowStore`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.embedding.spec import TableSpec
-from shoal.server.client import Client, Link
+from shoal.server.client import Client
 from shoal.server.handlers.rows import MOST_ROW_BYTES
+from shoal.server.link import Reply, Request, ServerLink
 from shoal.server.protocol.frames import Kind, Refused, decode, encode
 from shoal.server.protocol.messages import Chunk, Rows
 from shoal.server.shared_memory import bytes_of
 
 
-class ServerStore:
-    """Each server holds the rows whose ids are dealt to it.
+class _OwnedIds(NamedTuple):
+    """The ids of a request that one server owns, and their positions in that request."""
 
-    A pull costs a request a server; a push travels with the step's push and counts with it.
+    link: ServerLink
+    ids: Tensor
+    positions: Tensor
+
+
+class ServerStore:
+    """A RowStore. Each server holds the rows whose ids are assigned to it.
+
+    A pull costs one request per server. A push is sent with the push of the step, and counts if
+    that one does.
     """
 
     def __init__(self, client: Client):
@@ -31,112 +42,95 @@ class ServerStore:
                 link.open("rows")
         self.specs[spec.name] = spec
         for link in self.client.links:
-            link.later("rows", _ask(link, Kind.TABLE_MAKE, encode(spec))).result()
+            _ask(link, Request(Kind.TABLE_MAKE, encode(spec)))
 
     def pull(self, table: str, ids: Tensor) -> Tensor:
         dim = self.specs[table].dim
         rows = torch.empty(len(ids), dim)
-        most = max(1, MOST_ROW_BYTES // (8 + 4 * dim))
-        waiting = []
-        for link, places in self._dealt(table, ids):
-            for part in torch.split(places, most):
-                own = ids[part]
-                into = torch.empty(len(part), dim)
-                meta = encode(Rows(table, len(part)))
-                ask = _ask(link, Kind.TABLE_PULL, meta, [bytes_of(own)], [bytes_of(into)])
-                waiting.append((link.later("rows", ask), part, own, into))
-        for future, part, _, into in waiting:
-            future.result()
-            rows[part] = into
+        max_rows = max(1, MOST_ROW_BYTES // (8 + 4 * dim))
+        pending = []
+        for owned in self._by_owner(table, ids):
+            if not len(owned.ids):
+                continue
+            for positions in torch.split(owned.positions, max_rows):
+                pulled = torch.empty(len(positions), dim)
+                request = Request(
+                    Kind.TABLE_PULL,
+                    encode(Rows(table, len(positions))),
+                    payload=(bytes_of(ids[positions]),),
+                    into=(bytes_of(pulled),),
+                )
+                pending.append((owned.link.post("rows", request), positions, pulled))
+        for reply, positions, pulled in pending:
+            reply.result()
+            rows[positions] = pulled
         return rows
 
     def push(self, table: str, ids: Tensor, grads: Tensor, lr: float, step: int) -> None:
-        """Every server is told, also one that holds none of the rows: it counts updates."""
-        sequence = self.client.sequence + 1
-        for link, places in self._dealt(table, ids, also_empty=True):
-            own = ids[places]
-            part = grads[places].contiguous()
-
-            def send(link: Link = link, own: Tensor = own, part: Tensor = part) -> None:
-                meta = encode(Rows(table, len(own), lr))
-                payload = (bytes_of(own), bytes_of(part))
-                link.send("push", Kind.TABLE_PUSH, meta, *payload, sequence=sequence)
-
-            link.later("push", send, answered=False)
+        """A server that holds none of the rows receives an empty push: it counts updates."""
+        for owned in self._by_owner(table, ids):
+            request = Request(
+                Kind.TABLE_PUSH,
+                encode(Rows(table, len(owned.ids), lr)),
+                payload=(bytes_of(owned.ids), bytes_of(grads[owned.positions].contiguous())),
+                sequence=self.client.sequence + 1,
+                is_answered=False,
+            )
+            owned.link.post("push", request)
 
     def state(self, table: str) -> Iterator[dict[str, Tensor]]:
         for link in self.client.links:
             number = 0
-            while chunk := self._chunk(link, table, number):
+            while chunk := self._get_chunk(link, table, number):
                 yield chunk
                 number += 1
 
     def load_state(self, table: str, chunks: Iterable[dict[str, Tensor]], steps: int) -> None:
-        """The first worker speaks for all; what it loads counts when the workers meet."""
-        if self.client.rank != self.client.first:
+        """The lowest surviving worker loads for all; it takes effect at the next barrier."""
+        if self.client.rank != self.client.lowest_survivor:
             return
-        held = list(chunks)
+        loaded = list(chunks)
         for link in self.client.links:
-            meta = encode(Chunk(table, 0, (), steps))
-            link.later("rows", _ask(link, Kind.TABLE_SET, meta)).result()
-            for chunk in held:
-                self._set(link, table, chunk, steps)
+            _ask(link, Request(Kind.TABLE_SET, encode(Chunk(table, 0, (), steps))))
+            for chunk in loaded:
+                self._set_chunk(link, table, chunk, steps)
 
-    def _dealt(
-        self, table: str, ids: Tensor, also_empty: bool = False
-    ) -> Iterator[tuple[Link, Tensor]]:
-        """For each server, which of the ids are its own."""
+    def _by_owner(self, table: str, ids: Tensor) -> Iterator[_OwnedIds]:
         links = self.client.links
         owners = self.specs[table].owner(ids, len(links))
         for index, link in enumerate(links):
-            places = torch.nonzero(owners == index).flatten()
-            if len(places) or also_empty:
-                yield link, places
+            positions = torch.nonzero(owners == index).flatten()
+            yield _OwnedIds(link, ids[positions], positions)
 
-    def _chunk(self, link: Link, table: str, number: int) -> dict[str, Tensor] | None:
+    def _get_chunk(self, link: ServerLink, table: str, number: int) -> dict[str, Tensor] | None:
+        """The next rows that were used; None after the last."""
+        request = Request(Kind.TABLE_GET, encode(Rows(table, 0)), into=None, argument=number)
+        meta, payload = _ask(link, request)
+        chunk = decode(meta, Chunk)
         dim = self.specs[table].dim
+        if len(payload) != chunk.count * (8 + 4 * dim * len(chunk.keys)):
+            raise Refused(f"a chunk of {table!r} is not as long as its header says")
+        if not chunk.keys:
+            return None
+        tensors = {"ids": torch.frombuffer(payload, dtype=torch.int64, count=chunk.count)}
+        for i, key in enumerate(chunk.keys):
+            offset = chunk.count * (8 + 4 * dim * i)
+            numbers = chunk.count * dim
+            flat = torch.frombuffer(payload, dtype=torch.float32, count=numbers, offset=offset)
+            tensors[key] = flat.view(chunk.count, dim)
+        return tensors
 
-        def do() -> dict[str, Tensor] | None:
-            link.send("rows", Kind.TABLE_GET, encode(Rows(table, 0)), argument=number)
-            meta, payload = link.answer_any("rows", Kind.TABLE_GET)
-            found = decode(meta, Chunk)
-            if len(payload) != found.count * (8 + 4 * dim * len(found.keys)):
-                raise Refused("a chunk that is not as long as it says")
-            if not found.keys:
-                return None
-            chunk = {"ids": torch.frombuffer(payload, dtype=torch.int64, count=found.count)}
-            for i, key in enumerate(found.keys):
-                at = found.count * (8 + 4 * dim * i)
-                flat = torch.frombuffer(
-                    payload, dtype=torch.float32, count=found.count * dim, offset=at
-                )
-                chunk[key] = flat.view(found.count, dim)
-            return chunk
-
-        return link.later("rows", do).result()
-
-    def _set(self, link: Link, table: str, chunk: dict[str, Tensor], steps: int) -> None:
-        keys = tuple(key for key in ("rows", *sorted(chunk)) if key in chunk)
-        keys = tuple(dict.fromkeys(key for key in keys if key != "ids"))
-        each = 8 + 4 * self.specs[table].dim * len(keys)
-        for places in torch.split(torch.arange(len(chunk["ids"])), max(1, MOST_ROW_BYTES // each)):
-            tensors = [chunk[key][places].contiguous() for key in ("ids", *keys)]
-            meta = encode(Chunk(table, len(places), keys, steps))
-            ask = _ask(link, Kind.TABLE_SET, meta, [bytes_of(t) for t in tensors])
-            link.later("rows", ask).result()
+    def _set_chunk(
+        self, link: ServerLink, table: str, chunk: dict[str, Tensor], steps: int
+    ) -> None:
+        keys = tuple(sorted(set(chunk) - {"ids"}, key=lambda key: (key != "rows", key)))
+        row_bytes = 8 + 4 * self.specs[table].dim * len(keys)
+        max_rows = max(1, MOST_ROW_BYTES // row_bytes)
+        for positions in torch.split(torch.arange(len(chunk["ids"])), max_rows):
+            tensors = [chunk[key][positions].contiguous() for key in ("ids", *keys)]
+            meta = encode(Chunk(table, len(positions), keys, steps))
+            _ask(link, Request(Kind.TABLE_SET, meta, tuple(map(bytes_of, tensors))))
 
 
-def _ask(
-    link: Link,
-    kind: Kind,
-    meta: bytes,
-    payload: Sequence[memoryview] = (),
-    into: Sequence[memoryview] = (),
-) -> Callable[[], bytes]:
-    """A request and its answer, for a lane to carry out."""
-
-    def do() -> bytes:
-        link.send("rows", kind, meta, *payload)
-        return link.answer("rows", kind, into)
-
-    return do
+def _ask(link: ServerLink, request: Request) -> Reply:
+    return link.post("rows", request).result()

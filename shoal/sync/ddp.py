@@ -11,7 +11,7 @@ from shoal.comm.group import Group
 from shoal.replica.flat_params import FlatParams
 from shoal.sync.base import Sync
 from shoal.sync.optimizer_step import Update
-from shoal.sync.traffic import Traffic
+from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -29,7 +29,7 @@ class AllReduce(Sync):
         self.flat = flat
         self.update = update
         self.group = CountingGroup(group)
-        self.traffic = Traffic(flat, self.group)
+        self.traffic = StepTraffic(flat, self.group)
         self._under_way: list[Work] = []
         flat.grads.watch(
             flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)), LARGE_BYTES

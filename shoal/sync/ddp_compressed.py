@@ -20,7 +20,7 @@ from shoal.sync.compressed_sum import (
 )
 from shoal.sync.ddp import FIRST_BUCKET_BYTES
 from shoal.sync.optimizer_step import Update
-from shoal.sync.traffic import Traffic
+from shoal.sync.traffic import StepTraffic
 
 
 class CompressedReduce(Sync):
@@ -46,7 +46,7 @@ class CompressedReduce(Sync):
         flat.grads.watch(buckets)
         bodies = [self._body(bucket) for bucket in buckets]
         self.exchange: Exchange = make_exchange(compress, flat, self.group, bodies, copies)
-        self.traffic = Traffic(flat, self.group)
+        self.traffic = StepTraffic(flat, self.group)
         self._under_way: list[Staged] = []
         self._gaps = flat.gaps()
         self._copies = copies

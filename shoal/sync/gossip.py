@@ -37,7 +37,7 @@ from shoal.sync.base import Sync
 from shoal.sync.gossip_async import AsyncGossip
 from shoal.sync.optimizer_step import Update
 from shoal.sync.replica_mean import averaged, mean_state
-from shoal.sync.traffic import Traffic
+from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 
 CHUNK_BYTES = 4 << 20  # of the parameters: added up while the next chunk is under way
@@ -145,7 +145,7 @@ class Mixer(Sync):
         self.group = CountingGroup(group)
         self.statistics = statistics
         self.neighbours = Neighbours(self.group, mixing)
-        self.traffic = Traffic(flat, self.group)
+        self.traffic = StepTraffic(flat, self.group)
         self.gradient_scale = float(group.size)  # the mean of this is the sum of shares
         self.distances: list[tuple[int, float]] = []
         self._loss: Tensor | None = None

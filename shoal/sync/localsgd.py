@@ -32,7 +32,7 @@ from shoal.sync.compressed_sum import (
 from shoal.sync.optimizer_step import Update
 from shoal.sync.outer_optimizer import Outer
 from shoal.sync.replica_mean import mean_state
-from shoal.sync.traffic import Traffic
+from shoal.sync.traffic import StepTraffic
 
 
 class LocalSgd(Sync):
@@ -72,7 +72,7 @@ class LocalSgd(Sync):
         self.exchange: Exchange | None = (
             make_exchange(compress, flat, self.group, [body], copies) if compress else None
         )
-        self.traffic = Traffic(flat, self.group)
+        self.traffic = StepTraffic(flat, self.group)
         self._gaps = flat.gaps()
         self._copies = copies
         self._loss: Tensor | None = None

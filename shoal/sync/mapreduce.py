@@ -19,7 +19,7 @@ from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.sync.base import Sync
 from shoal.sync.optimizer_step import Update
-from shoal.sync.traffic import Traffic
+from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 
 MASTER = 0
@@ -40,7 +40,7 @@ class MapReduce(Sync):
         self.flat = flat
         self.update = update
         self.group = CountingGroup(group)
-        self.traffic = Traffic(flat, self.group)
+        self.traffic = StepTraffic(flat, self.group)
         self._under_way: list[Work] = []
         self._loss = flat.grads.header[:1].clone()
         flat.grads.watch(flat.buckets(bucket_bytes))

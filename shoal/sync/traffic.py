@@ -10,7 +10,7 @@ from shoal.comm.counting import CountingGroup, all_reduce_bytes
 from shoal.replica.flat_params import FlatParams
 
 
-class Traffic:
+class StepTraffic:
     """Counts steps; the groups count bytes."""
 
     def __init__(self, flat: FlatParams, *groups: CountingGroup):

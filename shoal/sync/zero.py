@@ -31,7 +31,7 @@ from shoal.sync.base import Sync
 from shoal.sync.ddp_exact import ExactReduce
 from shoal.sync.gather_optimizer import gather_optimizer
 from shoal.sync.optimizer_step import Update
-from shoal.sync.traffic import Traffic
+from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -129,7 +129,7 @@ class ZeroReduce(Sync):
         if isinstance(flat, ShardedParams):
             flat.group = CountingGroup(flat.group)
             groups.append(flat.group)
-        self.traffic = Traffic(flat, *groups)
+        self.traffic = StepTraffic(flat, *groups)
         self.sharded = ShardedUpdate(flat, update, self.group)
         self.every_microbatch = stage > 1
         owned = owned_buckets(flat, group.size, bucket_bytes)

@@ -81,7 +81,6 @@ def fill(client: Client, value: float) -> tuple[Commit, Tensor]:
 
 
 def weights(client: Client, version: int = 0) -> Tensor:
-    for future in client.pull(None, version):
-        future.result()
+    client.pull(None, version).wait()
     spec = client.specs
     return client.inbox[spec[0].start : spec[-1].stop].clone()

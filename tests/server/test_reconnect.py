@@ -81,13 +81,15 @@ def test_rows_of_tables_are_trained_once_when_connections_break(
 
 
 def test_a_server_that_is_gone_is_told_once_and_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.server.client.RETURN_S", 0.2)
+    monkeypatch.setattr("shoal.server.link.RETURN_S", 0.2)
     with servers(2, tcp=True) as found:
         client = client_of(found, 0, Rule(1))
         found[1].close()
-        with pytest.raises(PeerLost, match=r"commit of server 1 \(.*\), and again \(.*refused"):
+        with pytest.raises(
+            PeerLost, match=r"COMMIT to server 1 \(.*\); reconnecting failed \(.*refused"
+        ):
             client.commit(*fill(client, 1.0))
-        with pytest.raises(PeerLost, match="commit of server 1"):
+        with pytest.raises(PeerLost, match="COMMIT to server 1"):
             client.commit(*fill(client, 1.0))
         client.close()
 
@@ -99,7 +101,7 @@ def test_a_worker_that_does_not_come_back_is_lost(monkeypatch: pytest.MonkeyPatc
         other = client_of(found, 1, Rule(2))
         other.close()
         with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
-            client.meet()
+            client.barrier()
         client.close()
 
 
@@ -108,12 +110,12 @@ def test_a_connection_that_only_the_worker_saw_break_is_displaced() -> None:
     with servers(1, tcp=True) as found:
         client = client_of(found, 0, Rule(2))
         other = client_of(found, 1, Rule(2))
-        asked = client.pull(1, 1)[0]
-        deaf = client.links[0]._connections["pull"].sock
+        asked = client.pull(1, 1)
+        deaf = client.links[0].connection("pull").sock
         deaf.shutdown(socket.SHUT_RD)
         for worker in (client, other):
             worker.commit(*fill(worker, 1.0))
-        assert asked.result(10).version == 1
+        assert asked.wait(10).version == 1
         for worker in (client, other):
             worker.leave()
         for worker in (client, other):
@@ -141,12 +143,9 @@ def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: i
             holding.changed.notify_all()
         with pytest.raises(Closed):
             first.receive(100)
-        link._past.append(link._connections["push"])
-        link._connections["push"] = second
+        link._replace_connection("push", second)
         assert client.commit(*fill(client, 1.0)).verdict == "admitted"
         assert not found[0].refused
         first.close()
-        for connection in link._past:
-            connection.close()
         client.leave()
         client.close()

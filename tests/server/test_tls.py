@@ -54,7 +54,7 @@ def test_pushes_and_pulls_go_through_tls(secured: Path) -> None:
     with Server("tcp:127.0.0.1:0", SECRET) as server:
         client = client_of([server], 0, Rule(1))
         for link in client.links:
-            assert isinstance(link._connections["push"].sock, ssl.SSLSocket)
+            assert isinstance(link.connection("push").sock, ssl.SSLSocket)
         assert client.commit(*fill(client, 2.0)).verdict == "admitted"
         assert torch.any(weights(client, version=1) == -2.0)
         client.leave()
@@ -73,7 +73,7 @@ def test_a_certificate_of_another_authority_is_refused(
 
 def test_a_worker_without_tls_is_refused(secured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.server.server.HANDSHAKE_S", 0.3)
-    monkeypatch.setattr("shoal.server.client.START_S", 1.0)
+    monkeypatch.setattr("shoal.server.link.START_TIMEOUT_S", 1.0)
     with Server("tcp:127.0.0.1:0", SECRET) as server:
         monkeypatch.delenv("SHOAL_TLS_CA")
         with pytest.raises(ShoalError, match="connecting to server 0"):
@@ -106,7 +106,7 @@ def test_a_worker_does_not_speak_in_the_clear_beyond_loopback() -> None:
 def test_breaks_are_mended_under_tls(secured: Path) -> None:
     with Server("tcp:127.0.0.1:0", SECRET) as server:
         client: Client = client_of([server], 0, Rule(1))
-        client.links[0]._connections["push"].cut()
+        client.links[0].connection("push").cut()
         assert client.commit(*fill(client, 2.0)).verdict == "admitted"
         assert torch.any(weights(client, version=1) == -2.0)
         client.leave()

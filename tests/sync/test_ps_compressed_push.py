@@ -18,8 +18,10 @@ from shoal.comm.group import Group
 from shoal.compress.topk import BLOCK
 from shoal.errors import BadInput, ShoalError
 from shoal.server.consistency import Rule
+from shoal.server.link import Request
 from shoal.server.model.compression import Packing
 from shoal.server.protocol.frames import Kind
+from shoal.server.shared_memory import bytes_of
 from shoal.sync.ps.compressed_push import PackedPush
 from shoal.sync.ps.worker import ParameterServer
 from shoal.train.checkpoint import read
@@ -298,10 +300,13 @@ def damaged(method: str) -> tuple[Tensor, Tensor]:
     return good, bad
 
 
+def pushed(packed: Tensor) -> Request:
+    return Request(Kind.PACKED, payload=(bytes_of(packed),), sequence=1, is_answered=False)
+
+
 @pytest.mark.parametrize("damage", ["an index", "too short", "too long"])
 def test_a_push_that_names_other_elements_is_refused_and_others_go_on(damage: str) -> None:
     from shoal.server.protocol.messages import Commit
-    from shoal.server.shared_memory import bytes_of
 
     good, bad = damaged("topk(0.5)")
     payload = {"an index": bad, "too short": good[:-4], "too long": torch.cat([good, good])}
@@ -311,11 +316,11 @@ def test_a_push_that_names_other_elements_is_refused_and_others_go_on(damage: st
         clients = [client_of(found, rank, rule, compress="topk(0.5)") for rank in range(2)]
         try:
             link = clients[0].links[0]
-            link.send("push", Kind.PACKED, b"", bytes_of(payload[damage]), sequence=1)
+            link.post("push", pushed(payload[damage]))
             words = "names an element outside" if damage == "an index" else "bytes, and"
             with pytest.raises(ShoalError, match=words):
                 clients[0].commit(Commit(0, 0, 1.0), heads)
-            clients[1].links[0].send("push", Kind.PACKED, b"", bytes_of(good), sequence=1)
+            clients[1].links[0].post("push", pushed(good))
             assert clients[1].commit(Commit(0, 0, 1.0), heads).verdict == "admitted"
             clients[1].leave()
         finally:

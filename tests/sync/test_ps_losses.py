@@ -199,7 +199,7 @@ def test_of_a_split_replica_the_rank_is_asked_for_and_named() -> None:
         assert asked[-1] == 3
         second.close()
         with pytest.raises(PeerLost, match="rank 1 lost rank 3"):
-            first.meet()
+            first.barrier()
         first.close()
 
 
@@ -213,9 +213,9 @@ def test_a_worker_that_is_gone_before_it_joined_is_not_waited_for(rule: Rule) ->
         gone.add(1)
         if rule.needs_everyone:
             with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
-                client.meet()
+                client.barrier()
         else:
-            client.meet()
+            client.barrier()
             client.leave()
         client.close()
         if not rule.needs_everyone:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.replica.flat_params import FlatParams
-from shoal.server.client import Client, Link
+from shoal.server.client import Client
+from shoal.server.link import Reply, Request
 from shoal.server.model.compression import Packing
 from shoal.server.protocol.frames import Kind, decode
 from shoal.server.protocol.messages import Kept
@@ -59,11 +60,10 @@ class PackedPush:
         packed = packing.pack(self.flat.grads.buffer[run], self.residual[run], self.feedback)
         self.residual[self._unused] = 0.0  # of no use, and no checkpoint has it
         self.pushed_bytes += packed.nbytes
-
-        def do() -> None:
-            link.send("push", Kind.PACKED, b"", bytes_of(packed), sequence=sequence)
-
-        link.later("push", do, answered=False)
+        request = Request(
+            Kind.PACKED, payload=(bytes_of(packed),), sequence=sequence, is_answered=False
+        )
+        link.post("push", request)
 
     def take_back(self) -> None:
         """The push was dropped as late: its gradient is lost, and nothing of earlier ones."""
@@ -95,18 +95,13 @@ class PackedPush:
             if basis is not None and basis.shape == packing.basis.shape:
                 packing.basis = basis.to(self.flat.device)
 
-    def _keep(self, index: int) -> Future[bytes]:
+    def _keep(self, index: int) -> Future[Reply]:
         """Leave with a server what is this worker's own of its slice."""
         spec = self.client.specs[index]
         packing = self.packings[index]
-        link = self._link(index)
-        parts = [self.residual[spec.start : spec.stop].cpu(), packing.basis.cpu()]
-
-        def do() -> bytes:
-            link.send("push", Kind.KEEP, b"", *map(bytes_of, parts))
-            return link.answer("push", Kind.KEEP)
-
-        return link.later("push", do)
+        tensors = [self.residual[spec.start : spec.stop].cpu(), packing.basis.cpu()]
+        request = Request(Kind.KEEP, payload=tuple(map(bytes_of, tensors)))
+        return self.client.links[index].post("push", request)
 
     def _saved(self, worker: int) -> dict[str, Tensor]:
         """What a worker has left with the servers; nothing if it has gone."""
@@ -122,17 +117,9 @@ class PackedPush:
         return {f"worker/{worker}/residual": residual, **found}
 
     def _fetch(self, index: int, worker: int, *into: Tensor) -> bool:
-        link = self._link(index)
-
-        def do() -> bool:
-            link.send("pull", Kind.KEPT, argument=worker)
-            meta = link.answer("pull", Kind.KEPT, [bytes_of(tensor) for tensor in into])
-            return decode(meta, Kept).there
-
-        return link.later("pull", do).result()
-
-    def _link(self, index: int) -> Link:
-        return self.client.links[index]
+        request = Request(Kind.KEPT, into=tuple(map(bytes_of, into)), argument=worker)
+        reply = self.client.links[index].post("pull", request).result()
+        return decode(reply.meta, Kept).there
 
     # ------------------------------------------------------------------ what happened
 

@@ -18,7 +18,7 @@ from typing import get_args, get_type_hints
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.server.client import Arrived
+from shoal.server.client import PullResult
 from shoal.server.protocol.messages import Ack, Commit
 from shoal.sync.ps.worker import ParameterServer
 
@@ -59,7 +59,7 @@ class ServedPart(ParameterServer):
             super()._ask(step, version)
         self._asked = True
 
-    def _await_pull(self) -> Arrived:
+    def _await_pull(self) -> PullResult:
         said = [0, 0, 0]
         if self.fellows.is_first:
             mine = super()._await_pull()
@@ -68,7 +68,7 @@ class ServedPart(ParameterServer):
         if not self.fellows.is_first:
             self._pulling = self.client.pull(None, version)
             mine = super()._await_pull()
-        return Arrived(version, slowest, fastest, mine.head)
+        return PullResult(version, slowest, fastest, mine.head)
 
     def _meet(self) -> None:
         self.fellows.gather()

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ from shoal.comm.group import Group
 from shoal.errors import ShoalError
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import Node, note_leaf, runs_of, whole_subtrees
-from shoal.server.client import Arrived, Client
+from shoal.server.client import Client, PendingPull, PullResult
 from shoal.server.consistency import Rule
 from shoal.server.discovery import Hosts, tell_all
 from shoal.server.protocol.messages import Ack, Commit
@@ -87,7 +86,7 @@ class ParameterServer(Sync):
         self.skipped = 0
         by_network = rule.staleness is not None and not client.shares_memory
         self._pulls_ahead = self.may_pull_ahead and by_network
-        self._pulling: list[Future[Arrived]] = []
+        self._pulling: PendingPull | None = None
         self._asked = False
         self._copies = copies
         self._version = self._fastest = 0
@@ -198,11 +197,10 @@ class ParameterServer(Sync):
         self._pulling = self.client.pull(step, version)
         self._asked = True
 
-    def _await_pull(self) -> Arrived:
+    def _await_pull(self) -> PullResult:
         """What the lead has answered; what the others have is there, too."""
-        found = [future.result() for future in self._pulling]
-        self._pulling = []
-        return found[0]
+        assert self._pulling is not None
+        return self._pulling.wait()
 
     def _arrive(self) -> None:
         """Take what was asked for, as soon as it is there."""
@@ -282,7 +280,7 @@ class ParameterServer(Sync):
             "skipped": self.skipped,
             "steps_ahead": {str(k): ahead[k] for k in sorted(ahead)},
             "bytes_sent": sum(link.sent_bytes for link in self.client.links)
-            + self.client.laid_bytes,
+            + self.client.shared_bytes,
             "sent_bytes": [link.sent_bytes for link in self.client.links],
             "received_bytes": [link.received_bytes for link in self.client.links],
             "shared_memory": self.client.shares_memory,
@@ -316,7 +314,7 @@ class ParameterServer(Sync):
 
     def _leave(self) -> None:
         self.client.leave()
-        self.first = self.client.first
+        self.first = self.client.lowest_survivor
 
     def _take_newest(self) -> None:
         self._arrive()
@@ -353,8 +351,8 @@ class ParameterServer(Sync):
         return self.group.rank == self.first
 
     def _meet(self) -> None:
-        self.client.meet()
-        self.first = self.client.first
+        self.client.barrier()
+        self.first = self.client.lowest_survivor
 
     def _until_all_agree(self) -> Iterator[None]:
         """Do what the first rank does for all; again, when it is lost meanwhile."""

@@ -1,0 +1,260 @@
+"""The connections of one worker to one server.
+
+There is one connection per channel: control, push, pull and rows. Small messages do not wait
+behind large ones. Requests of one channel are carried out in order by one thread, beside the
+computation (`post`), or at once by the caller (`call`).
+
+A TCP connection that breaks is opened again, and requests that were not acknowledged are sent
+again. The server numbers pushes and skips those that it already has. A Unix socket breaks only
+when a process ends, so it is not reopened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from shoal.errors import PeerLost, ShoalError
+from shoal.server.lane import Lane as WorkQueue
+from shoal.server.protocol.connection import CONNECT_S, Closed, Connection, connect
+from shoal.server.protocol.frames import MOST_META_BYTES, Header, Kind, decode
+from shoal.server.protocol.handshake import RETURN_S, introduce
+from shoal.server.protocol.messages import Error
+from shoal.server.protocol.messages import Lane as Channel
+
+START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
+RETRY_S = 0.02
+MAX_RECONNECTS = 100  # while one request is carried out
+
+
+class Broken(PeerLost):
+    """A connection ended before a request was answered."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One frame to a server, and where the payload of its answer goes.
+
+    `into=None` accepts an answer of any length. A request without an answer is acknowledged by
+    the answer to a later request of the same channel.
+    """
+
+    kind: Kind
+    meta: bytes = b""
+    payload: tuple[memoryview, ...] = ()
+    into: tuple[memoryview, ...] | None = ()
+    sequence: int = 0
+    argument: int = 0
+    is_answered: bool = True
+
+
+class Reply(NamedTuple):
+    """The answer to a request. `payload` is empty if the request had a place for it."""
+
+    meta: bytes
+    payload: bytearray
+
+
+@dataclass
+class _OpenChannel:
+    connection: Connection
+    queue: WorkQueue
+    unacknowledged: list[Request] = field(default_factory=list)
+
+
+class ServerLink:
+    """All channels from one worker to one server."""
+
+    def __init__(
+        self,
+        index: int,
+        address: str,
+        secret: bytes,
+        header: Header,
+        rank_of: Callable[[int], int],
+    ):
+        """`rank_of` turns the number of a worker, as servers count them, into its rank."""
+        self.index = index
+        self.address = address
+        self.rank = rank_of(header.worker)
+        self.shares_memory = False
+        self._secret = secret
+        self._header = header
+        self._rank_of = rank_of
+        self._channels: dict[Channel, _OpenChannel] = {}
+        self._replaced: list[Connection] = []
+        self._failure: PeerLost | None = None
+        self._is_closing = False
+        self.open("control")
+
+    def open(self, channel: Channel) -> None:
+        connection = self._connect(channel, START_TIMEOUT_S)
+        queue = WorkQueue(f"shoal-ps-{channel}-{self.index}")
+        self._channels[channel] = _OpenChannel(connection, queue)
+
+    @property
+    def is_unix(self) -> bool:
+        return self.connection("control").is_unix
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(connection.sent_bytes for connection in self._all_connections())
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(connection.received_bytes for connection in self._all_connections())
+
+    def connection(self, channel: Channel) -> Connection:
+        return self._channels[channel].connection
+
+    def post(self, channel: Channel, request: Request) -> Future[Reply]:
+        """Carry out a request in the background, after those posted before it."""
+        return self._channels[channel].queue.do(partial(self.call, channel, request))
+
+    def call(self, channel: Channel, request: Request) -> Reply:
+        """Carry out a request now; reconnect and resend if the connection breaks."""
+        unacknowledged = self._channels[channel].unacknowledged
+        to_send = [request]
+        for attempts_left in reversed(range(MAX_RECONNECTS)):
+            try:
+                reply = [self._exchange(channel, each) for each in to_send][-1]
+                break
+            except Broken as broken:
+                if not attempts_left:
+                    raise
+                self._reconnect(channel, broken)
+                to_send = [*unacknowledged, request]
+        if request.is_answered:
+            unacknowledged.clear()
+        elif not self.is_unix:
+            unacknowledged.append(request)
+        return reply
+
+    def pass_descriptor(self, kind: Kind, meta: bytes, descriptor: int) -> None:
+        """Send an open file over the Unix socket; returns when the server has taken it."""
+        header = self._header._replace(kind=kind)
+        try:
+            self.connection("control").send_descriptor(header, meta, descriptor)
+            self._receive("control", Request(kind))
+        except Closed as error:
+            raise self._broken(kind, error) from error
+
+    def close(self) -> None:
+        self._is_closing = True
+        channels = list(self._channels.values())
+        for channel in channels:
+            channel.connection.cut()
+        for channel in channels:
+            channel.queue.close()
+        for channel in channels:
+            channel.connection.close()
+
+    # ------------------------------------------------------------------ one request
+
+    def _exchange(self, channel: Channel, request: Request) -> Reply:
+        self._send(channel, request)
+        if not request.is_answered:
+            return Reply(b"", bytearray())
+        try:
+            return self._receive(channel, request)
+        except Closed as error:
+            raise self._broken(request.kind, error) from error
+
+    def _send(self, channel: Channel, request: Request) -> None:
+        header = self._header._replace(
+            kind=request.kind, sequence=request.sequence, argument=request.argument
+        )
+        try:
+            self.connection(channel).send(header, request.meta, *request.payload)
+        except Closed as error:
+            with suppress(Closed):  # the server may have sent the reason
+                self._receive_header(channel, request.kind)
+            raise self._broken(request.kind, error) from error
+
+    def _receive(self, channel: Channel, request: Request) -> Reply:
+        header, meta = self._receive_header(channel, request.kind)
+        payload = bytearray()
+        views = request.into
+        if views is None:
+            payload = bytearray(header.payload_bytes)
+            views = (memoryview(payload),)
+        expected_bytes = sum(view.nbytes for view in views)
+        if header.payload_bytes != expected_bytes:
+            raise ShoalError(
+                f"rank {self.rank}: expected {expected_bytes} bytes in the answer of server "
+                f"{self.index} to {request.kind.name}, got {header.payload_bytes}"
+            )
+        for view in views:
+            self.connection(channel).read_into(view)
+        return Reply(meta, payload)
+
+    def _receive_header(self, channel: Channel, kind: Kind) -> tuple[Header, bytes]:
+        header, meta = self.connection(channel).receive(MOST_META_BYTES)
+        if header.kind is Kind.ERROR:
+            error = decode(meta, Error)
+            doing = self._doing(kind)
+            if error.lost is not None:
+                raise PeerLost(self.rank, self._rank_of(error.lost), doing)
+            raise ShoalError(f"rank {self.rank}, {doing}: {error.sentence}")
+        return header, meta
+
+    def _broken(self, kind: Kind, error: Exception) -> Broken:
+        return Broken(self.rank, None, f"{self._doing(kind)} ({error})")
+
+    def _doing(self, kind: Kind) -> str:
+        return f"{kind.name} to server {self.index}"
+
+    # ------------------------------------------------------------------ connecting
+
+    def _reconnect(self, channel: Channel, broken: Broken) -> None:
+        """Raises if the server does not answer, or has given this worker up."""
+        if self._failure is not None or self._is_closing or self.is_unix:
+            raise self._failure or broken
+        try:
+            connection = self._connect(channel, RETURN_S)
+        except (ShoalError, OSError) as error:
+            reason = error.__cause__ or error
+            doing = f"{broken.doing}; reconnecting failed ({reason})"
+            self._failure = PeerLost(self.rank, None, doing)
+            raise self._failure from broken
+        self._replace_connection(channel, connection)
+
+    def _replace_connection(self, channel: Channel, connection: Connection) -> None:
+        replaced = self.connection(channel)
+        self._channels[channel].connection = connection
+        self._replaced.append(replaced)
+        replaced.close()
+        if self._is_closing:
+            connection.cut()
+
+    def _connect(self, channel: Channel, timeout_s: float) -> Connection:
+        start_s = time.monotonic()
+        while True:
+            try:
+                return self._introduced(channel, timeout_s)
+            except (FileNotFoundError, ConnectionError, TimeoutError) as error:
+                is_final = isinstance(error, Closed) and self.address.startswith("unix:")
+                after_s = round(time.monotonic() - start_s, 1)
+                if is_final or after_s > timeout_s or self._is_closing:
+                    doing = f"connecting to server {self.index} at {self.address} ({error})"
+                    raise PeerLost(self.rank, None, doing, after_s) from error
+            time.sleep(RETRY_S)
+
+    def _introduced(self, channel: Channel, timeout_s: float) -> Connection:
+        connection = connect(self.address, timeout_s=min(timeout_s, CONNECT_S))
+        try:
+            connection.sock.settimeout(timeout_s)
+            introduce(connection, self._secret, channel, self._header)
+            connection.sock.settimeout(None)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _all_connections(self) -> list[Connection]:
+        return [*(channel.connection for channel in self._channels.values()), *self._replaced]
