@@ -18,6 +18,7 @@ from shoal.comm.group import Group
 from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.threads import Mailboxes, ThreadTransport
+from tests.forked import zygotes
 
 # a shell that starts the tests in the background ignores Ctrl-C, and nohup ignores the end of the
 # terminal; so would all that tests start
@@ -84,5 +85,5 @@ def nothing_left_behind() -> Iterator[None]:
         t.name for t in left if t.is_alive() and not t.name.startswith(("pytest", "Dummy"))
     ]
     assert not left_threads, f"threads left behind: {left_threads}"
-    assert not _children() - children, "child processes left behind"
+    assert not _children() - children - zygotes(), "child processes left behind"
     assert not _shared_memory() - memory, "shared memory left behind"

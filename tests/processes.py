@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import forked
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -18,7 +20,7 @@ def findings(module: str, size: int, folder: Path, timeout_s: float = 90.0) -> l
     """
     with open(folder / "output", "wb") as output:
         processes = [
-            subprocess.Popen(
+            forked.Popen(
                 [sys.executable, "-m", module, str(rank), str(size), str(folder)],
                 cwd=ROOT,
                 stdout=output,

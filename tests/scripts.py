@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import forked
+
 HEAD = """
 from functools import partial
 import os, sys
@@ -181,7 +183,7 @@ def shoal_elastic(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def _run(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forked.run(
         [sys.executable, *words],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -28,6 +27,7 @@ from shoal.launch.report import account
 from shoal.launch.run_dir import leave_report, read_reports
 from shoal.runtime.gone import is_gone
 from shoal.strategy.strategy import parse
+from tests import forked
 from tests.launch.helpers import ROOT, Screen, python
 
 QUORUM = Tolerance("ps(quorum=0.75)")
@@ -225,7 +225,7 @@ fork(body, 3, {}, servers=int(MODE != "kill"), server_command=[sys.executable, "
     ],
 )
 def test_forked_workers(mode: str, status: int, says: str) -> None:
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", FORKED, mode],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

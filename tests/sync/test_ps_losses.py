@@ -21,6 +21,7 @@ from shoal.server.protocol.messages import PartOf
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.worker import ParameterServer
 from shoal.train.job import Job
+from tests import forked
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.server.helpers import MODEL, client_of, launched, servers
@@ -69,7 +70,7 @@ def run(
     (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
     command = ["-m", "shoal.cli", "run", "train.py", "-n", str(workers), "-s", strategy]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "END": end, "VICTIM": str(victim)}
-    return subprocess.run(
+    return forked.run(
         [sys.executable, *command, *options],
         cwd=folder,
         env=env,

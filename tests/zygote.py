@@ -1,0 +1,265 @@
+"""A process with torch loaded, whose forks stand for new Python processes.
+
+A fork starts in milliseconds; a new interpreter spends 3 s of CPU on importing torch. The fork
+behaves as `python ARGS` does: its arguments, environment, folder and standard streams are those
+of the request. Processes that it starts itself by `subprocess`, such as workers, are forks of
+it in turn, as long as it has a single thread; afterwards they are new interpreters.
+
+    test ── request, streams, status ──> zygote ── fork ──> launcher ── fork ──> workers
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+REQUEST_BYTES = 1 << 20
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "numpy",
+    "networkx",
+    "safetensors.torch",
+    "shoal.cli",
+    "shoal.launch.run",
+    "shoal.server.server",
+)
+_RealPopen = subprocess.Popen
+
+
+def main() -> None:
+    """Serve requests from the socket that is descriptor `argv[1]` until its other end is closed."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    for name in _PRELOADED:
+        __import__(name)
+    statuses: dict[int, int] = {}  # pid -> where its exit status is awaited
+    wakeup, wakeup_end = os.pipe()
+    os.set_blocking(wakeup_end, False)
+    signal.set_wakeup_fd(wakeup_end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    channel.send(b"ready")
+    while True:
+        ready, _, _ = select.select([channel, wakeup], [], [])
+        if wakeup in ready:
+            os.read(wakeup, 4096)
+            _report_ends(statuses)
+        if channel in ready and not _answer(channel, statuses):
+            return
+
+
+def _answer(channel: socket.socket, statuses: dict[int, int]) -> bool:
+    """Fork for one request; False when there will be no more of them."""
+    text, descriptors = _receive(channel)
+    if not text:
+        return False
+    *streams, status = descriptors
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        become(Request(**json.loads(text), streams=streams))
+    os.write(status, f"{pid}\n".encode())
+    statuses[pid] = status
+    for descriptor in streams:
+        os.close(descriptor)
+    return True
+
+
+def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
+    descriptors = array.array("i")
+    room = socket.CMSG_SPACE(4 * descriptors.itemsize)
+    text, control, _, _ = channel.recvmsg(REQUEST_BYTES, room)
+    for _, _, data in control:
+        descriptors.frombytes(data)
+    return text, list(descriptors)
+
+
+def _report_ends(statuses: dict[int, int]) -> None:
+    while statuses:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        waiting = statuses.pop(pid)
+        with suppress(BrokenPipeError):  # the test has given up
+            os.write(waiting, f"{status}\n".encode())
+        os.close(waiting)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a new Python process is to be."""
+
+    args: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str | None
+    streams: Sequence[int]
+    keep: Sequence[int] = ()
+    session: bool = False
+
+
+def become(request: Request) -> NoReturn:
+    """In a fork: be `python ARGS` until it ends. The stack above is never returned to."""
+    if request.session:
+        os.setsid()
+    for number, stream in enumerate([os.dup(stream) for stream in request.streams]):
+        os.dup2(stream, number)
+    _close_all_but({0, 1, 2, *request.keep})
+    if request.cwd is not None:
+        os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.env)
+    _open_streams("PYTHONUNBUFFERED" in request.env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit._clear()
+    subprocess.Popen = Fork  # type: ignore[misc]
+    torch = sys.modules["torch"]
+    threads = request.env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
+    torch.set_num_threads(int(threads))  # type: ignore[attr-defined]
+    _end(_exit_status(partial(_run_main, request.args, request.env)))
+
+
+def _exit_status(body: Callable[[], None]) -> int:
+    """What the interpreter makes of the end of the main module."""
+    try:
+        body()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        _show_error()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        _show_error()
+        return 1
+    return 0
+
+
+def _show_error() -> None:
+    kind, error, trace = sys.exc_info()
+    assert kind is not None and error is not None
+    ours = (__file__, runpy.__file__)
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    sys.excepthook(kind, error.with_traceback(trace), trace)
+
+
+def _end(status: int) -> NoReturn:
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def _close_all_but(keep: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in keep:
+            with suppress(OSError):  # the descriptor of the listing
+                os.close(int(name))
+
+
+def _open_streams(unbuffered: bool) -> None:
+    sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))  # noqa: SIM115
+    for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        raw = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(
+            raw,  # type: ignore[arg-type]
+            encoding="utf-8",
+            errors=errors,
+            line_buffering=number == 2,
+            write_through=unbuffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _run_main(args: Sequence[str], env: Mapping[str, str]) -> None:
+    paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if args[0] == "-m":
+        _set_path(os.getcwd(), paths)
+        sys.argv = ["-m", *args[2:]]
+        sys.modules.pop(args[1], None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # it was loaded before
+            runpy._run_module_as_main(args[1])  # type: ignore[attr-defined]
+    elif args[0] == "-c":
+        _set_path("", paths)
+        sys.argv = ["-c", *args[2:]]
+        module = type(sys)("__main__")
+        sys.modules["__main__"] = module
+        exec(compile(args[1], "<string>", "exec"), module.__dict__)
+    else:
+        _set_path(str(Path(args[0]).resolve().parent), paths)
+        sys.argv = list(args)
+        module = type(sys)("__main__")
+        module.__file__ = args[0]
+        module.__spec__ = None
+        sys.modules["__main__"] = module
+        code = compile(Path(args[0]).read_bytes(), args[0], "exec")
+        exec(code, module.__dict__)
+
+
+def _set_path(first: str, paths: list[str]) -> None:
+    sys.path[0] = first
+    sys.path[1:1] = [path for path in paths if path not in sys.path[1:]]
+
+
+class Fork(_RealPopen):  # type: ignore[type-arg]
+    """Popen in a fork: `python ARGS` is a fork of this process while it has one thread."""
+
+    def _execute_child(self, *given: Any) -> None:
+        names = _RealPopen._execute_child.__code__.co_varnames[1 : len(given) + 1]  # type: ignore[attr-defined]
+        asked = dict(zip(names, given, strict=True))
+        args = asked["args"] if isinstance(asked["args"], list | tuple) else [asked["args"]]
+        args = [os.fspath(arg) for arg in args]
+        takes_script = len(args) > 1 and (args[1] in ("-m", "-c") or not args[1].startswith("-"))
+        if args[0] != sys.executable or not takes_script or threading.active_count() > 1:
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            become(_request(args[1:], asked))
+        self.pid = pid
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(asked[name] for name in pipes))  # type: ignore[attr-defined]
+
+
+def _request(args: list[str], asked: dict[str, Any]) -> Request:
+    ends = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
+    return Request(
+        args=args,
+        env=dict(os.environ if asked["env"] is None else asked["env"]),
+        cwd=None if asked["cwd"] is None else os.fspath(asked["cwd"]),
+        streams=[end if end != -1 else number for number, end in enumerate(ends)],
+        keep=tuple(asked["pass_fds"]),
+        session=bool(asked["start_new_session"]),
+    )
+
+
+if __name__ == "__main__":
+    main()
