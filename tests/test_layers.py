@@ -17,7 +17,7 @@ LAYERS = [
     ["transport"],
     ["comm", "compress"],
     ["replica"],
-    ["embedding.hashing", "embedding.spec", "embedding.table"],
+    ["embedding.hashing", "embedding.spec", "embedding.store", "embedding.table"],
     ["server"],
     ["embedding"],
     ["sync"],

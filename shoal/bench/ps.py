@@ -26,8 +26,8 @@ from torch import nn
 import shoal
 from shoal.bench.alternate import Timing, alternate, ratios
 from shoal.bench.ps_peers import LR, RayPeer, RpcPeer, serve_rpc
-from shoal.embedding.module import RowStore
 from shoal.embedding.spec import RowOptimizer, TableSpec
+from shoal.embedding.store import RowStore
 from shoal.replica.flat_params import FlatParams
 from shoal.sync.base import Sync
 from shoal.sync.optimizer_step import Update

@@ -1,4 +1,4 @@
-"""Hashes of row ids: where a row lives, and what it starts as. Both need no table of ids."""
+"""Hashes of row ids: the owner of a row and its initial value, without a table of ids."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 4
 
 
-def key_of(*parts: object) -> int:
-    """64 bits that depend on all parts; the same on every machine and in every run."""
-    text = "\0".join(map(str, parts)).encode()
+def key_of(*values: object) -> int:
+    """64 bits that depend on all values; the same on every machine and in every run."""
+    text = "\0".join(map(str, values)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
@@ -35,11 +35,11 @@ def random_words(ids: Ids, columns: int, key: int) -> Words:
 
 
 class Permutation:
-    """Shuffles the numbers [0, size) without memory: 4 rounds of hashing a number.
+    """A random permutation of [0, size) that is computed, not stored: a 4-round Feistel network.
 
-    A number is taken for a pair, x = left * width + right, and each half in turn is moved on by
-    a hash of the other, which can be undone and is therefore one-to-one. The pairs are a few
-    more than `size`: a number that falls outside goes round again until it is inside.
+    A number is a pair, x = left * width + right. Each half in turn is shifted by a hash of the
+    other, which is invertible. There are a few more pairs than `size`: a result outside of the
+    range is permuted again until it is inside (cycle walking).
     """
 
     def __init__(self, size: int, key: int):
@@ -49,24 +49,24 @@ class Permutation:
         self._keys = [np.uint64(key_of(key, i)) for i in range(_ROUNDS)]
 
     def __call__(self, numbers: Ids) -> Ids:
-        found = self._shuffle(numbers)
-        while (outside := np.flatnonzero(found >= self.size)).size:
-            found[outside] = self._shuffle(found[outside])
-        return found
+        shuffled = self._shuffle(numbers)
+        while (outside := np.flatnonzero(shuffled >= self.size)).size:
+            shuffled[outside] = self._shuffle(shuffled[outside])
+        return shuffled
 
     def _shuffle(self, numbers: Ids) -> Ids:
         left, right = np.divmod(numbers, self._width)
         for i, key in enumerate(self._keys):
             if i % 2 == 0:
-                left = _moved(left, right, key, self._height)
+                left = _shift(left, right, key, self._height)
             else:
-                right = _moved(right, left, key, self._width)
+                right = _shift(right, left, key, self._width)
         return left * self._width + right
 
 
-def _moved(half: Ids, other: Ids, key: np.uint64, size: int) -> Ids:
-    """`half` moved on, modulo `size`, by a hash of `other`."""
+def _shift(half: Ids, other: Ids, key: np.uint64, size: int) -> Ids:
+    """`half` plus a hash of `other`, modulo `size`."""
     high: Words = scramble(other.astype(np.uint64) ^ key) >> np.uint64(32)
-    moved = half + ((high * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
-    moved -= size * (moved >= size)
-    return moved
+    shifted = half + ((high * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
+    shifted -= size * (shifted >= size)
+    return shifted

@@ -1,4 +1,4 @@
-"""What an embedding table is, as values that can be sent: its size, its start, its optimizer."""
+"""An embedding table as a value that can be sent: size, initialization, optimizer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shoal.errors import BadInput
 
 Kind = Literal["sgd", "adagrad", "adam"]
 Init = Literal["normal", "uniform", "zeros"]
-LARGEST_SHARD = 2**31 - 2  # rows of one shard: their places are int32
+LARGEST_SHARD = 2**31 - 2  # rows of one shard: their positions are int32
 LARGEST_TABLE = 2**62
 
-# what of a torch optimizer is meaningful for rows, and what does not change its arithmetic
+# options of a torch optimizer that rows support, and those that do not change its arithmetic
 _CLASSES: dict[type, tuple[Kind, set[str]]] = {
     torch.optim.SGD: ("sgd", {"lr"}),
     torch.optim.Adagrad: ("adagrad", {"lr", "eps", "initial_accumulator_value"}),
@@ -32,12 +32,12 @@ _SWITCHES = {"foreach", "fused", "capturable", "differentiable", "decoupled_weig
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """How a row changes by its gradient. Rows without a gradient in a step stay as they are.
+    """How a gradient changes its row. Rows without a gradient in a step do not change.
 
     sgd       row -= lr g
     adagrad   sum += g²;  row -= lr g / (√sum + eps)
     adam      as torch.optim.SparseAdam: the averages of a row move only in steps that touch it,
-              and the bias is corrected by the number of updates of the table, not of the row
+              and the bias correction counts updates of the table, not of the row
     """
 
     kind: Kind
@@ -48,20 +48,20 @@ class RowOptimizer:
 
     def __post_init__(self) -> None:
         if self.kind not in ("sgd", "adagrad", "adam"):
-            raise BadInput(f'rows are trained by "sgd", "adagrad" or "adam", not {self.kind!r}')
+            raise BadInput(f'a row optimizer is "sgd", "adagrad" or "adam", not {self.kind!r}')
         for name in ("lr", "eps", "initial_sum"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < math.inf:
-                raise BadInput(f"{name} of a row optimizer is a number from 0 on, not {value!r}")
+                raise BadInput(f"{name} of a row optimizer must be a number >= 0, not {value!r}")
         pair = self.betas
         if len(pair) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in pair):
-            raise BadInput(f"betas of a row optimizer are two numbers from 0 to 1, not {pair!r}")
+            raise BadInput(f"betas of a row optimizer must be two numbers in [0, 1), not {pair!r}")
 
     @classmethod
     def of(cls, factory: Any) -> RowOptimizer:
-        """The same as a torch optimizer, such as `functools.partial(torch.optim.Adagrad, lr=0.1)`.
+        """From a torch optimizer, such as `functools.partial(torch.optim.Adagrad, lr=0.1)`.
 
-        SGD without momentum, Adagrad, Adam and SparseAdam; both of the latter become "adam".
+        Accepts SGD without momentum, Adagrad, Adam and SparseAdam. The last two become "adam".
         """
         if isinstance(factory, RowOptimizer):
             return factory
@@ -88,7 +88,7 @@ class RowOptimizer:
         )
 
     def initial_state(self) -> dict[str, float]:
-        """What is kept beside each row, and what it starts from."""
+        """The optimizer state of a row, by name, with its initial value."""
         return {
             "sgd": {},
             "adagrad": {"sum": self.initial_sum},
@@ -98,8 +98,10 @@ class RowOptimizer:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table as all its shards and users know it. What a row starts as, and which shard owns it,
-    follow from this value alone."""
+    """A table as all its shards and users know it.
+
+    The initial value of a row, and the shard that owns it, follow from this value alone.
+    """
 
     name: str
     num_rows: int
@@ -111,13 +113,15 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         if not _is_count(self.num_rows, LARGEST_TABLE):
-            raise BadInput(f"{self} has {self.num_rows!r} rows: it takes a number from 1 to 2⁶²")
+            raise BadInput(f"{self}: num_rows must be from 1 to 2⁶², not {self.num_rows!r}")
         if not _is_count(self.dim, 2**20):
-            raise BadInput(f"{self} has rows of {self.dim!r} numbers: take from 1 to 2²⁰")
+            raise BadInput(f"{self}: dim must be from 1 to 2²⁰, not {self.dim!r}")
         if self.init not in ("normal", "uniform", "zeros"):
-            raise BadInput(f'init is "normal", "uniform" or "zeros", not {self.init!r}')
+            raise BadInput(
+                f'{self}: init must be "normal", "uniform" or "zeros", not {self.init!r}'
+            )
         if not _is_number(self.scale) or not 0 <= self.scale < math.inf:
-            raise BadInput(f"scale is a number from 0 on, not {self.scale!r}")
+            raise BadInput(f"scale must be a number >= 0, not {self.scale!r}")
 
     def __str__(self) -> str:
         return f"table {self.name!r}"
@@ -127,25 +131,23 @@ class TableSpec:
         return Permutation(self.num_rows, key_of("owner", self.name))
 
     def check(self, ids: Tensor) -> None:
-        """Refuse ids that are no rows of this table, by the first that is not."""
+        """Refuse ids that are out of range."""
         if ids.dtype != torch.int64 or ids.dim() != 1 or ids.device.type != "cpu":
             raise BadInput(
-                f"ids of {self} are one row of int64 numbers on the CPU, not "
+                f"ids of {self} must be a 1-d int64 tensor on the CPU, not "
                 f"{tuple(ids.shape)} of {ids.dtype} on {ids.device}"
             )
         if ids.numel():
             low, high = ids.aminmax()
             wrong = low if low < 0 else high
             if low < 0 or high >= self.num_rows:
-                raise BadInput(
-                    f"{self} has no row {int(wrong)}: its ids are 0 to {self.num_rows - 1}"
-                )
+                raise BadInput(f"{self} has no row {int(wrong)}: ids are 0 to {self.num_rows - 1}")
 
-    def place(self, ids: Tensor, shards: int) -> tuple[Ids, Ids]:
+    def locate(self, ids: Tensor, shards: int) -> tuple[Ids, Ids]:
         """The shard that owns each id, and its slot among the rows of that shard.
 
-        Ids are shuffled and dealt out in turn, so shards own equally many rows, and neighbours
-        and often used rows are spread over them.
+        Ids are shuffled and assigned to shards in turn. Shards own equally many rows, and
+        neighbours and frequent rows are spread over them.
         """
         if shards == 1:
             return np.zeros(len(ids), np.int64), ids.numpy()
@@ -155,17 +157,17 @@ class TableSpec:
     def owner(self, ids: Tensor, shards: int) -> Tensor:
         """The shard of each id, [n] int64."""
         self.check(ids)
-        return torch.from_numpy(self.place(ids, shards)[0])
+        return torch.from_numpy(self.locate(ids, shards)[0])
 
     def rows_of(self, shard: int, shards: int) -> int:
-        """How many rows a shard owns."""
+        """The number of rows that a shard owns."""
         return (self.num_rows - shard + shards - 1) // shards
 
     def initial(self, ids: Tensor) -> Tensor:
-        """What rows start as, [n, dim]."""
+        """Initial rows, [n, dim]."""
         if self.init == "zeros":
             return torch.zeros(len(ids), self.dim)
-        columns = -(-self.dim // 2)  # a word makes two numbers
+        columns = -(-self.dim // 2)  # one word gives two numbers
         words = random_words(ids.numpy(), columns, key_of("rows", self.seed, self.name))
         first = ((words >> np.uint64(32)).astype(np.float32) + 0.5) / 2.0**32
         second = (words & np.uint64(0xFFFFFFFF)).astype(np.float32) / 2.0**32
@@ -180,9 +182,9 @@ class TableSpec:
 
 def _refusal(what: str) -> BadInput:
     return BadInput(
-        f"rows of shoal.Embedding cannot be trained by {what}: they take functools.partial of "
-        "torch.optim.SGD without momentum and weight decay, Adagrad, Adam or SparseAdam; give it "
-        "to shoal.Embedding(..., optimizer=...) where the rest of the model has another"
+        f"rows of shoal.Embedding cannot be trained by {what}: use functools.partial of "
+        "torch.optim.SGD without momentum and weight decay, Adagrad, Adam or SparseAdam; pass it "
+        "to shoal.Embedding(..., optimizer=...) if the rest of the model needs another"
     )
 
 

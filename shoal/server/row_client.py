@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.spec import TableSpec
+from shoal.embedding.store import RowStore
 from shoal.server.client import Client
 from shoal.server.handlers.rows import MOST_ROW_BYTES
 from shoal.server.link import Reply, Request, ServerLink
@@ -25,8 +26,8 @@ class _OwnedIds(NamedTuple):
     positions: Tensor
 
 
-class ServerStore:
-    """A RowStore. Each server holds the rows whose ids are assigned to it.
+class ServerStore(RowStore):
+    """Each server holds the rows whose ids are assigned to it.
 
     A pull costs one request per server. A push is sent with the push of the step, and counts if
     that one does.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.embedding.hashing import Permutation
 from shoal.embedding.spec import RowOptimizer, TableSpec
-from shoal.embedding.table import Table, add_up
+from shoal.embedding.table import RowTable, sum_duplicates
 from shoal.errors import BadInput
 
 SGD = RowOptimizer("sgd", lr=0.5)
@@ -83,10 +83,10 @@ def test_tables_of_one_size_are_spread_differently() -> None:
 @pytest.mark.parametrize("dim", [1, 2, 5, 8])
 def test_a_row_starts_the_same_on_any_number_of_shards_and_in_any_order(dim: int) -> None:
     table = spec(40, dim)
-    whole = Table(table).pull(every_id(table))
+    whole = RowTable(table).pull(every_id(table))
     for shards in (2, 3, 50):
         for shard, ids in enumerate(cut(table, shards)):
-            part = Table(table, shard, shards)
+            part = RowTable(table, shard, shards)
             for i in random.Random(0).sample(range(len(ids)), len(ids)):
                 part.pull(ids[i : i + 1])
             assert torch.equal(part.pull(ids), whole[ids])
@@ -121,7 +121,7 @@ def resident_mb() -> float:
 def test_rows_that_are_not_used_take_no_memory() -> None:
     """1.3 GB of rows, twice that of averages: 10,000 used rows take about 4 MB of it."""
     before = resident_mb()
-    table = Table(spec(10_000_000, 32, optimizer=RowOptimizer("adam", 0.1, 1e-8, (0.9, 0.9))))
+    table = RowTable(spec(10_000_000, 32, optimizer=RowOptimizer("adam", 0.1, 1e-8, (0.9, 0.9))))
     ids = torch.randperm(10_000_000)[:10_000].clone()
     table.push(ids, torch.ones(10_000, 32))
     assert len(table) == 10_000
@@ -136,8 +136,8 @@ def test_rows_that_are_not_used_take_no_memory() -> None:
 @pytest.mark.parametrize("shards", [1, 3])
 def test_rows_are_trained_as_torch_trains_sparse_gradients(optimizer: str, shards: int) -> None:
     table = spec(40, 5, optimizer=RowOptimizer.of(OPTIMIZERS[optimizer]))
-    parts = [Table(table, shard, shards) for shard in range(shards)]
-    weight = nn.Parameter(Table(table).pull(every_id(table)))
+    parts = [RowTable(table, shard, shards) for shard in range(shards)]
+    weight = nn.Parameter(RowTable(table).pull(every_id(table)))
     torch_optimizer = OPTIMIZERS[optimizer]([weight])
     random_numbers = torch.Generator().manual_seed(0)
     for step in range(1, 12):
@@ -155,7 +155,7 @@ def test_rows_are_trained_as_torch_trains_sparse_gradients(optimizer: str, shard
 
 
 def test_a_push_is_one_step_of_sgd_on_the_rows_it_names() -> None:
-    table = Table(spec(10, 2, init="zeros"))
+    table = RowTable(spec(10, 2, init="zeros"))
     table.push(torch.tensor([7, 3, 7]), torch.tensor([[1.0, 2.0], [10.0, 20.0], [3.0, 4.0]]))
     expected = torch.zeros(10, 2)
     expected[7] = torch.tensor([-2.0, -3.0])
@@ -164,7 +164,7 @@ def test_a_push_is_one_step_of_sgd_on_the_rows_it_names() -> None:
 
 
 def test_a_learning_rate_of_the_push_takes_the_place_of_the_optimizer_s() -> None:
-    table = Table(spec(4, 1, init="zeros"))
+    table = RowTable(spec(4, 1, init="zeros"))
     table.push(torch.tensor([0]), torch.ones(1, 1), lr=2.0)
     table.push(torch.tensor([1]), torch.ones(1, 1), lr=0.0)
     assert table.pull(torch.arange(4)).flatten().tolist() == [-2.0, 0.0, 0.0, 0.0]
@@ -172,8 +172,8 @@ def test_a_learning_rate_of_the_push_takes_the_place_of_the_optimizer_s() -> Non
 
 def test_a_shard_counts_updates_for_itself_unless_told() -> None:
     adam = RowOptimizer.of(OPTIMIZERS["adam"])
-    told = Table(spec(4, 2, optimizer=adam))
-    counting = Table(spec(4, 2, optimizer=adam))
+    told = RowTable(spec(4, 2, optimizer=adam))
+    counting = RowTable(spec(4, 2, optimizer=adam))
     for step in (1, 2, 3):
         told.push(torch.tensor([1]), torch.full((1, 2), float(step)), step=step)
         counting.push(torch.tensor([1]), torch.full((1, 2), float(step)))
@@ -182,14 +182,14 @@ def test_a_shard_counts_updates_for_itself_unless_told() -> None:
 
 
 def test_what_is_pulled_is_a_copy() -> None:
-    table = Table(spec())
+    table = RowTable(spec())
     first = table.pull(torch.tensor([1]))
     first.zero_()
     assert table.pull(torch.tensor([1])).all()
 
 
 def test_a_table_without_an_optimizer_can_be_read_only() -> None:
-    table = Table(spec(optimizer=None))
+    table = RowTable(spec(optimizer=None))
     assert table.pull(torch.tensor([1, 2])).shape == (2, 3)
     with pytest.raises(BadInput, match="table 'users' has no optimizer"):
         table.push(torch.tensor([1]), torch.zeros(1, 3))
@@ -199,7 +199,7 @@ def test_a_table_without_an_optimizer_can_be_read_only() -> None:
 @settings(max_examples=50, deadline=None)
 def test_adding_up_gives_every_key_once_and_loses_nothing(keys: list[int]) -> None:
     rows = torch.arange(2.0 * len(keys)).view(-1, 2)
-    unique, sums = add_up(torch.tensor(keys, dtype=torch.int64), rows)
+    unique, sums = sum_duplicates(torch.tensor(keys, dtype=torch.int64), rows)
     assert unique.tolist() == sorted(set(keys))
     for key, found in zip(unique.tolist(), sums, strict=True):
         own = [row for k, row in zip(keys, rows, strict=True) if k == key]
@@ -212,18 +212,18 @@ def test_adding_up_gives_every_key_once_and_loses_nothing(keys: list[int]) -> No
 @pytest.mark.parametrize(
     "ids, complaint",
     [
-        (torch.tensor([3, -1, 5]), "table 'users' has no row -1: its ids are 0 to 49"),
+        (torch.tensor([3, -1, 5]), "table 'users' has no row -1: ids are 0 to 49"),
         (torch.tensor([3, 50]), "has no row 50"),
         (torch.tensor([2**63 - 1, 0]), f"has no row {2**63 - 1}"),
         (torch.tensor([-(2**63)]), f"has no row {-(2**63)}"),
-        (torch.tensor([1.0]), r"int64 numbers on the CPU, not \(1,\) of torch.float32"),
+        (torch.tensor([1.0]), r"int64 tensor on the CPU, not \(1,\) of torch.float32"),
         (torch.tensor([1], dtype=torch.int32), "torch.int32"),
         (torch.tensor(1), r"not \(\) of torch.int64"),
         (torch.zeros(2, 2, dtype=torch.int64), r"not \(2, 2\)"),
     ],
 )
 def test_bad_ids_are_refused_and_nothing_is_touched(ids: Tensor, complaint: str) -> None:
-    table = Table(spec())
+    table = RowTable(spec())
     with pytest.raises(BadInput, match=complaint):
         table.pull(ids)
     with pytest.raises(BadInput, match=complaint):
@@ -237,15 +237,17 @@ def test_bad_ids_are_refused_and_nothing_is_touched(ids: Tensor, complaint: str)
     ids=["wide", "short", "flat", "double"],
 )
 def test_bad_gradients_are_refused_and_nothing_is_touched(grads: Tensor) -> None:
-    table = Table(spec())
-    with pytest.raises(BadInput, match=r"gradients of table 'users' are \(2, 3\) of torch.float32"):
+    table = RowTable(spec())
+    with pytest.raises(
+        BadInput, match=r"gradients of table 'users' must be \(2, 3\) of torch.float32"
+    ):
         table.push(torch.tensor([1, 2]), grads)
     assert len(table) == 0 and table.steps == 0
 
 
 @pytest.mark.parametrize("lr, step", [(float("nan"), None), (float("inf"), 1), (0.1, 0)])
 def test_bad_rates_and_steps_are_refused(lr: float, step: int | None) -> None:
-    table = Table(spec())
+    table = RowTable(spec())
     with pytest.raises(BadInput, match="cannot be updated"):
         table.push(torch.tensor([1]), torch.zeros(1, 3), lr, step)
     assert len(table) == 0
@@ -254,8 +256,8 @@ def test_bad_rates_and_steps_are_refused(lr: float, step: int | None) -> None:
 def test_an_id_of_another_shard_is_refused_by_number() -> None:
     table = spec()
     mine, other = cut(table, 2)
-    shard = Table(table, 0, 2)
-    with pytest.raises(BadInput, match=f"row {other[4]} of table 'users' does not live on shard 0"):
+    shard = RowTable(table, 0, 2)
+    with pytest.raises(BadInput, match=f"row {other[4]} of table 'users' is not owned by shard 0"):
         shard.pull(torch.cat([mine, other[4:]]))
     assert len(shard) == 0
 
@@ -266,10 +268,10 @@ def test_an_id_of_another_shard_is_refused_by_number() -> None:
         ({"num_rows": 0}, "rows"),
         ({"num_rows": 2**63}, "rows"),
         ({"num_rows": 1.5}, "rows"),
-        ({"dim": 0}, "numbers"),
-        ({"init": "ones"}, "init is"),
-        ({"scale": float("nan")}, "scale is"),
-        ({"scale": -1}, "scale is"),
+        ({"dim": 0}, "dim must be"),
+        ({"init": "ones"}, "init must be"),
+        ({"scale": float("nan")}, "scale must be"),
+        ({"scale": -1}, "scale must be"),
     ],
 )
 def test_a_table_that_makes_no_sense_is_refused(values: dict[str, Any], complaint: str) -> None:
@@ -279,9 +281,9 @@ def test_a_table_that_makes_no_sense_is_refused(values: dict[str, Any], complain
 
 def test_a_table_that_is_too_large_for_its_servers_is_refused() -> None:
     with pytest.raises(BadInput, match="too many rows for 1 servers"):
-        Table(spec(2**40))
+        RowTable(spec(2**40))
     with pytest.raises(BadInput, match="shard 0 of table 'users' does not fit"):
-        Table(spec(2**30, 2**20))
+        RowTable(spec(2**30, 2**20))
 
 
 # ------------------------------------------------------------------------------ optimizers
@@ -336,10 +338,10 @@ def test_an_optimizer_that_makes_no_sense_is_refused(values: dict[str, Any]) -> 
 # ------------------------------------------------------------------------------ saving
 
 
-def trained(optimizer: str, shards: int) -> tuple[TableSpec, list[Table]]:
+def trained(optimizer: str, shards: int) -> tuple[TableSpec, list[RowTable]]:
     """A table after two pushes; half of the rows are never used."""
     table = spec(60, 3, optimizer=RowOptimizer.of(OPTIMIZERS[optimizer]))
-    parts = [Table(table, shard, shards) for shard in range(shards)]
+    parts = [RowTable(table, shard, shards) for shard in range(shards)]
     for step in (1, 2):
         for part, ids in zip(parts, cut(table, shards), strict=True):
             mine = ids[ids < 30]
@@ -356,7 +358,7 @@ def test_what_shards_have_saved_goes_on_at_any_number_of_them(
     chunks = [chunk for part in saved for chunk in part.state(chunk_rows=4)]
     assert sum(len(chunk["ids"]) for chunk in chunks) == 30
     assert max(len(chunk["ids"]) for chunk in chunks) == 4
-    loaded = [Table(table, shard, after) for shard in range(after)]
+    loaded = [RowTable(table, shard, after) for shard in range(after)]
     for part, ids in zip(loaded, cut(table, after), strict=True):
         part.push(ids[:5], torch.ones(5, 3))  # what was there before does not stay
         part.load_state(chunks, steps=2)
@@ -371,11 +373,11 @@ def test_what_shards_have_saved_goes_on_at_any_number_of_them(
 def test_saved_rows_that_do_not_fit_are_refused() -> None:
     table, (part,) = trained("adagrad", 1)
     (chunk,) = part.state()
-    fresh = Table(table)
+    fresh = RowTable(table)
     for damaged, complaint in [
         ({**chunk, "ids": chunk["ids"] + 50}, "has no row"),
-        ({**chunk, "rows": chunk["rows"][:, :2]}, "rows of table 'users' are"),
-        ({**chunk, "sum": chunk["sum"].double()}, "sum of table 'users' are"),
+        ({**chunk, "rows": chunk["rows"][:, :2]}, "rows of table 'users' must be"),
+        ({**chunk, "sum": chunk["sum"].double()}, "sum of table 'users' must be"),
         ({"ids": chunk["ids"], "rows": chunk["rows"]}, "another optimizer"),
         ({**chunk, "more": chunk["sum"]}, "another optimizer"),
     ]:
@@ -387,9 +389,9 @@ def test_saved_rows_that_do_not_fit_are_refused() -> None:
 
 
 def test_another_optimizer_starts_without_a_memory() -> None:
-    table = Table(spec(4, 1, init="zeros", optimizer=RowOptimizer("adagrad", lr=1.0)))
+    table = RowTable(spec(4, 1, init="zeros", optimizer=RowOptimizer("adagrad", lr=1.0)))
     table.push(torch.tensor([0]), torch.full((1, 1), 3.0))
     assert table.pull(torch.tensor([0])).item() == -1.0
-    table.optimize(RowOptimizer("adagrad", lr=1.0, initial_sum=16.0))
+    table.set_optimizer(RowOptimizer("adagrad", lr=1.0, initial_sum=16.0))
     table.push(torch.tensor([0]), torch.full((1, 1), 3.0))
     assert table.pull(torch.tensor([0])).item() == pytest.approx(-1.6)  # 3 / sqrt(16 + 9)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.spec import TableSpec
-from shoal.embedding.table import Table, add_up
+from shoal.embedding.table import RowTable, sum_duplicates
 from shoal.server.consistency import Impossible, Ledger, Verdict
 from shoal.server.model.compression import Packing
 from shoal.server.model.shard import Shard, clip_factor
@@ -118,7 +118,7 @@ class Holding:
         self.again = 0
         self.missed: Counter[int] = Counter()  # updates between a pull and its push
         self.ahead: Counter[int] = Counter()  # steps ahead of the slowest at a pull
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, RowTable] = {}
         self._shared: tuple[int, int] | None = None  # the file of the memory of all workers
         self._rows: list[tuple[int, RowPush]] = []  # by worker, for the update to come
         self._counting: list[Member] = []
@@ -314,13 +314,13 @@ class Holding:
             if held is None:
                 if len(self.tables) >= MOST_TABLES:
                     raise Refused(f"a model of more than {MOST_TABLES} tables")
-                self.tables[spec.name] = Table(spec, self.spec.index, self.spec.servers)
+                self.tables[spec.name] = RowTable(spec, self.spec.index, self.spec.servers)
             elif replace(held.spec, optimizer=spec.optimizer) != spec:
                 raise Refused(f"there is another {spec} already, of other rows")
             elif held.optimizer != spec.optimizer:
-                held.optimize(spec.optimizer)
+                held.set_optimizer(spec.optimizer)
 
-    def table(self, name: str) -> Table:
+    def table(self, name: str) -> RowTable:
         if name not in self.tables:
             raise Refused(f"there is no table {name!r} here")
         return self.tables[name]
@@ -543,7 +543,7 @@ class Holding:
             if divisor not in (0.0, 1.0):
                 grads = grads / divisor
             table = self.tables[name]
-            table.push(*add_up(ids, grads), pushes[-1].lr, table.steps + 1)
+            table.push(*sum_duplicates(ids, grads), pushes[-1].lr, table.steps + 1)
 
 
 def _by_number(counts: Counter[int]) -> dict[str, int]:
