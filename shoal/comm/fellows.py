@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm import words
+from shoal.comm import objects
 from shoal.comm.executors.solo import SoloGroup
 from shoal.comm.group import Group
 
@@ -46,8 +46,8 @@ class Fellows:
     def tell_words(self, said: bytes, room_bytes: int) -> bytes:
         """What the first one says."""
         if self._tp.rank == 0:
-            said = words.tell(self._pp, said, 0, room_bytes)
-        return words.tell(self._tp, said, 0, room_bytes)
+            said = objects.broadcast_bytes(self._pp, said, 0, room_bytes)
+        return objects.broadcast_bytes(self._tp, said, 0, room_bytes)
 
     def tell_numbers(self, numbers: Sequence[int]) -> list[int]:
         """The first one's numbers; all give as many."""

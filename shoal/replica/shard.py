@@ -11,8 +11,7 @@ from torch.func import functional_call
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.comm.parcel import Post
-from shoal.comm.words import all_say
+from shoal.comm.objects import PytreeChannel, all_equal
 from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.deferred_init import Blank, Place
@@ -121,8 +120,8 @@ class StagePart(Part):
         self.places = {p: place for place, p in enumerate(model.parameters())}
         start = _from_rank_0(blank.fill_in_turn(model, device), mesh.world)
         self.named = self.stages.keep(group.rank, start)
-        self.post = Post(group, device)
-        self.ties = Ties(self.named, self.stages.holders, self.post)
+        self.channel = PytreeChannel(group, device)
+        self.ties = Ties(self.named, self.stages.holders, self.channel)
         self.num_parameters = len(self.places)
         self.places = {p: self.places[p] for _, p in self.named}
 
@@ -149,7 +148,7 @@ class StagePart(Part):
     def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
         pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
         return PipelineEngine(
-            *(self.stages, pipeline, self.post, self.ties, loss, flat),
+            *(self.stages, pipeline, self.channel, self.ties, loss, flat),
             recompute=self.pp.recompute,
             **options,
         )
@@ -195,14 +194,14 @@ class StagePart(Part):
 
     def collect(self, tree: Tree) -> list[Tree]:
         if self.group.rank != 0:
-            self.post.send(tree, 0, 0).wait()
+            self.channel.send(tree, 0, 0).wait()
             return [tree]
-        return [tree, *(self.post.recv(stage, 0) for stage in range(1, self.group.size))]
+        return [tree, *(self.channel.recv(stage, 0) for stage in range(1, self.group.size))]
 
     def _agree(self, device: torch.device) -> None:
         """All stages must have cut the same model at the same places."""
         said = repr((self.stages.cuts, sorted(self.stages.holders.items())))
-        if not all_say(self.group, said.encode(), device):
+        if not all_equal(self.group, said.encode(), device):
             raise BadInput(
                 f"rank {self.group.rank} and another stage have built different models: every "
                 "worker has to build the same one, with the same layers"

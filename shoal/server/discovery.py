@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.comm import words
+from shoal.comm import objects
 from shoal.comm.executors.hierarchical.topology import Places, host_id
 from shoal.comm.fellows import Fellows
 from shoal.comm.group import Group
@@ -223,12 +223,12 @@ def _share_secret(group: Group, fellows: Fellows, environ: Mapping[str, str]) ->
 
 def tell_all(group: Group, text: str) -> list[str]:
     """What every rank says, by rank."""
-    return [said.decode() for said in words.tell_all(group, text.encode(), _ENTRY_BYTES)]
+    return [said.decode() for said in objects.all_gather_bytes(group, text.encode(), _ENTRY_BYTES)]
 
 
 def _tell(group: Group, text: str, root: int) -> str:
     """What `root` says."""
-    found = words.tell(group, text.encode(), root, _ENTRY_BYTES).decode()
+    found = objects.broadcast_bytes(group, text.encode(), root, _ENTRY_BYTES).decode()
     if not found:
         raise PeerLost(group.rank, root, "looking for the servers")
     return found

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shoal.comm.counting import CountingGroup
 from shoal.comm.group import Group, Op
-from shoal.comm.words import all_say
+from shoal.comm.objects import all_equal
 from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
 from shoal.replica.flat_params import FlatParams
@@ -259,7 +259,7 @@ class MixWeights(Mixer):
 
 def _check_same(mixing: Mixing, part: Gossip, group: Group, device: torch.device) -> None:
     """Files may differ between hosts, and random graphs between versions of networkx."""
-    if not all_say(group, b"".join(m.tobytes() for m in mixing.matrices), device):
+    if not all_equal(group, b"".join(m.tobytes() for m in mixing.matrices), device):
         raise BadInput(
             f"{part}: not all ranks have the same graph; give all hosts the same file and the same "
             "version of networkx"

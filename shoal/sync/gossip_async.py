@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.comm.words import tell_all
+from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
 from shoal.replica.flat_params import FlatParams
@@ -71,7 +71,7 @@ class AsyncGossip(Sync):
         self._others = torch.empty_like(flat.data)
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
-        exchange = partial(tell_all, group, device=flat.device)
+        exchange = partial(all_gather_bytes, group, device=flat.device)
         pages = VersionedPages.join(exchange, self.rank, self._page.nbytes)
         if pages is None:
             raise BadInput(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.comm.words import tell_all
+from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.backoff import Pauses
@@ -66,7 +66,8 @@ class Hogwild(Sync):
         self._settings = Settings(update.optimizer, momentum, say)
         tensors = [flat.data, *statistics, *self._sums()]
         places, num_bytes = _lay_out(tensors)
-        buffer = SharedBuffer.join(partial(tell_all, group), self.rank, self.size, num_bytes)
+        exchange = partial(all_gather_bytes, group)
+        buffer = SharedBuffer.join(exchange, self.rank, self.size, num_bytes)
         if buffer is None:
             raise BadInput(
                 "hogwild keeps the weights in memory that all workers share, and these share "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group, Op
-from shoal.comm.words import all_say
+from shoal.comm.objects import all_equal
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def mean_state(optimizer: torch.optim.Optimizer, group: Group) -> list[tuple[Ten
     found = _alike(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
     names = "\n".join(name for name, _ in found).encode()
-    if group.size == 1 or not all_say(group, names, device):
+    if group.size == 1 or not all_equal(group, names, device):
         return []
     before = []
     for _, tensor in found:

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from shoal.comm.executors.solo import SoloGroup
 from shoal.comm.group import Group
-from shoal.comm.objects import decode, encode, gather_values
+from shoal.comm.objects import all_gather_object
 from shoal.errors import BadInput
 
 Item = TypeVar("Item")
@@ -55,6 +55,5 @@ def map_reduce_over(
     first, last = (len(every) * (group.rank + i) // group.size for i in (0, 1))
     own = [map_fn(every[i]) for i in range(first, last)]
     found = [functools.reduce(reduce_fn, own)] if own else []
-    alone = group.size == 1
-    gathered: list[list[Result]] = [decode(encode(found))] if alone else gather_values(group, found)
+    gathered: list[list[Result]] = all_gather_object(group, found)
     return functools.reduce(reduce_fn, [result for results in gathered for result in results])

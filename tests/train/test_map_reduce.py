@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import operator
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import shoal
 from shoal.comm.group import Group
-from shoal.comm.objects import decode, encode
-from shoal.errors import BadInput, ShoalError
+from shoal.comm.objects import encode
+from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.map_reduce import map_reduce_over
@@ -63,58 +60,9 @@ def test_alone_it_needs_no_job() -> None:
 
 
 def test_what_cannot_travel_is_refused_alone_as_well() -> None:
-    with pytest.raises(BadInput, match="a set cannot travel"):
+    with pytest.raises(BadInput, match="a set cannot be sent to another worker"):
         shoal.map_reduce(lambda x: {x}, [1, 2], operator.or_)
-    with pytest.raises(BadInput, match="cannot travel"):
-        encode(1 << 70)
-    with pytest.raises(BadInput, match="cannot travel"):
+    with pytest.raises(BadInput, match="cannot be sent"):
+        encode({1 << 70: "a key"})
+    with pytest.raises(BadInput, match="cannot be sent"):
         encode(torch.eye(2).to_sparse())
-
-
-dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
-shapes = st.lists(st.integers(0, 3), max_size=3)
-tensors = st.builds(lambda shape, dtype: torch.ones(shape, dtype=dtype), shapes, dtypes)
-leaves = (
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1)
-    | st.floats(allow_nan=False) | st.text() | st.binary()
-)  # fmt: skip
-values = st.recursive(
-    leaves,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@given(values)
-def test_values_come_back_as_they_went(value: Any) -> None:
-    found = decode(encode(value))
-    assert found == value
-    assert type(found) is type(value)
-
-
-@given(tensors)
-def test_tensors_come_back_as_they_went(tensor: torch.Tensor) -> None:
-    found = decode(encode([tensor]))[0]
-    assert found.dtype == tensor.dtype
-    assert torch.equal(found, tensor)
-
-
-@given(st.binary(max_size=64))
-def test_damaged_bytes_are_an_error_of_ours_or_a_value(data: bytes) -> None:
-    with suppress(ShoalError):
-        decode(data)
-
-
-@given(tensors, st.data())
-def test_a_tensor_with_a_changed_byte_is_an_error_of_ours_or_a_value(
-    tensor: torch.Tensor, data: st.DataObject
-) -> None:
-    damaged = bytearray(encode(tensor))
-    place = data.draw(st.integers(0, len(damaged) - 1))
-    damaged[place] = data.draw(st.integers(0, 255))
-    with suppress(ShoalError):
-        decode(bytes(damaged))

@@ -27,8 +27,8 @@ from shoal.comm.native import (
     moved_as,
     reduced_as,
 )
+from shoal.comm.objects import all_gather_bytes
 from shoal.comm.operator import fill_identity
-from shoal.comm.words import tell_all
 from shoal.comm.work_queue import Lane, LaneWork, OnLane
 from shoal.errors import BadInput, ShoalError
 from shoal.observe.trace import OFF, Tracer
@@ -196,11 +196,11 @@ class ShmGroup(OnLane):
         check_subgroup(ranks, self.size)
         if self.rank not in ranks:
             for _ in range(2):
-                tell_all(self, b"")
+                all_gather_bytes(self, b"")
             return None
 
         def exchange(said: bytes) -> list[bytes]:
-            everything = tell_all(self, said)
+            everything = all_gather_bytes(self, said)
             return [everything[rank] for rank in ranks]
 
         segment = join(

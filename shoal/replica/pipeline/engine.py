@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.parcel import Post, Sent
+from shoal.comm.objects import PytreeChannel, PytreeWork
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.engine import Engine, MicroBatch, generators_of, own_random_streams
 from shoal.replica.grad_buckets import OnBucket
@@ -46,7 +46,7 @@ class PipelineEngine(Engine):
         self,
         stages: Stages,
         pipeline: Pipeline,
-        post: Post,
+        channel: PytreeChannel,
         ties: Ties,
         *args: Any,
         recompute: bool = False,
@@ -55,9 +55,9 @@ class PipelineEngine(Engine):
         """`args` and `options` are those of `Engine` from the loss on."""
         self.stages = stages
         self.pipeline = pipeline
-        self.post = post
+        self.channel = channel
         self.ties = ties
-        self.stage = post.group.rank
+        self.stage = channel.group.rank
         self.recompute = recompute
         self.is_last = self.stage == pipeline.stages - 1
         loss, flat = args
@@ -84,7 +84,8 @@ class PipelineEngine(Engine):
         self._parts: dict[int, Tensor] = {}  # losses
         self._apart: dict[int, dict[nn.Parameter, Tensor]] = {}  # gradients of a micro-batch
         self._streams: dict[Where, list[Tensor]] = {}
-        self._sent: dict[int, list[tuple[int, Sent]]] = {}  # by peer, with the place of its taking
+        # by peer, with the index of the action that receives it
+        self._sent: dict[int, list[tuple[int, PytreeWork]]] = {}
         self._note_total(torch.zeros((), device=self.flat.device))
         with own_random_streams(self.flat.device):
             for action in self.actions[:-1]:
@@ -99,19 +100,19 @@ class PipelineEngine(Engine):
     def predict(self, inputs: Any) -> Any:
         """The outputs of the model on the last stage; None on the others."""
         given, values = self.stages.arrange(inputs)
-        under_way: list[Sent] = []
+        under_way: list[PytreeWork] = []
         for chunk in range(self.pipeline.chunks):
             action = Action(Kind.FORWARD, 0, chunk)
             virtual = self._virtual(chunk)
             giver = self._giver(action)
             taker = self._taker(action)
-            taken = values if giver is None else self.post.recv(giver.stage, _tag(virtual, 0))
+            taken = values if giver is None else self.channel.recv(giver.stage, _tag(virtual, 0))
             with self.flat.computing():
                 outputs = self.stages.compute(virtual, given, taken)
             if taker is None:
                 values = outputs
             else:
-                under_way.append(self.post.send(outputs, taker.stage, _tag(virtual + 1, 0)))
+                under_way.append(self.channel.send(outputs, taker.stage, _tag(virtual + 1, 0)))
         for sent in under_way:
             sent.wait()
         return values if self.is_last else None
@@ -120,8 +121,8 @@ class PipelineEngine(Engine):
         """The last stage's value, on all stages: a tree of tensors and plain values."""
         last = self.pipeline.stages - 1
         if self.stage != last:
-            return self.post.recv(last, _RESULT)
-        for sent in [self.post.send(value, stage, _RESULT) for stage in range(last)]:
+            return self.channel.recv(last, _RESULT)
+        for sent in [self.channel.send(value, stage, _RESULT) for stage in range(last)]:
             sent.wait()
         return value
 
@@ -280,13 +281,13 @@ class PipelineEngine(Engine):
 
     def _take(self, giver: Place, action: Action, direction: int, virtual: int) -> Tree:
         with self.tracer.span("wait", f"receive {action}"):
-            tree = self.post.recv(giver.stage, _tag(virtual, action.microbatch, direction))
+            tree = self.channel.recv(giver.stage, _tag(virtual, action.microbatch, direction))
         self._let_go(giver, action)
         return tree
 
     def _send(self, taker: Place, action: Action, direction: int, virtual: int, tree: Tree) -> None:
         with self.tracer.span("send", str(action)):
-            sent = self.post.send(tree, taker.stage, _tag(virtual, action.microbatch, direction))
+            sent = self.channel.send(tree, taker.stage, _tag(virtual, action.microbatch, direction))
         self._sent.setdefault(taker.stage, []).append((self._place_at(taker, action), sent))
 
     def _let_go(self, giver: Place, action: Action) -> None:

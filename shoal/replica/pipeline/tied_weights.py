@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from shoal.comm.parcel import Post
+from shoal.comm.objects import PytreeChannel
 
 _TAG = (1 << 30) - 1  # tags of messages between stages are smaller
 
@@ -18,15 +18,15 @@ class Ties:
         self,
         named: Sequence[tuple[str, nn.Parameter]],
         holders: Mapping[str, tuple[int, ...]],
-        post: Post,
+        channel: PytreeChannel,
     ):
-        self.post = post
+        self.channel = channel
         self.tied = [
             (p, holders[name]) for name, p in named if p.requires_grad and len(holders[name]) > 1
         ]
         self._ids = {id(p) for p, _ in self.tied}
         first = {name: min(stages) for name, stages in holders.items()}
-        self._counted = {id(p) for name, p in named if first[name] == post.group.rank}
+        self._counted = {id(p) for name, p in named if first[name] == channel.group.rank}
 
     def is_tied(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._ids
@@ -36,11 +36,11 @@ class Ties:
         return id(parameter) in self._counted
 
     def add_up(self) -> None:
-        mine = self.post.group.rank
+        mine = self.channel.group.rank
         for p, holders in self.tied:
             others = [stage for stage in holders if stage != mine]
-            sent = [self.post.send([p.grad], stage, _TAG) for stage in others]
-            parts = {stage: self.post.recv(stage, _TAG)[0] for stage in others}
+            sent = [self.channel.send([p.grad], stage, _TAG) for stage in others]
+            parts = {stage: self.channel.recv(stage, _TAG)[0] for stage in others}
             parts[mine] = p.grad
             p.grad = _sum([parts[stage] for stage in holders])
             for one in sent:
@@ -48,13 +48,13 @@ class Ties:
 
     def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
         """Replace what belongs to a tied parameter by what its first holder has."""
-        mine = self.post.group.rank
+        mine = self.channel.group.rank
         for p, holders in self.tied:
             if mine == holders[0]:
-                for sent in [self.post.send([tensors[p]], s, _TAG) for s in holders[1:]]:
+                for sent in [self.channel.send([tensors[p]], s, _TAG) for s in holders[1:]]:
                     sent.wait()
             else:
-                tensors[p].copy_(self.post.recv(holders[0], _TAG)[0])
+                tensors[p].copy_(self.channel.recv(holders[0], _TAG)[0])
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:

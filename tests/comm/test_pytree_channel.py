@@ -1,4 +1,4 @@
-"""Trees of tensors between ranks."""
+"""Pytrees of tensors between ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from shoal.comm.group import Group
-from shoal.comm.parcel import Post
+from shoal.comm.object_format import describe
+from shoal.comm.objects import PytreeChannel
 from shoal.errors import BadInput, ShoalError
 from tests.conftest import World, run_world
 
@@ -49,12 +51,12 @@ def test_every_tree_arrives_as_it_was_sent(sent: list[Any]) -> None:
     """On one tag, so that descriptions are repeated and replaced."""
 
     def body(group: Group) -> list[Any]:
-        post = Post(group, CPU)
+        channel = PytreeChannel(group, CPU)
         if group.rank == 0:
             for tree in sent:
-                post.send(tree, 1, tag=3).wait()
+                channel.send(tree, 1, tag=3).wait()
             return []
-        return [post.recv(0, tag=3) for _ in sent]
+        return [channel.recv(0, tag=3) for _ in sent]
 
     got = run_world(2, body)[1]
     assert all(map(same, sent, got))
@@ -62,23 +64,23 @@ def test_every_tree_arrives_as_it_was_sent(sent: list[Any]) -> None:
 
 def test_a_description_is_sent_once(world: World) -> None:
     def body(group: Group) -> int:
-        post = Post(group, CPU)
+        channel = PytreeChannel(group, CPU)
         if group.rank == 1:
             for _ in range(3):
-                post.recv(0, 0)
+                channel.recv(0, 0)
             return 0
-        return sum(len(post.send(torch.zeros(n), 1, 0).works) for n in (4, 4, 5))
+        return sum(len(channel.send(torch.zeros(n), 1, 0).works) for n in (4, 4, 5))
 
     assert world(2, body)[0] == 3 + 2 + 3  # length, description, tensor
 
 
 def test_what_had_a_gradient_requires_one_again(world: World) -> None:
     def body(group: Group) -> Any:
-        post = Post(group, CPU)
+        channel = PytreeChannel(group, CPU)
         if group.rank == 0:
-            post.send((torch.ones(2, requires_grad=True) * 2, torch.ones(2)), 1, 0).wait()
+            channel.send((torch.ones(2, requires_grad=True) * 2, torch.ones(2)), 1, 0).wait()
             return None
-        first, second = post.recv(0, 0)
+        first, second = channel.recv(0, 0)
         return first.requires_grad, first.is_leaf, second.requires_grad
 
     assert world(2, body)[1] == (True, True, False)
@@ -86,34 +88,49 @@ def test_what_had_a_gradient_requires_one_again(world: World) -> None:
 
 def test_messages_are_told_apart_by_their_tags(world: World) -> None:
     def body(group: Group) -> Any:
-        post = Post(group, CPU)
+        channel = PytreeChannel(group, CPU)
         if group.rank == 0:
             for tag in (1, 2):
-                post.send(torch.full((tag,), tag), 1, tag).wait()
+                channel.send(torch.full((tag,), tag), 1, tag).wait()
             return None
-        return [post.recv(0, tag).tolist() for tag in (2, 1)]
+        return [channel.recv(0, tag).tolist() for tag in (2, 1)]
 
     assert world(2, body)[1] == [[2, 2], [1]]
 
 
 def test_what_is_no_tree_is_refused(world: World) -> None:
     def body(group: Group) -> None:
-        Post(group, CPU).send([object()], 1 - group.rank, 0)
+        PytreeChannel(group, CPU).send([object()], 1 - group.rank, 0)
 
-    with pytest.raises(BadInput, match="a object cannot go from one worker to another"):
+    with pytest.raises(BadInput, match="a object cannot be sent to another worker"):
         world(2, body)
+
+
+def header(dtype: str, shape: list[Any], requires_grad: bool = False) -> bytes:
+    """The description of one tensor."""
+    return msgpack.encode(msgpack.Ext(1, msgpack.encode([dtype, shape, requires_grad])))
 
 
 @pytest.mark.parametrize(
     "text",
     [
         b"nonsense",
-        b"{}",
-        b'["tensor", "float32", [-1], false]',
-        b'["tensor", "float32", [1e3], false]',
-        b'["tensor", "os", [1], false]',
-        b'["tensor", "float64", [1099511627776, 4], false]',
-        b'["code", "import os"]',
+        describe([1])[0] + b"more",
+        header("float32", [-1]),
+        header("float32", [1e3]),
+        header("float32", [1 << 60]),
+        header("os", [1]),
+        header("qint8", [1]),
+        header("int64", [1], requires_grad=True),
+        header("float64", [1 << 40, 4]),
+        msgpack.encode(msgpack.Ext(1, b"")),
+        msgpack.encode(msgpack.Ext(2, msgpack.encode({}))),
+        msgpack.encode(msgpack.Ext(3, msgpack.encode([-1]))),
+        msgpack.encode(msgpack.Ext(4, b"os")),
+        msgpack.encode(msgpack.Ext(4, b"\xff")),
+        msgpack.encode(msgpack.Ext(99, b"import os")),
+        b"\x81" + msgpack.encode(msgpack.Ext(2, msgpack.encode([[1]]))) + b"\x01",
+        b"\x91" * 100_000,
     ],
 )
 def test_a_damaged_description_is_refused(world: World, text: bytes) -> None:
@@ -122,10 +139,26 @@ def test_a_damaged_description_is_refused(world: World, text: bytes) -> None:
             group.send(torch.tensor([len(text)]), 1, 0).wait()
             group.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), 1, 0).wait()
         else:
-            Post(group, CPU).recv(0, 0)
+            PytreeChannel(group, CPU).recv(0, 0)
 
     with pytest.raises(ShoalError, match=r"rank 1 got .* from rank 0"):
         world(2, body)
+
+
+def test_types_of_torch_arrive_too(world: World) -> None:
+    """A device becomes that of the receiver."""
+    sent = {"shape": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": CPU, 7: b"raw"}
+
+    def body(group: Group) -> Any:
+        channel = PytreeChannel(group, CPU)
+        if group.rank == 0:
+            channel.send(sent, 1, 0).wait()
+            return sent
+        return channel.recv(0, 0)
+
+    received = world(2, body)[1]
+    assert received == sent
+    assert type(received["shape"]) is torch.Size
 
 
 @pytest.mark.parametrize("length", [-1, 0, 1 << 40])
@@ -134,7 +167,7 @@ def test_a_wrong_length_is_refused(world: World, length: int) -> None:
         if group.rank == 0:
             group.send(torch.tensor([length]), 1, 0).wait()
         else:
-            Post(group, CPU).recv(0, 0)
+            PytreeChannel(group, CPU).recv(0, 0)
 
     with pytest.raises(ShoalError, match=r"rank 1 got a (description|message)"):
         world(2, body)
