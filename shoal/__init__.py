@@ -17,17 +17,8 @@ if TYPE_CHECKING:
     from shoal.errors import ShoalError as ShoalError
     from shoal.launch.run import run as run
     from shoal.strategy.strategy import Strategy as Strategy
-    from shoal.strategy.strategy import ddp as ddp
-    from shoal.strategy.strategy import gossip as gossip
-    from shoal.strategy.strategy import hogwild as hogwild
-    from shoal.strategy.strategy import localsgd as localsgd
-    from shoal.strategy.strategy import mapreduce as mapreduce
     from shoal.strategy.strategy import parse as parse
-    from shoal.strategy.strategy import pp as pp
-    from shoal.strategy.strategy import ps as ps
-    from shoal.strategy.strategy import single as single
-    from shoal.strategy.strategy import tp as tp
-    from shoal.strategy.strategy import zero as zero
+    from shoal.strategy.terms import *  # noqa: F403
     from shoal.train.job import Job as Job
     from shoal.train.map_reduce import map_reduce as map_reduce
     from shoal.train.step import Step as Step
@@ -43,37 +34,29 @@ _HOME = {
     "map_reduce": "train.map_reduce",
     "run": "launch.run",
     "Step": "train.step",
-    **dict.fromkeys(
-        (
-            "Strategy",
-            "parse",
-            "single",
-            "ddp",
-            "zero",
-            "ps",
-            "gossip",
-            "hogwild",
-            "mapreduce",
-            "localsgd",
-            "tp",
-            "pp",
-        ),
-        "strategy.strategy",
-    ),
+    "Strategy": "strategy.strategy",
+    "parse": "strategy.strategy",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    home = _HOME.get(name) or ("strategy.terms" if name in _terms() else None)
+    if home is None:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"shoal.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"shoal.{home}"), name)
     globals()[name] = value
     _register_where_torch_is()  # if it has just been loaded
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOME, "__version__"])
+    return sorted([*_HOME, *_terms(), "__version__"])
+
+
+def _terms() -> list[str]:
+    """The terms of strategies, which are public names."""
+    names: list[str] = importlib.import_module("shoal.strategy.terms").__all__
+    return names
 
 
 def register_backend() -> None:

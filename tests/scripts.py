@@ -70,15 +70,15 @@ if __name__ == "__main__":
 BROKEN_REDUCTION = PLAIN.replace(
     "if __name__",
     """
-from shoal.sync.ddp import AllReduce
-finish = AllReduce.finish
+from shoal.sync.ddp import DdpSync
+finish = DdpSync.finish
 def too_much(self):  # doubles the gradient of the last layer's bias before it is used
     piece = self.flat.ranges[-1]
     for work in self._under_way: work.wait()
     self._under_way.clear()
     self.flat.grads.buffer[piece.start:piece.stop] *= 2
     finish(self)
-AllReduce.finish = too_much
+DdpSync.finish = too_much
 
 if __name__""",
 )
@@ -143,18 +143,12 @@ if __name__ == "__main__":
 )
 
 # Stands in for a strategy that survives losses: replicas that do not agree at all.
-_ALONE = """
-import shoal.strategy.strategy
-shoal.strategy.strategy.BUILT["hogwild"] = {}
-"""
-
 ELASTIC = (
     HEAD
-    + _ALONE
     + """
-import shoal.train.step
-from shoal.sync.local import LocalUpdate
-shoal.train.step.build_sync = lambda part, replica: LocalUpdate(replica.flat, replica.update)
+from shoal.sync.hogwild import HogwildPlan
+from shoal.sync.local import LocalSync
+HogwildPlan.build = lambda plan, replica: LocalSync(replica)
 numbered = TensorDataset(data.tensors[0], torch.arange(103))
 
 def train(job):
@@ -179,7 +173,7 @@ def shoal(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str
 
 def shoal_elastic(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The same, for ELASTIC."""
-    return _run("-c", _ALONE + "from shoal.cli import main; main()", *words, cwd=cwd)
+    return _run("-c", "from shoal.cli import main; main()", *words, cwd=cwd)
 
 
 def _run(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

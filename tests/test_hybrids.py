@@ -16,7 +16,7 @@ from shoal.embedding.module import Embedding
 from shoal.errors import NotBuilt
 from shoal.examples.gpt import next_token_loss
 from shoal.replica.fsdp.sharded_params import ShardedParams
-from shoal.strategy.strategy import parse, require_built
+from shoal.strategy.strategy import parse
 from shoal.sync.ddp_compressed import CompressedReduce
 from shoal.sync.ps.worker import ParameterServer
 from shoal.train.step import Step
@@ -368,4 +368,4 @@ def test_rows_on_servers_are_refused_in_a_split_model(world: World) -> None:
 @pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
 def test_hearing_at_different_times_is_refused(split: str) -> None:
     with pytest.raises(NotBuilt, match=r'take gossip\(graph="star"\) \+ '):
-        require_built(parse(f'gossip(graph="star", mode="async") + {split}'))
+        parse(f'gossip(graph="star", mode="async") + {split}').require_built()

@@ -20,7 +20,8 @@ from shoal.errors import BadInput
 from shoal.examples.gpt import next_token_loss
 from shoal.replica.pipeline.stages import Stages
 from shoal.replica.shard import StagePart
-from shoal.strategy.strategy import SCHEDULES, parse
+from shoal.schedules.pipelines.catalog import schedules
+from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.step import StepOptions
 from tests.conftest import World
@@ -38,14 +39,14 @@ from tests.splitting import (
 )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedules())
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_mlp_under_every_schedule(world: World, size: int, schedule: str) -> None:
     strategy = f'pp({size}, schedule="{schedule}")'
     assert_equal(world, size, strategy, mlp, samples(28), 12, clip_norm=0.1)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedules())
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_gpt_with_tied_embedding_under_every_schedule(
     world: World, size: int, schedule: str
@@ -71,7 +72,7 @@ def test_other_syncs_of_pipelines(world: World, sync: str, schedule: str) -> Non
     assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedules())
 def test_exact_gives_the_same_bits(world: World, schedule: str) -> None:
     options = {"exact": True, "microbatches": 4, "optimizer": ADAMW, "clip_norm": 0.5}
     strategy = f'pp(2, schedule="{schedule}")'
@@ -137,7 +138,7 @@ def test_how_many_micro_batches_with_batchnorm() -> None:
     assert microbatches("pp(2)", batchnorm="local") == 4
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedules())
 def test_recomputing_changes_nothing(world: World, schedule: str) -> None:
     strategy = f'pp(2, schedule="{schedule}", recompute=True)'
     assert_equal(world, 2, strategy, gpt, texts(16), 8, optimizer=ADAMW, loss=next_token_loss)

@@ -29,9 +29,9 @@ from shoal.bench.ps_peers import LR, RayPeer, RpcPeer, serve_rpc
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.embedding.store import RowStore
 from shoal.replica.flat_params import FlatParams
-from shoal.sync.base import Sync
+from shoal.sync.base import Replica, Sync
 from shoal.sync.optimizer_step import Update
-from shoal.sync.registry import Replica, build_sync
+from shoal.sync.registry import plan_for
 
 TABLE_ROWS = 1_000_000
 DIM = 64
@@ -46,8 +46,8 @@ class Ours:
         self.gradient = torch.ones(numel)
         self.flat = FlatParams([("weight", self.parameter)])
         update = Update(self.flat.named, partial(torch.optim.SGD, lr=LR))
-        part = job.strategy.sync_for(job.size)
-        self.sync: Sync = build_sync(part, Replica(self.flat, update, job.group))
+        plan = plan_for(job.strategy.sync_for(job.size))
+        self.sync: Sync = plan.build(Replica(self.flat, update, job.group))
         self.sync.share = 1 / job.size
         store: RowStore | None = self.sync.row_store()
         assert store is not None

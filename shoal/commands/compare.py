@@ -26,7 +26,7 @@ from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import launch
 from shoal.observe.comparison import BEGUN, Entry, Outcome, losses_of, outcome_of
 from shoal.runtime.cores import cores
-from shoal.strategy.strategy import Ps, as_strategy
+from shoal.strategy.strategy import as_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,7 +136,7 @@ def _entries(names: Sequence[str], workers: int, folder: Path) -> list[Entry]:
 
 def _groups(entries: Sequence[Entry], apart: bool) -> list[list[Entry]]:
     """Which runs share their processes."""
-    alone = [e for e in entries if apart or isinstance(as_strategy(e.strategy).sync, Ps)]
+    alone = [e for e in entries if apart or as_strategy(e.strategy).sync_for(e.workers).has_servers]
     together = [entry for entry in entries if entry not in alone]
     return [*([together] if together else []), *([entry] for entry in alone)]
 

@@ -18,7 +18,7 @@ from shoal.launch.output import OnProgress, Write, print_lines
 from shoal.launch.report import account
 from shoal.observe.progress import Bar
 from shoal.runtime.faults import fault_variables
-from shoal.strategy.strategy import Ddp, Strategy, as_strategy, require_built
+from shoal.strategy.strategy import Strategy, as_strategy
 
 EXAMPLES = ("digits", "gpt", "clicks")
 
@@ -39,11 +39,12 @@ def strategy_for(text: str | None, workers: int, to_run: bool = True) -> Strateg
     strategy = as_strategy(text if text is not None else ("ddp" if workers > 1 else "single"))
     strategy.layout(workers)
     if to_run:
-        require_built(strategy)
-    if isinstance(strategy.sync, Ddp) and strategy.sync.algorithm != "auto":
+        strategy.require_built()
+    algorithm = strategy.sync_for(workers).collective_algorithm
+    if algorithm is not None:
         from shoal.schedules.collectives.catalog import build  # numpy: only where it is needed
 
-        build("all_reduce", strategy.sync.algorithm, 1)  # refuses an unknown name
+        build("all_reduce", algorithm, 1)  # refuses an unknown name
     return strategy
 
 

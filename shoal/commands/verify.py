@@ -20,6 +20,7 @@ from shoal.commands.launching import (
     strategy_for,
 )
 from shoal.errors import BadInput
+from shoal.strategy.base import Batches
 
 if TYPE_CHECKING:
     from shoal.observe.verify import Captured, Verdict
@@ -62,7 +63,9 @@ def verify(
         document = {"script": script, "strategy": str(value), "workers": workers}
         print(json.dumps({**document, **verdict.to_json()}))
     else:
-        taken = steps_taken(verdict.steps, steps, value.sync_for(workers).takes_everything)
+        taken = steps_taken(
+            verdict.steps, steps, value.sync_for(workers).batches is Batches.WHOLE_DATASET
+        )
         _print(verdict, f"{script} under {value} on {workers} workers, {taken}")
     if not verdict.ok:
         raise typer.Exit(1)

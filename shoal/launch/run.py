@@ -49,7 +49,8 @@ from shoal.observe.progress import for_worker
 from shoal.observe.trace import OFF, Recorder, Tracer
 from shoal.runtime.faults import faults_of
 from shoal.runtime.gone import is_gone
-from shoal.strategy.strategy import Ddp, Hogwild, Part, Single, Strategy, as_strategy, require_built
+from shoal.strategy.base import Term
+from shoal.strategy.strategy import Strategy, as_strategy
 from shoal.train.job import Job
 from shoal.transport.torch_p2p import TorchTransport
 
@@ -62,7 +63,7 @@ _instead: Callable[[Train], Any] | None = None
 def run(
     train: Train,
     *,
-    strategy: str | Strategy | Part | None = None,
+    strategy: str | Strategy | Term | None = None,
     workers: int | None = None,
     seed: int | None = None,
     device: str | None = None,
@@ -123,7 +124,7 @@ class Worker:
         self.seed = seed
         self.size = placement.size if placement else 1
         self.rank = placement.rank if placement else 0
-        require_built(strategy)
+        strategy.require_built()
         strategy.layout(self.size)
         self.number = _calls  # tells runs of one process apart
         self.device = choose_device(device, placement)
@@ -225,8 +226,8 @@ class Worker:
 
     @contextmanager
     def _group(self) -> Iterator[Group]:
-        alone = isinstance(self.strategy.sync_for(self.size), Single)
-        if self.placement is None or alone:
+        needs_group = self.strategy.sync_for(self.size).needs_group
+        if self.placement is None or not needs_group:
             yield SoloGroup()
         elif self._is_ours and self.strategy.starts_apart:
             run_dir = Path(os.environ["SHOAL_RUN_DIR"])
@@ -291,21 +292,19 @@ class Worker:
 
     def _over(self, world: dist.ProcessGroup) -> Group:
         """A named algorithm runs as a schedule over point-to-point messages; "auto" is torch's."""
-        part = self.strategy.sync_for(self.size)
-        if not isinstance(part, Ddp) or part.algorithm == "auto":
+        term = self.strategy.sync_for(self.size)
+        algorithm = term.collective_algorithm
+        if algorithm is None:
             return TorchGroup(world)
         if self.device.type != "cpu":
-            raise BadInput(f"{part} runs on CPUs: on GPUs leave the algorithm to NCCL")
-        return ScheduledGroup(
-            TorchTransport(world), {"all_reduce": part.algorithm}, background=True
-        )
+            raise BadInput(f"{term} runs on CPUs: on GPUs leave the algorithm to NCCL")
+        return ScheduledGroup(TorchTransport(world), {"all_reduce": algorithm}, background=True)
 
     def _shares_memory(self) -> bool:
         """Ranks of a host go through its memory, unless NCCL or a named algorithm serves them."""
         assert self.placement is not None
-        part = self.strategy.sync_for(self.size)
-        named = isinstance(part, Ddp) and part.algorithm != "auto"
-        return choose_backend(self.device, self.placement) == "gloo" and not named
+        algorithm = self.strategy.sync_for(self.size).collective_algorithm
+        return choose_backend(self.device, self.placement) == "gloo" and algorithm is None
 
     def _tracer(self, group: Group) -> Tracer:
         if not os.environ.get("SHOAL_TRACE_DIR"):
@@ -341,17 +340,20 @@ def choose_device(device: str | None, placement: Placement | None) -> torch.devi
 
 def _check_place(strategy: Strategy, placement: Placement | None, device: torch.device) -> None:
     """Refuse, before anything starts, what needs the memory of one host and does not get it."""
-    if not isinstance(strategy.sync, Hogwild) or placement is None or placement.size == 1:
+    if placement is None or placement.size == 1:
+        return
+    term = strategy.sync_for(placement.size)
+    if not term.needs_one_host:
         return
     if placement.local_size < placement.size:
         raise StrategyError(
-            f"hogwild keeps the weights in the memory of one host, and these {placement.size} "
+            f"{term.name} keeps the weights in the memory of one host, and these {placement.size} "
             'workers are on several: take ps(mode="async") or gossip(mode="async")'
         )
     if device.type != "cpu":
         raise StrategyError(
-            f"hogwild keeps the weights in memory that processes share, and {device} is not the "
-            "CPU: run it with --device cpu"
+            f"{term.name} keeps the weights in memory that processes share, and {device} is not "
+            "the CPU: run it with --device cpu"
         )
 
 
@@ -392,7 +394,7 @@ def _launch_self(
     seed: int | None,
     device: str | None,
 ) -> None:
-    require_built(strategy)
+    strategy.require_built()
     strategy.layout(workers)
     env = {"SHOAL_STRATEGY": str(strategy), "SHOAL_CALL": str(_calls)}
     if seed is not None:

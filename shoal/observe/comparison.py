@@ -12,6 +12,7 @@ from typing import Any
 from shoal.launch.run_dir import read_reports
 from shoal.observe.time_shares import Shares, shares_within
 from shoal.observe.trace import read
+from shoal.strategy.base import Batches
 from shoal.strategy.strategy import as_strategy
 
 BEGUN = "begun"  # the file that says that a run has
@@ -107,7 +108,7 @@ def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float])
     times = _times(Path(entry.folder), reports)
     speed = _mean([r["steps_per_s"] for r in reports if r["steps_per_s"] is not None])
     faster = speed / base.steps_per_s if base and base.steps_per_s and speed else None
-    if strategy.sync_for(entry.workers).takes_everything:
+    if strategy.sync_for(entry.workers).batches is Batches.WHOLE_DATASET:
         faster = None  # a step is of the whole dataset
     return Outcome(
         entry.strategy,

@@ -36,11 +36,13 @@ from shoal.pytree import map_tensors
 from shoal.replica.engine import Loss, call, own_random_streams
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.wrapping import find_units
-from shoal.strategy.strategy import Ddp, Hogwild, Ps, Single, Strategy, SyncPart, Zero, as_strategy
-from shoal.sync.ddp import FIRST_BUCKET_BYTES, LARGE_BYTES
+from shoal.strategy.base import SyncTerm
+from shoal.strategy.strategy import Strategy, as_strategy
+from shoal.strategy.terms import Ddp, Hogwild, Ps, Single, Zero
+from shoal.sync.base import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
+from shoal.sync.ddp import LARGE_BYTES
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
-from shoal.sync.registry import DEFAULT_BUCKET_BYTES, bytes_of_shards
-from shoal.sync.zero import ON_THE_WAY, owned_buckets
+from shoal.sync.zero import ON_THE_WAY, bytes_of_shards, owned_buckets
 from shoal.train.job import Job
 from shoal.train.step import StepOptions
 
@@ -93,7 +95,7 @@ def memory_of(strategy: Strategy, workers: int, sizes: Sizes) -> list[Memory]:
     return [_share(memory, split) for memory in replica for _ in range(split)]
 
 
-def _of_replica(part: SyncPart, rank: int, replicas: int, sizes: Sizes) -> Memory:
+def _of_replica(part: SyncTerm, rank: int, replicas: int, sizes: Sizes) -> Memory:
     flat = sizes.flat
     width = flat.data.element_size()
     own = slice(flat.offset, flat.size)
@@ -114,7 +116,7 @@ def _of_replica(part: SyncPart, rank: int, replicas: int, sizes: Sizes) -> Memor
     )
 
 
-def _gradients(part: SyncPart, rank: int, replicas: int, flat: FlatParams) -> int:
+def _gradients(part: SyncTerm, rank: int, replicas: int, flat: FlatParams) -> int:
     """The buffer that is kept, and what backward leaves at parameters until a bucket is full."""
     width = flat.data.element_size()
     numel = [p.numel() for p in flat.params]

@@ -27,7 +27,8 @@ from shoal.replica.tensor.plan import plan_of
 from shoal.replica.tensor.sharded_tensor import whole_tensors
 from shoal.schedules.pipelines.actions import accumulate
 from shoal.schedules.pipelines.catalog import build
-from shoal.strategy.strategy import Pp, Strategy
+from shoal.strategy.strategy import Strategy
+from shoal.strategy.terms import Pp
 
 LARGEST_CHECKED_BYTES = 1 << 30
 

@@ -23,7 +23,7 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.strategy.strategy import Ps
+from shoal.strategy.terms import Ps
 
 MOST_WORKERS = 1 << 16
 MOST_BEHIND = 12  # steps of an asynchronous worker behind the fastest before it leaves some out

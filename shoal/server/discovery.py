@@ -34,7 +34,7 @@ from shoal.runtime.cores import threads_of
 from shoal.runtime.gone import gone_in
 from shoal.server.protocol.secret import SECRET_BYTES, fresh_secret, read_secret, write_secret
 from shoal.server.server import Server
-from shoal.strategy.strategy import Ps
+from shoal.strategy.terms import Ps
 
 _ENTRY_BYTES = 320
 _LONGEST_SOCKET_PATH = 100

@@ -1,1 +1,3 @@
 """Strategies as values: terms, the notation, and what options may be."""
+
+from shoal.strategy.strategy import Strategy as Strategy  # also lets terms be joined with +

@@ -1,4 +1,4 @@
-"""Rules for the options of strategies: what a value may be, and how it is written in a sentence."""
+"""Constraints on options of terms: what a value may be, and how it is written in a sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 MAX_NUMBER = 10**9  # bounds every option, so that what was accepted can be printed and read back
 
 
-class Rule(NamedTuple):
+class Constraint(NamedTuple):
     """What an option may be, in words and as a check, and the form in which it is kept."""
 
     allowed: str
@@ -18,35 +18,37 @@ class Rule(NamedTuple):
     keep: Callable[[Any], Any] = lambda value: value
 
 
-def one_of(*values: str | int) -> Rule:
+def one_of(*values: str | int) -> Constraint:
     names = ", ".join(map(show, values))
-    return Rule(f"one of {names}", lambda v: any(type(v) is type(a) and v == a for a in values))
+    return Constraint(
+        f"one of {names}", lambda v: any(type(v) is type(a) and v == a for a in values)
+    )
 
 
-def whole(least: int) -> Rule:
+def whole(least: int) -> Constraint:
     words = f"a whole number from {least} to {MAX_NUMBER}"
-    return Rule(words, lambda v: type(v) is int and least <= v <= MAX_NUMBER)
+    return Constraint(words, lambda v: type(v) is int and least <= v <= MAX_NUMBER)
 
 
-def positive(most: int) -> Rule:
+def positive(most: int) -> Constraint:
     def accepts(value: object) -> bool:
         return isinstance(value, int | float) and value is not True and 0 < value <= most
 
     def keep(value: float) -> float:  # 4.0 as 4, so that equal strategies print alike
         return int(value) if value == int(value) else float(value)
 
-    return Rule(f"a number above 0 and at most {most}", accepts, keep)
+    return Constraint(f"a number above 0 and at most {most}", accepts, keep)
 
 
-def text_like(allowed: str, pattern: str) -> Rule:
-    return Rule(allowed, lambda v: is_printable(v) and bool(re.fullmatch(pattern, v)))
+def text_like(allowed: str, pattern: str) -> Constraint:
+    return Constraint(allowed, lambda v: is_printable(v) and bool(re.fullmatch(pattern, v)))
 
 
-def optional(rule: Rule) -> Rule:
-    return Rule(
-        f"None or {rule.allowed}",
-        lambda value: value is None or rule.accepts(value),
-        lambda value: None if value is None else rule.keep(value),
+def optional(constraint: Constraint) -> Constraint:
+    return Constraint(
+        f"None or {constraint.allowed}",
+        lambda value: value is None or constraint.accepts(value),
+        lambda value: None if value is None else constraint.keep(value),
     )
 
 

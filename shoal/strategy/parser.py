@@ -13,14 +13,14 @@ from typing import Any
 from shoal.errors import StrategyError
 from shoal.strategy.constraints import clip, show
 
-MAX_TEXT = 10_000  # characters: nobody writes a longer strategy, and Python's parser has limits
-Parts = Mapping[str, type[Any]]  # dataclasses by their name in the notation
+MAX_TEXT = 10_000  # characters: no strategy is longer, and Python's parser has limits
+Terms = Mapping[str, type[Any]]  # dataclasses by their name in the notation
 
 _PARSING = threading.Lock()  # CPython 3.11 counts the depth of all threads' parsing together
 
 
-def read_parts(text: str, parts: Parts) -> list[Any]:
-    """The parts that `text` joins with +, made by `parts[name]`.
+def read_terms(text: str, terms: Terms) -> list[Any]:
+    """The terms that `text` joins with +, made by `terms[name]`.
 
     Every failure is a StrategyError of one sentence.
     """
@@ -34,7 +34,7 @@ def read_parts(text: str, parts: Parts) -> list[Any]:
     try:
         with _PARSING:
             tree = ast.parse(text, mode="eval")
-        return [_read_part(node, parts) for node in _terms(tree.body)]
+        return [_read_term(node, terms) for node in _operands(tree.body)]
     except SyntaxError as error:
         why = re.split(r"[.:;] ", error.msg)[0]  # the rest is advice on Python
         why += f" at character {error.offset}" if error.offset else ""
@@ -45,7 +45,7 @@ def read_parts(text: str, parts: Parts) -> list[Any]:
     raise StrategyError(f"cannot read {show(text)} as a strategy: {why}")
 
 
-def _terms(node: ast.expr) -> Iterator[ast.expr]:
+def _operands(node: ast.expr) -> Iterator[ast.expr]:
     """The operands of a chain of +, left to right; a stack, since the chain may be long."""
     stack = [node]
     while stack:
@@ -56,27 +56,27 @@ def _terms(node: ast.expr) -> Iterator[ast.expr]:
             yield node
 
 
-def _read_part(node: ast.expr, parts: Parts) -> Any:
+def _read_term(node: ast.expr, terms: Terms) -> Any:
     head = node.func if isinstance(node, ast.Call) else node
     if not isinstance(head, ast.Name):
         raise StrategyError(
-            f"cannot read '{clip(ast.unparse(node))}' as a part of a strategy; "
-            "a strategy is parts joined with +, such as ddp + tp(2)"
+            f"cannot read '{clip(ast.unparse(node))}' as a term of a strategy; "
+            "a strategy is terms joined with +, such as ddp + tp(2)"
         )
-    if head.id not in parts:
-        hint = _nearest(head.id, parts, "strategies")
+    if head.id not in terms:
+        hint = _nearest(head.id, terms, "strategies")
         raise StrategyError(f"unknown strategy '{clip(head.id)}'; {hint}")
-    given = _read_options(head.id, node, parts) if isinstance(node, ast.Call) else {}
-    make: Callable[..., Any] = parts[head.id]
-    for option in fields(parts[head.id]):
+    given = _read_options(head.id, node, terms) if isinstance(node, ast.Call) else {}
+    make: Callable[..., Any] = terms[head.id]
+    for option in fields(terms[head.id]):
         if option.default is MISSING and option.name not in given:
             raise StrategyError(f"{head.id} needs a {option.name}, as in {head.id}(2)")
     return make(**given)
 
 
-def _read_options(name: str, call: ast.Call, parts: Parts) -> dict[str, object]:
-    options = [f.name for f in fields(parts[name])]
-    unnamed = [f.name for f in fields(parts[name]) if not f.kw_only]
+def _read_options(name: str, call: ast.Call, terms: Terms) -> dict[str, object]:
+    options = [f.name for f in fields(terms[name])]
+    unnamed = [f.name for f in fields(terms[name]) if not f.kw_only]
     if len(call.args) > len(unnamed):
         takes = f"only {unnamed[0]}" if unnamed else "no value"
         raise StrategyError(f"{name} takes {takes} without a name; {_list(options, 'options')}")

@@ -1,12 +1,34 @@
-"""How replicas agree: three moments of a step, and what surrounds a run."""
+"""How replicas agree: a `Sync` acts in three moments of a step, a `SyncPlan` makes it.
+
+plan = plan_for(term)            the term's torch side (registry.py)
+plan.check(options, replicas)    refuse what cannot work
+plan.materialize(model, …)       the model on its device, or left blank where it is sharded
+plan.layout(shard, …)            its parameters as one flat buffer
+plan.owns(flat, …)               what the optimizer of this rank updates
+plan.build(replica)              the Sync
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from shoal.comm.fellows import Fellows
+from shoal.comm.group import Group
+from shoal.errors import BadInput
+from shoal.replica.deferred_init import Blank
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.shard import Part
+from shoal.strategy.base import SyncTerm
+from shoal.sync.optimizer_step import NormOver, Update
+
+DEFAULT_BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
 
 
 class Sync(Protocol):
@@ -97,3 +119,104 @@ class Sync(Protocol):
     def close(self) -> None:
         """The run is over: stop threads, close connections."""
         return None
+
+
+class Copies(Protocol):
+    """Parameters that several workers of a replica hold: all of them have to get the same."""
+
+    def is_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether another worker decides its values."""
+        ...
+
+    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Replace the copies among these tensors by what the deciding workers have."""
+        ...
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What a sync works on: one replica's parameters, its optimizer, and the other replicas."""
+
+    flat: FlatParams
+    update: Update
+    group: Group
+    exact_microbatches: int | None = None  # the same bits at any number of replicas
+    statistics: Sequence[Tensor] = ()  # of BatchNorm, where replicas keep their own
+    say: Callable[[str], None] = lambda sentence: None
+    copies: Copies | None = None  # where a replica is split over workers
+    fellows: Fellows = field(default_factory=Fellows)  # these workers
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """What this rank's optimizer updates, and how it learns the norm of the full gradient."""
+
+    named: list[tuple[str, nn.Parameter]]
+    norm_over: NormOver | None = None
+    clipped: list[nn.Parameter] | None = None
+
+
+class StepSettings(Protocol):
+    """What a plan looks at of the options of `job.step`."""
+
+    @property
+    def exact(self) -> bool: ...
+
+    @property
+    def precision(self) -> str: ...
+
+
+T = TypeVar("T", bound=SyncTerm)
+
+
+class SyncPlan(Generic[T]):
+    """What a term means at run time. The defaults are those of replicas that hold the full model.
+
+    A plan stands in the file of its sync and is registered there with `@runs(Ddp)`.
+    """
+
+    def __init__(self, term: T):
+        self.term = term
+
+    @property
+    def can_be_exact(self) -> bool:
+        """Whether there is a sync that adds up every gradient in full, in a fixed order."""
+        return False
+
+    def check(self, options: StepSettings, replicas: int) -> None:
+        """Refuse options of a step that do not work under this term."""
+        if options.exact and not self.can_be_exact:
+            raise BadInput(
+                f"exact=True adds up every gradient in full, which {self.term} does not do: "
+                "take ddp"
+            )
+
+    def shards_parameters(self, replicas: int) -> bool:
+        """Whether a replica holds a shard of the parameters between steps."""
+        return False
+
+    def materialize(
+        self, model: nn.Module, dp: Group, device: torch.device, is_split: bool = False
+    ) -> Blank:
+        """Bring the model to its device, filled.
+
+        Where it is sharded that is left to `layout`; where a replica is split, to its shard.
+        """
+        blank = Blank(model)
+        is_left_blank = bool(blank) if is_split else self.shards_parameters(dp.size)
+        if not is_left_blank:
+            blank.fill_all(model)
+            model.to(device)
+        return blank
+
+    def layout(self, shard: Part, dp: Group, device: torch.device, blank: Blank) -> FlatParams:
+        """The parameters of this worker as a flat buffer."""
+        return FlatParams(shard.named)
+
+    def owns(self, flat: FlatParams, dp: Group, exact: bool) -> Ownership:
+        """What the optimizer of this rank updates."""
+        return Ownership(flat.named)
+
+    def build(self, replica: Replica) -> Sync:
+        """The sync; called once, when a step is built."""
+        raise NotImplementedError

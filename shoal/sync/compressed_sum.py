@@ -13,11 +13,11 @@ A sum goes in stages, written as a generator: what it yields is under way while 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.comm.group import Group, Op
@@ -25,23 +25,13 @@ from shoal.compress.catalog import make_compressor
 from shoal.compress.compressor import Compressor
 from shoal.compress.powersgd import PowerSgd
 from shoal.compress.topk import TopK
-from shoal.errors import CheckpointError
+from shoal.errors import BadInput, CheckpointError
 from shoal.replica.flat_params import FlatParams
+from shoal.strategy.base import SyncTerm
+from shoal.sync.base import Copies, StepSettings
 from shoal.transport.transport import Work
 
 MOST_KEPT = 4  # times as many elements of a sum as each replica sends
-
-
-class Copies(Protocol):
-    """Parameters that several workers of a replica hold: what arrives has to be the same on all."""
-
-    def is_copy(self, parameter: nn.Parameter) -> bool:
-        """Whether another worker has the say about it."""
-        ...
-
-    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
-        """Replace what is here of copies by what is there."""
-        ...
 
 
 def even_out(flat: FlatParams, buffer: Tensor, copies: Copies | None) -> None:
@@ -250,6 +240,15 @@ def _answers(compressor: Compressor, replicas: int) -> Compressor:
     if isinstance(compressor, TopK):
         return TopK(min(1.0, compressor.share * min(replicas, MOST_KEPT)))
     return compressor
+
+
+def refuse_scaled(term: SyncTerm, options: StepSettings) -> None:
+    """Compressed gradients must keep their scale between steps."""
+    if options.precision == "fp16":
+        raise BadInput(
+            f'{term} and precision="fp16" exclude each other: the scale of such gradients changes '
+            'between steps, and so would what is left to send; take precision="bf16"'
+        )
 
 
 def take_residual(tensors: dict[str, Tensor], residual: Tensor, rank: int, size: int) -> None:

@@ -7,49 +7,37 @@ from typing import Any
 from torch import Tensor
 
 from shoal.comm.counting import CountingGroup
-from shoal.comm.group import Group
-from shoal.replica.flat_params import FlatParams
-from shoal.sync.base import Sync
+from shoal.sync.base import FIRST_BUCKET_BYTES, Replica, Sync
 from shoal.sync.compressed_sum import (
-    Copies,
     Exchange,
     Staged,
     complete,
     even_out,
     make_exchange,
 )
-from shoal.sync.ddp import FIRST_BUCKET_BYTES
-from shoal.sync.optimizer_step import Update
 from shoal.sync.traffic import StepTraffic
 
 
 class CompressedReduce(Sync):
-    """As `AllReduce`, with packed buckets. The head (loss and flags) travels as it is.
+    """As `DdpSync`, with packed buckets. The head (loss and flags) travels as it is.
 
     A bucket is packed and on its way while backward still runs; its further stages follow in
     `finish`. The gradients of a step are those that arrived, the same bits on every replica.
     """
 
-    def __init__(
-        self,
-        flat: FlatParams,
-        update: Update,
-        group: Group,
-        bucket_bytes: int,
-        compress: str,
-        copies: Copies | None = None,
-    ):
+    def __init__(self, replica: Replica, bucket_bytes: int, compress: str):
+        flat = replica.flat
         self.flat = flat
-        self.update = update
-        self.group = CountingGroup(group)
+        self.update = replica.update
+        self.group = CountingGroup(replica.group)
         buckets = flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
         flat.grads.watch(buckets)
         bodies = [self._body(bucket) for bucket in buckets]
-        self.exchange: Exchange = make_exchange(compress, flat, self.group, bodies, copies)
+        self.exchange: Exchange = make_exchange(compress, flat, self.group, bodies, replica.copies)
         self.traffic = StepTraffic(flat, self.group)
         self._under_way: list[Staged] = []
         self._gaps = flat.gaps()
-        self._copies = copies
+        self._copies = replica.copies
 
     def begin(self) -> None:
         self._under_way.clear()

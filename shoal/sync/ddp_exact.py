@@ -12,11 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.comm.group import Group
-from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import Node, add_up, note_leaf, runs_of, whole_subtrees
-from shoal.sync.base import Sync
-from shoal.sync.optimizer_step import Update
+from shoal.sync.base import Replica, Sync
 
 
 class ExactReduce(Sync):
@@ -24,21 +21,14 @@ class ExactReduce(Sync):
 
     every_microbatch = True
 
-    def __init__(
-        self,
-        flat: FlatParams,
-        update: Update,
-        group: Group,
-        microbatches: int,
-        bucket_bytes: int,
-    ):
-        self.flat = flat
-        self.update = update
-        self.group = group
+    def __init__(self, replica: Replica, microbatches: int, bucket_bytes: int):
+        self.flat = replica.flat
+        self.update = replica.update
+        self.group = replica.group
         self.root = (0, microbatches)
-        self.runs = runs_of(microbatches, group.size)
+        self.runs = runs_of(microbatches, self.group.size)
         self._sums: dict[tuple[int, int], dict[Node, Tensor]] = {}
-        flat.grads.watch(flat.buckets(bucket_bytes))
+        self.flat.grads.watch(self.flat.buckets(bucket_bytes))
 
     def begin(self) -> None:
         self._sums = {}

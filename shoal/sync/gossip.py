@@ -30,12 +30,12 @@ from shoal.comm.group import Group, Op
 from shoal.comm.objects import all_equal
 from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
-from shoal.replica.flat_params import FlatParams
 from shoal.schedules.gossip.mixing import Mixing, mixing_for
-from shoal.strategy.strategy import Gossip
-from shoal.sync.base import Sync
+from shoal.strategy.terms import Gossip
+from shoal.sync.base import Replica, Sync, SyncPlan
 from shoal.sync.gossip_async import AsyncGossip
-from shoal.sync.optimizer_step import Update
+from shoal.sync.local import LocalSync
+from shoal.sync.registry import runs
 from shoal.sync.replica_mean import averaged, mean_state
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
@@ -43,25 +43,6 @@ from shoal.transport.transport import Work
 CHUNK_BYTES = 4 << 20  # of the parameters: added up while the next chunk is under way
 MEASURE_EVERY = 50  # steps from one measurement of the distance between replicas to the next
 _TAG = 0x60551
-
-
-def build_gossip(
-    part: Gossip,
-    flat: FlatParams,
-    update: Update,
-    group: Group,
-    statistics: Sequence[Tensor],
-    say: Callable[[str], None],
-) -> Sync:
-    """Read the graph, say what is to be expected of it, and choose how to mix."""
-    mixing = mixing_for(part.graph, group.size)
-    _check_same(mixing, part, group, flat.device)
-    say(f"gossip over {mixing.expectation}")
-    if part.mode == "async":
-        return AsyncGossip(flat, update, group, mixing, statistics)
-    if mixing.is_uniform:
-        return MixGradients(flat, update, group, mixing, statistics)
-    return MixWeights(flat, update, group, mixing, statistics)
 
 
 class Neighbours:
@@ -131,22 +112,16 @@ class Mixer(Sync):
 
     mixes_gradients: bool
 
-    def __init__(
-        self,
-        flat: FlatParams,
-        update: Update,
-        group: Group,
-        mixing: Mixing,
-        statistics: Sequence[Tensor],
-    ):
+    def __init__(self, replica: Replica, mixing: Mixing):
+        flat = replica.flat
         self.flat = flat
-        self.update = update
+        self.update = replica.update
         self.mixing = mixing
-        self.group = CountingGroup(group)
-        self.statistics = statistics
+        self.group = CountingGroup(replica.group)
+        self.statistics = replica.statistics
         self.neighbours = Neighbours(self.group, mixing)
         self.traffic = StepTraffic(flat, self.group)
-        self.gradient_scale = float(group.size)  # the mean of this is the sum of shares
+        self.gradient_scale = float(self.group.size)  # the mean of this is the sum of shares
         self.distances: list[tuple[int, float]] = []
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
@@ -257,10 +232,24 @@ class MixWeights(Mixer):
         data[0] = 0.0
 
 
-def _check_same(mixing: Mixing, part: Gossip, group: Group, device: torch.device) -> None:
-    """Files may differ between hosts, and random graphs between versions of networkx."""
-    if not all_equal(group, b"".join(m.tobytes() for m in mixing.matrices), device):
-        raise BadInput(
-            f"{part}: not all ranks have the same graph; give all hosts the same file and the same "
-            "version of networkx"
-        )
+@runs(Gossip)
+class GossipPlan(SyncPlan[Gossip]):
+    def build(self, replica: Replica) -> Sync:
+        """Read the graph, say what is to be expected of it, and choose how to mix."""
+        if replica.group.size == 1:
+            return LocalSync(replica)
+        mixing = mixing_for(self.term.graph, replica.group.size)
+        self._check_same(mixing, replica)
+        replica.say(f"gossip over {mixing.expectation}")
+        if self.term.mode == "async":
+            return AsyncGossip(replica, mixing)
+        return MixGradients(replica, mixing) if mixing.is_uniform else MixWeights(replica, mixing)
+
+    def _check_same(self, mixing: Mixing, replica: Replica) -> None:
+        """Files may differ between hosts, and random graphs between versions of networkx."""
+        matrices = b"".join(matrix.tobytes() for matrix in mixing.matrices)
+        if not all_equal(replica.group, matrices, replica.flat.device):
+            raise BadInput(
+                f"{self.term}: not all ranks have the same graph; give all hosts the same file "
+                "and the same version of networkx"
+            )

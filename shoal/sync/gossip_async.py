@@ -19,14 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
-from shoal.replica.flat_params import FlatParams
 from shoal.schedules.gossip.mixing import Mixing
-from shoal.sync.base import Sync
-from shoal.sync.optimizer_step import Update
+from shoal.sync.base import Replica, Sync
 from shoal.sync.replica_mean import kept
 from shoal.transport.shm.versioned_pages import Bytes, VersionedPages
 
@@ -46,16 +43,11 @@ class AsyncGossip(Sync):
 
     waits = False
 
-    def __init__(
-        self,
-        flat: FlatParams,
-        update: Update,
-        group: Group,
-        mixing: Mixing,
-        statistics: Sequence[Tensor],
-    ):
+    def __init__(self, replica: Replica, mixing: Mixing):
+        flat = replica.flat
+        group = replica.group
         self.flat = flat
-        self.update = update
+        self.update = replica.update
         self.mixing = mixing
         self.rank = group.rank
         self.size = group.size
@@ -66,7 +58,7 @@ class AsyncGossip(Sync):
         self.distances: list[tuple[int, float]] = []
         self._measure_at = MEASURE_EVERY
         self._seen = [0] * group.size
-        self._tensors = [flat.data, *statistics]
+        self._tensors = [flat.data, *replica.statistics]
         self._page, self._views = room_for(self._tensors)
         self._others = torch.empty_like(flat.data)
         self._loss: Tensor | None = None

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
-from shoal.replica.flat_params import FlatParams
 from shoal.runtime.backoff import Pauses
-from shoal.sync.base import Sync
-from shoal.sync.optimizer_step import Update
+from shoal.strategy.terms import Hogwild
+from shoal.sync.base import Replica, Sync, SyncPlan
+from shoal.sync.local import LocalSync
+from shoal.sync.registry import runs
 from shoal.transport.shm.shared_buffer import SharedBuffer
 
 _ALIGN = 64
@@ -37,7 +37,7 @@ _FIRST_LOOK_S = 0.0005
 _LONGEST_LOOK_S = 0.02
 
 
-class Hogwild(Sync):
+class HogwildSync(Sync):
     """A step exchanges nothing: it computes on the shared weights and changes them.
 
     The weights that count are the shared ones, when all workers have come as far as this one.
@@ -48,22 +48,17 @@ class Hogwild(Sync):
 
     waits = False
 
-    def __init__(
-        self,
-        flat: FlatParams,
-        update: Update,
-        group: Group,
-        momentum: bool,
-        statistics: Sequence[Tensor],
-        say: Callable[[str], None],
-    ):
+    def __init__(self, replica: Replica, momentum: bool):
+        flat = replica.flat
+        group = replica.group
+        statistics = replica.statistics
         self.flat = flat
-        self.update = update
+        self.update = replica.update
         self.group = group
         self.rank = group.rank
         self.size = group.size
         self.momentum = momentum
-        self._settings = Settings(update.optimizer, momentum, say)
+        self._settings = Settings(self.update.optimizer, momentum, replica.say)
         tensors = [flat.data, *statistics, *self._sums()]
         places, num_bytes = _lay_out(tensors)
         exchange = partial(all_gather_bytes, group)
@@ -242,3 +237,11 @@ def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
         places.append(end)
         end += -(-tensor.nbytes // _ALIGN) * _ALIGN
     return places, end
+
+
+@runs(Hogwild)
+class HogwildPlan(SyncPlan[Hogwild]):
+    def build(self, replica: Replica) -> Sync:
+        if replica.group.size == 1:
+            return LocalSync(replica)
+        return HogwildSync(replica, self.term.momentum)

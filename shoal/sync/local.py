@@ -1,19 +1,30 @@
-"""One replica alone: nothing to agree about."""
+"""One replica alone: nothing to agree on."""
 
 from __future__ import annotations
 
-from shoal.replica.flat_params import FlatParams
-from shoal.sync.base import Sync
-from shoal.sync.optimizer_step import Update
+from shoal.strategy.terms import Single
+from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, Sync, SyncPlan
+from shoal.sync.ddp_exact import ExactReduce
+from shoal.sync.registry import runs
 
 
-class LocalUpdate(Sync):
+class LocalSync(Sync):
     """Gradients stay where backward put them; no buckets, no copies."""
 
-    def __init__(self, flat: FlatParams, update: Update):
-        self.flat = flat
-        self.update = update
+    def __init__(self, replica: Replica):
+        self.flat = replica.flat
+        self.update = replica.update
 
     def finish(self) -> None:
         self.update.apply()
         self.flat.zero_grad()
+
+
+@runs(Single)
+class SinglePlan(SyncPlan[Single]):
+    can_be_exact = True
+
+    def build(self, replica: Replica) -> Sync:
+        if replica.exact_microbatches is not None:
+            return ExactReduce(replica, replica.exact_microbatches, DEFAULT_BUCKET_BYTES)
+        return LocalSync(replica)

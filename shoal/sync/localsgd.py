@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.counting import CountingGroup
-from shoal.comm.group import Group, Op
-from shoal.replica.flat_params import FlatParams
-from shoal.sync.base import Sync
+from shoal.comm.group import Op
+from shoal.strategy.terms import Localsgd
+from shoal.sync.base import Replica, Sync, SyncPlan
 from shoal.sync.compressed_sum import (
-    Copies,
     Exchange,
     Staged,
     check_size,
@@ -29,13 +28,13 @@ from shoal.sync.compressed_sum import (
     even_out,
     make_exchange,
 )
-from shoal.sync.optimizer_step import Update
 from shoal.sync.outer_optimizer import Outer
+from shoal.sync.registry import runs
 from shoal.sync.replica_mean import mean_state
 from shoal.sync.traffic import StepTraffic
 
 
-class LocalSgd(Sync):
+class LocalSgdSync(Sync):
     """`every` steps alone, then one average; with `outer` an optimizer's step on the difference.
 
     With every=1 and an optimizer that is linear in the gradient (SGD, with momentum and weight
@@ -48,33 +47,26 @@ class LocalSgd(Sync):
     optimizer's state; all replicas go on from it alike.
     """
 
-    def __init__(
-        self,
-        flat: FlatParams,
-        update: Update,
-        group: Group,
-        every: int,
-        outer: str | None = None,
-        compress: str | None = None,
-        statistics: Sequence[Tensor] = (),
-        copies: Copies | None = None,
-    ):
+    def __init__(self, replica: Replica, term: Localsgd):
+        flat = replica.flat
         self.flat = flat
-        self.update = update
-        self.group = CountingGroup(group)
-        self.every = every
-        self.statistics = statistics
-        self.gradient_scale = float(group.size)
+        self.update = replica.update
+        self.group = CountingGroup(replica.group)
+        self.every = term.every
+        self.statistics = replica.statistics
+        self.gradient_scale = float(self.group.size)
         self.agreed = nn.Parameter(flat.data.clone(), requires_grad=False)
         self.since = 0
-        self.outer = Outer(outer, self.agreed) if outer else None
+        self.outer = Outer(term.outer, self.agreed) if term.outer else None
         body = slice(flat.offset, flat.size)
         self.exchange: Exchange | None = (
-            make_exchange(compress, flat, self.group, [body], copies) if compress else None
+            make_exchange(term.compress, flat, self.group, [body], replica.copies)
+            if term.compress
+            else None
         )
         self.traffic = StepTraffic(flat, self.group)
         self._gaps = flat.gaps()
-        self._copies = copies
+        self._copies = replica.copies
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
 
@@ -198,3 +190,9 @@ def _put(flat: Tensor, into: Sequence[Tensor]) -> None:
     for tensor in into:
         tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
         start += tensor.numel()
+
+
+@runs(Localsgd)
+class LocalSgdPlan(SyncPlan[Localsgd]):
+    def build(self, replica: Replica) -> Sync:
+        return LocalSgdSync(replica, self.term)

@@ -14,32 +14,28 @@ from typing import Any
 from torch import Tensor
 
 from shoal.comm.counting import CountingGroup
-from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.replica.flat_params import FlatParams
-from shoal.sync.base import Sync
-from shoal.sync.optimizer_step import Update
+from shoal.strategy.terms import Mapreduce
+from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, StepSettings, Sync, SyncPlan
+from shoal.sync.local import LocalSync
+from shoal.sync.registry import runs
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 
 MASTER = 0
 
 
-class MapReduce(Sync):
+class MapReduceSync(Sync):
     """Gradients are reduced to rank 0 while backward runs; it alone has an optimizer's state.
 
     A worker sends its gradients once in a step, and the weights go out from the master once.
     """
 
-    def __init__(self, flat: FlatParams, update: Update, group: Group, bucket_bytes: int):
-        if update.scaler is not None:
-            raise BadInput(
-                'mapreduce and precision="fp16" exclude each other: the master alone knows the '
-                'scale of the next step; take precision="bf16"'
-            )
+    def __init__(self, replica: Replica, bucket_bytes: int):
+        flat = replica.flat
         self.flat = flat
-        self.update = update
-        self.group = CountingGroup(group)
+        self.update = replica.update
+        self.group = CountingGroup(replica.group)
         self.traffic = StepTraffic(flat, self.group)
         self._under_way: list[Work] = []
         self._loss = flat.grads.header[:1].clone()
@@ -79,3 +75,19 @@ class MapReduce(Sync):
 
     def report(self) -> dict[str, Any]:
         return self.traffic.report()
+
+
+@runs(Mapreduce)
+class MapReducePlan(SyncPlan[Mapreduce]):
+    def check(self, options: StepSettings, replicas: int) -> None:
+        super().check(options, replicas)
+        if options.precision == "fp16" and replicas > 1:
+            raise BadInput(
+                'mapreduce and precision="fp16" exclude each other: the master alone knows the '
+                'scale of the next step; take precision="bf16"'
+            )
+
+    def build(self, replica: Replica) -> Sync:
+        if replica.group.size == 1:
+            return LocalSync(replica)
+        return MapReduceSync(replica, DEFAULT_BUCKET_BYTES)

@@ -25,16 +25,28 @@ from torch import Tensor, nn
 
 from shoal.comm.counting import CountingGroup
 from shoal.comm.group import Group
+from shoal.errors import BadInput
+from shoal.replica.deferred_init import Blank
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import ShardedParams
-from shoal.sync.base import Sync
+from shoal.replica.shard import Part
+from shoal.strategy.terms import Zero
+from shoal.sync.base import (
+    DEFAULT_BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    Ownership,
+    Replica,
+    StepSettings,
+    Sync,
+    SyncPlan,
+)
 from shoal.sync.ddp_exact import ExactReduce
 from shoal.sync.gather_optimizer import gather_optimizer
-from shoal.sync.optimizer_step import Update
+from shoal.sync.registry import runs
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 
-FIRST_BUCKET_BYTES = 1 << 20
+SMALLEST_BUCKET_BYTES = 1 << 20
 ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept
 
 
@@ -74,11 +86,11 @@ class _Sent(NamedTuple):
 class ShardedUpdate:
     """What the stages share after the gradients are agreed: who has which weights and state."""
 
-    def __init__(self, flat: FlatParams, update: Update, group: Group):
-        self.flat = flat
-        self.update = update
+    def __init__(self, replica: Replica, group: Group):
+        self.flat = replica.flat
+        self.update = replica.update
         self.group = group
-        self.shards = flat.shards(group.size)
+        self.shards = self.flat.shards(group.size)
 
     def apply(self) -> None:
         self.update.apply()
@@ -120,22 +132,21 @@ class ZeroReduce(Sync):
     are reduced one by one so that no whole gradient is ever kept.
     """
 
-    def __init__(
-        self, flat: FlatParams, update: Update, group: Group, stage: int, bucket_bytes: int
-    ):
+    def __init__(self, replica: Replica, stage: int, bucket_bytes: int):
+        flat = replica.flat
         self.flat = flat
-        self.group = CountingGroup(group)
+        self.group = CountingGroup(replica.group)
         groups = [self.group]
         if isinstance(flat, ShardedParams):
             flat.group = CountingGroup(flat.group)
             groups.append(flat.group)
         self.traffic = StepTraffic(flat, *groups)
-        self.sharded = ShardedUpdate(flat, update, self.group)
+        self.sharded = ShardedUpdate(replica, self.group)
         self.every_microbatch = stage > 1
-        owned = owned_buckets(flat, group.size, bucket_bytes)
+        owned = owned_buckets(flat, self.group.size, bucket_bytes)
         self._owner = {bucket.start: rank for rank, bucket in owned}
         buckets = [bucket for _, bucket in owned]
-        self.shard = self.sharded.shards[group.rank]
+        self.shard = self.sharded.shards[self.group.rank]
         kept = slice(flat.offset, flat.size) if stage == 1 else self.shard
         self._kept = torch.zeros(kept.stop - kept.start, dtype=flat.dtype, device=flat.device)
         self._kept_at = kept
@@ -219,11 +230,9 @@ class ZeroReduce(Sync):
 class ExactZero(ExactReduce):
     """The same bits as on one device: gradients are added up as there, whole on every rank."""
 
-    def __init__(
-        self, flat: FlatParams, update: Update, group: Group, microbatches: int, bucket_bytes: int
-    ):
-        super().__init__(flat, update, group, microbatches, bucket_bytes)
-        self.sharded = ShardedUpdate(flat, update, group)
+    def __init__(self, replica: Replica, microbatches: int, bucket_bytes: int):
+        super().__init__(replica, microbatches, bucket_bytes)
+        self.sharded = ShardedUpdate(replica, replica.group)
 
     def apply(self) -> None:
         self.sharded.apply()
@@ -237,3 +246,54 @@ class ExactZero(ExactReduce):
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+@runs(Zero)
+class ZeroPlan(SyncPlan[Zero]):
+    can_be_exact = True
+
+    def check(self, options: StepSettings, replicas: int) -> None:
+        super().check(options, replicas)
+        if options.precision == "fp16":
+            raise BadInput(f'{self.term} does not train with precision="fp16": take "bf16"')
+
+    def shards_parameters(self, replicas: int) -> bool:
+        return self.term.stage == 3 and replicas > 1
+
+    def layout(self, shard: Part, dp: Group, device: torch.device, blank: Blank) -> FlatParams:
+        if not self.shards_parameters(dp.size):
+            return super().layout(shard, dp, device, blank)
+        flat = ShardedParams(shard.model, dp, device, blank, shard.named, shard.computes)
+        if shard.computes is None:  # else it is on the device, and the rest has no memory
+            move_untrained(shard.model, flat, device)
+        return flat
+
+    def owns(self, flat: FlatParams, dp: Group, exact: bool) -> Ownership:
+        named = own_named(flat, dp)
+        if exact:  # every rank has the full gradient
+            return Ownership(named, clipped=flat.params)
+        return Ownership(named, norm_over(flat, dp))
+
+    def build(self, replica: Replica) -> Sync:
+        if replica.exact_microbatches is not None:
+            return ExactZero(replica, replica.exact_microbatches, DEFAULT_BUCKET_BYTES)
+        bucket_bytes = bytes_of_shards(replica.flat, replica.group.size)
+        return ZeroReduce(replica, self.term.stage, bucket_bytes)
+
+
+def move_untrained(model: nn.Module, flat: FlatParams, device: torch.device) -> None:
+    """Bring to the device what is not sharded: frozen parameters and buffers."""
+    trained = {id(p) for p in flat.params}
+    for module in model.modules():
+        for p in module._parameters.values():
+            if p is not None and id(p) not in trained:
+                p.data = p.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def bytes_of_shards(flat: FlatParams, replicas: int) -> int:
+    """Buckets that are small beside a shard, since they need memory of their own."""
+    shard_bytes = flat.size * flat.data.element_size() // replicas
+    return min(DEFAULT_BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, shard_bytes // 16))

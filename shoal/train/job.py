@@ -31,7 +31,8 @@ from shoal.observe.trace import OFF, Tracer
 from shoal.pytree import map_tensors
 from shoal.replica.engine import Loss, Precision, keeping_modes
 from shoal.runtime.faults import Faults
-from shoal.strategy.strategy import Strategy, require_built
+from shoal.strategy.base import Batches
+from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train import checkpoint
 from shoal.train.map_reduce import map_reduce_over
@@ -58,7 +59,7 @@ class Job:
         faults: Faults | None = None,
         tally: Tally | None = None,
     ):
-        require_built(strategy)
+        strategy.require_built()
         layout = strategy.layout(group.size)
         self.strategy = strategy
         self.group = group
@@ -85,9 +86,9 @@ class Job:
         self._feed = Feed(
             self.mesh.dp, device, seed, lambda: self.steps, self._before_batch, self._say_once
         )
-        part = strategy.sync_for(self.replicas)
-        self._feed.turns = part.takes_turns
-        self._feed.everything = part.takes_everything
+        batches = strategy.sync_for(self.replicas).batches
+        self._feed.turns = batches is Batches.IN_TURNS
+        self._feed.everything = batches is Batches.WHOLE_DATASET
         self._clock = _Clock()
         self._pace = Pace()
 

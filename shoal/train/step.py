@@ -32,9 +32,12 @@ from shoal.replica.engine import Loss, MicroBatch, Precision
 from shoal.replica.shard import part_of_replica
 from shoal.runtime.faults import Faults, busy_s
 from shoal.schedules.pipelines.actions import accumulate as accumulate_schedule
-from shoal.strategy.strategy import Pp, Ps, Strategy, SyncPart, Tp
+from shoal.strategy.base import Batches, SyncTerm
+from shoal.strategy.strategy import Strategy
+from shoal.strategy.terms import Pp, Tp
+from shoal.sync.base import Replica
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, Update
-from shoal.sync.registry import Replica, build_sync, lay_out, ownership, place
+from shoal.sync.registry import plan_for
 
 _HINTS = {
     "loss": "it takes (outputs, targets)",
@@ -164,42 +167,41 @@ class Step:
         self.seed = seed
         self.count = count
         self.mesh = mesh
-        part = strategy.sync_for(group.size)
-        self._has_servers = isinstance(part, Ps)
+        term = strategy.sync_for(group.size)
+        plan = plan_for(term)
+        plan.check(options, group.size)
+        self._has_servers = term.has_servers
         if options.exact:
             _make_deterministic(device)
         is_split = mesh.tp.size * mesh.pp.size > 1
-        blank = place(part, model, group, device, is_split)
+        blank = plan.materialize(model, group, device, is_split)
         self.model = model
         self.embeddings = bind_embeddings(self.model, optimizer, seed)
         self._check_embeddings(say)
-        presence = self._share_batchnorm(part, say)
+        presence = self._share_batchnorm(term, say)
         self.part = part_of_replica(self.model, strategy, mesh, device, blank, example)
-        self.flat = lay_out(
-            *(part, model, group, device, blank), self.part.named, self.part.computes
-        )
+        self.flat = plan.layout(self.part, group, device, blank)
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
-        own = ownership(part, self.flat, group, options.exact)
+        owned = plan.owns(self.flat, group, options.exact)
         self.update = Update(
-            own.named,
+            owned.named,
             optimizer,
             clip_norm=options.clip_norm,
             lr=lr,
             scaler=scaler,
-            norm_over=own.norm_over,
-            clipped=own.clipped,
-            total_norm=self.part.total_norm(None if own.norm_over is None else group),
+            norm_over=owned.norm_over,
+            clipped=owned.clipped,
+            total_norm=self.part.total_norm(None if owned.norm_over is None else group),
             tracer=tracer,
         )
-        self.sync = build_sync(
-            part,
+        self.sync = plan.build(
             Replica(
                 self.flat,
                 self.update,
                 group,
                 options.microbatches if options.exact else None,
-                [] if part.in_lockstep else running_statistics(self.model),
+                [] if term.lockstep else running_statistics(self.model),
                 say,
                 self.part if is_split else None,
                 Fellows(mesh.pp, mesh.tp),
@@ -228,7 +230,7 @@ class Step:
             )
         self.steps = 0
         self._checked = self._reversed = False
-        self._everything = part.takes_everything
+        self._everything = term.batches is Batches.WHOLE_DATASET
         self.latest: Batch | None = None  # what job.batches has yielded last
         self.after: list[Callable[[Step, Tensor], None]] = []
 
@@ -294,16 +296,16 @@ class Step:
         if self.options.clip_norm is not None:
             say("clip_norm bounds the gradient of the parameters; rows of shoal.Embedding are none")
 
-    def _share_batchnorm(self, part: SyncPart, say: Callable[[str], None]) -> Presence:
+    def _share_batchnorm(self, term: SyncTerm, say: Callable[[str], None]) -> Presence:
         if not has_batchnorm(self.model) or self.options.batchnorm == "local":
             return Presence()
-        if self.group.size > 1 and not part.in_lockstep:
+        if self.group.size > 1 and not term.lockstep:
             statistics = (
                 "running statistics are shared like the weights"
-                if part.takes_turns
+                if term.batches is Batches.IN_TURNS
                 else "the mean of the running statistics is tested and saved"
             )
-            say(f"BatchNorm sees each replica's own samples under {part.name}; {statistics}")
+            say(f"BatchNorm sees each replica's own samples under {term.name}; {statistics}")
             return Presence()
         if self.mesh.pp.size > 1 and self.options.accumulate == 1 and not self.options.exact:
             say(

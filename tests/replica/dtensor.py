@@ -19,7 +19,7 @@ from shoal.comm.executors.torch import TorchGroup
 from shoal.replica.deferred_init import Blank
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.replica.tensor.plan import plan_of
-from shoal.strategy.strategy import Tp
+from shoal.strategy.terms import Tp
 from tests.replica.beside_torch import main
 
 PLAN = {"up": "column", "down": "row", "head": "column"}

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from shoal.comm.group import Group
 from shoal.observe.trace import Recorder
 from shoal.replica.pipeline.engine import PipelineEngine
-from shoal.schedules.pipelines.catalog import build
+from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import prove
-from shoal.strategy.strategy import SCHEDULES, parse
+from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import samples
@@ -84,7 +84,7 @@ def peaks(world: World, strategy: str, stages: int, layers: int) -> list[int]:
     return [a.most for a in alive]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedules())
 def test_as_many_activations_live_as_the_proof_says(world: World, schedule: str) -> None:
     pipeline = build(schedule, 3, 8)
     strategy = f'pp(3, schedule="{schedule}", microbatches=8)'

@@ -19,7 +19,7 @@ from shoal.replica.tensor.plan import plan_of
 from shoal.replica.tensor.rng import Streams
 from shoal.replica.tensor.shard_spec import Share, cut
 from shoal.replica.tensor.vocab_parallel import SplitLogits
-from shoal.strategy.strategy import Tp
+from shoal.strategy.terms import Tp
 from tests.conftest import World
 
 

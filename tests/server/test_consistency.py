@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.server.consistency import MOST_BEHIND, Impossible, Ledger, Rule, Verdict, quorum_of
-from shoal.strategy.strategy import Ps
+from shoal.strategy.terms import Ps
 
 ADMITTED = Verdict.ADMITTED
 FOLDED = Verdict.FOLDED

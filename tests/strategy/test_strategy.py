@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError
 
 import pytest
 
 from shoal.errors import NotBuilt, StrategyError
-from shoal.strategy import strategy as notation
-from shoal.strategy.strategy import (
-    BUILT,
-    PARTS,
+from shoal.strategy.base import TERMS
+from shoal.strategy.strategy import Layout, as_strategy, parse
+from shoal.strategy.terms import (
     Ddp,
-    Layout,
     Single,
     Zero,
-    as_strategy,
     ddp,
     gossip,
     hogwild,
     localsgd,
     mapreduce,
-    parse,
     pp,
     ps,
-    require_built,
     tp,
     zero,
 )
@@ -56,7 +51,7 @@ def test_the_design_text_is_the_python_value(text: str) -> None:
     assert parse(str(parse(text))) == parse(text)
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", TERMS)
 def test_every_name_parses_and_prints(name: str) -> None:
     text = f"{name}(2)" if name in ("tp", "pp") else name
     assert str(parse(text)) == text
@@ -114,7 +109,7 @@ def test_options_are_typed_attributes() -> None:
     assert isinstance(strategy.sync, Ddp) and strategy.sync.bucket_mb == 4
     assert strategy.tp is not None and strategy.tp.plan == {"a": "row"}
     assert strategy.pp is not None and strategy.pp.cuts == ("b", "c")
-    assert [part.name for part in strategy.parts] == ["ddp", "tp", "pp"]
+    assert [term.name for term in strategy.terms] == ["ddp", "tp", "pp"]
 
 
 # ---- what a strategy means ----------------------------------------------------------------------
@@ -152,7 +147,7 @@ def test_workers_that_do_not_fit_are_refused(text: str, workers: int, sentence: 
     assert sentence in str(caught.value)
 
 
-def test_without_a_sync_part_more_than_one_replica_means_ddp() -> None:
+def test_without_a_sync_term_more_than_one_replica_means_ddp() -> None:
     assert parse("tp(2)").sync is None
     assert parse("tp(2)").sync_for(1) == Single()
     assert parse("tp(2)").sync_for(2) == Ddp()
@@ -180,51 +175,19 @@ def test_the_other_strategies_do_not(text: str) -> None:
     assert not parse(text).is_synchronous
 
 
-# ---- what is built: stated for a BUILT of its own, so that flipping entries breaks no test ------
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {
-        "single": {},
-        "ddp": {"algorithm": ("auto",), "bucket_mb": notation.EVERY_VALUE},
-    }
-    monkeypatch.setattr(notation, "BUILT", table)
-
-
-@pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("text", ["single", "ddp", "ddp(bucket_mb=4)", 'ddp(algorithm="auto")'])
-def test_what_is_built_passes(text: str) -> None:
-    require_built(parse(text))
-
-
-@pytest.mark.usefixtures("built")
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (
-            "gossip",
-            "gossip is not built yet: it is part of the notation, but this version "
-            "has no runtime for it; ddp and single work",
-        ),
-        ("ddp + tp(2)", "tp is not built yet"),
-        ('ddp(algorithm="tree")', 'ddp(algorithm="tree") is not built yet: algorithm'),
-        ('ddp(compress="fp16")', 'ddp(compress="fp16") is not built yet: compress'),
-    ],
-)
-def test_what_is_not_built_is_named(text: str, sentence: str) -> None:
+def test_asynchronous_gossip_of_split_replicas_is_refused_by_name() -> None:
+    parse('gossip(mode="async") + tp(1)').require_built()
+    parse("gossip + tp(2)").require_built()
     with pytest.raises(NotBuilt) as caught:
-        require_built(parse(text))
-    assert sentence in str(caught.value)
-
-
-def test_the_built_table_names_parts_and_options_that_exist() -> None:
-    for name, options in BUILT.items():
-        assert set(options) <= {option.name for option in fields(PARTS[name])}
+        parse('gossip(mode="async") + pp(2)').require_built()
+    assert 'gossip(mode="async") + pp(2) is not built yet' in str(caught.value)
+    assert "take gossip + pp(2)" in str(caught.value)
 
 
 def test_the_notation_loads_neither_torch_nor_numpy_nor_networkx() -> None:
     """The command line reads strategies, and has to start quickly."""
     code = (
-        "import sys, shoal.strategy; shoal.strategy.parse('gossip'); "
+        "import sys, shoal.strategy.strategy; shoal.strategy.strategy.parse('gossip'); "
         "print({'torch', 'numpy', 'networkx'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

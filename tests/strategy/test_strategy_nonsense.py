@@ -10,16 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import BadInput, NotBuilt, StrategyError
-from shoal.strategy.strategy import (
-    MAX_TEXT,
-    Ddp,
-    Strategy,
-    as_strategy,
-    ddp,
-    parse,
-    pp,
-    zero,
-)
+from shoal.strategy.parser import MAX_TEXT
+from shoal.strategy.strategy import Strategy, as_strategy, parse
+from shoal.strategy.terms import Ddp, ddp, pp, zero
 
 NONSENSE = {
     "": "the strategy is empty",
@@ -103,15 +96,15 @@ NONSENSE = {
     "tp(2) + hogwild": "hogwild + tp makes no sense",
     "mapreduce + tp(2)": "mapreduce + tp makes no sense: a map task is the whole model",
     "mapreduce + pp(2)": "mapreduce + pp makes no sense",
-    "ddp - tp(2)": "cannot read 'ddp - tp(2)' as a part of a strategy",
-    "+ddp": "cannot read '+ddp' as a part of a strategy",
-    "shoal.ddp()": "cannot read 'shoal.ddp()' as a part of a strategy",
-    "ddp()()": "cannot read 'ddp()()' as a part of a strategy",
-    "'ddp'": "as a part of a strategy",
-    "3": "cannot read '3' as a part of a strategy",
-    "lambda: ddp": "as a part of a strategy",
-    "(x := ddp)": "as a part of a strategy",
-    "f'{ddp}'": "as a part of a strategy",
+    "ddp - tp(2)": "cannot read 'ddp - tp(2)' as a term of a strategy",
+    "+ddp": "cannot read '+ddp' as a term of a strategy",
+    "shoal.ddp()": "cannot read 'shoal.ddp()' as a term of a strategy",
+    "ddp()()": "cannot read 'ddp()()' as a term of a strategy",
+    "'ddp'": "as a term of a strategy",
+    "3": "cannot read '3' as a term of a strategy",
+    "lambda: ddp": "as a term of a strategy",
+    "(x := ddp)": "as a term of a strategy",
+    "f'{ddp}'": "as a term of a strategy",
     "ddp +": 'cannot read "ddp +" as a strategy: invalid syntax',
     "ddp(": "'(' was never closed",
     "ddp; ddp": "cannot read",
@@ -181,7 +174,7 @@ def test_any_text_parses_or_is_a_strategy_error(text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, b"ddp", ["ddp"], Ddp])
-def test_only_text_parts_and_strategies_name_a_strategy(value: object) -> None:
+def test_only_text_terms_and_strategies_name_a_strategy(value: object) -> None:
     with pytest.raises(StrategyError, match="a strategy is text such as"):
         as_strategy(value)  # type: ignore[arg-type]
 
@@ -195,9 +188,9 @@ def test_python_values_are_checked_like_text() -> None:
         ddp(bucket_mb=10**5000)
     with pytest.raises(StrategyError, match=r"ddp \+ zero\(3\): a strategy has at most one way"):
         ddp() + zero(3)
-    with pytest.raises(StrategyError, match="made of parts"):
+    with pytest.raises(StrategyError, match="made of terms"):
         Strategy("ddp")  # type: ignore[arg-type]
-    with pytest.raises(StrategyError, match="has a part"):
+    with pytest.raises(StrategyError, match="has a term"):
         Strategy()
     with pytest.raises(TypeError):
         ddp() + "tp(2)"  # type: ignore[operator]

@@ -8,18 +8,16 @@ import pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.strategy.strategy import (
+from shoal.schedules.pipelines.catalog import schedules
+from shoal.strategy.base import Term
+from shoal.strategy.strategy import Strategy, as_strategy, parse
+from shoal.strategy.terms import (
     GRAPHS,
-    SCHEDULES,
-    Part,
-    Strategy,
-    as_strategy,
     ddp,
     gossip,
     hogwild,
     localsgd,
     mapreduce,
-    parse,
     pp,
     ps,
     single,
@@ -51,7 +49,7 @@ PLACE = st.one_of(
     st.fixed_dictionaries({"placement": st.sampled_from(["servers", "workers"]), "servers": WHOLE}),
     st.fixed_dictionaries({"placement": st.just("rank0")}),
 )
-ps_parts = st.builds(
+ps_terms = st.builds(
     lambda admission, place, compress: ps(**admission, **place, compress=compress),
     ADMISSION,
     PLACE,
@@ -69,7 +67,7 @@ splittable = st.one_of(
         compress=COMPRESS,
     ),
     st.builds(zero, st.integers(1, 3)),
-    ps_parts,
+    ps_terms,
     st.builds(
         gossip, graph=st.sampled_from(GRAPHS) | NAMES.map(lambda n: n + ".csv") | EDGES, mode=ROUND
     ),
@@ -92,7 +90,7 @@ tps = st.builds(
 pps = st.builds(
     pp,
     WHOLE,
-    schedule=st.sampled_from(SCHEDULES),
+    schedule=st.sampled_from(schedules()),
     microbatches=maybe(WHOLE),
     chunks=maybe(WHOLE),
     recompute=FLAG,
@@ -104,13 +102,13 @@ pps = st.builds(
 def strategies(draw: st.DrawFn) -> Strategy:
     if draw(st.integers(0, 5)) == 0:
         return as_strategy(draw(unsplittable))
-    parts: list[Part] = [
-        part for part in (draw(maybe(kind)) for kind in (splittable, tps, pps)) if part is not None
+    terms: list[Term] = [
+        term for term in (draw(maybe(kind)) for kind in (splittable, tps, pps)) if term is not None
     ] or [ddp()]
-    parts = draw(st.permutations(parts))
-    strategy = as_strategy(parts[0])
-    for part in parts[1:]:
-        strategy = strategy + part
+    terms = draw(st.permutations(terms))
+    strategy = as_strategy(terms[0])
+    for term in terms[1:]:
+        strategy = strategy + term
     return strategy
 
 

@@ -13,16 +13,17 @@ from shoal.comm.executors.solo import SoloGroup
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
+from shoal.strategy.terms import Ddp
 from shoal.sync.compressed_sum import Exchange, Staged, complete, make_exchange
 from shoal.sync.compressed_sum import Sharded as ShardedExchange
+from shoal.sync.registry import plan_for
 from shoal.train.checkpoint import read
-from shoal.train.step import Step
+from shoal.train.step import Step, StepOptions
 from tests.conftest import World
 from tests.models import Partly, mlp, samples
 from tests.sync.compressing import (
     METHODS,
     POWERSGD_FLOATS,
-    SGD,
     assert_continued_alike,
     assert_same_bits_and_learning,
     large,
@@ -204,14 +205,8 @@ def test_exact_and_compressed_exclude_each_other(
 
 
 def test_scaled_gradients_are_not_compressed() -> None:
-    from shoal.strategy.strategy import Ddp
-    from shoal.sync.optimizer_step import Update
-    from shoal.sync.registry import Replica, build_sync
-
-    flat = FlatParams(mlp().named_parameters())
-    update = Update(flat.named, SGD, scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(BadInput, match='precision="fp16" exclude each other'):
-        build_sync(Ddp(compress="int8"), Replica(flat, update, SoloGroup()))
+        plan_for(Ddp(compress="int8")).check(StepOptions(precision="fp16"), 1)
 
 
 # ------------------------------------------------------------------------------ checkpoints

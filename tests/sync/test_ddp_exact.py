@@ -16,6 +16,7 @@ from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import Node, add_up, halves, whole_subtrees
 from shoal.strategy.strategy import parse
+from shoal.sync.base import Replica
 from shoal.sync.ddp_exact import ExactReduce
 from shoal.sync.optimizer_step import Update
 from shoal.train.job import Job
@@ -122,7 +123,7 @@ def reduce_by_hand(
     """Every micro-batch puts its own numbers into the buffer; the agreed gradient and head."""
     flat = FlatParams(Counting(dtype).named_parameters())
     update = Update(flat.named, partial(torch.optim.SGD, lr=1.0))
-    sync = ExactReduce(flat, update, group, m, bucket_bytes)
+    sync = ExactReduce(Replica(flat, update, group), m, bucket_bytes)
     each = m // group.size
     sync.begin()
     for place in range(group.rank * each, (group.rank + 1) * each):

@@ -16,7 +16,7 @@ from shoal.comm.executors.solo import SoloGroup
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
-from shoal.sync.hogwild import Hogwild
+from shoal.sync.hogwild import HogwildSync
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
@@ -208,7 +208,7 @@ def test_evaluating_waits_for_workers_that_are_behind(world: World) -> None:
         for batch in job.batches(data, 12, epochs=2):
             step(batch)
         sync = step.sync
-        assert isinstance(sync, Hogwild)
+        assert isinstance(sync, HogwildSync)
         with sync.whole():
             steps = int(sync.buffer.steps.min())
         return steps, job.evaluate(F.cross_entropy, data)

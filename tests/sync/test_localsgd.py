@@ -15,7 +15,7 @@ from shoal.comm.executors.solo import SoloGroup
 from shoal.comm.group import Group, Op
 from shoal.errors import StrategyError
 from shoal.strategy.strategy import parse
-from shoal.sync.localsgd import LocalSgd
+from shoal.sync.localsgd import LocalSgdSync
 from shoal.train.checkpoint import read
 from shoal.train.job import Job
 from shoal.train.step import Step
@@ -28,16 +28,18 @@ PLAIN = partial(torch.optim.SGD, lr=0.1)
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 
 
-def start(group: Group, text: str, model: nn.Module, **options: Any) -> tuple[Job, Step, LocalSgd]:
+def start(
+    group: Group, text: str, model: nn.Module, **options: Any
+) -> tuple[Job, Step, LocalSgdSync]:
     job = Job(parse(text), group, device=CPU, seed=3)
     step = job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
-    assert isinstance(step.sync, LocalSgd)
+    assert isinstance(step.sync, LocalSgdSync)
     return job, step, step.sync
 
 
 def train(
     group: Group, text: str, model: nn.Module, steps: int, **options: Any
-) -> tuple[Job, Step, LocalSgd, list[float]]:
+) -> tuple[Job, Step, LocalSgdSync, list[float]]:
     job, step, sync = start(group, text, model, **options)
     batches = job.batches(samples(64), 8, epochs=9, steps=steps)
     return job, step, sync, [float(step(batch)) for batch in batches]

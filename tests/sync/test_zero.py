@@ -18,8 +18,10 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, Size, next_token_loss
 from shoal.strategy.strategy import parse
+from shoal.strategy.terms import Zero
+from shoal.sync.registry import plan_for
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step import Step, StepOptions
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 from tests.test_equal import ADAMW, SGD, assert_equal_to_single, train
@@ -205,16 +207,9 @@ def test_saved_under_zero_loaded_under_ddp_and_back(
 
 
 def test_fp16_is_refused_by_a_sentence() -> None:
-    """Only CUDA has fp16 at all, so the sync is asked directly."""
-    from shoal.replica.flat_params import FlatParams
-    from shoal.strategy.strategy import Zero
-    from shoal.sync.optimizer_step import Update
-    from shoal.sync.registry import Replica, build_sync
-
-    flat = FlatParams(mlp().named_parameters())
-    update = Update(flat.named, SGD, scaler=torch.amp.GradScaler("cpu"))
+    """Only CUDA has fp16 at all, so the plan is asked directly."""
     with pytest.raises(BadInput, match='zero does not train with precision="fp16"'):
-        build_sync(Zero(), Replica(flat, update, SoloGroup()))
+        plan_for(Zero()).check(StepOptions(precision="fp16"), 1)
 
 
 # ------------------------------------------------------------------------------ memory
@@ -268,7 +263,7 @@ def test_each_rank_holds_its_share(
     world: World, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On 4 ranks: a quarter where the stage shards, all of it where it does not."""
-    monkeypatch.setattr("shoal.sync.registry.DEFAULT_BUCKET_BYTES", 4096)  # about a block
+    monkeypatch.setattr("shoal.sync.zero.DEFAULT_BUCKET_BYTES", 4096)  # about a block
     whole = sum(p.nbytes for p in blocks().parameters())
     block = 4 * (32 * 32 + 32)
     models = [blocks() for _ in range(4)]

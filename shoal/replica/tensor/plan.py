@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
 from shoal.replica.tensor.linear_like import is_transformers, matrix_of
-from shoal.strategy.strategy import Tp
+from shoal.strategy.terms import Tp
 
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.Tanh, nn.Sigmoid, nn.SiLU, nn.ELU, nn.SELU, nn.CELU),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import cast
 
 from shoal.errors import BadInput
-from shoal.schedules.collectives.kinds import nearest
 from shoal.schedules.pipelines.actions import (
     Action,
     LoopedSchedule,
@@ -61,6 +60,8 @@ def schedules() -> list[str]:
 
 def schedule(name: str) -> Entry:
     if name not in CATALOG:
+        from shoal.schedules.collectives.kinds import nearest  # numpy: only where it is needed
+
         raise BadInput(f"there is no pipeline schedule {name!r}; {nearest(name, CATALOG)}")
     return CATALOG[name]
 

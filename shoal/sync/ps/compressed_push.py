@@ -20,7 +20,8 @@ from shoal.server.model.compression import Packing
 from shoal.server.protocol.frames import Kind, decode
 from shoal.server.protocol.messages import Kept
 from shoal.server.shared_memory import bytes_of
-from shoal.sync.compressed_sum import Copies, take_residual, unused_places
+from shoal.sync.base import Copies
+from shoal.sync.compressed_sum import take_residual, unused_places
 
 PREFIX = "gradients/"
 

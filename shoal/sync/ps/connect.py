@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from shoal.comm.fellows import Fellows
-from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
@@ -18,27 +17,25 @@ from shoal.server.model.named_optimizer import Named, name_of
 from shoal.server.model.partition import Place, cut
 from shoal.server.model.shard import NAMES
 from shoal.server.protocol.messages import WHOLE, Cut, PartOf, Spec
-from shoal.strategy.strategy import Ps
-from shoal.sync.compressed_sum import Copies
+from shoal.strategy.terms import Ps
+from shoal.sync.base import Copies, Replica
 from shoal.sync.optimizer_step import Update
 from shoal.sync.ps.split_replica import ServedPart
 from shoal.sync.ps.worker import ParameterServer
 
 
-def join_servers(
-    part: Ps,
-    flat: FlatParams,
-    update: Update,
-    group: Group,
-    microbatches: int | None,
-    fellows: Fellows,
-    copies: Copies | None,
-) -> ParameterServer:
+def join_servers(part: Ps, replica: Replica) -> ParameterServer:
     """Find the servers, tell them what they hold, and give them the weights.
 
-    `fellows` are the workers of this replica. Where everybody is waited for, each part of it is
-    a model of its own; else one lead decides for all of them.
+    Where everybody is waited for, each part of a split replica is a model of its own; else one
+    lead decides for all of them.
     """
+    flat = replica.flat
+    update = replica.update
+    group = replica.group
+    microbatches = replica.exact_microbatches
+    fellows = replica.fellows
+    copies = replica.copies
     rule = Rule.of(part, group.size)
     named = _named(part, update)
     if microbatches is not None and not rule.needs_everyone:

@@ -40,8 +40,8 @@ from shoal.server.consistency import Rule
 from shoal.server.discovery import Hosts, tell_all
 from shoal.server.protocol.messages import Ack, Commit
 from shoal.server.row_client import ServerStore
-from shoal.sync.base import Sync
-from shoal.sync.compressed_sum import Copies, even_out
+from shoal.sync.base import Copies, Sync
+from shoal.sync.compressed_sum import even_out
 from shoal.sync.optimizer_step import Update
 from shoal.sync.ps.compressed_push import PackedPush
 from shoal.sync.ps.optimizer_shards import cut_state, whole_state

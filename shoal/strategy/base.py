@@ -1,0 +1,166 @@
+"""What every term of a strategy has: options with constraints, a name, and traits.
+
+A term is a frozen dataclass; the constraint on each option stands beside its type. Its name in the
+notation is its class name in small letters. Defining a subclass of `Term` makes it known to the
+parser, to `import shoal` and to the command line: `TERMS` is the one list.
+
+A `SyncTerm` says how replicas agree. Its traits (batches, lockstep, …) are what a launcher has to
+know of it; what it does with tensors is its plan, in the file that `sync_module` names.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, fields
+from typing import Any, ClassVar, get_type_hints
+
+from shoal.errors import StrategyError
+from shoal.strategy.constraints import Constraint, show, write
+
+TERMS: dict[str, type[Term]] = {}  # every term by its name in the notation, in order of definition
+_CONSTRAINTS: dict[type[Term], dict[str, Constraint]] = {}
+
+
+class Batches(enum.Enum):
+    """Which samples a replica trains on in a step."""
+
+    SPLIT = "split"  # its slice of every global batch
+    IN_TURNS = "in turns"  # a global batch of its own
+    WHOLE_DATASET = "whole dataset"  # its slice of everything; a batch is computed at a time
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a strategy; `+` joins terms to a `Strategy`."""
+
+    role: ClassVar[str]  # "sync", "tp" or "pp": a strategy has at most one of each
+    join: ClassVar[Callable[[Sequence[Any]], Any]]  # makes a Strategy; set by shoal.strategy
+
+    def __init_subclass__(cls, role: str | None = None, abstract: bool = False) -> None:
+        if role is not None:
+            cls.role = role
+        if not abstract:
+            TERMS[cls.__name__.lower()] = cls
+
+    def __post_init__(self) -> None:
+        for option, constraint in constraints_of(type(self)).items():
+            value = getattr(self, option)
+            if not constraint.accepts(value):
+                raise StrategyError(
+                    f"{self.name}: {option}={show(value)} is not allowed; "
+                    f"{option} must be {constraint.allowed}"
+                )
+            object.__setattr__(self, option, constraint.keep(value))
+        self._check_options()
+
+    def _check_options(self) -> None:
+        """Refuse options that are fine one by one and contradict each other."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+    def __add__(self, other: Any) -> Any:
+        return Term.join([self, other])
+
+    def __str__(self) -> str:
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        words = [_write_option(f, getattr(self, f.name)) for f in changed]
+        return f"{self.name}({', '.join(words)})" if words else self.name
+
+
+def constraints_of(kind: type[Term]) -> dict[str, Constraint]:
+    if kind not in _CONSTRAINTS:
+        hints = get_type_hints(kind, include_extras=True)
+        _CONSTRAINTS[kind] = {f.name: hints[f.name].__metadata__[0] for f in fields(kind)}
+    return _CONSTRAINTS[kind]
+
+
+def _write_option(option: Field[Any], value: object) -> str:
+    return f"{option.name}={write(value)}" if option.kw_only else write(value)
+
+
+class SyncTerm(Term, role="sync", abstract=True):
+    """How replicas agree.
+
+    The traits below are those of synchronous data parallelism; a term overrides what differs, as
+    a class attribute, or as a property where it depends on its options.
+    """
+
+    sync_module: ClassVar[str]  # the module of its plan
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "sync_module" not in vars(cls):
+            cls.sync_module = f"shoal.sync.{cls.__name__.lower()}"
+
+    @property
+    def batches(self) -> Batches:
+        """Which samples a replica trains on in a step."""
+        return Batches.SPLIT
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether replicas take every step together, from the same weights."""
+        return True
+
+    @property
+    def equals_single(self) -> bool:
+        """Whether the result is that of one device, up to rounding."""
+        return True
+
+    @property
+    def survives_loss(self) -> bool:
+        """Whether the other replicas continue when a worker is killed.
+
+        It needs replicas that do not wait for each other, and none that holds what others need,
+        except the first one (`needs_first_replica`).
+        """
+        return False
+
+    @property
+    def starts_apart(self) -> bool:
+        """Whether replicas can start without one that was lost before the rendezvous."""
+        return False
+
+    @property
+    def needs_first_replica(self) -> bool:
+        """Whether the run fails with the workers of replica 0, even if it survives other losses."""
+        return False
+
+    @property
+    def needs_one_host(self) -> bool:
+        """Whether all workers have to be processes on the CPUs of one host."""
+        return False
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether its workers communicate, even if there is only one."""
+        return True
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether parameter servers hold the weights."""
+        return False
+
+    @property
+    def server_processes(self) -> int:
+        """How many processes a launcher starts beside the workers."""
+        return 0
+
+    @property
+    def collective_algorithm(self) -> str | None:
+        """The all-reduce that was asked for by name; None: the cheapest one."""
+        return None
+
+    @property
+    def why_not_split(self) -> str | None:
+        """Why it makes no sense beside tp and pp, or None."""
+        return None
+
+    def check(self, replicas: int) -> None:
+        """Refuse what cannot work on so many replicas."""
+
+    def check_split(self, split: Term) -> None:
+        """Refuse a split replica for which there is no runtime; `split` has a size above 1."""

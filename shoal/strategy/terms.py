@@ -1,0 +1,319 @@
+"""The terms that a strategy is made of.
+
+A new way to agree is a class here and a plan in `shoal/sync/NAME.py`; nothing else lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Annotated, ClassVar
+
+from shoal.errors import NotBuilt, StrategyError
+from shoal.schedules.gossip import graphs as edges
+from shoal.schedules.pipelines.catalog import schedules
+from shoal.strategy.base import Batches, SyncTerm, Term
+from shoal.strategy.constraints import (
+    MAX_NUMBER,
+    Constraint,
+    is_names,
+    is_plan,
+    one_of,
+    optional,
+    positive,
+    text_like,
+    whole,
+)
+from shoal.strategy.settings import outer_settings
+
+__all__ = ["ddp", "gossip", "hogwild", "localsgd", "mapreduce", "pp", "ps", "single", "tp", "zero"]
+
+GRAPHS = (
+    *("ring", "torus", "hypercube", "exponential"),
+    *("star", "complete", "one-peer", "random-regular"),
+)
+
+_SETTING = r"[a-z][a-z0-9_]*=[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"
+_FRACTION = r"(1|0\.0{0,9}[1-9][0-9]{0,9}|[1-9](\.[0-9]{1,9})?e-[1-9][0-9]?)"
+_SYNC_OR_ASYNC = one_of("sync", "async")
+_FLAG = Constraint("True or False", lambda value: isinstance(value, bool))
+_ALGORITHM = text_like('a name such as "ring" or "tree"', r"[A-Za-z_][A-Za-z0-9_-]*")
+_COMPRESS = text_like(
+    '"fp16", "bf16", "int8", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
+    rf"fp16|bf16|int8|onebit|topk\({_FRACTION}\)|powersgd\(rank=[1-9][0-9]{{0,5}}\)",
+)
+_GRAPH_TEXT = text_like(
+    f"one of {', '.join(GRAPHS)}, a path that ends in .txt, .csv or .edges, edges such as "
+    '"edges:0-1,1-2,2-0", or a networkx graph',
+    "|".join(GRAPHS)
+    + r"|random-regular\(degree=[0-9]{1,3}(, ?seed=[0-9]{1,9})?\)"
+    + rf"|{edges.PATTERN}|(?!{edges.INLINE}).+\.(txt|csv|edges)",
+)
+_GRAPH = Constraint(
+    _GRAPH_TEXT.allowed,
+    lambda value: edges.is_networkx(value) or _GRAPH_TEXT.accepts(value),
+    lambda value: edges.write_edges(value) if edges.is_networkx(value) else value,
+)
+_OUTER = text_like(
+    'an optimizer such as "nesterov(lr=0.7)"',
+    rf"[a-z][a-z0-9_]*(\({_SETTING}(, ?{_SETTING})*\))?",
+)
+_PLAN = Constraint(
+    'a dict of module names to "column" or "row"', is_plan, lambda v: dict(sorted(v.items()))
+)
+_NAMES = Constraint("a list of module names", is_names, tuple)
+
+
+@dataclass(frozen=True)
+class Single(SyncTerm):
+    """One replica: there is nothing to agree on."""
+
+    sync_module: ClassVar[str] = "shoal.sync.local"
+
+    @property
+    def needs_group(self) -> bool:
+        return False
+
+    def check(self, replicas: int) -> None:
+        if replicas > 1:
+            raise StrategyError(
+                f"single runs on one worker, and there are {replicas}: did you mean ddp?"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ddp(SyncTerm):
+    """Replicas add up their gradients with an all-reduce, bucket by bucket."""
+
+    algorithm: Annotated[str, _ALGORITHM] = "auto"
+    bucket_mb: Annotated[float, positive(MAX_NUMBER)] = 25
+    compress: Annotated[str | None, optional(_COMPRESS)] = None
+
+    @property
+    def equals_single(self) -> bool:
+        return self.compress is None
+
+    @property
+    def collective_algorithm(self) -> str | None:
+        return None if self.algorithm == "auto" else self.algorithm
+
+
+@dataclass(frozen=True)
+class Zero(SyncTerm):
+    """Replicas shard optimizer state (1), gradients too (2), parameters too (3)."""
+
+    stage: Annotated[int, one_of(1, 2, 3)] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ps(SyncTerm):
+    """Servers hold the weights; workers push gradients and pull weights."""
+
+    sync_module: ClassVar[str] = "shoal.sync.ps.plan"
+
+    mode: Annotated[str, _SYNC_OR_ASYNC] = "sync"
+    quorum: Annotated[float | None, optional(positive(1))] = None
+    late: Annotated[str, one_of("drop", "fold")] = "drop"
+    staleness: Annotated[int | None, optional(whole(0))] = None
+    servers: Annotated[int, whole(1)] = 1
+    placement: Annotated[str, one_of("servers", "rank0", "workers")] = "servers"
+    update: Annotated[str, one_of("server", "worker")] = "server"
+    compress: Annotated[str | None, optional(_COMPRESS)] = None
+
+    @property
+    def relaxations(self) -> list[str]:
+        """The options given that let the server continue without waiting for every worker."""
+        given = {"quorum": self.quorum is not None, "staleness": self.staleness is not None}
+        given['mode="async"'] = self.mode == "async"
+        return [option for option, is_given in given.items() if is_given]
+
+    @property
+    def lockstep(self) -> bool:
+        return not self.relaxations or self.staleness == 0
+
+    @property
+    def equals_single(self) -> bool:
+        return self.lockstep and self.compress is None
+
+    @property
+    def survives_loss(self) -> bool:
+        is_relaxed = self.mode == "async" or (self.quorum or 1) < 1 or bool(self.staleness)
+        return is_relaxed and self.placement != "workers"
+
+    @property
+    def starts_apart(self) -> bool:
+        return self.survives_loss
+
+    @property
+    def needs_first_replica(self) -> bool:
+        return self.placement == "rank0"
+
+    @property
+    def has_servers(self) -> bool:
+        return True
+
+    @property
+    def server_processes(self) -> int:
+        return self.servers if self.placement == "servers" else 0
+
+    def _check_options(self) -> None:
+        if len(self.relaxations) > 1:
+            raise StrategyError(
+                f"ps: {' and '.join(self.relaxations)} exclude each other; "
+                "each is a rule of its own for how long the server waits"
+            )
+        if self.late != "drop" and self.quorum is None:
+            raise StrategyError(f'ps: late="{self.late}" needs quorum; else nothing is ever late')
+        if self.update == "worker" and not self.lockstep:
+            raise StrategyError(
+                f'ps: update="worker" and {self.relaxations[0]} exclude each other; workers that '
+                "update by themselves have to see every sum"
+            )
+        if self.placement == "rank0" and self.servers > 1:
+            raise StrategyError(
+                f'ps: servers={self.servers} and placement="rank0" exclude each other; '
+                "rank 0 has room for one server"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gossip(SyncTerm):
+    """Replicas average their weights with their neighbours in a graph.
+
+    A networkx graph is kept as text, "edges:…"; its edge attribute "weight" is what a worker
+    takes of its neighbour's weights.
+    """
+
+    graph: Annotated[str, _GRAPH] = "ring"
+    mode: Annotated[str, _SYNC_OR_ASYNC] = "sync"
+
+    @property
+    def lockstep(self) -> bool:
+        return self.graph == "complete" and self.mode == "sync"
+
+    @property
+    def equals_single(self) -> bool:
+        return self.lockstep
+
+    @property
+    def survives_loss(self) -> bool:
+        return self.mode == "async"
+
+    def check(self, replicas: int) -> None:
+        from shoal.schedules.gossip.mixing import mixing_for  # networkx: only where it is needed
+
+        mixing_for(self.graph, replicas)
+
+    def check_split(self, split: Term) -> None:
+        if self.mode == "async":
+            raise NotBuilt(
+                f"{self} + {split} is not built yet: the workers of a replica would have to read "
+                f"the same pages of other replicas; take {replace(self, mode='sync')} + {split}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hogwild(SyncTerm):
+    """Workers update one copy of the weights in shared memory, without locks."""
+
+    momentum: Annotated[bool, _FLAG] = False
+
+    @property
+    def batches(self) -> Batches:
+        return Batches.IN_TURNS
+
+    @property
+    def lockstep(self) -> bool:
+        return False
+
+    @property
+    def equals_single(self) -> bool:
+        return False
+
+    @property
+    def survives_loss(self) -> bool:
+        return True
+
+    @property
+    def needs_one_host(self) -> bool:
+        return True
+
+    @property
+    def why_not_split(self) -> str | None:
+        return (
+            "each worker runs the whole model asynchronously, "
+            "and the workers of a split model wait for each other"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapreduce(SyncTerm):
+    """Map: the gradients of a slice of the samples; reduce: their sum and one update."""
+
+    batch: Annotated[str, one_of("full", "mini")] = "full"
+
+    @property
+    def batches(self) -> Batches:
+        return Batches.WHOLE_DATASET if self.batch == "full" else Batches.SPLIT
+
+    @property
+    def why_not_split(self) -> str | None:
+        return "a map task is the whole model on one worker, so that another can run it again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Localsgd(SyncTerm):
+    """Replicas train alone for `every` steps, then average or take an outer step."""
+
+    every: Annotated[int, whole(1)] = 16
+    outer: Annotated[str | None, optional(_OUTER)] = None
+    compress: Annotated[str | None, optional(_COMPRESS)] = None
+
+    @property
+    def lockstep(self) -> bool:
+        return self.every == 1
+
+    @property
+    def equals_single(self) -> bool:
+        """For plain SGD: momentum and weight decay are linear in the gradient, Adam is not."""
+        return self.every == 1 and self.outer is None and self.compress is None
+
+    def _check_options(self) -> None:
+        if self.outer is not None:
+            outer_settings(self.outer)
+
+
+@dataclass(frozen=True)
+class Tp(Term, role="tp"):
+    """Tensor parallelism: matrices are split by column or row over `size` workers."""
+
+    size: Annotated[int, whole(1)]
+    _: KW_ONLY
+    plan: Annotated[Mapping[str, str] | None, optional(_PLAN)] = field(default=None, hash=False)
+    sequence: Annotated[bool, _FLAG] = False
+
+
+@dataclass(frozen=True)
+class Pp(Term, role="pp"):
+    """Pipeline parallelism: layers are cut into stages over `size` workers."""
+
+    size: Annotated[int, whole(1)]
+    _: KW_ONLY
+    schedule: Annotated[str, one_of(*schedules())] = "1f1b"
+    microbatches: Annotated[int | None, optional(whole(1))] = None
+    chunks: Annotated[int | None, optional(whole(1))] = None
+    recompute: Annotated[bool, _FLAG] = False
+    cuts: Annotated[Sequence[str] | None, optional(_NAMES)] = None
+    balance: Annotated[str, one_of("weights", "measured")] = "weights"
+
+
+single = Single
+ddp = Ddp
+zero = Zero
+ps = Ps
+gossip = Gossip
+hogwild = Hogwild
+mapreduce = Mapreduce
+localsgd = Localsgd
+tp = Tp
+pp = Pp
