@@ -1,4 +1,4 @@
-"""Workers as a grid with named axes.
+"""Workers as a grid with named axes, and the workers of one replica.
 
     rank = (dp * pp.size + pp) * tp.size + tp
 
@@ -13,8 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from shoal.comm.executors.solo import SoloGroup
 from shoal.comm.group import Group
+from shoal.comm.objects import broadcast_bytes
 from shoal.strategy.strategy import Layout
 
 
@@ -27,11 +31,59 @@ class Mesh:
     pp: Group
     tp: Group
 
+    @property
+    def replica_group(self) -> ReplicaGroup:
+        """The workers of this rank's replica."""
+        return ReplicaGroup(self.pp, self.tp)
+
     @classmethod
     def of(cls, world: Group, layout: Layout) -> Mesh:
-        """All ranks call it: every axis is cut into groups, the same ones in the same order."""
+        """All ranks call it: they make the groups of every axis in the same order."""
         dp, pp, tp = axes(layout)
-        return cls(world, _own(world, dp), _own(world, pp), _own(world, tp))
+        return cls(world, _group_of(world, dp), _group_of(world, pp), _group_of(world, tp))
+
+
+class ReplicaGroup:
+    """The tp × pp workers of one replica, numbered stage by stage; rank 0 is their leader.
+
+        pp(2) + tp(2)    stage 0: ranks 0 1    stage 1: ranks 2 3
+
+    All of them call its methods in the same order.
+    """
+
+    def __init__(self, pp: Group | None = None, tp: Group | None = None):
+        """Without groups, one worker is the whole replica."""
+        self._pp = pp or SoloGroup()
+        self._tp = tp or SoloGroup()
+        self.rank = self._pp.rank * self._tp.size + self._tp.rank
+        self.size = self._pp.size * self._tp.size
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until all workers have called it: along tp, then along pp."""
+        self._tp.barrier().wait()
+        self._pp.barrier().wait()
+
+    def broadcast(self, data: Tensor) -> None:
+        """Replace `data` by the leader's: along pp to each stage, then along tp."""
+        if self._tp.rank == 0:
+            self._pp.broadcast(data).wait()
+        self._tp.broadcast(data).wait()
+
+    def broadcast_bytes(self, data: bytes, max_bytes: int) -> bytes:
+        """The leader's bytes."""
+        if self._tp.rank == 0:
+            data = broadcast_bytes(self._pp, data, 0, max_bytes)
+        return broadcast_bytes(self._tp, data, 0, max_bytes)
+
+    def broadcast_integers(self, numbers: Sequence[int]) -> list[int]:
+        """The leader's numbers; all workers pass equally many."""
+        data = torch.tensor(numbers, dtype=torch.int64)
+        self.broadcast(data)
+        return [int(number) for number in data]
 
 
 Lines = list[list[int]]
@@ -53,7 +105,7 @@ def axes(layout: Layout) -> tuple[Lines, Lines, Lines]:
     )
 
 
-def _own(world: Group, lines: Sequence[Sequence[int]]) -> Group:
+def _group_of(world: Group, lines: Sequence[Sequence[int]]) -> Group:
     """The group of the line that this rank is on."""
     if len(lines[0]) == 1:
         return SoloGroup()

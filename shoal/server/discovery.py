@@ -27,8 +27,8 @@ import torch
 
 from shoal.comm import objects
 from shoal.comm.executors.hierarchical.topology import Places, host_id
-from shoal.comm.fellows import Fellows
 from shoal.comm.group import Group
+from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput, PeerLost
 from shoal.runtime.cores import threads_of
 from shoal.runtime.gone import gone_in
@@ -72,10 +72,10 @@ class Hosts:
         self.addresses = [home.seen_from(host) for home in homes]
         self.leads = [homes[0].seen_from(home.host) for home in homes]
 
-    def follow(self, fellows: Fellows) -> None:
+    def follow(self, replica_group: ReplicaGroup) -> None:
         """Let the first server of part 0 lead those of all parts."""
         said = "\n".join(self.homes[0]).encode()
-        lead = Home(*fellows.tell_words(said, _ENTRY_BYTES).decode().split("\n"))
+        lead = Home(*replica_group.broadcast_bytes(said, _ENTRY_BYTES).decode().split("\n"))
         self.leads = [lead.seen_from(home.host) for home in self.homes]
 
     def close(self, failed: bool = False) -> None:
@@ -95,7 +95,7 @@ class Hosts:
 
 
 def find_hosts(
-    part: Ps, group: Group, fellows: Fellows, environ: Mapping[str, str] = os.environ
+    part: Ps, group: Group, replica_group: ReplicaGroup, environ: Mapping[str, str] = os.environ
 ) -> Hosts:
     """All ranks call it together. What has to be started is started.
 
@@ -104,7 +104,7 @@ def find_hosts(
     """
     if part.placement == "servers" and environ.get("SHOAL_SERVERS"):
         return _of_launcher(part, environ)
-    hosts = Hosts(_share_secret(group, fellows, environ))
+    hosts = Hosts(_share_secret(group, replica_group, environ))
     try:
         places = _places(group, environ)
         host = host_id().decode()
@@ -211,13 +211,13 @@ def _folder() -> Path:
     return Path(path)
 
 
-def _share_secret(group: Group, fellows: Fellows, environ: Mapping[str, str]) -> bytes:
+def _share_secret(group: Group, replica_group: ReplicaGroup, environ: Mapping[str, str]) -> bytes:
     """Rank 0's: of its launcher, or a fresh one."""
     mine = (read_secret(environ) or fresh_secret()) if group.rank == 0 else b""
     tensor = torch.frombuffer(bytearray(mine.ljust(SECRET_BYTES, b"\0")), dtype=torch.uint8)
     tensor = tensor[:SECRET_BYTES].clone()
     group.broadcast(tensor).wait()
-    fellows.tell(tensor)
+    replica_group.broadcast(tensor)
     return bytes(tensor.tolist())
 
 

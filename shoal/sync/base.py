@@ -18,8 +18,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.fellows import Fellows
 from shoal.comm.group import Group
+from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import Blank
 from shoal.replica.flat_params import FlatParams
@@ -144,7 +144,7 @@ class Replica:
     statistics: Sequence[Tensor] = ()  # of BatchNorm, where replicas keep their own
     say: Callable[[str], None] = lambda sentence: None
     copies: Copies | None = None  # where a replica is split over workers
-    fellows: Fellows = field(default_factory=Fellows)  # these workers
+    replica_group: ReplicaGroup = field(default_factory=ReplicaGroup)  # these workers
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.fellows import Fellows
 from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
 from shoal.data.sampling import Batch, Cut, WholeBatch, mix, num_rows, take
@@ -204,7 +203,7 @@ class Step:
                 [] if term.lockstep else running_statistics(self.model),
                 say,
                 self.part if is_split else None,
-                Fellows(mesh.pp, mesh.tp),
+                mesh.replica_group,
             ),
         )
         store = self.sync.row_store()

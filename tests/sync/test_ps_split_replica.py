@@ -315,7 +315,7 @@ def test_the_first_replica_that_is_left_saves(
         assert len(step.update.optimizer.state) == len(step.flat.params)
 
 
-def test_a_failing_step_does_not_wait_for_its_fellows(world: World) -> None:
+def test_a_failing_step_does_not_wait_for_the_other_workers(world: World) -> None:
     models = [gpt(2) for _ in range(4)]
 
     def body(group: Group) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.comm.fellows import Fellows
+from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
@@ -34,21 +34,21 @@ def join_servers(part: Ps, replica: Replica) -> ParameterServer:
     update = replica.update
     group = replica.group
     microbatches = replica.exact_microbatches
-    fellows = replica.fellows
+    replica_group = replica.replica_group
     copies = replica.copies
     rule = Rule.of(part, group.size)
     named = _named(part, update)
     if microbatches is not None and not rule.needs_everyone:
         raise BadInput(f"exact=True needs every worker in every step, and {part} does not wait")
-    has_one_lead = fellows.parts > 1 and not rule.needs_everyone
-    hosts = find_hosts(part, group, fellows)
+    has_one_lead = replica_group.size > 1 and not rule.needs_everyone
+    hosts = find_hosts(part, group, replica_group)
     try:
         model = torch.tensor([secrets.randbits(62)])
         group.broadcast(model).wait()
-        place = PartOf(fellows.part, fellows.parts)
+        place = PartOf(replica_group.rank, replica_group.size)
         if has_one_lead:
-            hosts.follow(fellows)
-            place = _place(flat, fellows, int(model), copies)
+            hosts.follow(replica_group)
+            place = _place(flat, replica_group, int(model), copies)
         specs = specs_of(
             flat,
             rule,
@@ -60,26 +60,28 @@ def join_servers(part: Ps, replica: Replica) -> ParameterServer:
             is_part=update.total_norm is not None and rule.needs_everyone,
             place=place,
         )
-        if has_one_lead and not fellows.is_first:
-            fellows.gather()  # a server follows a lead that is there
+        if has_one_lead and not replica_group.is_leader:
+            replica_group.barrier()  # a server follows a lead that is there
         client = Client(group.rank, int(model), hosts.addresses, hosts.secret, specs)
-        if has_one_lead and fellows.is_first:
-            fellows.gather()
+        if has_one_lead and replica_group.is_leader:
+            replica_group.barrier()
     except BaseException:
         hosts.close(failed=True)
         raise
     kind = ServedPart if has_one_lead else ParameterServer
     evened = copies if has_one_lead or part.compress is not None else None
-    return kind(flat, update, group, client, hosts, rule, microbatches, evened, fellows)
+    return kind(flat, update, group, client, hosts, rule, microbatches, evened, replica_group)
 
 
-def _place(flat: FlatParams, fellows: Fellows, model: int, copies: Copies | None) -> PartOf:
-    (followed,) = fellows.tell_numbers([model])
+def _place(
+    flat: FlatParams, replica_group: ReplicaGroup, model: int, copies: Copies | None
+) -> PartOf:
+    (followed,) = replica_group.broadcast_integers([model])
     held_elsewhere = [
         i for i, p in enumerate(flat.params) if copies is not None and copies.is_copy(p)
     ]
-    follows = None if fellows.is_first else followed
-    return PartOf(fellows.part, fellows.parts, follows, tuple(held_elsewhere))
+    follows = None if replica_group.is_leader else followed
+    return PartOf(replica_group.rank, replica_group.size, follows, tuple(held_elsewhere))
 
 
 def specs_of(

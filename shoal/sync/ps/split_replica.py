@@ -46,35 +46,35 @@ class ServedPart(ParameterServer):
 
     def _decide(self, commit: Commit, heads: Tensor) -> Ack:
         self.client.stage(commit, heads)
-        self.fellows.gather()
+        self.replica_group.barrier()
         said = [0, 0]
-        if self.fellows.is_first:
+        if self.replica_group.is_leader:
             ack = self.client.decide(commit, heads)
             said = [_VERDICTS.index(ack.verdict), ack.position]
-        verdict, position = self.fellows.tell_numbers(said)
+        verdict, position = self.replica_group.broadcast_integers(said)
         return Ack(_VERDICTS[verdict], position)
 
     def _ask(self, step: int | None, version: int) -> None:
-        if self.fellows.is_first:
+        if self.replica_group.is_leader:
             super()._ask(step, version)
         self._asked = True
 
     def _await_pull(self) -> PullResult:
         said = [0, 0, 0]
-        if self.fellows.is_first:
+        if self.replica_group.is_leader:
             mine = super()._await_pull()
             said = [mine.version, mine.slowest or 0, mine.fastest or 0]
-        version, slowest, fastest = self.fellows.tell_numbers(said)
-        if not self.fellows.is_first:
+        version, slowest, fastest = self.replica_group.broadcast_integers(said)
+        if not self.replica_group.is_leader:
             self._pulling = self.client.pull(None, version)
             mine = super()._await_pull()
         return PullResult(version, slowest, fastest, mine.head)
 
     def _meet(self) -> None:
-        self.fellows.gather()
-        if self.fellows.is_first:
+        self.replica_group.barrier()
+        if self.replica_group.is_leader:
             super()._meet()
-        (self.first,) = self.fellows.tell_numbers([self.first])
+        (self.first,) = self.replica_group.broadcast_integers([self.first])
 
     def _end(self) -> None:
         if self._in_step:
@@ -83,8 +83,8 @@ class ServedPart(ParameterServer):
 
     def _leave(self) -> None:
         """Part 0 leaves last: its servers tell the others what was decided."""
-        if self.fellows.is_first:
-            self.fellows.gather()
+        if self.replica_group.is_leader:
+            self.replica_group.barrier()
         super()._leave()
-        if not self.fellows.is_first:
-            self.fellows.gather()
+        if not self.replica_group.is_leader:
+            self.replica_group.barrier()

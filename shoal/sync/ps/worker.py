@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.fellows import Fellows
 from shoal.comm.group import Group
+from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import ShoalError
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import Node, note_leaf, runs_of, whole_subtrees
@@ -65,13 +65,13 @@ class ParameterServer(Sync):
         rule: Rule,
         microbatches: int | None,
         copies: Copies | None,
-        fellows: Fellows,
+        replica_group: ReplicaGroup,
     ):
         """`copies`: where what several workers of a replica hold has to be made equal.
 
-        `fellows` are these workers.
+        `replica_group` are these workers.
         """
-        self.fellows = fellows
+        self.replica_group = replica_group
         self.flat = flat
         self.update = update
         self.group = group
@@ -183,7 +183,7 @@ class ParameterServer(Sync):
         found = {params[i]: torch.tensor(norm, dtype=torch.float64) for i, norm in norms}
         total = self.update.total_norm.of(found).view(1)
         if self._copies is not None:  # whose gradients are not the same on all servers
-            self.fellows.tell(total)
+            self.replica_group.broadcast(total)
         self.client.set_norm(float(total))
 
     def _heads(self) -> Tensor:
