@@ -66,7 +66,7 @@ def job_of(group: Group, strategy: str, model: nn.Module, **options: Any) -> Ite
 
 
 def whole(step: Step) -> dict[str, Tensor]:
-    with step.sync.whole():
+    with step.sync.full_weights():
         return {name: tensor.clone() for name, tensor in whole_model(step)[0].items()}
 
 

@@ -41,7 +41,7 @@ def train(
     job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
     step = job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
     losses = [float(step(b)) for b in job.batches(dataset, batch_size, epochs=epochs)]
-    with step.sync.whole():
+    with step.sync.full_weights():
         found = {name: t.detach().clone() for name, t in step.model.state_dict().items()}
     job.close()
     return losses, found

@@ -30,7 +30,7 @@ from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.embedding.store import RowStore
 from shoal.replica.flat_params import FlatParams
 from shoal.sync.base import Replica, Sync
-from shoal.sync.optimizer_step import Update
+from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.registry import plan_for
 
 TABLE_ROWS = 1_000_000
@@ -45,10 +45,10 @@ class Ours:
         self.parameter = nn.Parameter(torch.zeros(numel))
         self.gradient = torch.ones(numel)
         self.flat = FlatParams([("weight", self.parameter)])
-        update = Update(self.flat.named, partial(torch.optim.SGD, lr=LR))
+        update = OptimizerStep(self.flat.named, partial(torch.optim.SGD, lr=LR))
         plan = plan_for(job.strategy.sync_for(job.size))
         self.sync: Sync = plan.build(Replica(self.flat, update, job.group))
-        self.sync.share = 1 / job.size
+        self.sync.batch_fraction = 1 / job.size
         store: RowStore | None = self.sync.row_store()
         assert store is not None
         self.store = store

@@ -71,7 +71,7 @@ class Capture:
         """All ranks call it: it also asks whether the replicas hold the same parameters."""
         with ExitStack() as stack:
             for step in self._seen:
-                stack.enter_context(step.sync.whole())
+                stack.enter_context(step.sync.full_weights())
             self._write_whole()
 
     def _write_whole(self) -> None:

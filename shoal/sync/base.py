@@ -25,7 +25,7 @@ from shoal.replica.deferred_init import Blank
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.shard import Part
 from shoal.strategy.base import SyncTerm
-from shoal.sync.optimizer_step import NormOver, Update
+from shoal.sync.optimizer_step import NormOver, OptimizerStep
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
@@ -38,7 +38,7 @@ class Sync(Protocol):
     """
 
     every_microbatch: bool = False  # report buckets after each micro-batch, not only the last
-    waits: bool = True  # False: replicas go at their own pace, and no step asks all of them
+    synchronous: bool = True  # False: no step waits for all replicas
     gradient_scale: float = 1.0
     """Factor on a micro-batch's share of the global loss when backward starts.
 
@@ -46,12 +46,12 @@ class Sync(Protocol):
     averaged instead, so that each replica trains on the mean over its own samples.
     """
 
-    share: float = 1.0  # of the global batch: what this replica is about to compute
-    passed: bool = False
-    """Set by `begin`: the others have done this step without this replica, which leaves it out."""
+    batch_fraction: float = 1.0  # of the global batch, which this replica is about to compute
+    is_skipped: bool = False
+    """Set by `begin`: the other replicas have done this step already, and this one skips it."""
 
-    first: int = 0
-    """The first replica that is left, as far as is known: it saves and speaks for all."""
+    lowest_survivor: int = 0
+    """The lowest surviving replica, as far as known here: it saves and prints for all."""
 
     def begin(self) -> None:
         """Weights are usable when this returns."""
@@ -66,34 +66,33 @@ class Sync(Protocol):
         ...
 
     def skip(self) -> Tensor:
-        """The step was passed over; returns the latest loss that is known."""
+        """The step is skipped; returns the latest loss that is known."""
         return torch.zeros(())
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         """The loss of the global batch, as far as known after `finish`.
 
-        `part` is this replica's: the loss of its samples times their share of the batch.
+        `local_loss` is this replica's: the loss of its samples times their share of the batch.
         """
-        return part
+        return local_loss
 
     def row_store(self) -> Any:
         """Where rows of embeddings live that all replicas share; None: in each replica."""
         return None
 
-    def whole(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        """While the block runs, the model of each rank holds the weights that count.
+    def full_weights(self, optimizer: bool = False) -> AbstractContextManager[None]:
+        """While the block runs, the model of each rank holds the weights to evaluate and save.
 
-        For evaluating and saving. With `optimizer`, the optimizer state of the replica `first`,
-        0 where nobody can be missed, is whole, too.
+        With `optimizer`, the replica `lowest_survivor` also holds the full optimizer state.
         """
         return nullcontext()
 
     def evaluating(self) -> AbstractContextManager[None]:
         """While the block runs, forward passes that all ranks make alike use the right weights."""
-        return self.whole()
+        return self.full_weights()
 
-    def restored(self) -> None:
-        """A checkpoint was loaded into the model and the optimizer: take it for the truth."""
+    def after_load(self) -> None:
+        """A checkpoint was loaded into the model and the optimizer: continue from it."""
         return None
 
     def state(self) -> dict[str, Tensor]:
@@ -101,7 +100,7 @@ class Sync(Protocol):
         return {}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what `state` gave, or what another strategy did; comes after `restored`."""
+        """Take back what `state` gave, or what another strategy did; comes after `after_load`."""
         return None
 
     def gradient_bytes(self) -> int:
@@ -138,7 +137,7 @@ class Replica:
     """What a sync works on: one replica's parameters, its optimizer, and the other replicas."""
 
     flat: FlatParams
-    update: Update
+    update: OptimizerStep
     group: Group
     exact_microbatches: int | None = None  # the same bits at any number of replicas
     statistics: Sequence[Tensor] = ()  # of BatchNorm, where replicas keep their own

@@ -55,7 +55,7 @@ class DdpSync(Sync):
     def gradient_bytes(self) -> int:
         return self.flat.grads.buffer.nbytes + self.flat.grads.in_place_bytes()
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0].clone()
 
     def report(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class CompressedReduce(Sync):
         self.update.apply()
         self.flat.zero_grad()
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0].clone()
 
     def state(self) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ class ExactReduce(Sync):
     def gradient_bytes(self) -> int:
         return self.flat.grads.buffer.nbytes
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0].clone()
 
     def _note(self, sums: dict[Node, Tensor], leaf: Tensor) -> None:

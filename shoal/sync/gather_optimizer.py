@@ -16,7 +16,7 @@ from shoal.comm.objects import PytreeChannel
 from shoal.errors import ShoalError
 from shoal.pytree import map_tensors
 from shoal.replica.flat_params import FlatParams
-from shoal.sync.optimizer_step import Update, make_optimizer
+from shoal.sync.optimizer_step import OptimizerStep, make_optimizer
 
 _TAG = 0
 _PARAMS = ("params", "param_names")
@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 def gather_optimizer(
-    update: Update, flat: FlatParams, group: Group
+    update: OptimizerStep, flat: FlatParams, group: Group
 ) -> torch.optim.Optimizer | None:
     """On rank 0 an optimizer of all parameters with the state of all ranks; None elsewhere.
 
@@ -45,7 +45,7 @@ def gather_optimizer(
     return optimizer
 
 
-def _send(update: Update, channel: PytreeChannel) -> None:
+def _send(update: OptimizerStep, channel: PytreeChannel) -> None:
     """Values that cannot be sent stay here."""
     names = {id(p): name for name, p in update.named}
     states = {names[id(p)]: s for p, s in update.optimizer.state.items() if id(p) in names}
@@ -74,7 +74,7 @@ def _receive(
     return groups
 
 
-def _parameter_groups(update: Update) -> list[State]:
+def _parameter_groups(update: OptimizerStep) -> list[State]:
     """The groups with names of parameters instead of parameters; plain values only."""
     if not update.named:
         return []

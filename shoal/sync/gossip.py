@@ -144,11 +144,11 @@ class MixGradients(Mixer):
         self.flat.zero_grad()
         self.traffic.steps += 1
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0] * self.group.size
 
     @contextmanager
-    def whole(self, optimizer: bool = False) -> Iterator[None]:
+    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         with self.group.uncounted(), averaged(self.statistics, self.group):
             yield
 
@@ -175,12 +175,12 @@ class MixWeights(Mixer):
         if self.traffic.steps % MEASURE_EVERY == 0:
             self.measure()
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         """The loss of the neighbours' samples and its own, weighted as their weights are."""
-        return part * self.group.size if self._loss is None else self._loss
+        return local_loss * self.group.size if self._loss is None else self._loss
 
     @contextmanager
-    def whole(self, optimizer: bool = False) -> Iterator[None]:
+    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         with self.group.uncounted(), averaged([self.flat.data, *self.statistics], self.group):
             states = mean_state(self.update.optimizer, self.group) if optimizer else []
             try:

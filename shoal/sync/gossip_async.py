@@ -41,7 +41,7 @@ class AsyncGossip(Sync):
     that saves.
     """
 
-    waits = False
+    synchronous = False
 
     def __init__(self, replica: Replica, mixing: Mixing):
         flat = replica.flat
@@ -87,19 +87,19 @@ class AsyncGossip(Sync):
             data[0] = 0.0
         self.steps += 1
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         """Its own and, as far as it has read them, its neighbours' loss."""
-        return part * self.size if self._loss is None else self._loss
+        return local_loss * self.size if self._loss is None else self._loss
 
-    def restored(self) -> None:
+    def after_load(self) -> None:
         self._lay_out()
 
     @contextmanager
-    def whole(self, optimizer: bool = False) -> Iterator[None]:
+    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         with kept(self._tensors):
             self._wait_for_others()
             self._take_mean()
-            self.first = min(set(range(self.size)) - self.lost)
+            self.lowest_survivor = min(set(range(self.size)) - self.lost)
             yield
 
     def report(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class HogwildSync(Sync):
     are shared like the weights.
     """
 
-    waits = False
+    synchronous = False
 
     def __init__(self, replica: Replica, momentum: bool):
         flat = replica.flat
@@ -97,16 +97,16 @@ class HogwildSync(Sync):
         self.steps += 1
         self.buffer.steps[self.rank] += 1
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         """The mean over own samples."""
-        return part / self.share if self.share else part
+        return local_loss / self.batch_fraction if self.batch_fraction else local_loss
 
     # ------------------------------------------------------------------ around a run
 
     @contextmanager
-    def whole(self, optimizer: bool = False) -> Iterator[None]:
+    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         self._wait_for_others()
-        self.first = next(r for r in range(self.size) if not self.buffer.has_died(r))
+        self.lowest_survivor = next(r for r in range(self.size) if not self.buffer.has_died(r))
         with self._settings.as_asked():
             yield
 
@@ -120,7 +120,7 @@ class HogwildSync(Sync):
         ):
             pause()
 
-    def restored(self) -> None:
+    def after_load(self) -> None:
         """All have put the same into the shared weights; nobody trains before the last one has."""
         self._settings.take()
         self._put_sums(new=True)

@@ -84,12 +84,12 @@ class LocalSgdSync(Sync):
         if self.since >= self.every:
             self._agree()
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         """The loss of the global batch where replicas agree; else the mean over own samples.
 
         Exactly that mean if all parts of the batch are equally large; ranks see different ones.
         """
-        return part * self.group.size if self._loss is None else self._loss
+        return local_loss * self.group.size if self._loss is None else self._loss
 
     def _agree(self) -> None:
         difference = self.agreed.data - self.flat.data
@@ -134,7 +134,7 @@ class LocalSgdSync(Sync):
     # ------------------------------------------------------------------ around a run
 
     @contextmanager
-    def whole(self, optimizer: bool = False) -> Iterator[None]:
+    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         own = self.flat.data.clone(), [t.clone() for t in self.statistics]
         with self.group.uncounted():
             states = mean_state(self.update.optimizer, self.group) if optimizer else []
@@ -150,7 +150,7 @@ class LocalSgdSync(Sync):
             for tensor, before in [*zip(self.statistics, own[1], strict=True), *states]:
                 tensor.copy_(before)
 
-    def restored(self) -> None:
+    def after_load(self) -> None:
         self.agreed.data.copy_(self.flat.data)
         self.since = 0
 

@@ -58,7 +58,7 @@ class MapReduceSync(Sync):
         self.flat.zero_grad()
         self._broadcast()
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         return self._loss[0].clone()
 
     def _broadcast(self) -> None:

@@ -18,7 +18,7 @@ LearningRate = Callable[[int], float]
 NormOver = Callable[[Tensor], Tensor]
 
 
-class Update:
+class OptimizerStep:
     """Owns the optimizer. `lr(step)` is absolute; parameter groups keep their ratios to it.
 
     `named` may be a part of the model, or nothing. `norm_over` then makes the sum of squares of

@@ -103,7 +103,7 @@ class ShardedUpdate:
             work.wait()
 
     @contextmanager
-    def whole(self, optimizer: bool) -> Iterator[None]:
+    def full_weights(self, optimizer: bool) -> Iterator[None]:
         with ExitStack() as stack:
             if isinstance(self.flat, ShardedParams):
                 stack.enter_context(self.flat.assembled(only=0 if optimizer else None))
@@ -178,7 +178,7 @@ class ZeroReduce(Sync):
         self.sharded.apply()
         self.traffic.steps += 1
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         return self._head[0].clone()
 
     def gradient_bytes(self) -> int:
@@ -186,8 +186,8 @@ class ZeroReduce(Sync):
         return self._kept.nbytes + sum(memory.nbytes for memory in lent)
 
     @contextmanager
-    def whole(self, optimizer: bool = False) -> Iterator[None]:
-        with self.traffic.uncounted(), self.sharded.whole(optimizer):
+    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
+        with self.traffic.uncounted(), self.sharded.full_weights(optimizer):
             yield
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -237,8 +237,8 @@ class ExactZero(ExactReduce):
     def apply(self) -> None:
         self.sharded.apply()
 
-    def whole(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        return self.sharded.whole(optimizer)
+    def full_weights(self, optimizer: bool = False) -> AbstractContextManager[None]:
+        return self.sharded.full_weights(optimizer)
 
     def evaluating(self) -> AbstractContextManager[None]:
         return self.sharded.evaluating()

@@ -136,7 +136,7 @@ class Job:
         )
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)
-        self._feed.compares &= step.sync.waits
+        self._feed.compares &= step.sync.synchronous
         for built in self.on_build:
             built(step)
         return step
@@ -242,7 +242,7 @@ class Job:
             return
         with ExitStack() as stack:
             for step in self._steps:
-                stack.enter_context(step.sync.whole(optimizer=True))
+                stack.enter_context(step.sync.full_weights(optimizer=True))
             states = [step.sync.state() for step in self._steps]
             if self.replica != self._first:
                 return
@@ -314,7 +314,7 @@ class Job:
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
         if step.steps > self.steps:  # one step of a job may train several models
-            if step.sync.passed and step.latest is not None:
+            if step.sync.is_skipped and step.latest is not None:
                 self._pace.samples -= sum(step.latest.parts)  # it was left out
             self._pace.note(step.steps - self.steps)
             self.steps = step.steps
@@ -322,7 +322,7 @@ class Job:
     @property
     def _first(self) -> int:
         """The first replica that is left."""
-        return self._steps[-1].sync.first if self._steps else 0
+        return self._steps[-1].sync.lowest_survivor if self._steps else 0
 
     @property
     def _is_first(self) -> bool:

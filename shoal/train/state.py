@@ -114,7 +114,7 @@ def restore(steps: list[Step], saved: checkpoint.Checkpoint, path: Path) -> None
         )
     for i, (step, rest) in enumerate(zip(steps, models, strict=True)):
         _restore_step(step, f"{i}:", saved, rest, path)
-        step.sync.restored()
+        step.sync.after_load()
         of_part = _sync_of_part(step, _named(f"sync{i}/", saved.optimizer))
         step.sync.load_state(of_part | _named(f"sync{i}:", saved.optimizer))
 

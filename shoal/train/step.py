@@ -35,7 +35,7 @@ from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Strategy
 from shoal.strategy.terms import Pp, Tp
 from shoal.sync.base import Replica
-from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, Update
+from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, OptimizerStep
 from shoal.sync.registry import plan_for
 
 _HINTS = {
@@ -183,7 +183,7 @@ class Step:
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
         owned = plan.owns(self.flat, group, options.exact)
-        self.update = Update(
+        self.update = OptimizerStep(
             owned.named,
             optimizer,
             clip_norm=options.clip_norm,
@@ -235,9 +235,9 @@ class Step:
 
     def __call__(self, batch: Any) -> Tensor:
         microbatches = self._cut(batch)
-        self.sync.share = _share(batch, microbatches)
+        self.sync.batch_fraction = _share(batch, microbatches)
         self.sync.begin()
-        own = self.sync.skip() if self.sync.passed else self._train(microbatches)
+        own = self.sync.skip() if self.sync.is_skipped else self._train(microbatches)
         loss = self.part.share(own)
         worth = self._worth(batch)
         self.steps += worth
@@ -440,7 +440,7 @@ class Step:
         """
         if self.count is None and total is not None:
             return [count / total for count in counts]
-        if not self.sync.waits:  # nobody adds up with the others: all parts count alike
+        if not self.sync.synchronous:  # nobody adds up with the others: all parts count alike
             own = max(float(sum(counts)), 1e-300) * self.group.size / worth
             return [count / own for count in counts]
         everybody = torch.tensor(float(sum(counts)), dtype=torch.float64).to(self.flat.device)

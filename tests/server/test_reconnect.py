@@ -34,7 +34,7 @@ def trained(
     job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
     step = job.step(model, F.cross_entropy, optimizer=ADAMW, clip_norm=0.5)
     losses = [float(step(b)) for b in job.batches(samples(60), 12, epochs=2)]
-    with step.sync.whole():
+    with step.sync.full_weights():
         weights = step.flat.data.detach().clone()
     job.close()
     return losses, weights, job.report()

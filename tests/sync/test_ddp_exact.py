@@ -18,7 +18,7 @@ from shoal.replica.ordered_sum import Node, add_up, halves, whole_subtrees
 from shoal.strategy.strategy import parse
 from shoal.sync.base import Replica
 from shoal.sync.ddp_exact import ExactReduce
-from shoal.sync.optimizer_step import Update
+from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import mlp
@@ -122,7 +122,7 @@ def reduce_by_hand(
 ) -> tuple[Tensor, list[float]]:
     """Every micro-batch puts its own numbers into the buffer; the agreed gradient and head."""
     flat = FlatParams(Counting(dtype).named_parameters())
-    update = Update(flat.named, partial(torch.optim.SGD, lr=1.0))
+    update = OptimizerStep(flat.named, partial(torch.optim.SGD, lr=1.0))
     sync = ExactReduce(Replica(flat, update, group), m, bucket_bytes)
     each = m // group.size
     sync.begin()

@@ -211,7 +211,7 @@ def test_batchnorm_is_each_replicas_own_and_its_mean_is_evaluated(
         for batch in job.batches(data, 16):
             step(batch)
         own = [b.clone() for b in step.model.buffers() if b.is_floating_point()]
-        with step.sync.whole():
+        with step.sync.full_weights():
             mean = [b.clone() for b in step.model.buffers() if b.is_floating_point()]
         back = [b for b in step.model.buffers() if b.is_floating_point()]
         assert all(map(torch.equal, own, back))
@@ -283,7 +283,7 @@ def test_a_state_that_not_all_replicas_have_stays_out_of_the_mean(world: World) 
         job, step = make(group, models[group.rank], "gossip")
         for batch in job.batches([(x, y)]):
             step(batch)
-        with step.sync.whole(optimizer=True):
+        with step.sync.full_weights(optimizer=True):
             return len(moments_there(step))
 
     assert world(4, body) == [4, 2, 2, 2]

@@ -124,7 +124,7 @@ def test_one_that_has_finished_counts_in_the_mean_and_is_not_waited_for(world: W
             for _ in range(2):
                 sync._lay_out()  # further than rank 3 will ever be
             sync.lost |= {1, 2}
-            with sync.whole():
+            with sync.full_weights():
                 mean = float(sync.flat.data[-1])
             assert float(sync.flat.data[-1]) == 0.0
         group.barrier().wait()
@@ -163,7 +163,7 @@ def test_buffers_are_averaged_for_an_evaluation(world: World) -> None:
         for batch in job.batches(samples(48, (1, 4, 4)), 16):
             step(batch)
         [own, *_] = [b.clone() for b in step.model.buffers()]
-        with step.sync.whole():
+        with step.sync.full_weights():
             [mean, *_] = [b.clone() for b in step.model.buffers()]
         assert torch.equal(next(step.model.buffers()), own)
         job.close()

@@ -155,7 +155,7 @@ def test_momentum_is_off_unless_told(world: World, capsys: Any, strategy: str) -
         step = job_of(group, strategy).step(models[group.rank], F.cross_entropy, optimizer=sgd)
         groups = step.update.optimizer.param_groups
         during = dict(groups[0])
-        with step.sync.whole(optimizer=True):  # as a checkpoint sees it
+        with step.sync.full_weights(optimizer=True):  # as a checkpoint sees it
             saved = dict(groups[0])
         return during, saved
 
@@ -209,7 +209,7 @@ def test_evaluating_waits_for_workers_that_are_behind(world: World) -> None:
             step(batch)
         sync = step.sync
         assert isinstance(sync, HogwildSync)
-        with sync.whole():
+        with sync.full_weights():
             steps = int(sync.buffer.steps.min())
         return steps, job.evaluate(F.cross_entropy, data)
 

@@ -137,7 +137,7 @@ def test_evaluating_sees_the_average_and_leaves_training_as_it_was(world: World)
         own = step.flat.data.clone()
         wanted = mean(group, own)
         assert not torch.equal(own, wanted)
-        with sync.whole():
+        with sync.full_weights():
             torch.testing.assert_close(step.flat.data, wanted)
         assert torch.equal(step.flat.data, own)
         assert sync.report()["bytes_sent"] == sent

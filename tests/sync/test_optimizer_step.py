@@ -15,7 +15,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.observe.trace import Recorder
 from shoal.strategy.strategy import parse
-from shoal.sync.optimizer_step import Update
+from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import mlp, samples
@@ -39,7 +39,7 @@ def values(pairs: list[tuple[str, nn.Parameter]]) -> list[float]:
 
 def test_apply_is_one_optimizer_step() -> None:
     pairs = named(1.0, 2.0)
-    Update(pairs, SGD).apply()
+    OptimizerStep(pairs, SGD).apply()
     assert values(pairs) == [0.9, 1.9]
 
 
@@ -51,7 +51,7 @@ def test_the_learning_rate_is_asked_for_by_step_and_absolute() -> None:
         asked.append(step)
         return [1.0, 10.0, 100.0][step]
 
-    update = Update(pairs, SGD, lr=lr)
+    update = OptimizerStep(pairs, SGD, lr=lr)
     for _ in range(3):
         update.apply()
     assert asked == [0, 1, 2]
@@ -71,39 +71,39 @@ def by_name(pairs: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 def test_groups_keep_their_ratio_to_the_learning_rate() -> None:
     pairs = named(0.0, 0.0, 0.0)
-    Update(pairs, by_name, lr=lambda step: 2.0).apply()
+    OptimizerStep(pairs, by_name, lr=lambda step: 2.0).apply()
     assert values(pairs) == [-2.0, -1.0, -8.0]
 
 
 def test_groups_keep_their_rates_without_a_learning_rate_function() -> None:
     pairs = named(0.0, 0.0, 0.0)
-    Update(pairs, by_name).apply()
+    OptimizerStep(pairs, by_name).apply()
     assert values(pairs) == [-0.1, -0.05, -0.4]
 
 
 def test_a_factory_without_a_rate_of_its_own_takes_the_function_s() -> None:
     pairs = named(0.0)
-    Update(pairs, partial(torch.optim.SGD, lr=0.0), lr=lambda step: 0.5).apply()
+    OptimizerStep(pairs, partial(torch.optim.SGD, lr=0.0), lr=lambda step: 0.5).apply()
     assert values(pairs) == [-0.5]
 
 
 def test_clipping_bounds_the_norm_of_the_whole_gradient() -> None:
     """Four gradients of 1 have the norm 2; clipped to 0.5 each is a quarter."""
     pairs = named(0.0, 0.0, 0.0, 0.0)
-    Update(pairs, partial(torch.optim.SGD, lr=1.0), clip_norm=0.5).apply()
+    OptimizerStep(pairs, partial(torch.optim.SGD, lr=1.0), clip_norm=0.5).apply()
     assert [p.item() for _, p in pairs] == pytest.approx([-0.25] * 4, rel=1e-5)
 
 
 def test_a_gradient_below_the_bound_is_not_clipped() -> None:
     pairs = named(0.0, 0.0, 0.0, 0.0)
-    Update(pairs, partial(torch.optim.SGD, lr=1.0), clip_norm=2.5).apply()
+    OptimizerStep(pairs, partial(torch.optim.SGD, lr=1.0), clip_norm=2.5).apply()
     assert values(pairs) == [-1.0] * 4
 
 
 def test_clipping_passes_over_parameters_without_a_gradient() -> None:
     pairs = named(0.0, 0.0)
     pairs[1][1].grad = None
-    Update(pairs, partial(torch.optim.SGD, lr=1.0), clip_norm=0.5).apply()
+    OptimizerStep(pairs, partial(torch.optim.SGD, lr=1.0), clip_norm=0.5).apply()
     assert [p.item() for _, p in pairs] == pytest.approx([-0.5, 0.0], rel=1e-5)
 
 
@@ -119,14 +119,14 @@ def test_a_bound_that_is_not_above_zero_is_refused(clip_norm: float) -> None:
 )
 def test_a_factory_that_makes_no_optimizer_is_refused(factory: Callable[..., Any]) -> None:
     with pytest.raises(BadInput, match="optimizer has to be a function from"):
-        Update(named(0.0), factory)
+        OptimizerStep(named(0.0), factory)
 
 
 def test_an_optimizer_in_place_of_a_factory_is_refused() -> None:
     pairs = named(0.0)
     optimizer: Any = torch.optim.SGD([p for _, p in pairs], lr=0.1)
     with pytest.raises(BadInput, match="optimizer has to be a function from"):
-        Update(pairs, optimizer)
+        OptimizerStep(pairs, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_an_optimizer_in_place_of_a_factory_is_refused() -> None:
 )
 def test_a_factory_may_be_any_function(factory: Callable[..., Any]) -> None:
     pairs = named(1.0, 2.0)
-    Update(pairs, factory).apply()
+    OptimizerStep(pairs, factory).apply()
     assert values(pairs) == [0.9, 1.9]
 
 
 def test_the_update_leaves_a_span() -> None:
     tracer = Recorder(0, 0)
-    Update(named(0.0), SGD, tracer=tracer).apply()
+    OptimizerStep(named(0.0), SGD, tracer=tracer).apply()
     assert [span.kind for span in tracer.spans] == ["update"]
 
 

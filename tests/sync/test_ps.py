@@ -252,7 +252,7 @@ def test_quorum_of_everybody_equals_one_device(world: World) -> None:
         step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
         for batch in job.batches(samples(50), 12):
             step(batch)
-        with step.sync.whole():
+        with step.sync.full_weights():
             state = {name: t.detach().clone() for name, t in step.model.state_dict().items()}
         job.close()
         return state

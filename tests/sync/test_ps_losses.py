@@ -178,7 +178,7 @@ def test_the_first_that_is_left_saves(
                 return -1
         job.save(saved)
         job.close()
-        return step.sync.first
+        return step.sync.lowest_survivor
 
     with launched(monkeypatch, 2):
         assert world(3, body) == [-1, 1, 1]

@@ -302,7 +302,7 @@ def test_the_first_replica_that_is_left_saves(
         job.save(saved)
         weights = whole(step)
         job.close()
-        return step.sync.first, weights
+        return step.sync.lowest_survivor, weights
 
     with launched(monkeypatch, 2) as servers:
         found = world(6, body)

@@ -190,7 +190,7 @@ def test_saved_under_zero_loaded_under_ddp_and_back(
             step(batch)
         if strategy != "single":
             job.save(folder)
-        with step.sync.whole():
+        with step.sync.full_weights():
             return {name: t.clone() for name, t in step.model.state_dict().items()}
 
     alone = go(SoloGroup(), "single", mlp(), 6)

@@ -19,7 +19,7 @@ from shoal.server.model.shard import NAMES
 from shoal.server.protocol.messages import WHOLE, Cut, PartOf, Spec
 from shoal.strategy.terms import Ps
 from shoal.sync.base import Copies, Replica
-from shoal.sync.optimizer_step import Update
+from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.split_replica import ServedPart
 from shoal.sync.ps.worker import ParameterServer
 
@@ -127,7 +127,7 @@ def specs_of(
     ]
 
 
-def _named(part: Ps, update: Update) -> Named | None:
+def _named(part: Ps, update: OptimizerStep) -> Named | None:
     if part.update == "worker":
         return None
     if update.scaler is not None:

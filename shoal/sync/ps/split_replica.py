@@ -74,7 +74,7 @@ class ServedPart(ParameterServer):
         self.replica_group.barrier()
         if self.replica_group.is_leader:
             super()._meet()
-        (self.first,) = self.replica_group.broadcast_integers([self.first])
+        (self.lowest_survivor,) = self.replica_group.broadcast_integers([self.lowest_survivor])
 
     def _end(self) -> None:
         if self._in_step:

@@ -42,7 +42,7 @@ from shoal.server.protocol.messages import Ack, Commit
 from shoal.server.row_client import ServerStore
 from shoal.sync.base import Copies, Sync
 from shoal.sync.compressed_sum import even_out
-from shoal.sync.optimizer_step import Update
+from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.compressed_push import PackedPush
 from shoal.sync.ps.optimizer_shards import cut_state, whole_state
 
@@ -58,7 +58,7 @@ class ParameterServer(Sync):
     def __init__(
         self,
         flat: FlatParams,
-        update: Update,
+        update: OptimizerStep,
         group: Group,
         client: Client,
         hosts: Hosts,
@@ -79,7 +79,7 @@ class ParameterServer(Sync):
         self.hosts = hosts
         self.rule = rule
         self.tracer = update.tracer
-        self.waits = rule.needs_everyone
+        self.synchronous = rule.needs_everyone
         self.every_microbatch = microbatches is not None
         self.server_updates = client.specs[0].optimizer is not None
         self.pulls: list[tuple[int, int]] = []  # step, clock of the slowest worker at that time
@@ -118,7 +118,7 @@ class ParameterServer(Sync):
         self._arrive()
         self.client.wait_settled()
         step = self.update.steps
-        self.passed = self.rule.is_passed(step, self._version, self._fastest)
+        self.is_skipped = self.rule.is_passed(step, self._version, self._fastest)
         if self._exact is not None:
             self._exact.begin()
 
@@ -157,9 +157,9 @@ class ParameterServer(Sync):
         self.update.steps += 1
         return self._loss.clone()
 
-    def loss(self, part: Tensor) -> Tensor:
+    def loss(self, local_loss: Tensor) -> Tensor:
         if not self.rule.needs_everyone:
-            self._loss = part / self.share if self.share else part
+            self._loss = local_loss / self.batch_fraction if self.batch_fraction else local_loss
         return self._loss.clone()
 
     def _commit(self, step: int) -> Commit:
@@ -167,7 +167,7 @@ class ParameterServer(Sync):
         if self.update.lr is not None and self.server_updates:
             lr = float(self.update.lr(step))
             self.update.set_lr(lr)
-        return Commit(step, self._version, self.share, lr)
+        return Commit(step, self._version, self.batch_fraction, lr)
 
     def _decide(self, commit: Commit, heads: Tensor) -> Ack:
         return self.client.commit(commit, heads, self._meanwhile)
@@ -237,7 +237,7 @@ class ParameterServer(Sync):
         return ServerStore(self.client)
 
     @contextmanager
-    def whole(self, optimizer: bool = False) -> Iterator[None]:
+    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         if not self.rule.needs_everyone:
             self._arrive()
             self.client.wait_settled()
@@ -254,7 +254,7 @@ class ParameterServer(Sync):
             if fills:
                 self.update.optimizer.state.clear()
 
-    def restored(self) -> None:
+    def after_load(self) -> None:
         self._give_weights()
 
     def state(self) -> dict[str, Tensor]:
@@ -314,7 +314,7 @@ class ParameterServer(Sync):
 
     def _leave(self) -> None:
         self.client.leave()
-        self.first = self.client.lowest_survivor
+        self.lowest_survivor = self.client.lowest_survivor
 
     def _take_newest(self) -> None:
         self._arrive()
@@ -348,17 +348,17 @@ class ParameterServer(Sync):
 
     @property
     def is_first(self) -> bool:
-        return self.group.rank == self.first
+        return self.group.rank == self.lowest_survivor
 
     def _meet(self) -> None:
         self.client.barrier()
-        self.first = self.client.lowest_survivor
+        self.lowest_survivor = self.client.lowest_survivor
 
     def _until_all_agree(self) -> Iterator[None]:
         """Do what the first rank does for all; again, when it is lost meanwhile."""
         first = None
-        while first != self.first:
-            first = self.first
+        while first != self.lowest_survivor:
+            first = self.lowest_survivor
             yield
             if not self.rule.needs_everyone:
                 self._meet()
