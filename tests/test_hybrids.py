@@ -198,7 +198,7 @@ def test_copies_of_a_parameter_stay_equal(world: World, sync: str, split: str) -
         with job_of(group, f"{sync} + {split}", models[group.rank], **GPT_OPTIONS) as (job, step):
             losses = [float(step(batch)) for batch in job.batches(texts(32), 8, epochs=3)]
             assert losses[-1] < losses[0] - 0.1
-            return {name: p.detach().clone() for name, p in step.part.named}, losses[-1]
+            return {name: p.detach().clone() for name, p in step.shard.named}, losses[-1]
 
     found = world(4, body)
     assert found[0][1] == found[1][1]  # one replica, one loss
@@ -282,7 +282,7 @@ def test_what_is_left_to_send_moves_to_another_cut(world: World, tmp_path: Path,
         total = _left_to_send(step).clone()
         step.mesh.dp.all_reduce(total).wait()
         named = {n: step.flat.view(i, total, 0) for i, (n, _) in enumerate(step.flat.named)}
-        return step.part.join(named)
+        return step.shard.gather_full(named)
 
     def go(group: Group, split: str, model: nn.Module, load: bool) -> dict[str, Tensor]:
         strategy = f'{sync}compress="topk(0.1)"){split}'

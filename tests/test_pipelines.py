@@ -19,7 +19,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples.gpt import next_token_loss
 from shoal.replica.pipeline.stages import Stages
-from shoal.replica.shard import StagePart
+from shoal.replica.shard import StageShard
 from shoal.schedules.pipelines.catalog import schedules
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -265,8 +265,8 @@ def test_stages_are_balanced_by_measured_time(world: World) -> None:
     def body(group: Group) -> tuple[str, ...]:
         job = Job(parse('pp(2, balance="measured")'), group, device=torch.device("cpu"))
         step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD, example=example)
-        assert isinstance(step.part, StagePart)
-        return step.part.stages.cuts
+        assert isinstance(step.shard, StageShard)
+        return step.shard.stages.cuts
 
     assert Stages(uneven(), 2).cuts == ("3",)
     assert world(2, body) == [("1",), ("1",)]

@@ -212,7 +212,7 @@ def test_layers_that_are_not_split_stay_the_same_bit_for_bit(world: World) -> No
         job, step = build(group, "tp(4)", models[group.rank], clip_norm=0.5)
         for batch in job.batches(texts(32), 8):
             step(batch)
-        tensor = step.part.tensor
+        tensor = step.shard.tensor
         assert tensor is not None
         return {n: p.detach().clone() for n, p in step.flat.named if n not in tensor.shares}
 

@@ -78,7 +78,7 @@ def measure(job: shoal.Job, batch_size: int, rounds: int, steps: int) -> dict[st
     batch = tokens, tokens.roll(-1, 1)
     step = job.step(ours, loss, optimizer=SGD)
     part = next(iter(job.batches([batch])))
-    cut = int(step.part.stages.cuts[0])  # type: ignore[attr-defined]
+    cut = int(step.shard.stages.cuts[0])  # type: ignore[attr-defined]
     ways: dict[str, Callable[[], Any]] = {
         "shoal": lambda: step(part),
         "peer": torch_step(theirs, cut, job.rank, pp.schedule, pp.microbatches, batch),

@@ -33,9 +33,9 @@ from torch.overrides import TorchFunctionMode
 from shoal.data.sampling import num_rows, take
 from shoal.observe.capture import Enough
 from shoal.pytree import map_tensors
-from shoal.replica.engine import Loss, call, own_random_streams
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.wrapping import find_units
+from shoal.replica.microbatch import Loss, call_model, fork_rng
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.strategy import Strategy, as_strategy
 from shoal.strategy.terms import Ddp, Hogwild, Ps, Single, Zero
@@ -186,7 +186,7 @@ def state_bytes(
 
 def activation_bytes(model: nn.Module, loss: Loss, micro: Any, precision: str) -> int:
     """What autograd saves of a micro-batch, parameters aside, each memory once."""
-    with FakeTensorMode(allow_non_fake_inputs=True), own_random_streams(torch.device("cpu")):
+    with FakeTensorMode(allow_non_fake_inputs=True), fork_rng(torch.device("cpu")):
         fake = {
             name: torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad)
             for name, t in [*model.named_parameters(), *model.named_buffers()]
@@ -198,7 +198,7 @@ def activation_bytes(model: nn.Module, loss: Loss, micro: Any, precision: str) -
             torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None),
             saved_tensors_hooks(saved.note, lambda tensor: tensor),
         ):
-            outputs = call(_With(model, fake), pair[0])
+            outputs = call_model(_With(model, fake), pair[0])
             loss(outputs, pair[1])
         return saved.total
 

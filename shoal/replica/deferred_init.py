@@ -21,31 +21,20 @@ from torch import Tensor, nn
 from shoal.errors import BadInput
 
 
-class Blank:
-    """The modules of a model that are still to be filled."""
+class DeferredInit:
+    """The modules of a model whose tensors have no memory yet."""
 
     def __init__(self, model: nn.Module):
         """Take parameters off the meta device, without memory yet; tied ones stay tied."""
         self._modules: dict[int, str] = {}
-        made: dict[int, nn.Parameter] = {}
+        placeholders: dict[int, nn.Parameter] = {}
         for name, module in model.named_modules():
-            own = [*module._parameters.items(), *module._buffers.items()]
-            if not any(t is not None and t.is_meta for _, t in own):
-                continue
-            if not callable(getattr(module, "reset_parameters", None)):
-                raise BadInput(
-                    f"{name or 'the model'} ({type(module).__name__}) was built on the meta device "
-                    "and has no reset_parameters to fill it with: build the model on the CPU"
-                )
-            self._modules[id(module)] = name
-            for key, p in module._parameters.items():
-                if p is not None and p.is_meta:
-                    if id(p) not in made:
-                        nothing = torch.zeros((), dtype=p.dtype).expand(p.shape)
-                        made[id(p)] = nn.Parameter(nothing, p.requires_grad)
-                    module._parameters[key] = made[id(p)]
-
-        for module in model.modules():  # drawn from nothing; others may take its place
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            if any(t is not None and t.is_meta for t in tensors):
+                _check_initializable(name, module)
+                self._modules[id(module)] = name
+                _replace_meta_parameters(module, placeholders)
+        for module in model.modules():  # it draws no numbers, and may be replaced before `fill`
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 self.fill(module)
 
@@ -68,56 +57,76 @@ class Blank:
         for module in model.modules():
             self.fill(module)
 
-    def fill_in_turn(self, model: nn.Module, device: torch.device) -> Iterator[list[Place]]:
-        """Fill module after module, on `device`; every tensor once no other module fills it, by
-        its places. Whoever lets go of a tensor there and then never has them all."""
-        tensors: dict[int, list[Place]] = {}
-        for place in places(model):
-            tensors.setdefault(id(place.tensor), []).append(place)
+    def fill_in_turn(self, model: nn.Module, device: torch.device) -> Iterator[list[TensorSlot]]:
+        """Fill module after module, on `device`, and yield every tensor by its slots.
+
+        A tensor comes as soon as no other module fills it. A caller that releases tensors as they
+        come never holds all of them.
+        """
+        by_tensor: dict[int, list[TensorSlot]] = {}
+        for slot in tensor_slots(model):
+            by_tensor.setdefault(id(slot.tensor), []).append(slot)
         numbers = {module: number for number, module in enumerate(model.modules())}
-        ready: dict[int, list[list[Place]]] = {}  # by the last module that has the tensor
-        for found in tensors.values():
-            ready.setdefault(max(numbers[p.module] for p in found), []).append(found)
+        ready: dict[int, list[list[TensorSlot]]] = {}  # by the last module that has the tensor
+        for slots in by_tensor.values():
+            ready.setdefault(max(numbers[slot.module] for slot in slots), []).append(slots)
         for module, number in numbers.items():
             self.fill(module)
-            for found in ready.get(number, ()):
-                _move(found, device)
-                yield found
+            for slots in ready.get(number, ()):
+                _move(slots, device)
+                yield slots
 
 
-class Place(NamedTuple):
-    """Where a parameter or buffer is in a model; one that is tied has several."""
+class TensorSlot(NamedTuple):
+    """An attribute of a module that holds a parameter or buffer; a tied tensor has several."""
 
     module: nn.Module
-    own: str
+    key: str
     name: str
 
     @property
     def tensor(self) -> Tensor:
-        found: Tensor = getattr(self.module, self.own)
-        return found
+        tensor: Tensor = getattr(self.module, self.key)
+        return tensor
 
 
-def places(model: nn.Module) -> Iterator[Place]:
+def tensor_slots(model: nn.Module) -> Iterator[TensorSlot]:
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                yield Place(module, own, full_name(prefix, own))
+                yield TensorSlot(module, key, full_name(prefix, key))
 
 
-def full_name(prefix: str, own: str) -> str:
-    """Of what a module, which is the model itself or has a name, calls `own`."""
-    return f"{prefix}.{own}" if prefix else own
+def full_name(prefix: str, key: str) -> str:
+    """The name in the model of what the module called `prefix` calls `key`."""
+    return f"{prefix}.{key}" if prefix else key
 
 
-def _move(found: list[Place], device: torch.device) -> None:
-    for place in found:
-        tensor = place.tensor
+def _check_initializable(name: str, module: nn.Module) -> None:
+    if not callable(getattr(module, "reset_parameters", None)):
+        raise BadInput(
+            f"{name or 'the model'} ({type(module).__name__}) was built on the meta device "
+            "and has no reset_parameters to fill it with: build the model on the CPU"
+        )
+
+
+def _replace_meta_parameters(module: nn.Module, placeholders: dict[int, nn.Parameter]) -> None:
+    for key, p in module._parameters.items():
+        if p is not None and p.is_meta:
+            if id(p) not in placeholders:
+                empty = torch.zeros((), dtype=p.dtype).expand(p.shape)
+                placeholders[id(p)] = nn.Parameter(empty, p.requires_grad)
+            module._parameters[key] = placeholders[id(p)]
+
+
+def _move(slots: list[TensorSlot], device: torch.device) -> None:
+    for slot in slots:
+        tensor = slot.tensor
         if tensor.device != device and tensor.device.type != "meta":
-            if place.own in place.module._parameters:
+            if slot.key in slot.module._parameters:
                 tensor.data = tensor.data.to(device)
             else:
-                place.module._buffers[place.own] = tensor.to(device)
+                slot.module._buffers[slot.key] = tensor.to(device)
 
 
 def _is_placeholder(tensor: Tensor) -> bool:

@@ -1,120 +1,205 @@
-"""Runs one replica's schedule: forward and backward of every micro-batch, and nothing else.
+"""Walks one replica's schedule: forward and backward of every micro-batch, and nothing else.
 
-The engine knows no other replica. It says when a bucket of gradients is final (`on_bucket`),
-and what its part of the loss is; agreeing with others is the business of the sync.
+    action           receives              computes                        sends
+    F  forward       activations           outputs, or the loss            activations
+    B  backward      gradients of outputs  gradients of inputs and weights gradients of inputs
+    I  backward      gradients of outputs  gradients of inputs             gradients of inputs
+    W  backward      -                     gradients of weights            -
+
+The engine knows no other replica. Messages between the stages of this one are sent and received
+by its `Stage`. When gradients are final, `on_bucket` reports them to the sync.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
-from shoal.pytree import tensors_of
+from shoal.pytree import Tree, map_tensors, tensors_of
+from shoal.replica.accumulation import Accumulation, NoAccumulation, StepAccumulation
 from shoal.replica.batchnorm import Presence
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import OnBucket
+from shoal.replica.microbatch import (
+    Loss,
+    MicroBatch,
+    Precision,
+    autocast_for,
+    fork_rng,
+)
+from shoal.replica.pipeline.split_backward import SplitBackward
+from shoal.replica.stage import Stage, WholeModel
 from shoal.schedules.pipelines.actions import Action, Kind
 
-Precision = Literal["fp32", "bf16", "fp16"]
-Loss = Callable[[Any, Any], Tensor]
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Key = tuple[int, int]  # micro-batch, chunk
 
 
-class MicroBatch(NamedTuple):
-    """Rows of one forward and backward.
+@dataclass(frozen=True)
+class EngineOptions:
+    """`every_microbatch`: gradients of micro-batches are not added up here.
 
-    `weight` is their share of the global batch's loss, or a function that is asked for it when
-    forward is done, so that ranks can count together in the meantime.
+    `recompute`: keep the inputs of a forward only, and compute it again before its backward.
     """
 
-    inputs: Any
-    targets: Any
-    weight: float | Callable[[], Tensor]
-    real: bool = True  # False: one row stands in for an empty part
-    weightless: bool = False  # the loss has nothing to be a mean over
-    skip: bool = False  # nobody has rows here: nothing is computed
-    seed: int = 0
+    precision: Precision = "fp32"
+    every_microbatch: bool = False
+    gradient_scale: float = 1.0
+    loss_scale: Callable[[Tensor], Tensor] | None = None
+    presence: Presence = field(default_factory=Presence)
+    tracer: Tracer = OFF
+    recompute: bool = False
+
+
+class Kept(NamedTuple):
+    """What is kept of a forward. `outputs` is None where it is computed again.
+
+    `has_grad` says which of the output tensors get a gradient back.
+    """
+
+    inputs: Tree
+    outputs: Tree
+    has_grad: list[bool]
+
+
+class Roots(NamedTuple):
+    """Where a backward starts, with which gradients; `inputs` are the leaves that want one."""
+
+    inputs: list[Tensor]
+    tensors: list[Tensor]
+    grads: list[Tensor | None]
 
 
 class Engine:
-    """Interprets the actions of one stage on one model."""
+    """Runs the actions of one stage."""
 
     def __init__(
         self,
-        model: nn.Module,
+        stage: Stage,
         loss: Loss,
         flat: FlatParams,
         actions: Sequence[Action],
-        *,
-        precision: Precision = "fp32",
-        every_microbatch: bool = False,
-        gradient_scale: float = 1.0,
-        loss_scale: Callable[[Tensor], Tensor] | None = None,
-        presence: Presence | None = None,
-        tracer: Tracer = OFF,
+        accumulation: Accumulation,
+        options: EngineOptions,
     ):
-        self.model = model
+        self.stage = stage
         self.loss = loss
         self.flat = flat
         self.follow(actions)
-        self.every_microbatch = every_microbatch
-        self.loss_scale = loss_scale
-        self.gradient_scale = gradient_scale
-        self.presence = presence or Presence()
-        self.tracer = tracer
-        self._autocast = autocast_for(flat.device, precision)
-        self._do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
+        self.accumulation = accumulation
+        self.options = options
+        self.presence = options.presence
+        self._autocast = autocast_for(flat.device, options.precision)
+        self._span = options.tracer.span
+        self._actions = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._backward_input,
+            Kind.WEIGHT: self._backward_weight,
+        }
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's outputs and the loss are known here."""
+        return self.stage.is_last
 
     def follow(self, actions: Sequence[Action]) -> None:
-        """Take these actions for the schedule from now on."""
+        """Use these actions as the schedule from now on."""
         self.actions = actions
-        self._last = max(action.microbatch for action in actions)
 
     def run(self, microbatches: Sequence[MicroBatch], on_bucket: OnBucket) -> Tensor:
         """One step's computing; returns the weighted loss of these rows.
 
-        The same number stands in `flat.grads.header[0]` where gradients are exchanged, so that it
-        travels with them.
+        Where gradients are exchanged, the header of the buckets holds the same number.
         """
         self._microbatches = microbatches
-        self._on_bucket = on_bucket
-        self._losses: dict[int, Tensor] = {}
-        self._total: Tensor | None = None
-        with own_random_streams(self.flat.device):
-            for action in self.actions:
-                self._do[action.kind](action.microbatch)
-        assert self._total is not None
-        return self._total
-
-    is_last = True  # the model's outputs and the loss are known here
-
-    def share(self, value: Any) -> Any:
-        """What is known where `is_last`, on every worker of the replica."""
-        return value
+        self._kept: dict[Key, Kept] = {}
+        self._split: dict[Key, SplitBackward] = {}
+        self.accumulation.begin(on_bucket, len(microbatches))
+        self.stage.begin()
+        last = len(self.actions) - 1
+        with fork_rng(self.flat.device):
+            for i, action in enumerate(self.actions):
+                self.accumulation.before(action, i == last)
+                self._actions[action.kind](action)
+                self.accumulation.after(action, i == last)
+            loss = self.accumulation.finish()
+        self.stage.finish()
+        return loss
 
     def predict(self, inputs: Any) -> Any:
-        """What the model makes of the inputs, for `job.evaluate`."""
-        return call(self.model, inputs)
+        """What the model makes of the inputs, where `is_last`."""
+        return self.stage.predict(inputs)
 
-    def _forward(self, m: int) -> None:
-        micro = self._microbatches[m]
+    # ------------------------------------------------------------------ the four actions
+
+    def _forward(self, action: Action) -> None:
+        micro = self._microbatches[action.microbatch]
         if micro.skip:
-            self._losses[m] = torch.zeros((), device=self.flat.device, requires_grad=True)
             return
+        inputs = self.stage.recv_inputs(action, micro)
+        with self._span("forward", str(action)):
+            outputs = self._first_outputs(action, micro, inputs)
+        has_grad = [t.requires_grad for t in tensors_of(outputs)]
+        kept_outputs = None if self.options.recompute else outputs
+        self._kept[_key(action)] = Kept(inputs, kept_outputs, has_grad)
+        self.stage.send_outputs(action, outputs)
+
+    def _backward(self, action: Action) -> None:
+        if self._skips(action):
+            return
+        roots = self._roots(action)
+        with self._span("backward", str(action)):
+            if roots.tensors:
+                torch.autograd.backward(roots.tensors, roots.grads)
+        self.stage.send_grads(action, [leaf.grad for leaf in roots.inputs])
+
+    def _backward_input(self, action: Action) -> None:
+        if self._skips(action):
+            return
+        roots = self._roots(action)
+        split = SplitBackward(roots.tensors, roots.grads)
+        self._split[_key(action)] = split
+        with self._span("backward", str(action)):
+            grads = split.input_grads(roots.inputs)
+        self.flat.rest()
+        self.stage.send_grads(action, grads)
+
+    def _backward_weight(self, action: Action) -> None:
+        split = self._split.pop(_key(action), None)
+        if split is None:
+            return
+        with self._span("backward", str(action)):
+            for weight, grad in split.weight_grads():
+                # tensors that autograd hands out may be shared between weights
+                weight.grad = grad.clone() if weight.grad is None else weight.grad.add_(grad)
+        self.flat.rest()
+
+    def _skips(self, action: Action) -> bool:
+        """Whether no rank has rows of this micro-batch; its loss is then 0."""
+        skips = self._microbatches[action.microbatch].skip
+        if skips and self.stage.computes_loss(action):
+            zero = torch.zeros((), device=self.flat.device)
+            self.accumulation.add_loss(action.microbatch, zero)
+        return skips
+
+    # ------------------------------------------------------------------ computing
+
+    def _compute(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
+        """The outputs of a chunk; behind the last one the loss."""
         self.presence.real = micro.real
-        for generator in generators_of(self.flat.device):
-            generator.manual_seed(micro.seed)
-        with self.tracer.span("forward", "micro-batch"), self._autocast():
-            self._losses[m] = self._loss_of(call(self.model, micro.inputs), micro)
+        with self._autocast():
+            outputs = self.stage.compute(action, micro, inputs)
+            return self._loss_of(outputs, micro) if self.stage.computes_loss(action) else outputs
 
     def _loss_of(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        loss = _zero(outputs) if micro.weightless else self.loss(outputs, micro.targets)
+        loss = _zero_loss(outputs) if micro.weightless else self.loss(outputs, micro.targets)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise BadInput(
                 "the loss function has to return one number, the mean over the samples, and it "
@@ -122,99 +207,91 @@ class Engine:
             )
         return loss
 
-    def _backward(self, m: int) -> None:
-        micro = self._microbatches[m]
-        loss = self._losses.pop(m)
-        start = self._start_of_backward(micro, loss)
-        final = self.every_microbatch or m == self._last
-        if final:
-            self.flat.grads.arm(self._on_bucket)
-        with self.tracer.span("backward", "micro-batch"):
-            loss.backward(start)  # type: ignore[no-untyped-call]
-            if final:
-                self.flat.grads.flush()
-                self.flat.rest()
+    def _first_outputs(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
+        if not self.options.recompute:
+            return self._compute(action, micro, inputs)
+        with torch.no_grad():
+            outputs = self._compute(action, micro, inputs)
+        return _require_grad(inputs, outputs)
 
-    def _start_of_backward(self, micro: MicroBatch, loss: Tensor) -> Tensor | None:
+    def _outputs(self, action: Action, micro: MicroBatch, kept: Kept) -> Tree:
+        if not self.options.recompute:
+            return kept.outputs
+        with self._span("forward", f"{action} again"), self._frozen_statistics():
+            return self._compute(action, micro, kept.inputs)
+
+    @contextmanager
+    def _frozen_statistics(self) -> Iterator[None]:
+        """A forward is computed again: the buffers that it updates are already up to date."""
+        buffers = [b for b in self.stage.model.buffers() if b.device.type != "meta"]
+        before = [b.clone() for b in buffers]
+        self.presence.again = True
+        try:
+            yield
+        finally:
+            self.presence.again = False
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.data.copy_(value)  # unseen by autograd, which holds it but does not read it
+
+    # ------------------------------------------------------------------ where backward starts
+
+    def _roots(self, action: Action) -> Roots:
+        kept = self._kept.pop(_key(action))
+        micro = self._microbatches[action.microbatch]
+        inputs = [t for t in tensors_of(kept.inputs) if t.requires_grad]
+        if self.stage.computes_loss(action):
+            loss = self._outputs(action, micro, kept)
+            return Roots(inputs, [loss], [self._loss_gradient(action, micro, loss)])
+        arrived = iter(self.stage.recv_grads(action))
+        outputs = tensors_of(self._outputs(action, micro, kept))
+        pairs = [(t, next(arrived)) for t, has in zip(outputs, kept.has_grad, strict=True) if has]
+        pairs = [(t, grad) for t, grad in pairs if t.requires_grad and grad is not None]
+        return Roots(inputs, [t for t, _ in pairs], [grad for _, grad in pairs])
+
+    def _loss_gradient(self, action: Action, micro: MicroBatch, loss: Tensor) -> Tensor | None:
         """The gradient of the global loss by this one: its weight. None stands for 1."""
+        options = self.options
         weight = micro.weight() if callable(micro.weight) else micro.weight
-        plain = self.loss_scale is None and self.gradient_scale == 1.0
-        if isinstance(weight, float) and weight == 1.0 and plain:
-            self._note_loss(loss.detach())
+        is_unscaled = options.loss_scale is None and options.gradient_scale == 1.0
+        if isinstance(weight, float) and weight == 1.0 and is_unscaled:
+            self.accumulation.add_loss(action.microbatch, loss.detach())
             return None
-        share = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
-        self._note_loss(loss.detach() * share)
-        start = share * self.gradient_scale
-        return start if self.loss_scale is None else self.loss_scale(start)
-
-    def _note_loss(self, part: Tensor) -> None:
-        """The head leaves with the last bucket, so it has to be right before backward starts."""
-        if self._total is None or self.every_microbatch:
-            self._total = part
-        else:
-            self._total = self._total + part
-        self.flat.grads.record_loss(self._total)
+        factor = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
+        self.accumulation.add_loss(action.microbatch, loss.detach() * factor)
+        gradient = factor * options.gradient_scale
+        return gradient if options.loss_scale is None else options.loss_scale(gradient)
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
-    args, kwargs = arguments_of(inputs)
-    return model(*args, **kwargs)
+def engine_of_model(
+    model: nn.Module,
+    loss: Loss,
+    flat: FlatParams,
+    actions: Sequence[Action],
+    options: EngineOptions,
+) -> Engine:
+    """The engine of a replica that is not pipelined."""
+    every = options.every_microbatch
+    accumulation = NoAccumulation(flat) if every else StepAccumulation(flat)
+    return Engine(WholeModel(model, flat.device), loss, flat, actions, accumulation, options)
 
 
-def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tuple is spread over the positional arguments, a dict over the named ones."""
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+def _key(action: Action) -> Key:
+    return action.microbatch, action.chunk
 
 
-@contextmanager
-def keeping_modes(model: nn.Module) -> Iterator[None]:
-    """Every module is as it was afterwards: training or evaluating."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-@contextmanager
-def own_random_streams(device: torch.device) -> Iterator[None]:
-    """Give the global random generators back as they were found.
-
-    A step draws from streams of its own (dropout), seeded per micro-batch; what the script draws
-    between steps is then the same on every rank and at any number of them.
-    """
-    generators = generators_of(device)
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-def _zero(outputs: Any) -> Tensor:
+def _zero_loss(outputs: Any) -> Tensor:
     """A loss of 0 that reaches every output, so that backward runs as on the other ranks."""
-    parts = [out.sum() * 0 for out in tensors_of(outputs) if out.requires_grad]
-    return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
+    zeros = [out.sum() * 0 for out in tensors_of(outputs) if out.requires_grad]
+    return torch.stack(zeros).sum() if zeros else torch.zeros((), requires_grad=True)
 
 
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return [torch.default_generator, torch.cuda.default_generators[index]]
-    return [torch.default_generator]
+def _require_grad(inputs: Tree, outputs: Tree) -> Tree:
+    """Outputs that were computed without a graph, marked as if there was one."""
+    input_ids = {id(t) for t in tensors_of(inputs)}
 
+    def mark(tensor: Tensor) -> Tensor:
+        if id(tensor) in input_ids or not tensor.is_floating_point():
+            return tensor
+        return tensor.detach().requires_grad_()
 
-def autocast_for(
-    device: torch.device, precision: Precision
-) -> Callable[[], AbstractContextManager[Any]]:
-    if precision == "fp32":
-        return nullcontext
-    if precision not in _DTYPES:
-        raise BadInput(f"precision is one of fp32, bf16, fp16, not {precision!r}")
-    if precision == "fp16" and device.type != "cuda":
-        raise BadInput('precision="fp16" needs a CUDA GPU; on a CPU take "bf16"')
-    return lambda: torch.autocast(device.type, dtype=_DTYPES[precision])
+    return map_tensors(mark, outputs)

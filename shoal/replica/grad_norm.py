@@ -1,4 +1,4 @@
-"""The norm of a gradient whose parts are on several workers."""
+"""The norm of a gradient that is spread over shards, tensor-parallel slices and stages."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from shoal.comm.group import Group
 from shoal.replica.tensor.parallelize import TensorSplit
 
 
-class NormOverParts:
-    """The norm of every tensor in its place among those of the whole model, then the norm of these.
+class ReplicaGradNorm:
+    """The norm of every tensor, at its index in the whole model, then the norm of these.
 
     That is how torch computes the norm of a whole model, so the bits are the same. A tensor that
-    several stages hold counts on one of them. An all-reduce of a number a parameter each over the
-    replicas, where each has a shard; over the workers of tp, where the squares of the slices of a
+    several stages hold counts on one of them. It costs an all-reduce of one number per parameter
+    over the replicas, where each has a shard; over tp, where the squares of the slices of a
     tensor are added up; and over the stages.
     """
 
     def __init__(
         self,
-        places: Mapping[nn.Parameter, int],
+        index_of: Mapping[nn.Parameter, int],
         num_parameters: int,
         is_counted_here: Callable[[nn.Parameter], bool],
         *,
@@ -30,43 +30,47 @@ class NormOverParts:
         tensor: TensorSplit | None = None,
         stages: Group | None = None,
     ):
-        self._places = places
+        self._index_of = index_of
         self._num = num_parameters
+        self._is_counted_here = is_counted_here
         self._shards = shards
         self._tensor = tensor
         self._stages = stages
-        self._like = next(iter(places)).detach()
-        self._counts = is_counted_here
+        self._like = next(iter(index_of)).detach()
 
     @torch.no_grad()
     def __call__(self, params: Sequence[nn.Parameter]) -> Tensor:
-        mine = [p for p in params if p.grad is not None and self._counts(p)]
-        found = torch._foreach_norm([p.grad for p in mine if p.grad is not None]) if mine else []
-        return self.of(dict(zip(mine, found, strict=True)))
+        """The total norm; `params` are those of this worker."""
+        counted = [p for p in params if p.grad is not None and self._is_counted_here(p)]
+        grads = [p.grad for p in counted if p.grad is not None]
+        norms = torch._foreach_norm(grads) if grads else []
+        return self.of(dict(zip(counted, norms, strict=True)))
 
     @torch.no_grad()
-    def of(self, found: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        """The same from the norm of each gradient that is here."""
-        mine = [p for p in found if self._counts(p)]
+    def of(self, norm_of: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """The total norm from the norm of each gradient of this worker."""
+        counted = [p for p in norm_of if self._is_counted_here(p)]
         norms = self._like.new_zeros(self._num)
-        if mine:
-            places = torch.tensor([self._places[p] for p in mine], device=norms.device)
-            norms[places] = torch.stack([found[p] for p in mine]).to(norms)
+        if counted:
+            indices = torch.tensor([self._index_of[p] for p in counted], device=norms.device)
+            norms[indices] = torch.stack([norm_of[p] for p in counted]).to(norms)
         if self._shards is not None:
             self._shards.all_reduce(norms).wait()
         if self._tensor is not None:
-            norms = self._join_slices(norms, self._tensor)
+            norms = self._combine_slices(norms, self._tensor)
         if self._stages is not None:
             self._stages.all_reduce(norms).wait()
         total: Tensor = torch.linalg.vector_norm(norms)
         return total
 
-    def _join_slices(self, norms: Tensor, tensor: TensorSplit) -> Tensor:
-        places = [
-            place for p, place in self._places.items() if tensor.is_slice(p) and self._counts(p)
+    def _combine_slices(self, norms: Tensor, tensor: TensorSplit) -> Tensor:
+        indices = [
+            index
+            for p, index in self._index_of.items()
+            if tensor.is_slice(p) and self._is_counted_here(p)
         ]
         is_slice = torch.zeros_like(norms, dtype=torch.bool)
-        is_slice[places] = True
+        is_slice[indices] = True
         squares = norms.square().where(is_slice, 0)
         tensor.group.all_reduce(squares).wait()
         return squares.sqrt().where(is_slice, norms)

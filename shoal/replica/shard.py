@@ -1,9 +1,9 @@
-"""What one worker has of a replica: all of it, a stage, slices of its tensors, or both."""
+"""What one worker has of a replica: the whole model, a stage, slices of tensors, or both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,28 +13,31 @@ from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.objects import PytreeChannel, all_equal
 from shoal.errors import BadInput
-from shoal.pytree import Tree, map_tensors, tensors_of
-from shoal.replica.deferred_init import Blank, Place
-from shoal.replica.engine import Engine, Loss, MicroBatch, arguments_of, keeping_modes
+from shoal.pytree import Tree, tensors_of
+from shoal.replica.accumulation import Accumulation, OrderedAccumulation, StepAccumulation
+from shoal.replica.deferred_init import DeferredInit, TensorSlot
+from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.grad_norm import NormOverParts
-from shoal.replica.pipeline.engine import PipelineEngine
-from shoal.replica.pipeline.profile import as_tensor, by_name, module_seconds
+from shoal.replica.grad_norm import ReplicaGradNorm
+from shoal.replica.microbatch import Loss, MicroBatch, call_arguments, preserve_modes
+from shoal.replica.pipeline.profile import measured_by_rank_0
+from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
 from shoal.replica.pipeline.stages import Stages, named_tensors
-from shoal.replica.pipeline.tied_weights import Ties
+from shoal.replica.pipeline.tied_weights import TiedWeights
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.replica.tensor.plan import plan_of
 from shoal.replica.tensor.sharded_tensor import whole_tensors
-from shoal.schedules.pipelines.actions import accumulate
+from shoal.schedules.pipelines.actions import Kind, Pipeline, accumulate
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Strategy
 from shoal.strategy.terms import Pp
 
 LARGEST_CHECKED_BYTES = 1 << 30
+_RESULT_TAG = 2  # tags of activations and gradients end in the bits 00 and 01
 
 
-class Part:
-    """A whole replica. All layers are here, and where there is tp, slices of their parameters."""
+class ReplicaShard:
+    """All layers are here. Under tp, this worker has slices of their parameters."""
 
     tensor: TensorSplit | None = None
 
@@ -43,59 +46,68 @@ class Part:
         self.named = list(model.named_parameters())
 
     @property
-    def computes(self) -> nn.Module | None:
+    def compute_module(self) -> nn.Module | None:
         """What computes here, where that is not the model itself."""
         return None
 
-    def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
-        return Engine(self.model, loss, flat, accumulate(1, 0, microbatches), **options)
+    def engine(
+        self, loss: Loss, flat: FlatParams, microbatches: int, options: EngineOptions
+    ) -> Engine:
+        actions = accumulate(1, 0, microbatches)
+        return engine_of_model(self.model, loss, flat, actions, options)
 
-    def split(self, tensor: TensorSplit) -> None:
+    def split_tensors(self, tensor: TensorSplit) -> None:
         self.tensor = tensor
 
-    def total_norm(self, shards: Group | None) -> NormOverParts | None:
-        """What knows the norm of the whole gradient, where this worker has a part of it.
+    def total_norm(self, dp: Group | None) -> ReplicaGradNorm | None:
+        """Computes the norm of the full gradient, where this worker has a shard of it.
 
-        `shards` are the replicas that share it out among them, if they do.
+        `dp` are the replicas, where each of them has a shard of the gradient, too.
         """
         if self.tensor is None:
             return None
-        places = {p: place for place, (_, p) in enumerate(self.named)}
-        return NormOverParts(places, len(places), lambda p: True, shards=shards, tensor=self.tensor)
+        index_of = {p: index for index, (_, p) in enumerate(self.named)}
+        return ReplicaGradNorm(
+            index_of, len(index_of), lambda p: True, shards=dp, tensor=self.tensor
+        )
 
-    def join(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors, by name, from the slices of the workers of tp, which all call it."""
-        return tensors if self.tensor is None else self.tensor.join(tensors)
+    def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Full tensors, by name, from the slices of the ranks of tp, which all call it."""
+        return tensors if self.tensor is None else self.tensor.gather_full(tensors)
 
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This worker's slices of whole tensors."""
-        return tensors if self.tensor is None else self.tensor.take(tensors)
+    def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This worker's slices of full tensors."""
+        return tensors if self.tensor is None else self.tensor.take_shard(tensors)
 
-    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
         """Make equal what several workers of the replica have of the same parameter.
 
         Where gradients are compressed, what arrives also depends on the neighbours in a bucket.
         """
         if self.tensor is not None:
-            self.tensor.even_out(tensors)
+            self.tensor.synchronize_copies(tensors)
 
-    def is_copy(self, parameter: nn.Parameter) -> bool:
-        """Whether `even_out` replaces what is here by what another worker has."""
-        return self.tensor is not None and self.tensor.is_copy(parameter)
+    def is_duplicate(self, parameter: nn.Parameter) -> bool:
+        """Whether `synchronize_copies` replaces what is here by what another worker has."""
+        return self.tensor is not None and self.tensor.is_duplicate(parameter)
 
-    def share(self, loss: Tensor) -> Tensor:
-        """The loss, on every worker of the replica."""
+    def broadcast(self, tree: Tree) -> Tree:
+        """The last stage's value, on all stages: a tree of tensors and plain values."""
+        return tree
+
+    def broadcast_loss(self, loss: Tensor) -> Tensor:
+        """The last stage's loss, on all stages."""
         return loss
 
-    def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
-        """Raise `BadInput` unless the parts together compute what the model does."""
-
-    def collect(self, tree: Tree) -> list[Tree]:
-        """What the workers of the replica give, at the first of them; there alone it is whole."""
+    def gather(self, tree: Tree) -> list[Tree]:
+        """The trees of all stages on the first one; the others get their own."""
         return [tree]
 
+    def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
+        """Raise `BadInput` unless the stages together compute what the model does."""
 
-class StagePart(Part):
+
+class StageShard(ReplicaShard):
     """One stage of a pipeline; the model's other tensors are shapes without memory."""
 
     def __init__(
@@ -104,71 +116,98 @@ class StagePart(Part):
         pp: Pp,
         mesh: Mesh,
         device: torch.device,
-        blank: Blank,
+        deferred: DeferredInit,
         example: Tree = None,
     ):
         self.model = model
         self.pp = pp
         self.group = mesh.pp
-        self._is_trusted = bool(blank)  # with all tensors on one worker it may not fit
-        group = mesh.pp
-        self.chunks = build(pp.schedule, group.size, 1, pp.chunks).chunks
+        self._is_trusted = bool(deferred)  # with all tensors on one worker it may not fit
         seconds = None
         if pp.balance == "measured" and pp.cuts is None:
-            seconds = _measured(model, example, pp, mesh.world, device, bool(blank))
-        self.stages = Stages(model, group.size, self.chunks, pp.cuts, seconds)
-        self._agree(device)
-        self.places = {p: place for place, p in enumerate(model.parameters())}
-        start = _from_rank_0(blank.fill_in_turn(model, device), mesh.world)
-        self.named = self.stages.keep(group.rank, start)
-        self.channel = PytreeChannel(group, device)
-        self.ties = Ties(self.named, self.stages.holders, self.channel)
-        self.num_parameters = len(self.places)
-        self.places = {p: self.places[p] for _, p in self.named}
+            seconds = measured_by_rank_0(model, example, pp, mesh.world, device, bool(deferred))
+        chunks = build(pp.schedule, self.group.size, 1, pp.chunks).chunks
+        self.stages = Stages(model, self.group.size, chunks, pp.cuts, seconds)
+        self._check_same_cuts(device)
+        index_of = {p: index for index, p in enumerate(model.parameters())}
+        filled = _from_rank_0(deferred.fill_in_turn(model, device), mesh.world)
+        self.named = self.stages.keep(self.group.rank, filled)
+        self.channel = PytreeChannel(self.group, device)
+        self.tied = TiedWeights(self.named, self.stages.holders, self.channel)
+        self._num_parameters = len(index_of)
+        self._index_of = {p: index_of[p] for _, p in self.named}
 
-    def split(self, tensor: TensorSplit) -> None:
-        self.tensor = self.stages.tensor = tensor
+    def split_tensors(self, tensor: TensorSplit) -> None:
+        self.tensor = tensor
+        self.stages.tensor = tensor
 
-    def total_norm(self, shards: Group | None) -> NormOverParts | None:
-        return NormOverParts(
-            *(self.places, self.num_parameters, self.ties.is_counted_here),
-            shards=shards,
+    def total_norm(self, dp: Group | None) -> ReplicaGradNorm | None:
+        return ReplicaGradNorm(
+            self._index_of,
+            self._num_parameters,
+            self.tied.is_counted_here,
+            shards=dp,
             tensor=self.tensor,
             stages=self.group,
         )
 
     @property
-    def computes(self) -> nn.Module | None:
-        first = self.group.rank
-        step = self.group.size
-        own = range(first, self.stages.parts, step)
-        segments = [self.stages.segment(virtual) for virtual in own]
+    def compute_module(self) -> nn.Module | None:
+        virtual_stages = range(self.group.rank, self.stages.parts, self.group.size)
+        segments = [self.stages.segment(virtual) for virtual in virtual_stages]
         modules = [segment for segment in segments if isinstance(segment, nn.Module)]
         return nn.ModuleList(modules) if len(modules) == len(segments) else self.model
 
-    def engine(self, loss: Loss, flat: FlatParams, microbatches: int, **options: Any) -> Engine:
+    def engine(
+        self, loss: Loss, flat: FlatParams, microbatches: int, options: EngineOptions
+    ) -> Engine:
         pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
-        return PipelineEngine(
-            *(self.stages, pipeline, self.channel, self.ties, loss, flat),
-            recompute=self.pp.recompute,
-            **options,
-        )
+        actions = pipeline.actions[self.group.rank]
+        flat.splits_backward = any(action.kind is Kind.INPUT for action in actions)
+        flat.grads.tied = {i for i, p in enumerate(flat.params) if self.tied.is_tied(p)}
+        options = replace(options, recompute=self.pp.recompute)
+        stage = self._stage(pipeline, flat, options)
+        accumulation = self._accumulation(flat, options)
+        return Engine(stage, loss, flat, actions, accumulation, options)
 
-    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
-        self.ties.even_out(tensors)
-        super().even_out(tensors)
+    def _stage(self, pipeline: Pipeline, flat: FlatParams, options: EngineOptions) -> PipelineStage:
+        messages = StageMessages(pipeline, self.channel, options.tracer)
+        return PipelineStage(self.stages, messages, flat, carries_rng=options.every_microbatch)
 
-    def is_copy(self, parameter: nn.Parameter) -> bool:
-        return not self.ties.is_counted_here(parameter) or super().is_copy(parameter)
+    def _accumulation(self, flat: FlatParams, options: EngineOptions) -> Accumulation:
+        if options.every_microbatch:
+            return OrderedAccumulation(flat, self.tied.reduce_grads)
+        return StepAccumulation(flat, self.tied.reduce_grads, starts_at_zero=True)
 
-    def share(self, loss: Tensor) -> Tensor:
+    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        self.tied.synchronize_copies(tensors)
+        super().synchronize_copies(tensors)
+
+    def is_duplicate(self, parameter: nn.Parameter) -> bool:
+        return not self.tied.is_counted_here(parameter) or super().is_duplicate(parameter)
+
+    def broadcast(self, tree: Tree) -> Tree:
+        last = self.group.size - 1
+        if self.group.rank != last:
+            return self.channel.recv(last, _RESULT_TAG)
+        for sent in [self.channel.send(tree, stage, _RESULT_TAG) for stage in range(last)]:
+            sent.wait()
+        return tree
+
+    def broadcast_loss(self, loss: Tensor) -> Tensor:
         number = loss.double()
         self.group.broadcast(number, root=self.group.size - 1).wait()
         return number.to(loss.dtype)
 
+    def gather(self, tree: Tree) -> list[Tree]:
+        if self.group.rank != 0:
+            self.channel.send(tree, 0, 0).wait()
+            return [tree]
+        return [tree, *(self.channel.recv(stage, 0) for stage in range(1, self.group.size))]
+
     @torch.no_grad()
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
-        """The first stage runs the model itself, once, with everybody's tensors, and compares.
+        """The first stage runs the full model once, with the tensors of all stages, and compares.
 
         A model that is too large for that, or was built on the meta device, is trusted.
         """
@@ -177,14 +216,13 @@ class StagePart(Part):
             return
         inputs = microbatches[0].inputs
         same = torch.ones(1, device=engine.flat.device)
-        with engine.flat.assembled(), keeping_modes(self.model):
-            mine = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
+        with engine.flat.assembled(), preserve_modes(self.model):
             self.model.eval()
-            split = engine.share(tensors_of(whole_tensors(engine.predict(inputs))))
-            tensors = {n: t for part in reversed(self.collect(mine)) for n, t in part.items()}
+            outputs = self.broadcast(tensors_of(whole_tensors(engine.predict(inputs))))
+            tensors = self._gather_tensors()
             if self.group.rank == 0:
-                whole = functional_call(self.model, tensors, *arguments_of(inputs))
-                same.fill_(_alike(tensors_of(whole_tensors(whole)), split))
+                expected = functional_call(self.model, tensors, *call_arguments(inputs))
+                same.fill_(_are_close(tensors_of(whole_tensors(expected)), outputs))
         self.group.broadcast(same).wait()
         if not same:
             raise BadInput(
@@ -193,86 +231,64 @@ class StagePart(Part):
                 "modules; put what is special about it into a module of its own"
             )
 
-    def collect(self, tree: Tree) -> list[Tree]:
-        if self.group.rank != 0:
-            self.channel.send(tree, 0, 0).wait()
-            return [tree]
-        return [tree, *(self.channel.recv(stage, 0) for stage in range(1, self.group.size))]
+    def _gather_tensors(self) -> dict[str, Tensor]:
+        """The tensors of all stages by name, on the first stage."""
+        local = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
+        return {n: t for tensors in reversed(self.gather(local)) for n, t in tensors.items()}
 
-    def _agree(self, device: torch.device) -> None:
-        """All stages must have cut the same model at the same places."""
-        said = repr((self.stages.cuts, sorted(self.stages.holders.items())))
-        if not all_equal(self.group, said.encode(), device):
+    def _check_same_cuts(self, device: torch.device) -> None:
+        """All stages must have split the same model at the same points."""
+        text = repr((self.stages.cuts, sorted(self.stages.holders.items())))
+        if not all_equal(self.group, text.encode(), device):
             raise BadInput(
                 f"rank {self.group.rank} and another stage have built different models: every "
                 "worker has to build the same one, with the same layers"
             )
 
 
-def part_of_replica(
+def build_shard(
     model: nn.Module,
     strategy: Strategy,
     mesh: Mesh,
     device: torch.device,
-    blank: Blank,
+    deferred: DeferredInit,
     example: Tree = None,
-) -> Part:
-    """This worker's part of the model, which all have built; `example` are inputs of a batch.
+) -> ReplicaShard:
+    """This worker's shard of the model, which all have built; `example` are inputs of a batch.
 
-    Stages are cut, and the layers that are split chosen, while the model is whole. What is
-    `blank` is filled layer by layer, and what belongs to others let go.
+    Stages and split layers are chosen while the model is complete. Tensors whose initialization
+    is `deferred` are filled layer by layer, and those of other workers released.
     """
     tp = strategy.tp
     pp = strategy.pp
     roles = plan_of(model, tp) if tp is not None and mesh.tp.size > 1 else {}
     if pp is not None and mesh.pp.size > 1:
-        part: Part = StagePart(model, pp, mesh, device, blank, example)
-        start = blank.fill_in_turn(model, device)
+        shard: ReplicaShard = StageShard(model, pp, mesh, device, deferred, example)
+        filled = deferred.fill_in_turn(model, device)
     else:
-        part = Part(model)
-        start = _from_rank_0(blank.fill_in_turn(model, device), mesh.world)
-    if roles:
-        part.split(
-            TensorSplit(model, roles, mesh.tp, device, start, tp is not None and tp.sequence)
-        )
-    return part
+        shard = ReplicaShard(model)
+        filled = _from_rank_0(deferred.fill_in_turn(model, device), mesh.world)
+    if tp is not None and roles:
+        shard.split_tensors(TensorSplit(model, roles, mesh.tp, device, filled, tp.sequence))
+    return shard
 
 
-def _measured(
-    model: nn.Module, example: Tree, pp: Pp, world: Group, device: torch.device, is_blank: bool
-) -> dict[str, float]:
-    """The seconds of modules as rank 0 has measured them, so that all cut alike."""
-    if is_blank:
-        raise BadInput(f"{pp} measures the model, which has no memory yet: leave balance out")
-    if example is None:
-        raise BadInput(
-            f"{pp} measures the model: give job.step(…, example=inputs) the inputs of a batch"
-        )
-    found = as_tensor(model, {})
-    if world.rank == 0:
-        inputs = map_tensors(lambda t: t.to(device), example)
-        found = as_tensor(model, module_seconds(model, inputs, device))
-    found = found.to(device)
-    world.broadcast(found).wait()
-    return by_name(model, found)
-
-
-def _from_rank_0(filled: Iterator[list[Place]], world: Group) -> Iterator[list[Place]]:
+def _from_rank_0(filled: Iterator[list[TensorSlot]], world: Group) -> Iterator[list[TensorSlot]]:
     """Tensors as they are filled, with the values that rank 0 has."""
-    for found in filled:
-        tensor = found[0].tensor
+    for slots in filled:
+        tensor = slots[0].tensor
         if tensor.numel() and tensor.device.type != "meta":
-            whole = tensor.detach().contiguous()
-            world.broadcast(whole).wait()
-            tensor.data.copy_(whole)
-        yield found
+            values = tensor.detach().contiguous()
+            world.broadcast(values).wait()
+            tensor.data.copy_(values)
+        yield slots
 
 
-def _alike(whole: list[Tensor], split: list[Tensor]) -> bool:
+def _are_close(expected: list[Tensor], actual: list[Tensor]) -> bool:
     """Equal but for rounding, which here is that of the same operations on the same numbers."""
-    if [t.shape for t in whole] != [t.shape for t in split]:
+    if [t.shape for t in expected] != [t.shape for t in actual]:
         return False
-    for a, b in zip(whole, split, strict=True):
+    for a, b in zip(expected, actual, strict=True):
         a = a.double()
         b = b.double()
         size = float(a.abs().max()) if a.numel() else 0.0

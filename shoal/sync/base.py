@@ -2,7 +2,7 @@
 
 plan = plan_for(term)            the term's torch side (registry.py)
 plan.check(options, replicas)    refuse what cannot work
-plan.materialize(model, …)       the model on its device, or left blank where it is sharded
+plan.materialize(model, …)       the model on its device, or left deferred where it is sharded
 plan.layout(shard, …)            its parameters as one flat buffer
 plan.owns(flat, …)               what the optimizer of this rank updates
 plan.build(replica)              the Sync
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput
-from shoal.replica.deferred_init import Blank
+from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.shard import Part
+from shoal.replica.shard import ReplicaShard
 from shoal.strategy.base import SyncTerm
 from shoal.sync.optimizer_step import NormOver, OptimizerStep
 
@@ -123,11 +123,11 @@ class Sync(Protocol):
 class Copies(Protocol):
     """Parameters that several workers of a replica hold: all of them have to get the same."""
 
-    def is_copy(self, parameter: nn.Parameter) -> bool:
+    def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether another worker decides its values."""
         ...
 
-    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
         """Replace the copies among these tensors by what the deciding workers have."""
         ...
 
@@ -196,19 +196,21 @@ class SyncPlan(Generic[T]):
 
     def materialize(
         self, model: nn.Module, dp: Group, device: torch.device, is_split: bool = False
-    ) -> Blank:
+    ) -> DeferredInit:
         """Bring the model to its device, filled.
 
         Where it is sharded that is left to `layout`; where a replica is split, to its shard.
         """
-        blank = Blank(model)
-        is_left_blank = bool(blank) if is_split else self.shards_parameters(dp.size)
+        deferred = DeferredInit(model)
+        is_left_blank = bool(deferred) if is_split else self.shards_parameters(dp.size)
         if not is_left_blank:
-            blank.fill_all(model)
+            deferred.fill_all(model)
             model.to(device)
-        return blank
+        return deferred
 
-    def layout(self, shard: Part, dp: Group, device: torch.device, blank: Blank) -> FlatParams:
+    def layout(
+        self, shard: ReplicaShard, dp: Group, device: torch.device, deferred: DeferredInit
+    ) -> FlatParams:
         """The parameters of this worker as a flat buffer."""
         return FlatParams(shard.named)
 

@@ -34,9 +34,9 @@ from shoal.transport.transport import Work
 MOST_KEPT = 4  # times as many elements of a sum as each replica sends
 
 
-def even_out(flat: FlatParams, buffer: Tensor, copies: Copies | None) -> None:
+def synchronize_copies(flat: FlatParams, buffer: Tensor, copies: Copies | None) -> None:
     if copies is not None:
-        copies.even_out({p: flat.view(i, buffer, 0) for i, p in enumerate(flat.params)})
+        copies.synchronize_copies({p: flat.view(i, buffer, 0) for i, p in enumerate(flat.params)})
 
 
 class Staged:
@@ -292,7 +292,7 @@ def unused_places(flat: FlatParams, copies: Copies | None) -> Tensor:
     """Places of the buffer between parameters, and of what another worker has the say about."""
     found = [flat.gaps()]
     for piece, p in zip(flat.ranges, flat.params, strict=True):
-        if copies is not None and copies.is_copy(p):
+        if copies is not None and copies.is_duplicate(p):
             found.append(torch.arange(piece.start, piece.stop, device=flat.device))
     return torch.cat(found)
 

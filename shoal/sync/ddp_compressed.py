@@ -12,8 +12,8 @@ from shoal.sync.compressed_sum import (
     Exchange,
     Staged,
     complete,
-    even_out,
     make_exchange,
+    synchronize_copies,
 )
 from shoal.sync.traffic import StepTraffic
 
@@ -52,7 +52,7 @@ class CompressedReduce(Sync):
         complete(self._under_way)
         self.flat.grads.buffer[self._gaps] = 0.0  # unpacking leaves noise there, which would add up
         self.exchange.clear_unused()
-        even_out(self.flat, self.flat.grads.buffer, self._copies)
+        synchronize_copies(self.flat, self.flat.grads.buffer, self._copies)
         self.traffic.steps += 1
         self.flat.grads.publish()
         self.update.apply()

@@ -25,8 +25,8 @@ from shoal.sync.compressed_sum import (
     Staged,
     check_size,
     complete,
-    even_out,
     make_exchange,
+    synchronize_copies,
 )
 from shoal.sync.outer_optimizer import Outer
 from shoal.sync.registry import runs
@@ -122,7 +122,7 @@ class LocalSgdSync(Sync):
         difference[self._gaps] = 0.0
         if self.exchange is not None:
             self.exchange.clear_unused()
-            even_out(self.flat, difference, self._copies)
+            synchronize_copies(self.flat, difference, self._copies)
         return loss[0].clone()
 
     def _average_statistics(self) -> None:

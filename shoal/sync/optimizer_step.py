@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
-from shoal.replica.grad_norm import NormOverParts
+from shoal.replica.grad_norm import ReplicaGradNorm
 from shoal.server.model.named_optimizer import ratios
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -36,7 +36,7 @@ class OptimizerStep:
         scaler: torch.amp.GradScaler | None = None,
         norm_over: NormOver | None = None,
         clipped: list[nn.Parameter] | None = None,
-        total_norm: NormOverParts | None = None,
+        total_norm: ReplicaGradNorm | None = None,
         tracer: Tracer = OFF,
     ):
         self.named = named

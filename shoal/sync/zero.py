@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from shoal.comm.counting import CountingGroup
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.replica.deferred_init import Blank
+from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import ShardedParams
-from shoal.replica.shard import Part
+from shoal.replica.shard import ReplicaShard
 from shoal.strategy.terms import Zero
 from shoal.sync.base import (
     DEFAULT_BUCKET_BYTES,
@@ -260,11 +260,13 @@ class ZeroPlan(SyncPlan[Zero]):
     def shards_parameters(self, replicas: int) -> bool:
         return self.term.stage == 3 and replicas > 1
 
-    def layout(self, shard: Part, dp: Group, device: torch.device, blank: Blank) -> FlatParams:
+    def layout(
+        self, shard: ReplicaShard, dp: Group, device: torch.device, deferred: DeferredInit
+    ) -> FlatParams:
         if not self.shards_parameters(dp.size):
-            return super().layout(shard, dp, device, blank)
-        flat = ShardedParams(shard.model, dp, device, blank, shard.named, shard.computes)
-        if shard.computes is None:  # else it is on the device, and the rest has no memory
+            return super().layout(shard, dp, device, deferred)
+        flat = ShardedParams(shard.model, dp, device, deferred, shard.named, shard.compute_module)
+        if shard.compute_module is None:  # else it is on the device, and the rest has no memory
             move_untrained(shard.model, flat, device)
         return flat
 

@@ -29,7 +29,7 @@ from shoal.observe.progress import Progress, Silent
 from shoal.observe.throughput import Pace
 from shoal.observe.trace import OFF, Tracer
 from shoal.pytree import map_tensors
-from shoal.replica.engine import Loss, Precision, keeping_modes
+from shoal.replica.microbatch import Loss, Precision, preserve_modes
 from shoal.runtime.faults import Faults
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import Strategy
@@ -214,11 +214,11 @@ class Job:
         latest one, in evaluation mode.
         """
         step = step or self._latest_step()
-        with keeping_modes(step.model):
+        with preserve_modes(step.model):
             step.model.eval()
             with step.sync.evaluating():
                 found = self._evaluate(metric, step, data, batch_size)
-        names, everything = step.engine.share(found)
+        names, everything = step.shard.broadcast(found)
         means = [value / everything[-1] for value in everything[:-1]]
         self._evaluated = dict(zip(names, means, strict=True))
         return means[0] if names == [""] else dict(self._evaluated)
@@ -383,7 +383,7 @@ class Job:
         if step.engine.is_last:
             self.mesh.tp.broadcast(sums).wait()
             self.mesh.tp.broadcast(missing).wait()
-        sums, missing = step.engine.share((sums, missing))
+        sums, missing = step.shard.broadcast((sums, missing))
         return sums.tolist(), [replica for replica in replicas if missing[replica]]
 
     def _evaluate_part(

@@ -49,7 +49,7 @@ def whole_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
     All workers of the replica call it; what the others get is their own part.
     """
     tensors, tied = checkpoint.model_tensors(step.model)
-    parts = step.part.collect((step.part.join(tensors), tied))
+    parts = step.shard.gather((step.shard.gather_full(tensors), tied))
     found = {name: tensor for tensors, _ in reversed(parts) for name, tensor in tensors.items()}
     tied = {name: other for _, pairs in parts for name, other in pairs.items()}
     return {name: found[name] for name in step.model.state_dict() if name in found}, tied
@@ -58,8 +58,8 @@ def whole_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
 def whole_optimizer(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """`checkpoint.optimizer_tensors` of the whole model, in the same way."""
     state, rest = checkpoint.optimizer_tensors(step.update.optimizer, step.flat.named)
-    mine = step.part.join(state), rest
-    parts = step.part.collect(mine)
+    mine = step.shard.gather_full(state), rest
+    parts = step.shard.gather(mine)
     if len(parts) == 1:
         return mine
     tensors = {name: tensor for state, _ in reversed(parts) for name, tensor in state.items()}
@@ -82,7 +82,7 @@ def whole_sync(step: Step, state: dict[str, Tensor]) -> tuple[dict[str, Tensor],
                 by_name[f"{name}/{key.replace('/', ':')}"] = flat.view(i, tensor, 0).clone()
         elif not is_split or tensor.numel() == 1:
             rest[key] = tensor
-    parts = step.part.collect((step.part.join(by_name), rest))
+    parts = step.shard.gather((step.shard.gather_full(by_name), rest))
     found = {name: tensor for part, _ in reversed(parts) for name, tensor in part.items()}
     return found, rest
 
@@ -90,7 +90,7 @@ def whole_sync(step: Step, state: dict[str, Tensor]) -> tuple[dict[str, Tensor],
 def _sync_of_part(step: Step, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """This worker's part of `whole_sync`, as the sync has given it."""
     flat = step.flat
-    taken = step.part.take(whole)
+    taken = step.shard.take_shard(whole)
     found: dict[str, Tensor] = {}
     for i, (name, p) in enumerate(flat.named):
         mine = {n: t for n, t in taken.items() if n.rpartition("/")[0] == name}
@@ -127,8 +127,8 @@ def _restore_step(
         raise CheckpointError(f"the checkpoint at {path} is damaged: its models")
     model, optimizer = (_named(prefix, part) for part in (saved.model, saved.optimizer))
     model = _restore_rows(step, model, rest.get("tables", {}), path)
-    model = step.part.take(model)
-    optimizer = step.part.take(optimizer)
+    model = step.shard.take_shard(model)
+    optimizer = step.shard.take_shard(optimizer)
     checkpoint.load_model(step.model, model, rest.get("tied"), path)
     if step.update.named:  # else this rank trains no parameter
         checkpoint.load_optimizer(

@@ -27,8 +27,9 @@ from shoal.replica.batchnorm import (
     running_statistics,
     settle,
 )
-from shoal.replica.engine import Loss, MicroBatch, Precision
-from shoal.replica.shard import part_of_replica
+from shoal.replica.engine import EngineOptions
+from shoal.replica.microbatch import Loss, MicroBatch, Precision
+from shoal.replica.shard import build_shard
 from shoal.runtime.faults import Faults, busy_s
 from shoal.schedules.pipelines.actions import accumulate as accumulate_schedule
 from shoal.strategy.base import Batches, SyncTerm
@@ -173,13 +174,13 @@ class Step:
         if options.exact:
             _make_deterministic(device)
         is_split = mesh.tp.size * mesh.pp.size > 1
-        blank = plan.materialize(model, group, device, is_split)
+        deferred = plan.materialize(model, group, device, is_split)
         self.model = model
         self.embeddings = bind_embeddings(self.model, optimizer, seed)
         self._check_embeddings(say)
         presence = self._share_batchnorm(term, say)
-        self.part = part_of_replica(self.model, strategy, mesh, device, blank, example)
-        self.flat = plan.layout(self.part, group, device, blank)
+        self.shard = build_shard(self.model, strategy, mesh, device, deferred, example)
+        self.flat = plan.layout(self.shard, group, device, deferred)
         self._agree_on_start()
         scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
         owned = plan.owns(self.flat, group, options.exact)
@@ -191,7 +192,7 @@ class Step:
             scaler=scaler,
             norm_over=owned.norm_over,
             clipped=owned.clipped,
-            total_norm=self.part.total_norm(None if owned.norm_over is None else group),
+            total_norm=self.shard.total_norm(None if owned.norm_over is None else group),
             tracer=tracer,
         )
         self.sync = plan.build(
@@ -202,7 +203,7 @@ class Step:
                 options.microbatches if options.exact else None,
                 [] if term.lockstep else running_statistics(self.model),
                 say,
-                self.part if is_split else None,
+                self.shard if is_split else None,
                 mesh.replica_group,
             ),
         )
@@ -210,17 +211,20 @@ class Step:
         if store is not None and self.embeddings:
             bind_embeddings(self.model, optimizer, seed, store)
         self.local_microbatches = options.local_microbatches(group.size)
-        self.engine = self.part.engine(
+        self.engine = self.shard.engine(
             loss,
             self.flat,
             self.local_microbatches,
-            precision=options.precision,
-            # a stage adds gradients up over micro-batches, whose backwards overlap
-            every_microbatch=self.sync.every_microbatch and (options.exact or mesh.pp.size == 1),
-            gradient_scale=self.sync.gradient_scale,
-            loss_scale=self.update.scale if scaler is not None else None,
-            presence=presence,
-            tracer=tracer,
+            EngineOptions(
+                precision=options.precision,
+                # a stage adds gradients up over micro-batches, whose backwards overlap
+                every_microbatch=self.sync.every_microbatch
+                and (options.exact or mesh.pp.size == 1),
+                gradient_scale=self.sync.gradient_scale,
+                loss_scale=self.update.scale if scaler is not None else None,
+                presence=presence,
+                tracer=tracer,
+            ),
         )
         self._compute = self.engine.run
         if faults is not None:
@@ -238,7 +242,7 @@ class Step:
         self.sync.batch_fraction = _share(batch, microbatches)
         self.sync.begin()
         own = self.sync.skip() if self.sync.is_skipped else self._train(microbatches)
-        loss = self.part.share(own)
+        loss = self.shard.broadcast_loss(own)
         worth = self._worth(batch)
         self.steps += worth
         self.update.steps += worth - 1  # the sync has counted one, if this rank updates
@@ -248,7 +252,7 @@ class Step:
 
     def _train(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         if not self._checked:
-            self.part.check(microbatches, self.engine)
+            self.shard.check(microbatches, self.engine)
             self._checked = True
         local = self._compute(microbatches, self.sync.reduce)
         if self.embeddings:  # before the end of the step, of which the rows are part

@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.bench.pipeline_idle import Slow, compare, idle_share
 from shoal.observe.trace import Span
-from shoal.replica.pipeline.split_backward import Halves
+from shoal.replica.pipeline.split_backward import SplitBackward
 
 
 def span(kind: str, start: int, end: int) -> Span:
@@ -27,10 +27,10 @@ def test_a_slow_layer_sleeps_once_in_each_half(monkeypatch: pytest.MonkeyPatch) 
     layer = Slow(0.5)
     out = layer(torch.ones(2, 4))
     assert sum(slept) == 0.5
-    halves = Halves([out.sum()], [None])
-    halves.inputs([])
+    split = SplitBackward([out.sum()], [None])
+    split.input_grads([])
     assert sum(slept) == 1.0
-    assert len(halves.weights()) == len(list(nn.Module.parameters(layer)))
+    assert len(split.weight_grads()) == len(list(nn.Module.parameters(layer)))
     assert sum(slept) == 1.5
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shoal.comm.executors.torch import TorchGroup
-from shoal.replica.deferred_init import Blank
+from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.replica.tensor.plan import plan_of
 from shoal.strategy.terms import Tp
@@ -42,11 +42,11 @@ def ours(group: TorchGroup, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[
     model = Model()
     cpu = torch.device("cpu")
     roles = plan_of(model, Tp(2, plan=PLAN))
-    split = TensorSplit(model, roles, group, cpu, Blank(model).fill_in_turn(model, cpu))
+    split = TensorSplit(model, roles, group, cpu, DeferredInit(model).fill_in_turn(model, cpu))
     out = model(x)
     (out * out).mean().backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return out * 1, {n: p.detach() for n, p in model.named_parameters()}, split.join(grads)
+    return out * 1, {n: p.detach() for n, p in model.named_parameters()}, split.gather_full(grads)
 
 
 def theirs(x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

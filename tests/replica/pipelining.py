@@ -51,7 +51,7 @@ def ours(group: TorchGroup, schedule: str, x: Tensor, y: Tensor) -> tuple[dict[s
         step(batch)
     optimizer = step.update.optimizer
     assert isinstance(optimizer, Noting)
-    return optimizer.grads, step.part.stages.cuts[0]  # type: ignore[attr-defined]
+    return optimizer.grads, step.shard.stages.cuts[0]  # type: ignore[attr-defined]
 
 
 def theirs(rank: int, schedule: str, cut: int, x: Tensor, y: Tensor) -> dict[str, Tensor]:

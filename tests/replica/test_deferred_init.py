@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.comm.executors.solo import SoloGroup
 from shoal.errors import BadInput
-from shoal.replica.deferred_init import Blank
+from shoal.replica.deferred_init import DeferredInit
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.models import convnet
@@ -22,7 +22,7 @@ def test_filling_gives_the_model_that_building_gives() -> None:
         model = convnet()
     assert all(p.is_meta for p in model.parameters())
     torch.manual_seed(0)
-    Blank(model).fill_all(model)
+    DeferredInit(model).fill_all(model)
     for (name, got), wanted in zip(
         model.state_dict().items(), convnet().state_dict().values(), strict=True
     ):
@@ -32,7 +32,7 @@ def test_filling_gives_the_model_that_building_gives() -> None:
 def test_batchnorm_is_filled_at_once_since_others_take_its_place() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
-    Blank(model)
+    DeferredInit(model)
     assert [t.tolist()[0] for t in (model[1].weight, model[1].running_var)] == [1.0, 1.0]
 
 
@@ -40,7 +40,7 @@ def test_in_turn_a_tensor_comes_when_nobody_fills_it_again() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
         model[2].weight = model[0].weight
-    blank = Blank(model)
+    blank = DeferredInit(model)
     filled = []
     for found in blank.fill_in_turn(model, torch.device("cpu")):
         filled.append([place.name for place in found])
@@ -55,7 +55,7 @@ def test_tied_parameters_stay_tied() -> None:
         two = nn.Linear(3, 3)
         two.weight = one.weight
     model = nn.Sequential(one, two)
-    Blank(model).fill_all(model)
+    DeferredInit(model).fill_all(model)
     assert one.weight is two.weight and not one.weight.is_meta
 
 
@@ -77,4 +77,4 @@ def test_a_module_that_cannot_fill_itself_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), Bare())
     with pytest.raises(BadInput, match=r"1 \(Bare\) was built on the meta device and has no reset"):
-        Blank(model)
+        DeferredInit(model)

@@ -15,8 +15,9 @@ from shoal.comm.group import Op
 from shoal.errors import BadInput
 from shoal.observe.trace import Recorder
 from shoal.replica.batchnorm import Presence
-from shoal.replica.engine import Engine, MicroBatch, call
+from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.flat_params import FlatParams
+from shoal.replica.microbatch import MicroBatch, call_model
 from shoal.schedules.pipelines.actions import accumulate
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -32,7 +33,8 @@ def engine_of(
     model: nn.Module, microbatches: int = 1, loss: Any = F.mse_loss, **options: Any
 ) -> Engine:
     flat = FlatParams(model.named_parameters())
-    return Engine(model, loss, flat, accumulate(1, 0, microbatches), **options)
+    actions = accumulate(1, 0, microbatches)
+    return engine_of_model(model, loss, flat, actions, EngineOptions(**options))
 
 
 def ignore(bucket: slice) -> None:
@@ -153,10 +155,10 @@ class Difference(nn.Module):
 def test_a_tuple_is_spread_over_positions_and_a_dict_over_names() -> None:
     a = torch.tensor(5.0)
     b = torch.tensor(3.0)
-    assert call(Difference(), (a, b)).item() == 2.0
-    assert call(Difference(), [b, a]).item() == -2.0
-    assert call(Difference(), {"b": a, "a": b}).item() == -2.0
-    assert call(nn.Identity(), a) is a
+    assert call_model(Difference(), (a, b)).item() == 2.0
+    assert call_model(Difference(), [b, a]).item() == -2.0
+    assert call_model(Difference(), {"b": a, "a": b}).item() == -2.0
+    assert call_model(nn.Identity(), a) is a
 
 
 @pytest.mark.parametrize(

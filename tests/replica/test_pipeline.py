@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.observe.trace import Recorder
-from shoal.replica.pipeline.engine import PipelineEngine
+from shoal.replica.pipeline.stage_io import PipelineStage
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import prove
 from shoal.strategy.strategy import parse
@@ -110,17 +110,18 @@ def test_what_was_taken_is_let_go_during_the_step(world: World) -> None:
     def body(group: Group) -> int:
         job = Job(parse("pp(3, microbatches=16)"), group, device=torch.device("cpu"))
         step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        engine = step.engine
+        stage = step.engine.stage
         most = 0
-        assert isinstance(engine, PipelineEngine)
-        send = engine._send
+        assert isinstance(stage, PipelineStage)
+        messages = stage.messages
+        send = messages.send
 
         def counting(*args: Any) -> None:
             nonlocal most
             send(*args)
-            most = max(most, sum(map(len, engine._sent.values())))
+            most = max(most, sum(map(len, messages.held.values())))
 
-        engine._send = counting  # type: ignore[method-assign]
+        messages.send = counting  # type: ignore[method-assign]
         for batch in job.batches(samples(32, classes=6), 32):
             step(batch)
         return most

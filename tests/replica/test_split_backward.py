@@ -1,4 +1,4 @@
-"""Both halves of a backward together are the backward."""
+"""Input gradients and weight gradients together are the backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.examples.gpt import GPT, Size
-from shoal.replica.pipeline.split_backward import Halves
+from shoal.replica.pipeline.split_backward import SplitBackward
 
 
 class Twice(nn.Module):
@@ -68,11 +68,11 @@ def test_halves_add_up_to_a_backward(name: str, with_input: bool) -> None:
     out.backward(grad)
     wanted = {n: p.grad for n, p in model.named_parameters()}
 
-    halves = Halves([model(x)], [grad])
-    leaves = halves.inputs([x] if with_input else [])
+    split = SplitBackward([model(x)], [grad])
+    leaves = split.input_grads([x] if with_input else [])
     if with_input:
         torch.testing.assert_close(leaves[0], x.grad)
-    found = {id(p): g for p, g in halves.weights()}
+    found = {id(p): g for p, g in split.weight_grads()}
     assert len(found) == sum(g is not None for g in wanted.values())
     for n, p in model.named_parameters():
         if wanted[n] is not None:
@@ -88,9 +88,9 @@ def test_a_gpt_with_tied_embedding() -> None:
         return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
     loss().backward()
-    halves = Halves([loss()], [None])
-    assert halves.inputs([]) == []
-    found = {id(p): g for p, g in halves.weights()}
+    split = SplitBackward([loss()], [None])
+    assert split.input_grads([]) == []
+    found = {id(p): g for p, g in split.weight_grads()}
     for p in model.parameters():
         torch.testing.assert_close(found[id(p)], p.grad)
 
@@ -115,8 +115,8 @@ def test_the_second_half_does_not_repeat_the_first() -> None:
     for layer in layers:
         out = Counted.apply(layer(out))
     Counted.calls = 0
-    halves = Halves([out.sum()], [None])
-    halves.inputs([x])
+    split = SplitBackward([out.sum()], [None])
+    split.input_grads([x])
     assert Counted.calls == 3
-    assert len(halves.weights()) == 6
+    assert len(split.weight_grads()) == 6
     assert Counted.calls == 3

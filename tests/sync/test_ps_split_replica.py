@@ -223,7 +223,7 @@ def test_copies_are_equal_in_a_step_whose_parts_have_different_versions(
                 step(batch)
                 if job.replica == 1 and step.steps == 5:
                     has_gone_on.set()
-                used.append({n: p.detach().clone() for n, p in step.part.named})
+                used.append({n: p.detach().clone() for n, p in step.shard.named})
                 views = [step.flat.view(i, client.inbox, 0).clone() for i in range(len(used[-1]))]
                 pulled.append(dict(zip(used[-1], views, strict=True)))
         return used, pulled

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from shoal.comm.group import Group
-from shoal.replica.deferred_init import Blank
+from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.wrapping import find_units
 from shoal.transport.transport import Work
@@ -77,8 +77,9 @@ class _Note(NamedTuple):
 class ShardedParams(FlatParams):
     """As FlatParams, and `data` is empty except inside `assembled`.
 
-    The model may be blank (see `meta`): its modules are then filled one by one. Of a model that
-    is cut into stages, `stage` is what computes here; its caller tells when (`computing`).
+    The initialization of the model may be deferred: its modules are then filled one by one. Of a
+    model that is split into stages, `stage` is what computes here; the engine says when, with
+    `computing`.
     """
 
     def __init__(
@@ -86,14 +87,14 @@ class ShardedParams(FlatParams):
         model: nn.Module,
         group: Group,
         device: torch.device,
-        blank: Blank,
+        deferred: DeferredInit,
         named: Sequence[tuple[str, nn.Parameter]] | None = None,
         stage: nn.Module | None = None,
     ):
         self.model = model
         self._on = device
         self.group: Group = group.duplicate()
-        self._blank = blank
+        self._deferred = deferred
         self._stage = stage
         self._is_whole = False
         self.on_saved: Callable[[Tensor], Tensor] = lambda tensor: tensor  # for who counts
@@ -152,7 +153,7 @@ class ShardedParams(FlatParams):
         self._nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
         index = {id(p): i for i, p in enumerate(self.params)}
         for module in self.model.modules():
-            self._blank.fill(module)
+            self._deferred.fill(module)
             for p in module._parameters.values():
                 if p is not None and (i := index.pop(id(p), None)) is not None:
                     self._settle(i)

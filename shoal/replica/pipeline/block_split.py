@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.errors import BadInput
 from shoal.pytree import Tree, tensors_of
 from shoal.replica.deferred_init import full_name
-from shoal.replica.engine import generators_of
+from shoal.replica.microbatch import default_generators
 from shoal.replica.pipeline.balance import cut_evenly
 from shoal.replica.pipeline.graph_split import weights_of
 from shoal.replica.pipeline.split_backward import nodes_behind
@@ -192,7 +192,7 @@ class _StandingIn:
 
     def __enter__(self) -> None:
         """Before the blocks nothing is trained here, and nothing random is drawn."""
-        self._generators = generators_of(self.result.device)
+        self._generators = default_generators(self.result.device)
         self._states = [generator.get_state() for generator in self._generators]
         self._trains = torch.is_grad_enabled()
         self._start = _number()

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.replica.engine import call, keeping_modes, own_random_streams
+from shoal.comm.group import Group
+from shoal.errors import BadInput
+from shoal.pytree import Tree, map_tensors
+from shoal.replica.microbatch import call_model, fork_rng, preserve_modes
+from shoal.strategy.terms import Pp
 
 _ROUNDS = 3
 
@@ -19,23 +23,42 @@ _ROUNDS = 3
 def module_seconds(model: nn.Module, inputs: Any, device: torch.device) -> dict[str, float]:
     """The time of every module's forward, those inside it included; the best of a few rounds.
 
-    The model evaluates, so that it keeps nothing of it.
+    The model is in evaluation mode, so that it keeps nothing of it.
     """
     best: dict[str, float] = {}
-    with keeping_modes(model), own_random_streams(device):
+    with preserve_modes(model), fork_rng(device):
         model.eval()
         for _ in range(_ROUNDS):
-            with _timing(model, device) as found:
-                call(model, inputs)
-            for name, seconds in found.items():
+            with _timing(model, device) as measured:
+                call_model(model, inputs)
+            for name, seconds in measured.items():
                 best[name] = min(seconds, best.get(name, seconds))
     return best
 
 
+def measured_by_rank_0(
+    model: nn.Module, example: Tree, pp: Pp, world: Group, device: torch.device, is_deferred: bool
+) -> dict[str, float]:
+    """The seconds of modules as rank 0 has measured them, so that all ranks split alike."""
+    if is_deferred:
+        raise BadInput(f"{pp} measures the model, which has no memory yet: leave balance out")
+    if example is None:
+        raise BadInput(
+            f"{pp} measures the model: give job.step(…, example=inputs) the inputs of a batch"
+        )
+    seconds = _as_tensor(model, {})
+    if world.rank == 0:
+        inputs = map_tensors(lambda t: t.to(device), example)
+        seconds = _as_tensor(model, module_seconds(model, inputs, device))
+    seconds = seconds.to(device)
+    world.broadcast(seconds).wait()
+    return _by_name(model, seconds)
+
+
 @contextmanager
 def _timing(model: nn.Module, device: torch.device) -> Iterator[dict[str, float]]:
-    found: dict[str, float] = {}
-    began: dict[str, list[float]] = {}
+    measured: dict[str, float] = {}
+    starts: dict[str, list[float]] = {}
     hooks = []
 
     def now() -> float:
@@ -45,10 +68,10 @@ def _timing(model: nn.Module, device: torch.device) -> Iterator[dict[str, float]
 
     def watch(name: str, module: nn.Module) -> None:
         def begin(*_: Any) -> None:
-            began.setdefault(name, []).append(now())
+            starts.setdefault(name, []).append(now())
 
         def end(*_: Any) -> None:
-            found[name] = found.get(name, 0.0) + now() - began[name].pop()
+            measured[name] = measured.get(name, 0.0) + now() - starts[name].pop()
 
         hooks.append(module.register_forward_pre_hook(begin))
         hooks.append(module.register_forward_hook(end))
@@ -56,18 +79,18 @@ def _timing(model: nn.Module, device: torch.device) -> Iterator[dict[str, float]
     for name, module in model.named_modules():
         watch(name, module)
     try:
-        yield found
+        yield measured
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def as_tensor(model: nn.Module, seconds: dict[str, float]) -> Tensor:
+def _as_tensor(model: nn.Module, seconds: dict[str, float]) -> Tensor:
     """By the order of the model's modules, for sending; what was not called takes no time."""
     names = [name for name, _ in model.named_modules()]
     return torch.tensor([seconds.get(name, 0.0) for name in names], dtype=torch.float64)
 
 
-def by_name(model: nn.Module, seconds: Tensor) -> dict[str, float]:
+def _by_name(model: nn.Module, seconds: Tensor) -> dict[str, float]:
     names = [name for name, _ in model.named_modules()]
     return dict(zip(names, seconds.tolist(), strict=True))

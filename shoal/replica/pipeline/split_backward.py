@@ -1,14 +1,14 @@
-"""A backward in two halves: gradients of the inputs now, those of the weights later.
+"""Split backward: input gradients now (action I), weight gradients later (action W).
 
 A weight joins the computation at some node of the autograd graph, alone or behind a chain of nodes
 that lead nowhere else (a transposition, a cast):
 
-    loss ── … ── addmm ── … ── addmm ── input          the first half goes along the row and keeps
-                  ├ bias        ├ bias                 the gradient that arrives at each junction;
-                  └ t ─ weight  └ t ─ weight           the second goes down from the junctions
+    loss ── … ── addmm ── … ── addmm ── input          I goes along the row and keeps the
+                  ├ bias        ├ bias                 gradient that arrives at each junction;
+                  └ t ─ weight  └ t ─ weight           W goes down from the junctions
 
 So nothing is computed twice. Where a weight joins at several junctions, one of which may lie
-behind the other, the second half is a whole backward, restricted to the weights.
+behind the other, W is a full backward, restricted to the weights.
 """
 
 from __future__ import annotations
@@ -21,98 +21,99 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Node = Any  # torch.autograd.graph.Node
-Spot = tuple[Node, int]  # a node and the number of one of its outputs
+NodeOutput = tuple[Node, int]  # a node and the number of one of its outputs
+WeightGrads = list[tuple[Tensor, Tensor]]  # a weight and its gradient
 
 
-class Halves:
+class SplitBackward:
     """The backward from `roots`, whose gradients are `grads`."""
 
     def __init__(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None]):
         self._roots = list(roots)
         self._grads = list(grads)
-        self._later: Callable[[], list[tuple[Tensor, Tensor]]] = self._whole
+        self._weight_backward: Callable[[], WeightGrads] = self._full_backward
 
-    def inputs(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of `leaves`."""
-        spots, weights = junctions(self._roots, leaves)
+    def input_grads(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of `inputs`, which are leaves."""
+        outputs, weights = junctions(self._roots, inputs)
         if not self._roots:
-            return [None] * len(leaves)
-        edges = [] if weights is None else [GradientEdge(*spot) for spot in spots]
-        wanted: list[Any] = [*leaves, *edges]
+            return [None] * len(inputs)
+        edges = [] if weights is None else [GradientEdge(*output) for output in outputs]
+        wanted: list[Any] = [*inputs, *edges]
         if not wanted:
             return []
-        found = torch.autograd.grad(
+        grads = torch.autograd.grad(
             self._roots, wanted, self._grads, retain_graph=True, allow_unused=True
         )
         if weights is not None:
-            arrived = found[len(leaves) :]
-            self._later = lambda: _from_junctions(edges, arrived, weights)
-        return list(found[: len(leaves)])
+            at_junctions = grads[len(inputs) :]
+            self._weight_backward = lambda: _from_junctions(edges, at_junctions, weights)
+        return list(grads[: len(inputs)])
 
-    def weights(self) -> list[tuple[Tensor, Tensor]]:
+    def weight_grads(self) -> WeightGrads:
         """Each weight that has a gradient, with it; the graph is free afterwards."""
-        found = self._later()
+        weight_grads = self._weight_backward()
         self._roots = []
         self._grads = []
-        self._later = list
-        return found
+        self._weight_backward = list
+        return weight_grads
 
-    def _whole(self) -> list[tuple[Tensor, Tensor]]:
+    def _full_backward(self) -> WeightGrads:
         if not self._roots:
             return []
-        weights = list(dict.fromkeys(_leaves(self._roots)))
-        found = torch.autograd.grad(self._roots, weights, self._grads, allow_unused=True)
-        return [(w, g) for w, g in zip(weights, found, strict=True) if g is not None]
+        weights = list(dict.fromkeys(_parameters_behind(self._roots)))
+        grads = torch.autograd.grad(self._roots, weights, self._grads, allow_unused=True)
+        return [(w, g) for w, g in zip(weights, grads, strict=True) if g is not None]
 
 
 def junctions(
-    roots: Sequence[Tensor], leaves: Sequence[Tensor]
-) -> tuple[list[Spot], dict[Node, list[Tensor]] | None]:
+    roots: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[list[NodeOutput], dict[Node, list[Tensor]] | None]:
     """Where weights join: the outputs of those nodes, and the weights of each.
 
     None for the weights: one joins at several nodes.
     """
-    inputs = {id(leaf) for leaf in leaves}
-    starts = _spots_of(roots)
-    spots: dict[Spot, None] = {}
+    input_ids = {id(leaf) for leaf in inputs}
+    starts = _outputs_of(roots)
+    outputs: dict[NodeOutput, None] = {}
     weights: dict[Node, list[Tensor]] = {}
     for node, number in _walk(starts):
-        own = [w for child, _ in _next(node) if (w := _weight(child)) is not None]
-        own = [w for w in own if id(w) not in inputs]
-        alone = _weight(node)
-        if alone is not None:  # inside a chain; it counts only where the walk begins
-            own = [alone] if (node, number) in starts and id(alone) not in inputs else []
-        if own:
-            spots[node, number] = None
-            weights[node] = list(dict.fromkeys(own))
-    joined = [w for own in weights.values() for w in own]
-    return list(spots), weights if len(set(joined)) == len(joined) else None
+        joining = [w for child, _ in _next(node) if (w := _weight(child)) is not None]
+        joining = [w for w in joining if id(w) not in input_ids]
+        end = _weight(node)
+        if end is not None:  # inside a chain; it counts only where the walk begins
+            joining = [end] if (node, number) in starts and id(end) not in input_ids else []
+        if joining:
+            outputs[node, number] = None
+            weights[node] = list(dict.fromkeys(joining))
+    all_weights = [w for joining in weights.values() for w in joining]
+    return list(outputs), weights if len(set(all_weights)) == len(all_weights) else None
 
 
 def _from_junctions(
     edges: Sequence[GradientEdge],
-    arrived: Sequence[Tensor | None],
+    at_junctions: Sequence[Tensor | None],
     weights: dict[Node, list[Tensor]],
-) -> list[tuple[Tensor, Tensor]]:
-    found = []
-    for node, own in weights.items():
+) -> WeightGrads:
+    weight_grads = []
+    for node, joining in weights.items():
         pairs = [
             (edge, grad)
-            for edge, grad in zip(edges, arrived, strict=True)
+            for edge, grad in zip(edges, at_junctions, strict=True)
             if edge.node is node and grad is not None
         ]
         if pairs:
             outputs, grads = zip(*pairs, strict=True)
-            down = torch.autograd.grad(outputs, own, grads, allow_unused=True)
-            found += [(w, g) for w, g in zip(own, down, strict=True) if g is not None]
-    return found
+            below = torch.autograd.grad(outputs, joining, grads, allow_unused=True)
+            weight_grads += [(w, g) for w, g in zip(joining, below, strict=True) if g is not None]
+    return weight_grads
 
 
-def _spots_of(roots: Sequence[Tensor]) -> list[Spot]:
+def _outputs_of(roots: Sequence[Tensor]) -> list[NodeOutput]:
     return [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
 
 
-def _walk(starts: Sequence[Spot]) -> list[Spot]:
+def _walk(starts: Sequence[NodeOutput]) -> list[NodeOutput]:
     """Every output of every node that is reached from `starts`, each once."""
     seen = dict.fromkeys(starts)
     waiting = list(starts)
@@ -122,14 +123,14 @@ def _walk(starts: Sequence[Spot]) -> list[Spot]:
         if node in expanded:
             continue
         expanded.add(node)
-        for spot in _next(node):
-            if spot not in seen:
-                seen[spot] = None
-                waiting.append(spot)
+        for output in _next(node):
+            if output not in seen:
+                seen[output] = None
+                waiting.append(output)
     return list(seen)
 
 
-def _next(node: Node) -> list[Spot]:
+def _next(node: Node) -> list[NodeOutput]:
     return [(child, number) for child, number in node.next_functions if child is not None]
 
 
@@ -147,9 +148,9 @@ def _weight(node: Node) -> Tensor | None:
 
 def nodes_behind(roots: Sequence[Tensor]) -> set[Node]:
     """Every node of the graph that some tensors were computed by."""
-    return {node for node, _ in _walk(_spots_of(roots))}
+    return {node for node, _ in _walk(_outputs_of(roots))}
 
 
-def _leaves(roots: Sequence[Tensor]) -> list[Tensor]:
-    found = [node.variable for node, _ in _walk(_spots_of(roots)) if hasattr(node, "variable")]
-    return [leaf for leaf in found if isinstance(leaf, nn.Parameter)]
+def _parameters_behind(roots: Sequence[Tensor]) -> list[Tensor]:
+    leaves = [node.variable for node, _ in _walk(_outputs_of(roots)) if hasattr(node, "variable")]
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.pytree import Tree
-from shoal.replica.deferred_init import Place, places
-from shoal.replica.engine import arguments_of, keeping_modes
+from shoal.replica.deferred_init import TensorSlot, tensor_slots
+from shoal.replica.microbatch import call_arguments, preserve_modes
 from shoal.replica.pipeline.balance import cut_evenly, dearest
 from shoal.replica.pipeline.block_split import Trunk
 from shoal.replica.pipeline.graph_split import Operations, Untraceable, arguments, open_modules
@@ -83,7 +83,7 @@ class Stages:
 
     def arrange(self, inputs: Tree) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names of the arguments that a batch gives, and what the first stage takes."""
-        args, kwargs = arguments_of(inputs)
+        args, kwargs = call_arguments(inputs)
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -91,7 +91,7 @@ class Stages:
         return tuple(bound.arguments), tuple(bound.arguments.values())
 
     def keep(
-        self, stage: int, filled: Iterable[list[Place]] | None = None
+        self, stage: int, filled: Iterable[list[TensorSlot]] | None = None
     ) -> list[tuple[str, nn.Parameter]]:
         """Let go of the tensors that `stage` does not use; returns the parameters it holds.
 
@@ -104,10 +104,12 @@ class Stages:
                 f"{list(self.cuts)}, or fewer stages"
             )
         kept = {name for name, holders in self.holders.items() if stage in holders}
-        for found in [[place] for place in places(self.model)] if filled is None else filled:
-            for place in found:
-                if self.aliases[place.name] not in kept:
-                    _replace_by_shape(place.module, place.own)
+        if filled is None:
+            filled = [[slot] for slot in tensor_slots(self.model)]
+        for slots in filled:
+            for slot in slots:
+                if self.aliases[slot.name] not in kept:
+                    _replace_by_shape(slot.module, slot.key)
         self._segments.clear()
         return named
 
@@ -207,7 +209,7 @@ class Stages:
         """The stages that use each tensor, in training or evaluation; nobody's is stage 0's."""
         names = {id(tensor): self.aliases[name] for name, tensor in named_tensors(self.model)}
         found: dict[str, set[int]] = {name: set() for name in names.values()}
-        with keeping_modes(self.model):
+        with preserve_modes(self.model):
             for training in (True, False):
                 self.model.train(training)
                 for virtual in range(self.parts):
@@ -229,8 +231,8 @@ class Stages:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for place in places(model):
-        yield place.name, place.tensor
+    for slot in tensor_slots(model):
+        yield slot.name, slot.tensor
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import Tree
-from shoal.replica.deferred_init import Place, full_name
+from shoal.replica.deferred_init import TensorSlot, full_name
 from shoal.replica.tensor.attention import SplitAttention
 from shoal.replica.tensor.layers import (
     ColumnLinear,
@@ -39,7 +39,7 @@ class TensorSplit:
         roles: Roles,
         group: Group,
         device: torch.device,
-        filled: Iterable[list[Place]],
+        filled: Iterable[list[TensorSlot]],
         sequence: bool = False,
     ):
         """`filled` hands over one whole tensor after the other, by its places. With `sequence`,
@@ -67,16 +67,16 @@ class TensorSplit:
     def is_slice(self, parameter: nn.Parameter) -> bool:
         return parameter in self._slices
 
-    def is_copy(self, parameter: nn.Parameter) -> bool:
+    def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether the first rank holds it, too."""
         return self.group.rank > 0 and not self.is_slice(parameter)
 
-    def join(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors from slices; all ranks call it. Keys are a parameter's name, or that and
         "/" and what an optimizer keeps of it."""
         return {name: self._joined(name, tensor) for name, tensor in tensors.items()}
 
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's slices of whole tensors; what has another shape is left as it is."""
         return {name: self._taken(name, tensor) for name, tensor in tensors.items()}
 
@@ -87,7 +87,7 @@ class TensorSplit:
     def unpack(self, tree: Tree) -> Tree:
         return unpack(tree, self.group, self.streams)
 
-    def even_out(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
         """Replace what belongs to a parameter that every rank holds by what the first one has."""
         copies = [tensor for p, tensor in tensors.items() if not self.is_slice(p)]
         if not copies:
@@ -142,7 +142,7 @@ class TensorSplit:
                 width = layer.share.length(self.group.rank) // 3
                 module.split_size = width  # type: ignore[assignment]
 
-    def _slice(self, layers: Iterable[SplitLayer], filled: Iterable[list[Place]]) -> None:
+    def _slice(self, layers: Iterable[SplitLayer], filled: Iterable[list[TensorSlot]]) -> None:
         """Let every parameter that is split hold this rank's slice."""
         shares: dict[Tensor, Share] = {}
         for module in [inner for layer in layers for inner in layer.modules()]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.replica.engine import generators_of
+from shoal.replica.microbatch import default_generators
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Streams:
 
     def meet(self, x: Tensor) -> None:
         if self._states is not None:
-            for generator, state in zip(generators_of(x.device), self._states, strict=True):
+            for generator, state in zip(default_generators(x.device), self._states, strict=True):
                 generator.set_state(state)
             self._states = None
 
@@ -47,7 +47,7 @@ class Streams:
 
     def _part(self, x: Tensor) -> None:
         seed = int(torch.randint(1 << 62, ()))
-        generators = generators_of(x.device)
+        generators = default_generators(x.device)
         self._states = [generator.get_state() for generator in generators]
         for generator in generators:
             generator.manual_seed(seed + self.rank)

@@ -78,7 +78,7 @@ def _place(
 ) -> PartOf:
     (followed,) = replica_group.broadcast_integers([model])
     held_elsewhere = [
-        i for i, p in enumerate(flat.params) if copies is not None and copies.is_copy(p)
+        i for i, p in enumerate(flat.params) if copies is not None and copies.is_duplicate(p)
     ]
     follows = None if replica_group.is_leader else followed
     return PartOf(replica_group.rank, replica_group.size, follows, tuple(held_elsewhere))

@@ -8,7 +8,7 @@
 
 So a push counts in every part or in none, and every part applies pushes in the same order. Parts
 may have different versions in a step; what several of them hold is the same on all: the first
-one's (`Part.even_out`).
+one's (`ReplicaShard.synchronize_copies`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from shoal.server.discovery import Hosts, tell_all
 from shoal.server.protocol.messages import Ack, Commit
 from shoal.server.row_client import ServerStore
 from shoal.sync.base import Copies, Sync
-from shoal.sync.compressed_sum import even_out
+from shoal.sync.compressed_sum import synchronize_copies
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.compressed_push import PackedPush
 from shoal.sync.ps.optimizer_shards import cut_state, whole_state
@@ -218,11 +218,11 @@ class ParameterServer(Sync):
             if self.server_updates:
                 if not self._lives_in_inbox:
                     self.flat.data[run].copy_(self.client.inbox[run])
-                    even_out(self.flat, self.flat.data, self._copies)
+                    synchronize_copies(self.flat, self.flat.data, self._copies)
                 self.flat.zero_grad()
             else:
                 self.flat.grads.buffer[run].copy_(self.client.inbox[run])
-                even_out(self.flat, self.flat.grads.buffer, self._copies)
+                synchronize_copies(self.flat, self.flat.grads.buffer, self._copies)
         if self.rule.needs_everyone:
             self._loss = lead.head[0].to(self.flat.device)
         if not self.server_updates:

@@ -1,0 +1,97 @@
+"""What one forward and backward runs on, and around it: random streams, autocast, modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import BadInput
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Loss = Callable[[Any, Any], Tensor]
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class MicroBatch(NamedTuple):
+    """Rows of one forward and backward.
+
+    `weight` is their fraction of the global batch's loss, or a function that is called for it
+    after forward, so that ranks can count together in the meantime.
+    """
+
+    inputs: Any
+    targets: Any
+    weight: float | Callable[[], Tensor]
+    real: bool = True  # False: one row stands in for an empty micro-batch
+    weightless: bool = False  # the loss has nothing to be a mean over
+    skip: bool = False  # no rank has rows here: nothing is computed
+    seed: int = 0
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    args, kwargs = call_arguments(inputs)
+    return model(*args, **kwargs)
+
+
+def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tuple is spread over the positional arguments, a dict over the named ones."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+@contextmanager
+def preserve_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the mode of every module afterwards: training or evaluating."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def fork_rng(device: torch.device) -> Iterator[None]:
+    """Restore the global random generators afterwards.
+
+    A step draws from streams of its own (dropout), seeded per micro-batch. What the script draws
+    between steps is then the same on every rank and at any number of them.
+    """
+    generators = default_generators(device)
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """The global generators that operations on `device` draw from."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return [torch.default_generator, torch.cuda.default_generators[index]]
+    return [torch.default_generator]
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    for generator in default_generators(device):
+        generator.manual_seed(seed)
+
+
+def autocast_for(
+    device: torch.device, precision: Precision
+) -> Callable[[], AbstractContextManager[Any]]:
+    """A context for every forward; `BadInput` where the device cannot compute so."""
+    if precision == "fp32":
+        return nullcontext
+    if precision not in _AUTOCAST_DTYPES:
+        raise BadInput(f"precision is one of fp32, bf16, fp16, not {precision!r}")
+    if precision == "fp16" and device.type != "cuda":
+        raise BadInput('precision="fp16" needs a CUDA GPU; on a CPU take "bf16"')
+    return lambda: torch.autocast(device.type, dtype=_AUTOCAST_DTYPES[precision])

@@ -1,0 +1,199 @@
+"""Messages around the actions of a stage: activations go forward, gradients back.
+
+A message is tagged by direction, virtual stage and micro-batch, so that messages may overtake
+each other. A send returns at once. What is sent is held until its receiver is known to have it,
+which follows from the schedule: a stage that sends the result of an action has finished all
+actions before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shoal.comm.objects import PytreeChannel, PytreeWork
+from shoal.observe.trace import Tracer
+from shoal.pytree import Tree
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.microbatch import MicroBatch, default_generators, seed_generators
+from shoal.replica.pipeline.stages import Stages
+from shoal.schedules.pipelines.actions import Action, Kind, Pipeline, Place, virtual_stage
+
+_FORWARD = 0  # the last two bits of a tag
+_BACKWARD = 1
+
+
+class StageMessages:
+    """Sends and receives for the actions of this rank's stage."""
+
+    def __init__(self, pipeline: Pipeline, channel: PytreeChannel, tracer: Tracer):
+        self.pipeline = pipeline
+        self.channel = channel
+        self.stage = channel.group.rank
+        self._tracer = tracer
+        self._position = {
+            (stage, action): position
+            for stage, actions in enumerate(pipeline.actions)
+            for position, action in enumerate(actions)
+        }
+        self.begin()
+
+    def begin(self) -> None:
+        # by receiver, with the position of the receiver's action that takes it
+        self.held: dict[int, list[tuple[int, PytreeWork]]] = {}
+
+    def has_source(self, action: Action) -> bool:
+        return self.pipeline.giver(self.stage, action) is not None
+
+    def recv(self, action: Action) -> Tree:
+        """What the stage computed that comes before this one in the action's direction."""
+        source = self.pipeline.giver(self.stage, action)
+        assert source is not None
+        tag = _tag(self.virtual(action), action.microbatch, _direction(action))
+        with self._tracer.span("wait", f"receive {action}"):
+            tree = self.channel.recv(source.stage, tag)
+        self._release(source, action)
+        return tree
+
+    def send(self, action: Action, tree: Tree) -> None:
+        """To the next stage in the action's direction, if there is one."""
+        target = self.pipeline.taker(self.stage, action)
+        if target is None:
+            return
+        direction = _direction(action)
+        virtual = self.virtual(action) + (1 if direction == _FORWARD else -1)
+        with self._tracer.span("send", str(action)):
+            sent = self.channel.send(
+                tree, target.stage, _tag(virtual, action.microbatch, direction)
+            )
+        self.held.setdefault(target.stage, []).append((self._position_at(target, action), sent))
+
+    def finish(self) -> None:
+        for messages in self.held.values():
+            for _, sent in messages:
+                sent.wait()
+
+    def virtual(self, action: Action) -> int:
+        return virtual_stage(self.pipeline.stages, self.stage, action.chunk)
+
+    def _release(self, source: Place, action: Action) -> None:
+        """What that stage received before it sent this."""
+        done = self._position_at(source, action)
+        messages = self.held.get(source.stage, [])
+        for position, sent in messages:
+            if position <= done:
+                sent.wait()
+        self.held[source.stage] = [one for one in messages if one[0] > done]
+
+    def _position_at(self, place: Place, action: Action) -> int:
+        """Where the action of that stage for this micro-batch, in this direction, stands."""
+        kinds = [Kind.FORWARD] if action.kind is Kind.FORWARD else [Kind.BACKWARD, Kind.INPUT]
+        for kind in kinds:
+            other = Action(kind, action.microbatch, place.chunk)
+            if (place.stage, other) in self._position:
+                return self._position[place.stage, other]
+        raise AssertionError(f"stage {place.stage} has no counterpart of {action}")
+
+
+class PipelineStage:
+    """The stage of this rank, for the engine.
+
+    With `carries_rng` the states of random generators travel with the activations, so that
+    dropout is the same as on one worker.
+    """
+
+    def __init__(
+        self, stages: Stages, messages: StageMessages, flat: FlatParams, carries_rng: bool
+    ):
+        self.model = stages.model
+        self.stages = stages
+        self.messages = messages
+        self._flat = flat
+        self._carries_rng = carries_rng
+        self.is_last = messages.stage == stages.stages - 1
+        self._rng_states: dict[tuple[int, int], list[Tensor]] = {}
+
+    def begin(self) -> None:
+        self._rng_states = {}
+        self.messages.begin()
+
+    def computes_loss(self, action: Action) -> bool:
+        return self.messages.virtual(action) == self.stages.parts - 1
+
+    def recv_inputs(self, action: Action, micro: MicroBatch) -> Tree:
+        if not self.messages.has_source(action):
+            return self.stages.arrange(micro.inputs)[1]
+        values = self.messages.recv(action)
+        if self._carries_rng:
+            values, self._rng_states[_key(action)] = values
+        return values
+
+    def compute(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
+        names, _ = self.stages.arrange(micro.inputs)
+        self._seed(action, micro.seed)
+        with self._flat.computing():
+            return self.stages.compute(self.messages.virtual(action), names, inputs)
+
+    def send_outputs(self, action: Action, outputs: Tree) -> None:
+        if self._carries_rng:
+            states = [generator.get_state() for generator in self._generators()]
+            outputs = (outputs, states)
+        self.messages.send(action, outputs)
+
+    def recv_grads(self, action: Action) -> Sequence[Tensor | None]:
+        return list(self.messages.recv(action))
+
+    def send_grads(self, action: Action, grads: Sequence[Tensor | None]) -> None:
+        self.messages.send(action, list(grads))
+
+    def finish(self) -> None:
+        self.messages.finish()
+
+    def predict(self, inputs: Any) -> Any:
+        """The outputs of the model on the last stage; None on the others."""
+        names, values = self.stages.arrange(inputs)
+        channel = self.messages.channel
+        pipeline = self.messages.pipeline
+        under_way: list[PytreeWork] = []
+        for chunk in range(pipeline.chunks):
+            action = Action(Kind.FORWARD, 0, chunk)
+            virtual = self.messages.virtual(action)
+            source = pipeline.giver(self.messages.stage, action)
+            target = pipeline.taker(self.messages.stage, action)
+            received = values if source is None else channel.recv(source.stage, _tag(virtual, 0))
+            with self._flat.computing():
+                outputs = self.stages.compute(virtual, names, received)
+            if target is None:
+                values = outputs
+            else:
+                under_way.append(channel.send(outputs, target.stage, _tag(virtual + 1, 0)))
+        for sent in under_way:
+            sent.wait()
+        return values if self.is_last else None
+
+    def _seed(self, action: Action, seed: int) -> None:
+        """Randomness of its own for every stage and micro-batch; or what the stage before left."""
+        virtual = 0 if self._carries_rng else self.messages.virtual(action)
+        seed_generators(self._flat.device, seed + virtual)
+        states = self._rng_states.get(_key(action))
+        if states is not None:
+            for generator, state in zip(self._generators(), states, strict=True):
+                generator.set_state(state.cpu())
+
+    def _generators(self) -> list[Any]:
+        return list(default_generators(self._flat.device))
+
+
+def _key(action: Action) -> tuple[int, int]:
+    return action.microbatch, action.chunk
+
+
+def _direction(action: Action) -> int:
+    return _FORWARD if action.kind is Kind.FORWARD else _BACKWARD
+
+
+def _tag(virtual: int, microbatch: int, direction: int = _FORWARD) -> int:
+    """Below 2^30, as groups want it, for up to 4096 virtual stages and 65535 micro-batches."""
+    return (microbatch << 12 | virtual) << 2 | direction
