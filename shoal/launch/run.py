@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shoal.comm.elastic import Tally
+from shoal.comm.elastic import ElasticSum
 from shoal.comm.executors.hierarchical.executor import HostsGroup
 from shoal.comm.executors.scheduled.executor import ScheduledGroup
 from shoal.comm.executors.shared_memory import ShmGroup
@@ -199,13 +199,13 @@ class Worker:
         """Whether our own launcher looks after this process."""
         return self.placement is not None and self.placement.launcher == "shoal"
 
-    def _tally(self) -> Tally | None:
+    def _tally(self) -> ElasticSum | None:
         """Our launcher tells who is gone; under others a lost worker ends the run anyway."""
         if not self._is_ours or not self.strategy.survives_loss:
             return None
         run_dir = Path(os.environ["SHOAL_RUN_DIR"])
         folder = run_dir / f"tally-{self.number}"
-        return Tally(folder, self.rank, partial(is_gone, run_dir), patience_s=math.inf)
+        return ElasticSum(folder, self.rank, partial(is_gone, run_dir), patience_s=math.inf)
 
     def note_end(self) -> None:
         if self._is_ours:

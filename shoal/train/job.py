@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.elastic import Tally
+from shoal.comm.elastic import ElasticSum
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.data.redistribute import Deal
@@ -57,7 +57,7 @@ class Job:
         progress: Progress | None = None,
         tracer: Tracer = OFF,
         faults: Faults | None = None,
-        tally: Tally | None = None,
+        tally: ElasticSum | None = None,
     ):
         strategy.require_built()
         layout = strategy.layout(group.size)
@@ -367,7 +367,7 @@ class Job:
         return names, everything
 
     def _add_up(
-        self, tally: Tally, step: Step, sums: Tensor, replicas: Sequence[int]
+        self, tally: ElasticSum, step: Step, sums: Tensor, replicas: Sequence[int]
     ) -> tuple[list[float], list[int]]:
         """Over the replicas that are left, and those that are not.
 
@@ -377,7 +377,7 @@ class Job:
         missing = torch.zeros(self.replicas, dtype=torch.float64, device=self.device)
         if step.engine.is_last and self.mesh.tp.rank == 0:
             ranks = [replica * self._parts + speaker for replica in replicas]
-            numbers, gone = tally.add_up(sums.tolist(), ranks)
+            numbers, gone = tally.all_reduce(sums.tolist(), ranks)
             sums = torch.tensor(numbers, dtype=torch.float64, device=self.device)
             missing[[rank // self._parts for rank in gone]] = 1.0
         if step.engine.is_last:
