@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -30,7 +31,6 @@ from shoal.embedding.store import LocalStore
 from shoal.errors import BadInput, CheckpointError, NotBuilt
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from tests import forked
 from tests.conftest import World
 
 CPU = torch.device("cpu")
@@ -421,4 +421,4 @@ def test_several_workers_without_servers_are_refused(world: World) -> None:
 
 def test_importing_shoal_loads_no_torch() -> None:
     code = "import shoal, sys; assert 'Embedding' in dir(shoal); sys.exit('torch' in sys.modules)"
-    assert forked.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
