@@ -19,6 +19,7 @@ from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.threads import Mailboxes, ThreadTransport
 from tests.forked import zygotes
+from tests.products import covering
 
 # a shell that starts the tests in the background ignores Ctrl-C, and nohup ignores the end of the
 # terminal; so would all that tests start
@@ -27,7 +28,41 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # how long an example takes is no fact about the code
 settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("shoal-whole", settings.get_profile("shoal"), max_examples=300)
 settings.load_profile("shoal")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="run all combinations of parameters, all ranks of proofs, more random examples",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--whole"):
+        settings.load_profile("shoal-whole")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --whole: leave out what is marked `whole`, and all but a cover of products."""
+    if config.getoption("--whole"):
+        return
+    products: dict[str, list[pytest.Function]] = {}
+    left_out: set[pytest.Item] = {item for item in items if item.get_closest_marker("whole")}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("product"):
+            products.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for combined in products.values():
+        marker = combined[0].get_closest_marker("product")
+        assert marker is not None
+        indices = [item.callspec.indices for item in combined]
+        kept = covering(indices, **{"pairs": False, **marker.kwargs})
+        left_out |= set(combined) - {combined[position] for position in kept}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
 
 World = Callable[[int, Callable[[Group], Any]], list[Any]]
 

@@ -42,6 +42,7 @@ GPT_OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": nex
 # ---- a parameter server for each part of a replica ----------------------------------------------
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("update", ["server", "worker"])
 @pytest.mark.parametrize("placement", ["rank0", "workers"])
 @pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
@@ -51,6 +52,7 @@ def test_served_parts(world: World, split: str, placement: str, update: str) -> 
     assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("split", ['pp(2, schedule="zb-h1")', "tp(2)"])
 def test_servers_that_all_parts_share(
@@ -85,6 +87,7 @@ def test_served_stages_give_the_same_bits(world: World, placement: str) -> None:
 PIPELINES = ["pp(2)", 'pp(2, schedule="zb-h1")', 'pp(2, schedule="interleaved", recompute=True)']
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("split", [*PIPELINES, "tp(2)"])
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_sharded_parts(world: World, split: str, optimizer: Any) -> None:
@@ -188,6 +191,7 @@ PARTLY = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
 @pytest.mark.parametrize("sync", PARTLY)
 def test_copies_of_a_parameter_stay_equal(world: World, sync: str, split: str) -> None:
@@ -212,6 +216,7 @@ def test_copies_of_a_parameter_stay_equal(world: World, sync: str, split: str) -
             assert torch.equal(first_part[name], second_part[name]), name
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
 @pytest.mark.parametrize(
     "sync",
@@ -319,6 +324,7 @@ def _left_to_send(step: Step) -> Tensor:
 SYNCS = ['ps(placement="rank0")', "zero(3)", "localsgd(every=2)", 'gossip(graph="complete")']
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
 @pytest.mark.parametrize("sync", SYNCS)
 def test_evaluating_between_steps(world: World, sync: str, split: str) -> None:

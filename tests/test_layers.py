@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import shoal
@@ -61,14 +62,19 @@ def imports_of(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    modules = {module_name(p) for p in ROOT.rglob("*.py")}
-    return {name.removeprefix("shoal.") for name in found} & modules
+    return {name.removeprefix("shoal.") for name in found} & modules()
+
+
+@cache
+def modules() -> frozenset[str]:
+    return frozenset(module_name(p) for p in ROOT.rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
 def arrows() -> list[tuple[str, str]]:
     files = [p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py"]
     return [

@@ -39,6 +39,7 @@ from tests.splitting import (
 )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("schedule", schedules())
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_mlp_under_every_schedule(world: World, size: int, schedule: str) -> None:
@@ -46,6 +47,7 @@ def test_an_mlp_under_every_schedule(world: World, size: int, schedule: str) -> 
     assert_equal(world, size, strategy, mlp, samples(28), 12, clip_norm=0.1)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("schedule", schedules())
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_gpt_with_tied_embedding_under_every_schedule(
@@ -64,6 +66,7 @@ def test_replicas_of_pipelines(world: World, schedule: str) -> None:
     assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)  # the last batch is short
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("sync", ["zero(1)", "zero(2)", 'gossip(graph="complete")'])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
 def test_other_syncs_of_pipelines(world: World, sync: str, schedule: str) -> None:
@@ -105,6 +108,7 @@ def test_exact_drops_the_same(world: World) -> None:
     assert_equal(world, 2, strategy, dropping, samples(24), 12, exactly=True, **options)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
 def test_batchnorm_sees_micro_batches_as_with_accumulation(
@@ -192,6 +196,7 @@ class Skipping(nn.Module):
         return out
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_values_that_skip_stages(world: World, size: int, schedule: str) -> None:
@@ -300,6 +305,7 @@ def test_evaluating(world: World) -> None:
             assert training
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("first", ["single", "zero(1) + pp(2)", 'pp(2, schedule="interleaved")'])
 @pytest.mark.parametrize("second", ["single", "zero(3)", 'pp(2, schedule="zb-h1")'])
 def test_what_one_strategy_saved_another_loads(

@@ -115,6 +115,7 @@ def bound(embedding: shoal.Embedding, optimizer: Any = SGD) -> Calls:
 # ------------------------------------------------------------------------------ equal to torch's
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("lr", [None, lambda step: 0.1 / (1 + step)], ids=["", "falling lr"])

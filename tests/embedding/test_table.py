@@ -132,6 +132,7 @@ def test_rows_that_are_not_used_take_no_memory() -> None:
 # ------------------------------------------------------------------------------ training
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_rows_are_trained_as_torch_trains_sparse_gradients(optimizer: str, shards: int) -> None:

@@ -40,6 +40,7 @@ def trained(
     return losses, weights, job.report()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("strategy", "size"),
     [("ps", 2), ('ps(update="worker")', 2), ('ps(mode="async")', 1), ("ps(quorum=1)", 2)],

@@ -40,6 +40,7 @@ def exchange_of(step: Step) -> Exchange:
 # ------------------------------------------------------------------------------ sums
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("method", METHODS)
 def test_what_was_sent_and_what_is_left_make_up_all_gradients(
@@ -81,6 +82,7 @@ def test_what_was_sent_and_what_is_left_make_up_all_gradients(
 # ------------------------------------------------------------------------------ training
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("bucket_mb", ["25", "0.0001"])
 @pytest.mark.parametrize("method", METHODS)
 def test_replicas_hold_the_same_bits_and_learn(world: World, method: str, bucket_mb: str) -> None:
@@ -212,6 +214,7 @@ def test_scaled_gradients_are_not_compressed() -> None:
 # ------------------------------------------------------------------------------ checkpoints
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("bucket_mb", ["25", "0.0001"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_continued_run_has_the_same_bits(

@@ -37,6 +37,7 @@ def sync_of(step: Step) -> ParameterServer:
 # ---- synchronous: the result of one device ------------------------------------------------------
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("update", ["server", "worker"])
 @pytest.mark.parametrize(("count", "size"), [(1, 2), (2, 4), (3, 2)])
@@ -73,6 +74,7 @@ def test_a_parameter_without_gradient_is_left_alone(world: World, placement: str
     assert_equal_to_single(world, 2, f'ps(placement="{placement}")', Halting, samples(40), 10)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("placement", ["rank0", "workers"])
 @pytest.mark.parametrize(("size", "microbatches"), [(1, 6), (2, 6), (3, 6), (4, 8)])
 def test_exact_gives_the_same_bits(
@@ -173,6 +175,7 @@ def run(
     return sync_of(step), losses
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("placement", ["rank0", "workers"])
 def test_no_pull_is_ahead_of_the_slowest_by_more_than_the_bound(
@@ -334,6 +337,7 @@ def test_the_others_go_on_without_a_dead_worker(
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("first", "second"),

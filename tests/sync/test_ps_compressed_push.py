@@ -49,6 +49,7 @@ def packed_of(step: Step) -> PackedPush:
 # ---- learning -----------------------------------------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "options",
@@ -58,6 +59,7 @@ def test_workers_hold_the_same_bits_and_learn(world: World, method: str, options
     assert_same_bits_and_learning(world, f'ps(compress="{method}", {options})')
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rule", ["quorum=0.6", "staleness=2", 'mode="async"'])
 def test_relaxed_rules_learn(world: World, rule: str, method: str) -> None:
@@ -109,6 +111,7 @@ def test_a_classifier_reaches_what_full_precision_reaches(world: World) -> None:
 # ---- bytes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
@@ -223,6 +226,7 @@ def test_a_push_that_is_dropped_takes_nothing_of_earlier_steps_with_it(
     job.close()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("update", ["server", "worker"])
 def test_a_continued_run_has_the_same_bits(

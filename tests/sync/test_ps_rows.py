@@ -69,6 +69,7 @@ def go(
     return losses, rows, weight
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("count", "size"), [(1, 2), (2, 3), (3, 4)])
 def test_rows_on_servers_train_as_on_one_device(

@@ -80,6 +80,7 @@ def held_by(servers: list[Server]) -> list[Holding]:
 # ---- where nothing is left out: the model of one worker -----------------------------------------
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("rule", ["staleness=0", "quorum=1"])
 @pytest.mark.parametrize("placement", ["rank0", "workers"])
 @pytest.mark.parametrize("split", SPLITS)
@@ -104,6 +105,7 @@ def in_the_end(world: World, size: int, strategy: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("rule", ["quorum=1", "staleness=2", 'mode="async"'])
 @pytest.mark.parametrize("split", [*SPLITS, 'pp(2, schedule="zb-h1")', "tp(2) + pp(2)"])
 def test_one_replica_under_any_rule_equals_one_device(world: World, split: str, rule: str) -> None:
@@ -112,6 +114,7 @@ def test_one_replica_under_any_rule_equals_one_device(world: World, split: str, 
     assert_equal(world, size, strategy, gpt, texts(22), **GPT_OPTIONS)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("split", SPLITS)
 def test_servers_that_hold_something_of_every_part_follow_themselves(
@@ -129,6 +132,7 @@ def test_servers_that_hold_something_of_every_part_follow_themselves(
 # ---- bounded staleness --------------------------------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("split", SPLITS)
 def test_no_replica_is_ahead_of_the_slowest_by_more_than_the_bound(
@@ -155,6 +159,7 @@ def test_no_replica_is_ahead_of_the_slowest_by_more_than_the_bound(
 # ---- quorum -------------------------------------------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("late", ["drop", "fold"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_what_is_late_is_late_in_every_part(
@@ -241,6 +246,7 @@ def test_copies_are_equal_in_a_step_whose_parts_have_different_versions(
     assert any(not torch.equal(used[name], pulled[name]) for name in copies), "versions differed"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("split", SPLITS)
 def test_all_parts_learn_and_evaluate_alike(world: World, split: str, rule: str) -> None:
@@ -282,6 +288,7 @@ def test_one_norm_clips_all_parts_where_pushes_are_compressed(
 # ---- death --------------------------------------------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("rule", ["quorum=0.5", 'mode="async"', "staleness=1"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_first_replica_that_is_left_saves(

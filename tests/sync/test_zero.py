@@ -75,6 +75,7 @@ class Repeated(nn.Module):
         return self.third(x) + (x @ torch.cat([self.third.weight, self.third.weight]).t())[:, :3]
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("strategy", STAGES)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW, Lamb], ids=["sgd", "adamw", "lamb"])

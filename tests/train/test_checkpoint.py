@@ -227,6 +227,7 @@ def from_a_generator(job: Job) -> Iterator[Any]:
     return job.batches(batch for _ in range(2) for batch in Loader())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("batches", [shuffled, from_loader, from_a_generator])
 @pytest.mark.parametrize("save_at", [3, 5, 7], ids=lambda n: f"after {n}")
 def test_saved_on_two_replicas_and_continued_on_three_and_on_one(
