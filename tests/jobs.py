@@ -11,14 +11,15 @@ import torch
 from shoal.comm.executors.solo import SoloGroup
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
-from shoal.train.job import Job
+from shoal.train.job import Job, RunServices
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def job_of(group: Group | None = None, seed: int = 3, **options: Any) -> Job:
-    return Job(parse("ddp"), group or SoloGroup(), device=CPU, seed=seed, **options)
+def job_of(group: Group | None = None, seed: int = 3, **services: Any) -> Job:
+    given = RunServices(**{name: value for name, value in services.items() if value is not None})
+    return Job(parse("ddp"), group or SoloGroup(), device=CPU, seed=seed, services=given)
 
 
 class Shown:

@@ -20,7 +20,7 @@ from shoal.comm.group import Group
 from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.state import whole_model
+from shoal.train.state import gather_model
 from shoal.train.step import Step
 from tests.conftest import World
 
@@ -67,7 +67,7 @@ def job_of(group: Group, strategy: str, model: nn.Module, **options: Any) -> Ite
 
 def whole(step: Step) -> dict[str, Tensor]:
     with step.sync.full_weights():
-        return {name: tensor.clone() for name, tensor in whole_model(step)[0].items()}
+        return {name: tensor.clone() for name, tensor in gather_model(step)[0].items()}
 
 
 def train(

@@ -23,7 +23,7 @@ from shoal.replica.shard import StageShard
 from shoal.schedules.pipelines.catalog import schedules
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.step import StepOptions
+from shoal.train.options import StepOptions
 from tests.conftest import World
 from tests.models import samples
 from tests.splitting import (
@@ -134,7 +134,7 @@ def test_batchnorm_sees_the_whole_batch_unless_told(world: World, size: int, str
 
 def test_how_many_micro_batches_with_batchnorm() -> None:
     def microbatches(strategy: str, **options: Any) -> int:
-        return StepOptions(**options).under(parse(strategy).pp, normed()).accumulate
+        return StepOptions(**options).with_pipeline(parse(strategy).pp, normed()).accumulate
 
     assert microbatches("pp(2)") == 1
     assert microbatches("pp(2)", accumulate=3) == 3
@@ -342,7 +342,7 @@ def test_wrong_cuts_are_refused(world: World) -> None:
 
 
 def test_options_that_contradict_each_other_are_refused(world: World) -> None:
-    assert "leave them out here" in refused(world, "pp(2, microbatches=4)", mlp, exact=True)
+    assert "omit them in pp" in refused(world, "pp(2, microbatches=4)", mlp, exact=True)
     assert 'take "bf16"' in refused(world, "pp(2)", mlp, precision="fp16")
     assert "1f1b has one chunk a stage, not 3" in refused(world, "pp(2, chunks=3)", mlp)
 
@@ -381,5 +381,5 @@ def test_stages_that_do_not_compute_what_the_model_does_are_refused(world: World
     ],
 )
 def test_how_many_micro_batches(strategy: str, accumulate: int, microbatches: int) -> None:
-    options = StepOptions(accumulate=accumulate).under(parse(strategy).pp)
+    options = StepOptions(accumulate=accumulate).with_pipeline(parse(strategy).pp)
     assert options.local_microbatches(1) == microbatches

@@ -21,7 +21,7 @@ from shoal.plan.timeline import Times, simulate
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import parse
-from shoal.train.job import Job
+from shoal.train.job import Job, RunServices
 from shoal.transport.threads import Mailboxes, ThreadTransport
 
 T = TypeVar("T")
@@ -79,7 +79,9 @@ def compare(
     def train(rank: int, boxes: Mailboxes) -> list[list[Span]]:
         tracer = Recorder(rank, 0)
         group = ScheduledGroup(ThreadTransport(boxes, rank), link=Link())
-        job = Job(parse(strategy), group, device=torch.device("cpu"), tracer=tracer)
+        job = Job(
+            parse(strategy), group, device=torch.device("cpu"), services=RunServices(tracer=tracer)
+        )
         model = nn.Sequential(*(Slow(action_s / pipeline.chunks) for _ in range(layers)))
         step = job.step(model, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.0))
         batch = torch.zeros(microbatches, 4), torch.zeros(microbatches, 4)

@@ -35,9 +35,14 @@ def mlp(width: int, batch_size: int) -> Workload:
 
 
 def digits(batch_size: int) -> Workload:
-    from shoal.examples.digits import Net
+    from shoal.examples.digits import DigitsNet
 
-    return Net(), F.cross_entropy, torch.randn(batch_size, 1, 8, 8), torch.arange(batch_size) % 10
+    return (
+        DigitsNet(),
+        F.cross_entropy,
+        torch.randn(batch_size, 1, 8, 8),
+        torch.arange(batch_size) % 10,
+    )
 
 
 def gpt(batch_size: int) -> Workload:

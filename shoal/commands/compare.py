@@ -24,7 +24,7 @@ from shoal.commands.units import show_bytes
 from shoal.commands.user_schedule import wide_console
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import launch
-from shoal.observe.comparison import BEGUN, Entry, Outcome, losses_of, outcome_of
+from shoal.observe.comparison import BEGUN, ComparedRun, RunOutcome, losses_of, outcome_of
 from shoal.runtime.cores import cores
 from shoal.strategy.strategy import as_strategy
 
@@ -126,15 +126,15 @@ def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
     return found
 
 
-def _entries(names: Sequence[str], workers: int, folder: Path) -> list[Entry]:
+def _entries(names: Sequence[str], workers: int, folder: Path) -> list[ComparedRun]:
     runs = [("single", 1), *((name, workers) for name in names)]
-    entries = [Entry(i, name, n, str(folder / str(i))) for i, (name, n) in enumerate(runs)]
+    entries = [ComparedRun(i, name, n, str(folder / str(i))) for i, (name, n) in enumerate(runs)]
     for entry in entries:
         Path(entry.folder).mkdir()
     return entries
 
 
-def _groups(entries: Sequence[Entry], apart: bool) -> list[list[Entry]]:
+def _groups(entries: Sequence[ComparedRun], apart: bool) -> list[list[ComparedRun]]:
     """Which runs share their processes."""
     alone = [e for e in entries if apart or as_strategy(e.strategy).sync_for(e.workers).has_servers]
     together = [entry for entry in entries if entry not in alone]
@@ -159,7 +159,7 @@ class _Contest:
         self._show = show
         self._failed: dict[int, str] = {}
 
-    def run(self, group: list[Entry]) -> None:
+    def run(self, group: list[ComparedRun]) -> None:
         while group:
             try:
                 self._launch(group)
@@ -173,18 +173,18 @@ class _Contest:
                     self._failed[group[at].number] = str(error).splitlines()[-1]
                 group = group[at + 1 :]
 
-    def outcomes(self, entries: Sequence[Entry]) -> list[Outcome]:
+    def outcomes(self, entries: Sequence[ComparedRun]) -> list[RunOutcome]:
         base_losses = losses_of(entries[0])
-        found: list[Outcome] = []
+        found: list[RunOutcome] = []
         for entry in entries:
             if entry.number in self._failed:
                 why = self._failed[entry.number]
-                found.append(Outcome(entry.strategy, entry.workers, failed=why))
+                found.append(RunOutcome(entry.strategy, entry.workers, failed=why))
             else:
                 found.append(outcome_of(entry, found[0] if found else None, base_losses))
         return found
 
-    def _launch(self, group: Sequence[Entry]) -> None:
+    def _launch(self, group: Sequence[ComparedRun]) -> None:
         entries = [asdict(entry) for entry in group]
         document = {"entries": entries, "steps": self._steps, "cores": cores()}
         self._plan.write_text(json.dumps(document), encoding="utf-8")
@@ -201,11 +201,11 @@ class _Contest:
         )
 
 
-def _has_begun(entry: Entry) -> bool:
+def _has_begun(entry: ComparedRun) -> bool:
     return (Path(entry.folder) / BEGUN).exists()
 
 
-def _has_ended(entry: Entry) -> bool:
+def _has_ended(entry: ComparedRun) -> bool:
     folder = Path(entry.folder)
     return all((folder / f"report-{rank}.json").is_file() for rank in range(entry.workers))
 
@@ -214,7 +214,7 @@ def _has_ended(entry: Entry) -> bool:
 
 
 @contextmanager
-def _progress(entries: Sequence[Entry]) -> Iterator[Any]:
+def _progress(entries: Sequence[ComparedRun]) -> Iterator[Any]:
     """A bar over the runs, on stderr; yields what takes the records of the workers."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -237,7 +237,7 @@ def _progress(entries: Sequence[Entry]) -> Iterator[Any]:
         bar.update(task, description="done", completed=len(entries))
 
 
-def _table(outcomes: Sequence[Outcome], title: str) -> Table:
+def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -257,7 +257,7 @@ def _table(outcomes: Sequence[Outcome], title: str) -> Table:
     return table
 
 
-def _row(outcome: Outcome, metric: str | None) -> list[str]:
+def _row(outcome: RunOutcome, metric: str | None) -> list[str]:
     value = (outcome.evaluated or {}).get(metric) if metric is not None else None
     row = [outcome.strategy, _number(outcome.loss, ".4f")]
     if metric is not None:

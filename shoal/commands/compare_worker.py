@@ -27,7 +27,7 @@ from shoal.launch.environment import Placement, detect
 from shoal.launch.run import Train, Worker, run, taken_by
 from shoal.launch.run_dir import leave_report
 from shoal.launch.worker import open_progress
-from shoal.observe.comparison import BEGUN, Entry
+from shoal.observe.comparison import BEGUN, ComparedRun
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job
 from shoal.train.step import Step
@@ -36,7 +36,9 @@ from shoal.train.step import Step
 class Contestant(Worker):
     """One of many runs of a process: leaves its report in a folder of its own."""
 
-    def __init__(self, entry: Entry, placement: Placement, steps: int | None, models: set[Any]):
+    def __init__(
+        self, entry: ComparedRun, placement: Placement, steps: int | None, models: set[Any]
+    ):
         seed = int(os.environ.get("SHOAL_SEED") or 0)
         strategy = as_strategy(entry.strategy)
         super().__init__(strategy, placement, seed, os.environ.get("SHOAL_DEVICE"))
@@ -81,7 +83,7 @@ def compare(train: Train, plan: dict[str, Any]) -> None:
     models: set[nn.Module] = set()
     own_threads = torch.get_num_threads()
     for number, fields in enumerate(plan["entries"]):
-        entry = Entry(**fields)
+        entry = ComparedRun(**fields)
         if placement.rank >= entry.workers:
             continue
         if placement.rank == 0:

@@ -23,7 +23,7 @@ from shoal.errors import BadInput
 from shoal.strategy.base import Batches
 
 if TYPE_CHECKING:
-    from shoal.observe.verify import Captured, Verdict
+    from shoal.observe.verify import CapturedRun, Verification
 
 
 def verify(
@@ -81,8 +81,8 @@ class _Runs:
         self.quiet = quiet
         self.count = 0
 
-    def capture(self, name: str, env: Mapping[str, str], workers: int) -> Captured:
-        from shoal.observe.verify import Captured
+    def capture(self, name: str, env: Mapping[str, str], workers: int) -> CapturedRun:
+        from shoal.observe.verify import CapturedRun
 
         if not self.quiet:
             print(f"running {name}: up to {self.steps} steps", file=sys.stderr, flush=True)
@@ -92,7 +92,7 @@ class _Runs:
         capture = {"SHOAL_CAPTURE_DIR": str(folder), "SHOAL_CAPTURE_STEPS": str(self.steps)}
         run_quietly(self.command, workers, {**env, **capture})
         check_trained(folder / "capture.json")
-        return Captured.read(folder)
+        return CapturedRun.read(folder)
 
 
 def steps_taken(taken: int, asked: int, of_everything: bool) -> str:
@@ -102,7 +102,7 @@ def steps_taken(taken: int, asked: int, of_everything: bool) -> str:
     return text if taken == asked else f"{text} (the script takes no more)"
 
 
-def _print(verdict: Verdict, what: str) -> None:
+def _print(verdict: Verification, what: str) -> None:
     for name in verdict.switched_off[:1]:
         print(
             f"dropout was switched off ({name}"

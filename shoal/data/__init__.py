@@ -1,1 +1,1 @@
-"""Which samples, in which order, on which replica."""
+"""Which samples each replica trains on, and in which order."""

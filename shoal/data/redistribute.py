@@ -1,4 +1,4 @@
-"""Samples dealt out to ranks, and dealt out again when some of the ranks are lost."""
+"""The samples of a dataset, assigned to ranks; those of lost ranks are assigned to the others."""
 
 from __future__ import annotations
 
@@ -9,37 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.data.sampling import Cut, DatasetBatches
+from shoal.data.sampling import BatchSplit, DatasetBatches, Loading
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Every batch of `samples`, in order, is cut into a part for each of `ranks`."""
+class SampleAssignment:
+    """Every batch of `samples`, in order, is split over `ranks`."""
 
-    samples: Tensor  # their numbers in the dataset
+    samples: Tensor  # their indices in the dataset
     ranks: tuple[int, ...]
     batch_size: int
 
     def batches(self, dataset: Any, rank: int) -> DatasetBatches:
-        """The parts of one rank."""
-        return DatasetBatches(dataset, self.batch_size, self._cut(rank), self.samples)
+        """The batches of one rank."""
+        return DatasetBatches(dataset, self.samples, self._split(rank), Loading(self.batch_size))
 
     def samples_of(self, rank: int) -> Tensor:
-        """The samples in the parts of one rank."""
+        """The indices of the samples of one rank."""
+        split = self._split(rank)
         batches = torch.split(self.samples, self.batch_size)
         return torch.cat(
-            [batch[r.start : r.stop] for batch in batches for r in self._rows(rank, batch)]
+            [batch[r.start : r.stop] for batch in batches for r in split.rows(len(batch))]
         )
 
-    def without(self, missing: Collection[int]) -> Deal:
-        """What the missing ranks had, dealt out to the others."""
-        parts = [self.samples_of(rank) for rank in missing]
-        left = torch.cat(parts) if parts else self.samples[:0]
-        ranks = tuple(rank for rank in self.ranks if rank not in missing)
-        return Deal(left, ranks, self.batch_size)
+    def without(self, missing: Collection[int]) -> SampleAssignment:
+        """The samples of the missing ranks, assigned to the others."""
+        lost = [self.samples_of(rank) for rank in missing]
+        samples = torch.cat(lost) if lost else self.samples[:0]
+        surviving = tuple(rank for rank in self.ranks if rank not in missing)
+        return SampleAssignment(samples, surviving, self.batch_size)
 
-    def _rows(self, rank: int, batch: Tensor) -> list[range]:
-        return self._cut(rank).rows(len(batch))
-
-    def _cut(self, rank: int) -> Cut:
-        return Cut(self.ranks.index(rank), len(self.ranks))
+    def _split(self, rank: int) -> BatchSplit:
+        return BatchSplit(self.ranks.index(rank), len(self.ranks))

@@ -1,19 +1,20 @@
 """Which samples each replica sees, and when.
 
-The order of samples depends on the seed and the epoch alone. A global batch is cut into
-micro-batches first and each micro-batch into the parts of the replicas, so a micro-batch holds
-the same samples at any number of replicas:
+The order of samples depends on the seed and the epoch only. A global batch is split into
+micro-batches first, and each micro-batch over the replicas. So a micro-batch holds the same
+samples at any number of replicas:
 
     rows of a batch      0 1 2 3 4 5 | 6 7 8 9 10 11       2 micro-batches
     replica 0 of 2       0 1 2       | 6 7 8
     replica 1 of 2             3 4 5 |         9 10 11
 
-In exact mode whole micro-batches are dealt out instead, since each one's bits must not change.
+In exact mode each replica computes whole micro-batches, since their bits must not change.
 """
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -26,63 +27,94 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
 
 Given = TypeVar("Given")
+Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a replica takes its part of a global batch."""
+class BatchSplit:
+    """Which rows of a global batch one replica computes."""
 
     replica: int = 0
     replicas: int = 1
-    microbatches: int = 1  # of one replica; of the whole batch when exact
+    microbatches: int = 1  # of one replica; of the global batch when exact
     exact: bool = False
 
     def rows(self, total: int) -> list[range]:
         """The rows of each micro-batch of this replica; a range may be empty."""
         if self.exact:
-            mine = _part(range(self.microbatches), self.replica, self.replicas)
-            return [_part(range(total), m, self.microbatches) for m in mine]
-        whole = (_part(range(total), m, self.microbatches) for m in range(self.microbatches))
-        return [_part(micro, self.replica, self.replicas) for micro in whole]
+            mine = _slice(range(self.microbatches), self.replica, self.replicas)
+            return [_slice(range(total), m, self.microbatches) for m in mine]
+        microbatches = (
+            _slice(range(total), m, self.microbatches) for m in range(self.microbatches)
+        )
+        return [_slice(rows, self.replica, self.replicas) for rows in microbatches]
+
+    def sizes(self, total: int) -> list[int]:
+        """The number of samples in each micro-batch of this replica."""
+        return [len(rows) for rows in self.rows(total)]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How the samples of a dataset become batches."""
+
+    batch_size: int  # of the global batch
+    drop_last: bool = False
+    collate: Collate | None = None
+    loaders: int = 0  # processes that fetch samples in the background
+    loader_seed: int = 0
 
 
 class Batch(tuple[Tree, Tree]):
-    """A replica's part of a global batch: `(inputs, targets)`, and what `step` has to know.
+    """A replica's rows of a global batch: `(inputs, targets)`, and what `step` needs to know.
 
-    `parts` are the samples in each micro-batch here. Where that is 0 one row stands in, with no
-    weight, so that every replica runs the same operations. `of` is above 1 where replicas take
-    turns: so many global batches are trained on at a time, and this is one of them as a whole.
+    `total` is the number of samples in the global batch, `microbatch_sizes` that of each
+    micro-batch here. Where that is 0, row 0 is a placeholder with weight 0, so that every replica
+    runs the same operations. `concurrent` is above 1 where replicas take batches in turns: that
+    many global batches are trained on at a time, and this replica has all rows of one of them.
     """
 
     total: int
-    parts: tuple[int, ...]
-    of: int = 1
+    microbatch_sizes: tuple[int, ...]
+    concurrent: int = 1
 
-    def __new__(cls, inputs: Tree, targets: Tree, total: int, parts: Sequence[int]) -> Batch:
+    def __new__(
+        cls, inputs: Tree, targets: Tree, total: int, microbatch_sizes: Sequence[int]
+    ) -> Batch:
         batch = super().__new__(cls, (inputs, targets))
         batch.total = total
-        batch.parts = tuple(parts)
+        batch.microbatch_sizes = tuple(microbatch_sizes)
         return batch
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        _warn_renamed("Batch.parts", "Batch.microbatch_sizes")
+        return self.microbatch_sizes
 
-class WholeBatch(Batch):
-    """A whole dataset as one batch. Its pieces are loaded when they are computed, one at a time."""
+    @property
+    def of(self) -> int:
+        _warn_renamed("Batch.of", "Batch.concurrent")
+        return self.concurrent
 
-    pieces: DatasetBatches
+
+class FullDatasetBatch(Batch):
+    """A whole dataset as one batch. Its minibatches are loaded one at a time, when computed."""
+
+    minibatches: DatasetBatches
 
     @classmethod
-    def of_pieces(cls, pieces: DatasetBatches) -> WholeBatch:
+    def over(cls, minibatches: DatasetBatches) -> FullDatasetBatch:
         batch = tuple.__new__(cls)
-        counts = [[len(rows) for rows in cut.rows(len(order))] for order, cut in pieces.batches]
-        batch.total = sum(len(order) for order, _ in pieces.batches)
-        batch.parts = tuple(itertools.chain(*counts))
-        batch.pieces = pieces
+        sizes = (split.sizes(len(rows)) for rows, split in minibatches.batches)
+        batch.total = sum(len(rows) for rows, _ in minibatches.batches)
+        batch.microbatch_sizes = tuple(itertools.chain(*sizes))
+        batch.minibatches = minibatches
         return batch
 
     def __iter__(self) -> Iterator[Any]:
         raise BadInput(
             "under mapreduce a batch is the whole dataset, which is never in memory at once: pass "
-            "it to step as it is and change samples in the dataset or in collate, or take "
+            "it to step as it is and change samples in the dataset or in collate, or use "
             'mapreduce(batch="mini")'
         )
 
@@ -90,32 +122,32 @@ class WholeBatch(Batch):
         return iter(self)
 
 
-def in_turns(batches: Iterable[Given], cut: Cut) -> Iterator[tuple[Given, Cut]]:
-    """Of every round of batches, one a replica, the one that is this replica's, as a whole.
+def round_robin(batches: Iterable[Given], split: BatchSplit) -> Iterator[tuple[Given, BatchSplit]]:
+    """This replica's batch of every round of batches, one per replica, with all of its rows.
 
-    The last round may be short: its batches are cut into parts, so that all replicas have
-    equally many.
+    The last round may be short. Its batches are split over the replicas, so that all replicas
+    have the same number of batches.
 
         batches          0 1 2 3 4 5 6       3 replicas
-        replica 1 gets     1     4   part of 6
+        replica 1 gets     1     4   a third of 6
     """
     source = iter(batches)
-    alone = replace(cut, replica=0, replicas=1)
-    while batch_round := list(itertools.islice(source, cut.replicas)):
-        if len(batch_round) == cut.replicas:
-            yield batch_round[cut.replica], alone
+    all_rows = replace(split, replica=0, replicas=1)
+    while batch_round := list(itertools.islice(source, split.replicas)):
+        if len(batch_round) == split.replicas:
+            yield batch_round[split.replica], all_rows
         else:
-            yield from ((batch, cut) for batch in batch_round)
+            yield from ((batch, split) for batch in batch_round)
 
 
 def permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """The order of samples in an epoch; the same on every rank and at any number of them."""
+    """The order of samples in an epoch; the same on every rank, at any number of ranks."""
     generator = torch.Generator().manual_seed(mix(seed, 1, epoch))
     return torch.randperm(num_samples, generator=generator)
 
 
 def mix(*numbers: int) -> int:
-    """One well-spread seed from several small numbers (splitmix64)."""
+    """One well-distributed seed from several small numbers (splitmix64)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -126,52 +158,51 @@ def mix(*numbers: int) -> int:
 
 
 class DatasetBatches:
-    """One epoch over a map-style dataset, from batch number `start` on."""
+    """One epoch over a map-style dataset, from batch number `start`.
+
+    `order` holds the indices of samples. With `in_turns` each replica takes whole batches.
+    """
 
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
-        cut: Cut,
         order: Tensor,
+        split: BatchSplit,
+        loading: Loading,
         start: int = 0,
-        drop_last: bool = False,
-        collate: Callable[[list[Any]], Any] | None = None,
-        loaders: int = 0,
-        loader_seed: int = 0,
-        turns: bool = False,
+        in_turns: bool = False,
     ):
         self.dataset = dataset
-        self.collate = collate
-        self.loaders = loaders
-        self.loader_seed = loader_seed
-        stop = len(order) - len(order) % batch_size if drop_last else len(order)
-        batches = [order[i : i + batch_size] for i in range(0, stop, batch_size)][start:]
-        self.replicas = cut.replicas
-        self.batches = list(in_turns(batches, cut)) if turns else [(b, cut) for b in batches]
+        self.loading = loading
+        self.replicas = split.replicas
+        batches = _minibatches(order, loading)[start:]
+        self.batches = (
+            list(round_robin(batches, split)) if in_turns else [(b, split) for b in batches]
+        )
 
     def __iter__(self) -> Iterator[Batch]:
-        for (inputs, targets), (rows, cut) in zip(self._load(), self.batches, strict=True):
-            parts = [len(r) for r in cut.rows(len(rows))]
-            batch = Batch(inputs, targets, len(rows), parts)
-            batch.of = self.replicas // cut.replicas
+        for (inputs, targets), (rows, split) in zip(self._load(), self.batches, strict=True):
+            batch = Batch(inputs, targets, len(rows), split.sizes(len(rows)))
+            batch.concurrent = self.replicas // split.replicas
             yield batch
 
     def _load(self) -> Iterable[tuple[Tree, Tree]]:
-        chosen = (take(order, cut.rows(len(order))) for order, cut in self.batches)
-        if type(self.dataset) is TensorDataset and self.collate is None:
+        chosen = (take(rows, split.rows(len(rows))) for rows, split in self.batches)
+        if type(self.dataset) is TensorDataset and self.loading.collate is None:
             return (_pair(tuple(t[i] for t in self.dataset.tensors)) for i in chosen)
-        collate = self.collate or default_collate
-        if self.loaders:
-            loader: DataLoader[Any] = DataLoader(
-                self.dataset,
-                batch_sampler=[i.tolist() for i in chosen],
-                collate_fn=collate,
-                num_workers=self.loaders,
-                generator=torch.Generator().manual_seed(self.loader_seed),
-            )
-            return (_pair(batch) for batch in loader)
+        collate = self.loading.collate or default_collate
+        if self.loading.loaders:
+            return (_pair(batch) for batch in self._loader(chosen, collate))
         return (_pair(collate(self._fetch(i.tolist()))) for i in chosen)
+
+    def _loader(self, chosen: Iterable[Tensor], collate: Collate) -> DataLoader[Any]:
+        return DataLoader(
+            self.dataset,
+            batch_sampler=[i.tolist() for i in chosen],
+            collate_fn=collate,
+            num_workers=self.loading.loaders,
+            generator=torch.Generator().manual_seed(self.loading.loader_seed),
+        )
 
     def _fetch(self, indices: list[int]) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):
@@ -179,17 +210,17 @@ class DatasetBatches:
         return [self.dataset[i] for i in indices]
 
 
-def part_of(batch: Any, cut: Cut) -> Batch:
-    """This replica's part of a global batch that somebody else has made."""
+def split_batch(batch: Any, split: BatchSplit) -> Batch:
+    """This replica's rows of a global batch that the script made."""
     inputs, targets = _pair(batch)
     total = num_rows((inputs, targets))
-    ranges = cut.rows(total)
+    ranges = split.rows(total)
     mine = map_tensors(lambda t: take(t, ranges) if t.dim() else t, (inputs, targets))
-    return Batch(mine[0], mine[1], total, [len(r) for r in ranges])
+    return Batch(mine[0], mine[1], total, [len(rows) for rows in ranges])
 
 
 def take(rows: Tensor, ranges: Sequence[range]) -> Tensor:
-    """The rows in `ranges`, one after the other; row 0 stands in for an empty range."""
+    """The rows in `ranges`, concatenated; row 0 is the placeholder for an empty range."""
     pieces = [rows[r.start : r.stop] if r else rows[:1] for r in ranges]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -206,9 +237,15 @@ def num_rows(tree: Tree) -> int:
     return lengths.pop()
 
 
-def _part(rows: range, index: int, parts: int) -> range:
+def _minibatches(order: Tensor, loading: Loading) -> list[Tensor]:
+    size = loading.batch_size
+    stop = len(order) - len(order) % size if loading.drop_last else len(order)
+    return [order[i : i + size] for i in range(0, stop, size)]
+
+
+def _slice(rows: range, index: int, count: int) -> range:
     n = len(rows)
-    return rows[index * n // parts : (index + 1) * n // parts]
+    return rows[index * n // count : (index + 1) * n // count]
 
 
 def _pair(batch: Any) -> tuple[Tree, Tree]:
@@ -219,3 +256,7 @@ def _pair(batch: Any) -> tuple[Tree, Tree]:
         f"but this one is a {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
     )
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)

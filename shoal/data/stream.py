@@ -1,8 +1,9 @@
-"""What a replica trains on, batch by batch, from where a saved run left off."""
+"""The batches that a replica trains on, resumed where a saved run ended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,23 +13,45 @@ from torch import Tensor
 from shoal.comm.group import Group, Op
 from shoal.data.sampling import (
     Batch,
-    Cut,
+    BatchSplit,
+    Collate,
     DatasetBatches,
-    WholeBatch,
-    in_turns,
+    FullDatasetBatch,
+    Loading,
     mix,
-    part_of,
     permutation,
+    round_robin,
+    split_batch,
 )
 from shoal.errors import BadInput
 from shoal.pytree import tensors_of
+from shoal.strategy.base import Batches
+
+DEFAULT_BATCH_SIZE = 256  # of job.evaluate, where job.batches was not given one before
 
 
-class Feed:
-    """Delivers this replica's part of every global batch, and knows the place in the data.
+@dataclass(frozen=True)
+class BatchOptions:
+    """The options of `job.batches`, which documents them."""
 
-    `delivered` counts batches over the whole life of a run; `skip` of them were seen before a
-    checkpoint and are passed over. `steps_done` tells how far training is.
+    batch_size: int | None = None
+    epochs: int = 1
+    steps: int | None = None
+    shuffle: bool = True
+    drop_last: bool = False
+    collate: Collate | None = None
+    loaders: int = 0
+
+    def loading(self, seed: int) -> Loading:
+        assert self.batch_size is not None
+        return Loading(self.batch_size, self.drop_last, self.collate, self.loaders, seed)
+
+
+class BatchStream:
+    """Yields this replica's rows of every global batch, and counts the batches.
+
+    `delivered` counts batches over the whole run, resumed runs included. `skip` of them were
+    trained on before a checkpoint and are left out.
     """
 
     def __init__(
@@ -48,122 +71,119 @@ class Feed:
         self.steps_done = steps_done
         self.on_batch = on_batch
         self.say = say
-        self.epochs = self.delivered = self.skip = 0
+        self.epochs = 0
+        self.delivered = 0
+        self.skip = 0
         self.total_steps: int | None = None
-        self.batch_size = 256
-        self.most_steps: int | None = None  # of the whole job, whatever the script asks for
-        self.everything = False  # whether a step trains on the whole dataset
-        self.turns = False  # whether replicas take whole batches in turns
+        self.batch_size = DEFAULT_BATCH_SIZE
+        self.max_steps: int | None = None  # of the whole job, whatever the script asks for
+        self.kind = Batches.SPLIT  # which samples a replica trains on in a step
         self.compares = True  # whether replicas check that they make the same global batches
 
-    def batches(
-        self,
-        data: Any,
-        batch_size: int | None,
-        cut: Cut,
-        *,
-        epochs: int,
-        steps: int | None,
-        shuffle: bool,
-        drop_last: bool,
-        collate: Callable[[list[Any]], Any] | None,
-        loaders: int,
-    ) -> Iterator[Batch]:
-        """See `Job.batches`. What is wrong with the data is told before the first batch."""
-        steps = self._least(steps, data, batch_size)
+    def batches(self, data: Any, split: BatchSplit, options: BatchOptions) -> Iterator[Batch]:
+        """See `Job.batches`. Unusable data is an error before the first batch."""
         epoch_batches: Callable[[int], Iterable[Batch]]
-        if batch_size is None and self.everything:
-            raise BadInput(
-                "mapreduce trains on the whole dataset in every step: give job.batches the "
-                "dataset and a batch_size (what is computed at a time), or take "
-                'mapreduce(batch="mini")'
-            )
-        if batch_size is None:
-            self._check_iterable(data, epochs)
+        if options.batch_size is None:
+            self._check_iterable(data, options.epochs)
             per_epoch = _length(data)
-            epoch_batches = partial(self._iterable_epoch, data, cut)
+            epoch_batches = partial(self._iterable_epoch, data, split)
         else:
-            self._check_dataset(data, batch_size, epochs)
-            self.batch_size = batch_size
-            per_epoch = len(data) // batch_size if drop_last else -(-len(data) // batch_size)
-            if self.everything:
-                per_epoch = 1
-            load = partial(
-                DatasetBatches, data, batch_size, cut,
-                drop_last=drop_last, collate=collate, loaders=loaders, turns=self.turns,
-            )  # fmt: skip
-            epoch_batches = partial(self._dataset_epoch, load, len(data), per_epoch, shuffle)
+            self._check_dataset(data, options.batch_size, options.epochs)
+            self.batch_size = options.batch_size
+            per_epoch = self._batches_per_epoch(data, options)
+            epoch_batches = partial(self._dataset_epoch, data, split, options, per_epoch)
+        return self._epochs(
+            epoch_batches, per_epoch, options.epochs, self._last_step(data, options)
+        )
 
-        def generate() -> Iterator[Batch]:
-            self._expect(per_epoch, epochs, steps)
-            for _ in range(epochs):
-                epoch = self.epochs
-                self.epochs = self.epochs + 1
-                yield from self._deliver(epoch_batches(epoch), steps)
+    @property
+    def _is_full_dataset(self) -> bool:
+        return self.kind is Batches.WHOLE_DATASET
 
-        return generate()
+    @property
+    def _is_in_turns(self) -> bool:
+        return self.kind is Batches.IN_TURNS
 
-    def _least(self, steps: int | None, data: Any, batch_size: int | None) -> int | None:
-        """What the script asks for, or `most_steps`, if that is less.
+    def _epochs(
+        self,
+        epoch_batches: Callable[[int], Iterable[Batch]],
+        per_epoch: int | None,
+        epochs: int,
+        last_step: int | None,
+    ) -> Iterator[Batch]:
+        self._expect(per_epoch, epochs, last_step)
+        for _ in range(epochs):
+            epoch = self.epochs
+            self.epochs += 1
+            yield from self._deliver(epoch_batches(epoch), last_step)
 
-        Where a step trains on the whole dataset it counts as the batches that are in it.
+    def _batches_per_epoch(self, data: Sized, options: BatchOptions) -> int:
+        if self._is_full_dataset:
+            return 1
+        size = self.batch_size
+        return len(data) // size if options.drop_last else -(-len(data) // size)
+
+    def _last_step(self, data: Any, options: BatchOptions) -> int | None:
+        """The step to stop after: the script's `steps` or `max_steps`, whichever is less.
+
+        A step on the whole dataset counts as all the batches in it.
         """
-        if self.most_steps is None:
-            return steps
-        most = self.most_steps
-        if self.everything and batch_size and isinstance(data, Sized):
-            most = max(1, round(most * batch_size / max(1, len(data))))
-        return most if steps is None else min(steps, most)
+        if self.max_steps is None:
+            return options.steps
+        limit = self.max_steps
+        if self._is_full_dataset and options.batch_size and isinstance(data, Sized):
+            limit = max(1, round(limit * options.batch_size / max(1, len(data))))
+        return limit if options.steps is None else min(options.steps, limit)
 
-    def _expect(self, per_epoch: int | None, epochs: int, steps: int | None) -> None:
-        """Tell progress how many steps there will be."""
-        self.total_steps = steps
+    def _expect(self, per_epoch: int | None, epochs: int, last_step: int | None) -> None:
+        """Compute the number of steps, which progress shows."""
+        self.total_steps = last_step
         if per_epoch is not None:
-            to_come = self.steps_done() + max(0, per_epoch * epochs - self.skip)
-            self.total_steps = to_come if steps is None else min(steps, to_come)
+            available = self.steps_done() + max(0, per_epoch * epochs - self.skip)
+            self.total_steps = available if last_step is None else min(last_step, available)
         if self.skip and self.total_steps == self.steps_done():
             self.say(f"nothing is left to train: all {self.total_steps} steps were done before")
 
-    def _deliver(self, batches: Iterable[Batch], steps: int | None) -> Iterator[Batch]:
-        """Hand out batches; none is fetched that would not be trained on."""
+    def _deliver(self, batches: Iterable[Batch], last_step: int | None) -> Iterator[Batch]:
+        """Yield batches; none is fetched that would not be trained on."""
         source = iter(batches)
-        while steps is None or self.steps_done() < steps:
+        while last_step is None or self.steps_done() < last_step:
             batch = next(source, None)
             if batch is None:
                 return
-            self.delivered += batch.of
+            self.delivered += batch.concurrent
             self.on_batch(batch)
             yield batch
 
     def _dataset_epoch(
-        self,
-        load: Callable[..., DatasetBatches],
-        num_samples: int,
-        num_batches: int,
-        shuffle: bool,
-        epoch: int,
+        self, data: Any, split: BatchSplit, options: BatchOptions, num_batches: int, epoch: int
     ) -> Iterable[Batch]:
         start = min(self.skip, num_batches)
         self.skip -= start
         if start == num_batches:
             return []
-        order = permutation(num_samples, self.seed, epoch) if shuffle else torch.arange(num_samples)
-        batches = load(order, start, loader_seed=mix(self.seed, 6, epoch, self.replica))
-        return [WholeBatch.of_pieces(batches)] if self.everything else batches
+        count = len(data)
+        order = permutation(count, self.seed, epoch) if options.shuffle else torch.arange(count)
+        loading = options.loading(mix(self.seed, 6, epoch, self.replica))
+        batches = DatasetBatches(data, order, split, loading, start, self._is_in_turns)
+        return [FullDatasetBatch.over(batches)] if self._is_full_dataset else batches
 
-    def _iterable_epoch(self, data: Iterable[Any], cut: Cut, epoch: int) -> Iterator[Batch]:
-        first = True
-        left = self._left(data)
-        for batch, own in in_turns(left, cut) if self.turns else ((b, cut) for b in left):
-            part = part_of(batch, own)
-            part.of = cut.replicas // own.replicas
-            if first:
-                self._check_same_batch(batch, part.total)
-            first = False
-            yield part
+    def _iterable_epoch(
+        self, data: Iterable[Any], split: BatchSplit, epoch: int
+    ) -> Iterator[Batch]:
+        is_first = True
+        unseen = self._unseen(data)
+        assigned = round_robin(unseen, split) if self._is_in_turns else ((b, split) for b in unseen)
+        for global_batch, rows in assigned:
+            batch = split_batch(global_batch, rows)
+            batch.concurrent = split.replicas // rows.replicas
+            if is_first:
+                self._check_same_batch(global_batch, batch.total)
+            is_first = False
+            yield batch
 
-    def _left(self, data: Iterable[Any]) -> Iterator[Any]:
-        """The batches that were not seen before."""
+    def _unseen(self, data: Iterable[Any]) -> Iterator[Any]:
+        """The batches that were not trained on before the checkpoint."""
         for batch in data:
             if self.skip > 0:
                 self.skip -= 1
@@ -171,6 +191,12 @@ class Feed:
                 yield batch
 
     def _check_iterable(self, data: Any, epochs: int) -> None:
+        if self._is_full_dataset:
+            raise BadInput(
+                "mapreduce trains on the whole dataset in every step: give job.batches the "
+                "dataset and a batch_size (what is computed at a time), or use "
+                'mapreduce(batch="mini")'
+            )
         if not isinstance(data, Iterable):
             raise BadInput(
                 f"job.batches takes a dataset with batch_size, or an iterable of batches; "
@@ -187,7 +213,7 @@ class Feed:
         if total < self.replicas:
             raise BadInput(
                 f"a batch of {total} samples cannot be shared by {self.replicas} replicas: "
-                "take a larger batch or fewer workers"
+                "use a larger batch or fewer workers"
             )
         if self.replicas == 1 or not self.compares:
             return
@@ -206,20 +232,20 @@ class Feed:
     def _check_dataset(self, data: Any, batch_size: int, epochs: int) -> None:
         if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
             raise BadInput(
-                f"batch_size goes with a map-style dataset (len and indexing), and "
-                f"{type(data).__name__} is none; leave it out for an iterable of batches"
+                f"batch_size needs a map-style dataset (len and indexing), and "
+                f"{type(data).__name__} is not one; omit it for an iterable of batches"
             )
         if batch_size < self.replicas:
             raise BadInput(
                 f"a batch of {batch_size} samples cannot be shared by {self.replicas} replicas: "
-                "take a larger batch_size or fewer workers"
+                "use a larger batch_size or fewer workers"
             )
         if len(data) == 0 or epochs < 1:
             raise BadInput("there is nothing to train on: the dataset is empty or epochs is 0")
 
 
 def _length(data: Iterable[Any]) -> int | None:
-    """None where it has none, as a DataLoader over an IterableDataset, which raises instead."""
+    """None if it has no length; a DataLoader over an IterableDataset raises instead."""
     try:
         return len(data) if isinstance(data, Sized) else None
     except TypeError:
@@ -227,7 +253,7 @@ def _length(data: Iterable[Any]) -> int | None:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """One number that tells the same values in another order apart."""
+    """One number that depends on the values and on their order."""
     flat = tensor.detach().flatten().double()
-    places = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
-    return torch.dot(flat, places.sqrt())
+    positions = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
+    return torch.dot(flat, positions.sqrt())

@@ -46,7 +46,7 @@ def train(job: shoal.Job, options: ClickOptions | None = None) -> None:
     options = options or read_options()
     train_set, test_set = load_clicks(options.samples, options.rows)
     step = job.step(
-        Net(options.rows, options.dim, options.dense),
+        ClicksNet(options.rows, options.dim, options.dense),
         F.binary_cross_entropy_with_logits,
         optimizer=partial(torch.optim.Adagrad, lr=options.lr),
         **options.of_step,
@@ -64,7 +64,7 @@ def evaluate(job: shoal.Job, checkpoint: str, about: dict[str, Any]) -> dict[str
     """Test a checkpoint of this script."""
     options = about["options"]
     job.step(
-        Net(options["rows"], options["dim"], options["dense"]),
+        ClicksNet(options["rows"], options["dim"], options["dense"]),
         F.binary_cross_entropy_with_logits,
         optimizer=partial(torch.optim.Adagrad, lr=options["lr"]),
     )
@@ -87,7 +87,7 @@ def metrics(logits: Tensor, clicks: Tensor) -> dict[str, Tensor]:
     }
 
 
-class Net(nn.Module):
+class ClicksNet(nn.Module):
     """(batch, 4 ids and 3 numbers) to the logit of a click."""
 
     def __init__(self, rows: int, dim: int, dense: bool = False):

@@ -33,7 +33,7 @@ def train(job: shoal.Job, options: Options | None = None) -> None:
     options = options or read_options()
     train_set, test_set = load_digits()
     step = job.step(
-        Net(),
+        DigitsNet(),
         F.cross_entropy,
         optimizer=partial(sgd, lr=options.lr),
         **options.of_step,
@@ -46,7 +46,7 @@ def train(job: shoal.Job, options: Options | None = None) -> None:
 
 def evaluate(job: shoal.Job, checkpoint: str, about: dict[str, Any]) -> dict[str, float]:
     """Test a checkpoint of this script."""
-    job.step(Net(), F.cross_entropy, optimizer=partial(sgd, lr=about["options"]["lr"]))
+    job.step(DigitsNet(), F.cross_entropy, optimizer=partial(sgd, lr=about["options"]["lr"]))
     job.load(checkpoint)
     return test(job, load_digits()[1])
 
@@ -61,7 +61,7 @@ def metrics(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     return {"accuracy": is_right.float().mean(), "loss": F.cross_entropy(logits, targets)}
 
 
-class Net(nn.Sequential):
+class DigitsNet(nn.Sequential):
     """(batch, 1, 8, 8) pixels to (batch, 10) logits; 22,650 parameters."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ from shoal.launch.lost_workers import note_meeting, tolerance_of
 from shoal.launch.rendezvous import open_rendezvous
 from shoal.launch.run_dir import leave_report
 from shoal.launch.worker import die_with_launcher, open_progress
-from shoal.observe.capture import Capture, Enough
+from shoal.observe.capture import Capture, StopTraining
 from shoal.observe.memory_estimate import estimate_from_environment
 from shoal.observe.memory_probe import Probe
 from shoal.observe.progress import for_worker
@@ -51,7 +51,7 @@ from shoal.runtime.faults import faults_of
 from shoal.runtime.gone import is_gone
 from shoal.strategy.base import Term
 from shoal.strategy.strategy import Strategy, as_strategy
-from shoal.train.job import Job
+from shoal.train.job import Job, RunServices
 from shoal.transport.torch_p2p import TorchTransport
 
 _LOOK_S = 0.5
@@ -147,10 +147,12 @@ class Worker:
                     group,
                     device=self.device,
                     seed=self.seed,
-                    progress=progress,
-                    tracer=tracer,
-                    faults=faults_of(os.environ, self.rank, self.size),
-                    tally=self._tally(),
+                    services=RunServices(
+                        progress=progress,
+                        tracer=tracer,
+                        faults=faults_of(os.environ, self.rank, self.size),
+                        elastic_sum=self._tally(),
+                    ),
                 )
 
             try:
@@ -175,7 +177,7 @@ class Worker:
         capture = Capture.from_environment(os.environ, job)
         probe = Probe.from_environment(os.environ, job)
         result = None
-        with suppress(Enough):
+        with suppress(StopTraining):
             result = train(job)
         if capture is not None:
             capture.write()

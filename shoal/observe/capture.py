@@ -1,4 +1,4 @@
-"""What a verification run leaves behind: every step's loss and every final tensor.
+"""What a verification run writes: the loss of every step and every final tensor.
 
 Of a shoal.Embedding these are the rows that were looked up, and their ids.
 
@@ -6,7 +6,7 @@ Of a shoal.Embedding these are the rows that were looked up, and their ids.
 
     SHOAL_CAPTURE_DIR      where rank 0 writes
     SHOAL_CAPTURE_STEPS    stop the script after so many steps
-    SHOAL_CAPTURE_PARTS    add up in another order: each micro-batch in so many parts
+    SHOAL_CAPTURE_PARTS    add in another order: split each micro-batch into so many
 """
 
 from __future__ import annotations
@@ -20,28 +20,36 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.comm.group import Op
-from shoal.data.sampling import WholeBatch
+from shoal.data.sampling import FullDatasetBatch
 from shoal.pytree import tensors_of
+from shoal.replica.batchnorm import has_batchnorm
 from shoal.replica.tensor.attention import SplitAttention
+from shoal.schedules.pipelines.actions import accumulate
+from shoal.strategy.base import Batches
 from shoal.train.job import Job
-from shoal.train.state import whole_model
+from shoal.train.state import gather_model
 from shoal.train.step import Step
 
 
-class Enough(BaseException):
-    """The asked number of steps is done; no error, and no business of the script."""
+class StopTraining(BaseException):
+    """Raised to end the training function after the requested steps; it is not an error."""
 
 
 class Capture:
-    def __init__(self, job: Job, folder: Path, steps: int, parts: int):
+    """Records a job, and stops it after `steps` steps.
+
+    With `pieces` above 1 each micro-batch is computed in so many, which changes rounding only.
+    """
+
+    def __init__(self, job: Job, folder: Path, steps: int, pieces: int):
         self.job = job
         self.folder = folder
         self.steps = steps
-        self.parts = parts
+        self.pieces = pieces
         self.losses: list[float] = []
         self.additions = 0
         self.switched_off: list[str] = []
-        self._seen: list[Step] = []
+        self._built: list[Step] = []
         job.on_step.append(self._after_step)
         job.on_build.append(self._prepare)
 
@@ -55,9 +63,9 @@ class Capture:
         return cls(job, Path(folder), steps, int(environ.get("SHOAL_CAPTURE_PARTS", "1")))
 
     def _prepare(self, step: Step) -> None:
-        if self.parts > 1:
-            step.add_up_differently(self.parts)
-        self._seen.append(step)
+        if self.pieces > 1:
+            reorder_additions(step, self.pieces)
+        self._built.append(step)
         if not step.options.exact:
             self.switched_off += switch_off_dropout(step.model)
 
@@ -65,26 +73,26 @@ class Capture:
         self.losses.append(float(loss))
         self.additions = max(self.additions, additions_in(step))
         if step.steps >= self.steps:
-            raise Enough
+            raise StopTraining
 
     def write(self) -> None:
-        """All ranks call it: it also asks whether the replicas hold the same parameters."""
+        """All ranks call it, since it also compares the parameters of the replicas."""
         with ExitStack() as stack:
-            for step in self._seen:
+            for step in self._built:
                 stack.enter_context(step.sync.full_weights())
-            self._write_whole()
+            self._write_gathered()
 
-    def _write_whole(self) -> None:
-        apart = [self._distance_between_replicas(step) for step in self._seen]
+    def _write_gathered(self) -> None:
+        apart = [self._distance_between_replicas(step) for step in self._built]
         if self.job.replica != 0:
             return
         tensors: dict[str, Tensor] = {}
-        for i, step in enumerate(self._seen):
-            prefix = f"{i}:" if len(self._seen) > 1 else ""
-            found, _ = whole_model(step)
+        for i, step in enumerate(self._built):
+            prefix = f"{i}:" if len(self._built) > 1 else ""
+            named, _ = gather_model(step)
             if self.job.rank == 0:
-                found |= used_rows(step)
-            tensors |= {prefix + name: tensor for name, tensor in found.items()}
+                named |= used_rows(step)
+            tensors |= {prefix + name: tensor for name, tensor in named.items()}
         if self.job.rank != 0:
             return
         save_file(tensors, self.folder / "final.safetensors")
@@ -93,7 +101,7 @@ class Capture:
             "additions": self.additions,
             "replicas_apart": max(apart, default=0.0),
             "switched_off": self.switched_off,
-            "exact": all(step.options.exact for step in self._seen),
+            "exact": all(step.options.exact for step in self._built),
         }
         (self.folder / "capture.json").write_text(json.dumps(document))
 
@@ -107,24 +115,41 @@ class Capture:
         return float(furthest)
 
 
+def reorder_additions(step: Step, pieces: int) -> None:
+    """Compute the same steps with additions in another order, to measure rounding.
+
+    Each micro-batch is computed in `pieces`, as that many workers would. Where the model needs
+    whole micro-batches (BatchNorm), their samples are reversed instead.
+    """
+    if (
+        step.options.exact
+        or has_batchnorm(step.model)
+        or step.term.batches is Batches.WHOLE_DATASET
+    ):
+        step.cutter.reverses = True
+    else:
+        step.cutter.local_microbatches *= pieces
+        step.engine.follow(accumulate(1, 0, step.cutter.local_microbatches))
+
+
 def used_rows(step: Step) -> dict[str, Tensor]:
     """The rows of each shoal.Embedding that the steps have looked up, in the order of their ids."""
-    found = {}
+    rows = {}
     for embedding in step.embeddings:
         state = embedding.state()
         if state:
             ids, order = state["ids"].sort()
-            found[f"{embedding.spec.name}/ids"] = ids
-            found[f"{embedding.spec.name}/rows"] = state["rows"][order]
-    return found
+            rows[f"{embedding.spec.name}/ids"] = ids
+            rows[f"{embedding.spec.name}/rows"] = state["rows"][order]
+    return rows
 
 
 def additions_in(step: Step) -> int:
-    """At most so many terms make up one element of a gradient: samples times positions."""
+    """The largest number of terms in one element of a gradient: samples times positions."""
     batch = step.latest
     if batch is None:
         return 1
-    if isinstance(batch, WholeBatch):
+    if isinstance(batch, FullDatasetBatch):
         return batch.total
     tensors = [t for t in tensors_of(batch) if t.dim() > 0 and len(t)]
     positions = max(t.numel() // len(t) for t in tensors)
@@ -132,13 +157,13 @@ def additions_in(step: Step) -> int:
 
 
 def switch_off_dropout(model: nn.Module) -> list[str]:
-    """Masks differ with the number of workers unless exact; without them the rest can be seen."""
-    found = []
+    """Unless exact, masks depend on the number of workers and would hide other differences."""
+    names = []
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             module.p = 0.0
-            found.append(name)
+            names.append(name)
         if isinstance(module, nn.MultiheadAttention | SplitAttention) and module.dropout > 0:
             module.dropout = 0.0
-            found.append(name)
-    return found
+            names.append(name)
+    return names

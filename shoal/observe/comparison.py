@@ -1,4 +1,4 @@
-"""Strategies side by side: what the runs of one script under several of them have left behind."""
+"""The results of one script under several strategies, side by side."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shoal.observe.trace import read
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import as_strategy
 
-BEGUN = "begun"  # the file that says that a run has
-LAST = 0.1  # the share of steps at the end that the final training loss is a mean over
-EQUAL = 0.01  # of the largest loss: more than rounding moves it
+BEGUN = "begun"  # the file that marks a run that has begun
+LAST = 0.1  # the fraction of steps at the end that the final training loss is a mean over
+EQUAL = 0.01  # of the largest loss: more than rounding changes it
 
 
 @dataclass(frozen=True)
-class Entry:
+class ComparedRun:
     """One run of a comparison."""
 
     number: int
@@ -31,17 +31,17 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How one run went, for machines; None where it is not known.
+class RunOutcome:
+    """The result of one run, for machines; None where it is not known.
 
-    `loss` is the one that job.evaluate found last, if its metric has a "loss", else the training
-    loss: the mean over the last tenth of the steps and all workers. `bytes_sent` is the mean over
-    workers of what each sent in the whole run, `most_bytes_sent` that of the busiest. Speeds and
-    shares of time (`computing`, `waiting` for others, `idle`: the rest) leave out the first fifth
-    of the steps, and are means over workers (`samples_per_s`: the sum). `speed_up` is that of
-    steps_per_s over single's.
+    `loss` is the latest of job.evaluate, if its metric has a "loss", else the training loss: the
+    mean over the last tenth of the steps and all workers. `bytes_sent` is the mean over workers
+    of what each sent in the whole run, `most_bytes_sent` the maximum. Speeds and fractions of
+    time (`computing`, `waiting` for others, `idle`: the rest) leave out the first fifth of the
+    steps, and are means over workers (`samples_per_s`: the sum). `speed_up` is steps_per_s over
+    that of single.
     `loss_difference` is the largest difference to the loss of the same step of single, relative
-    to the largest loss, where a strategy promises the same; `loss_gap` is loss - single's.
+    to the largest loss, where a strategy promises the same. `loss_gap` is loss minus single's.
     """
 
     strategy: str
@@ -70,7 +70,7 @@ class Outcome:
 
     @property
     def converges(self) -> bool:
-        """Whether the loss went down, and stayed a number."""
+        """Whether the loss decreased, and stayed finite."""
         ends = (self.first_loss, self.training_loss)
         return None not in ends and ends[1] < ends[0]  # type: ignore[operator]
 
@@ -88,15 +88,26 @@ class Outcome:
         return {**asdict(self), "against_single": self.against_single if self.ran else None}
 
 
-def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float]) -> Outcome:
+def outcome_of(
+    run: ComparedRun, base: RunOutcome | None, base_losses: Sequence[float]
+) -> RunOutcome:
     """What the reports of a run say; `base` is the run of single on one worker."""
-    reports = [r for r in read_reports(Path(entry.folder), entry.workers) if r is not None]
+    reports = [r for r in read_reports(Path(run.folder), run.workers) if r is not None]
     refused = next((r["refused"] for r in reports if "refused" in r), None)
     if refused is not None:
-        return Outcome(entry.strategy, entry.workers, refused=str(refused))
-    if len(reports) < entry.workers:
-        return Outcome(entry.strategy, entry.workers, failed="it left no report")
-    strategy = as_strategy(entry.strategy)
+        return RunOutcome(run.strategy, run.workers, refused=str(refused))
+    if len(reports) < run.workers:
+        return RunOutcome(run.strategy, run.workers, failed="it wrote no report")
+    return _measured(run, reports, base, base_losses)
+
+
+def _measured(
+    run: ComparedRun,
+    reports: Sequence[dict[str, Any]],
+    base: RunOutcome | None,
+    base_losses: Sequence[float],
+) -> RunOutcome:
+    strategy = as_strategy(run.strategy)
     losses = reports[0]["losses"]
     comparable = strategy.is_synchronous and strategy.reference != strategy
     evaluated = reports[0]["evaluated"]
@@ -105,14 +116,14 @@ def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float])
     loss = evaluated.get("loss", training)
     rate = _sum([report["samples_per_s"] for report in reports])
     sent = [number for number in map(_bytes_sent, reports) if number is not None]
-    times = _times(Path(entry.folder), reports)
+    times = _times(Path(run.folder), reports)
     speed = _mean([r["steps_per_s"] for r in reports if r["steps_per_s"] is not None])
-    faster = speed / base.steps_per_s if base and base.steps_per_s and speed else None
-    if strategy.sync_for(entry.workers).batches is Batches.WHOLE_DATASET:
-        faster = None  # a step is of the whole dataset
-    return Outcome(
-        entry.strategy,
-        entry.workers,
+    speed_up = speed / base.steps_per_s if base and base.steps_per_s and speed else None
+    if strategy.sync_for(run.workers).batches is Batches.WHOLE_DATASET:
+        speed_up = None  # a step is of the whole dataset
+    return RunOutcome(
+        run.strategy,
+        run.workers,
         steps=reports[0]["steps"],
         loss=_finite(loss),
         training_loss=_finite(training),
@@ -120,7 +131,7 @@ def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float])
         evaluated=evaluated or None,
         steps_per_s=speed,
         samples_per_s=rate,
-        speed_up=faster if base else 1.0,
+        speed_up=speed_up if base else 1.0,
         bytes_sent=_mean(sent),
         most_bytes_sent=max(sent, default=None),
         computing=_mean([t.computing for t in times]),
@@ -131,20 +142,20 @@ def outcome_of(entry: Entry, base: Outcome | None, base_losses: Sequence[float])
     )
 
 
-def losses_of(entry: Entry) -> list[float]:
+def losses_of(run: ComparedRun) -> list[float]:
     """The loss of every step, as rank 0 saw it."""
-    report = read_reports(Path(entry.folder), 1)[0]
+    report = read_reports(Path(run.folder), 1)[0]
     return list(report["losses"]) if report and "losses" in report else []
 
 
 def _times(folder: Path, reports: Sequence[dict[str, Any]]) -> list[Shares]:
-    """Of each worker, in the time in which its speed was measured."""
-    found = []
+    """The time shares of each worker while its speed was measured."""
+    shares = []
     spans = read(folder)
     for report in reports:
         if report["measured_ns"] is not None and report["rank"] in spans:
-            found.append(shares_within(spans[report["rank"]], *report["measured_ns"]))
-    return found
+            shares.append(shares_within(spans[report["rank"]], *report["measured_ns"]))
+    return shares
 
 
 def _bytes_sent(report: dict[str, Any]) -> int | None:
@@ -161,8 +172,9 @@ def _difference(losses: Sequence[float], base: Sequence[float]) -> float | None:
     if not base or len(losses) != len(base):
         return None
     largest = max(abs(loss) for loss in base)
-    found = max(abs(a - b) for a, b in zip(losses, base, strict=True)) / max(largest, 1e-300)
-    return found if math.isfinite(found) else math.inf
+    apart = max(abs(a - b) for a, b in zip(losses, base, strict=True))
+    relative = apart / max(largest, 1e-300)
+    return relative if math.isfinite(relative) else math.inf
 
 
 def _mean(numbers: Sequence[float]) -> float | None:

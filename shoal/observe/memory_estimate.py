@@ -31,7 +31,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from shoal.data.sampling import num_rows, take
-from shoal.observe.capture import Enough
+from shoal.observe.capture import StopTraining
 from shoal.pytree import map_tensors
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.wrapping import find_units
@@ -44,7 +44,7 @@ from shoal.sync.ddp import LARGE_BYTES
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
 from shoal.sync.zero import ON_THE_WAY, bytes_of_shards, owned_buckets
 from shoal.train.job import Job
-from shoal.train.step import StepOptions
+from shoal.train.options import StepOptions
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -257,7 +257,7 @@ class EstimateJob(Job):
         def first_call(batch: Any) -> Tensor:
             nonlocal called
             if called:
-                raise Enough
+                raise StopTraining
             called = True
             self._look(model, loss, optimizer, batch, chosen)
             return torch.zeros(())
@@ -265,7 +265,7 @@ class EstimateJob(Job):
         return first_call
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        raise Enough
+        raise StopTraining
 
     def load(self, path: str | Path) -> dict[str, Any]:
         return {}
@@ -307,7 +307,7 @@ def estimate_from_environment(
     try:
         with parameters_without_memory():
             train(job)
-    except Enough:
+    except StopTraining:
         pass
     job.write(Path(folder))
     return True

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shoal.observe.capture import Enough
+from shoal.observe.capture import StopTraining
 from shoal.observe.memory_estimate import Memory, Saved
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.train.job import Job
@@ -53,7 +53,7 @@ class Probe:
     def _after_step(self, step: Step, loss: Tensor) -> None:
         self._models[id(step)].look_after_step()
         if step.steps >= self.steps:
-            raise Enough
+            raise StopTraining
 
 
 class _Model:

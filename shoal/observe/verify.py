@@ -1,19 +1,19 @@
-"""Is the result the one that a single device gives? Answered on the user's own script.
+"""Does a strategy give the single-device result? Checked on the user's own script.
 
-The script runs alone and under the strategy, with the same seed, and every step's loss and every
-final tensor are compared. Equal means equal up to rounding, and rounding is bounded like this:
+The script runs on one worker and under the strategy, with the same seed. The loss of every step
+and every final tensor are compared. Equal means equal up to rounding, which is bounded like this:
 
-- A sum of n terms that is added up in another order moves by about λ·u·√n of its size, where u is
+- A sum of n terms that are added in another order changes by about λ·u·√n of its size, where u is
   the unit roundoff of the dtype (Higham & Mary, 2019, with λ = 4). A gradient element sums
   n = samples × positions terms, and k steps carry k such errors: tolerance λ·u·√(n·k).
 - Training can amplify that (Adam divides by a gradient that may be all rounding), and autocast
-  rounds more coarsely. Where the plain bound does not hold, the script runs alone once more with
-  the same additions in another order (each batch in as many parts as there are workers, or
-  reversed where there is BatchNorm); what that moves, times 10, is then the tolerance.
-- A tolerance is never more than 1% of the largest value in the model, or of the loss: where
-  rounding moves more than that, nothing can be told, and the answer is no. The loss of the first
-  step comes before any update, so nothing can have amplified it: there the bound of the coarsest
-  dtype holds. (A loss that is a sum, not a mean, is found there.)
+  rounds more coarsely. Where the plain bound does not hold, the script runs on one worker again
+  with the same additions in another order: each micro-batch in as many pieces as there are
+  workers, or reversed where there is BatchNorm. The change, times 10, is then the tolerance.
+- A tolerance is at most 1% of the largest value in the model, or of the loss. If rounding changes
+  more than that, the result is "not equal". The loss of the first step comes before any update,
+  so nothing can have amplified it: there the bound of the coarsest dtype holds. This detects a
+  loss that is a sum instead of a mean.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ COARSEST = torch.finfo(torch.bfloat16).eps
 
 
 @dataclass(frozen=True)
-class Captured:
-    """What one run left behind."""
+class CapturedRun:
+    """What one run wrote."""
 
     losses: list[float]
     tensors: dict[str, Tensor]
@@ -47,14 +47,14 @@ class Captured:
     exact: bool
 
     @classmethod
-    def read(cls, folder: Path) -> Captured:
+    def read(cls, folder: Path) -> CapturedRun:
         document = json.loads((folder / "capture.json").read_text())
         return cls(tensors=load_file(folder / "final.safetensors"), **document)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing compared: how far apart, how far apart it may be."""
+    """The difference of one loss or tensor between two runs, and its tolerance."""
 
     what: str
     difference: float
@@ -62,13 +62,13 @@ class Difference:
 
     @property
     def is_equal(self) -> bool:
-        # false for nan; and a tolerance that is not finite would allow anything
+        # False for nan; a tolerance that is not finite would allow any difference
         return math.isfinite(self.tolerance) and self.difference <= self.tolerance
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The answer, and what it rests on."""
+class Verification:
+    """Whether two runs are equal, and every difference between them."""
 
     steps: int
     additions: int
@@ -94,7 +94,7 @@ class Verdict:
         return next((d for d in self.tensors if not d.is_equal), None)
 
     def worst(self, among: list[Difference]) -> Difference:
-        """The one that comes closest to its tolerance, or exceeds it the most."""
+        """The one that is closest to its tolerance, or exceeds it the most."""
         return max(
             among,
             key=lambda d: (
@@ -117,16 +117,20 @@ class Verdict:
         }
 
 
-def judge(alone: Captured, together: Captured, again: Callable[[], Captured]) -> Verdict:
-    """Compare two runs; `again` runs alone with additions in another order, if it is needed."""
-    verdict = compare(alone, together, None)
-    if verdict.ok or (alone.exact and together.exact):
-        return verdict
+def judge(
+    alone: CapturedRun, together: CapturedRun, again: Callable[[], CapturedRun]
+) -> Verification:
+    """Compare two runs; `again` runs on one worker with additions in another order, if needed."""
+    verification = compare(alone, together, None)
+    if verification.ok or (alone.exact and together.exact):
+        return verification
     return compare(alone, together, again())
 
 
-def compare(alone: Captured, together: Captured, reordered: Captured | None) -> Verdict:
-    return Verdict(
+def compare(
+    alone: CapturedRun, together: CapturedRun, reordered: CapturedRun | None
+) -> Verification:
+    return Verification(
         steps=len(alone.losses),
         additions=alone.additions,
         losses=_losses(alone, together, reordered),
@@ -137,31 +141,35 @@ def compare(alone: Captured, together: Captured, reordered: Captured | None) -> 
     )
 
 
-def bound(run: Captured, dtype: torch.dtype, steps: int) -> float:
+def bound(run: CapturedRun, dtype: torch.dtype, steps: int) -> float:
     """λ·u·√(n·k), relative to the size of what is summed; exact runs have the same bits."""
     if run.exact:
         return 0.0
     return LAMBDA * torch.finfo(dtype).eps / 2 * math.sqrt(max(1, run.additions) * max(1, steps))
 
 
-def _losses(alone: Captured, together: Captured, reordered: Captured | None) -> list[Difference]:
-    found = []
-    moved = 0.0
+def _losses(
+    alone: CapturedRun, together: CapturedRun, reordered: CapturedRun | None
+) -> list[Difference]:
+    differences = []
+    change = 0.0
     count = max(len(alone.losses), len(together.losses))
     for i in range(count):
         pair = [run.losses[i] if i < len(run.losses) else math.nan for run in (alone, together)]
         tolerance = bound(alone, torch.float32, i + 1) * max(1.0, abs(pair[0]))
         if reordered is not None and i < len(reordered.losses):
-            moved = max(moved, _finite(abs(reordered.losses[i] - pair[0])))
+            change = max(change, _finite(abs(reordered.losses[i] - pair[0])))
             most = (LARGEST if i else COARSEST) * max(1.0, abs(pair[0]))
-            tolerance = max(tolerance, min(MARGIN * moved, most))
+            tolerance = max(tolerance, min(MARGIN * change, most))
         difference = 0.0 if pair[0] == pair[1] else abs(pair[0] - pair[1])
-        found.append(Difference(f"step {i + 1}", difference, tolerance))
-    return found
+        differences.append(Difference(f"step {i + 1}", difference, tolerance))
+    return differences
 
 
-def _tensors(alone: Captured, together: Captured, reordered: Captured | None) -> list[Difference]:
-    found = []
+def _tensors(
+    alone: CapturedRun, together: CapturedRun, reordered: CapturedRun | None
+) -> list[Difference]:
+    differences = []
     floats = [t for t in alone.tensors.values() if t.is_floating_point() and t.numel()]
     largest = _finite(max((float(t.abs().max()) for t in floats), default=0.0))
     for name, tensor in alone.tensors.items():
@@ -171,16 +179,16 @@ def _tensors(alone: Captured, together: Captured, reordered: Captured | None) ->
             size = float(tensor.abs().max())
             tolerance = bound(alone, tensor.dtype, len(alone.losses)) * max(size, 1e-3)
         if reordered is not None:
-            moved = _finite(distance(tensor, reordered.tensors.get(name)))
-            tolerance = max(tolerance, min(MARGIN * moved, LARGEST * largest))
-        found.append(Difference(name, distance(tensor, other), tolerance))
+            change = _finite(distance(tensor, reordered.tensors.get(name)))
+            tolerance = max(tolerance, min(MARGIN * change, LARGEST * largest))
+        differences.append(Difference(name, distance(tensor, other), tolerance))
     missing = sorted(set(together.tensors) - set(alone.tensors))
-    return found + [Difference(name, math.nan, 0.0) for name in missing]
+    return differences + [Difference(name, math.nan, 0.0) for name in missing]
 
 
-def _finite(moved: float) -> float:
-    """A run that broke measures nothing."""
-    return moved if math.isfinite(moved) else 0.0
+def _finite(change: float) -> float:
+    """0 for a run that diverged, which measures nothing."""
+    return change if math.isfinite(change) else 0.0
 
 
 def distance(a: Tensor, b: Tensor | None) -> float:

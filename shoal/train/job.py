@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,34 +17,42 @@ from torch import Tensor, nn
 from shoal.comm.elastic import ElasticSum
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.data.redistribute import Deal
-from shoal.data.sampling import (
-    Batch,
-    Cut,
-    DatasetBatches,
-    mix,
-)
-from shoal.data.stream import Feed
+from shoal.data.sampling import Batch, BatchSplit, Collate, mix
+from shoal.data.stream import BatchOptions, BatchStream
 from shoal.errors import BadInput
 from shoal.observe.progress import Progress, Silent
 from shoal.observe.throughput import Pace
 from shoal.observe.trace import OFF, Tracer
-from shoal.pytree import map_tensors
-from shoal.replica.microbatch import Loss, Precision, preserve_modes
+from shoal.replica.microbatch import Loss, Precision
 from shoal.runtime.faults import Faults
-from shoal.strategy.base import Batches
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train import checkpoint
+from shoal.train.build_step import StepContext, build_step
+from shoal.train.evaluate import Evaluation, Metric
 from shoal.train.map_reduce import map_reduce_over
+from shoal.train.options import Count, StepFunctions, StepOptions
 from shoal.train.state import restore, snapshot
-from shoal.train.step import Count, Step, StepOptions
+from shoal.train.step import AfterStep, Step
+
+
+@dataclass(frozen=True)
+class RunServices:
+    """What surrounds a job: progress, tracing, injected faults, and sums over survivors.
+
+    `elastic_sum` is None if the loss of a rank ends the run.
+    """
+
+    progress: Progress = field(default_factory=Silent)
+    tracer: Tracer = OFF
+    faults: Faults | None = None
+    elastic_sum: ElasticSum | None = None
 
 
 class Job:
     """One rank's view of a training run.
 
-    Every rank calls the same methods in the same order. `steps` counts training steps, also
+    Every rank calls the same methods in the same order. `steps` counts training steps, including
     those of the run that a checkpoint continues.
     """
 
@@ -54,10 +63,7 @@ class Job:
         *,
         device: torch.device,
         seed: int = 0,
-        progress: Progress | None = None,
-        tracer: Tracer = OFF,
-        faults: Faults | None = None,
-        tally: ElasticSum | None = None,
+        services: RunServices | None = None,
     ):
         strategy.require_built()
         layout = strategy.layout(group.size)
@@ -73,22 +79,17 @@ class Job:
         self.generator = torch.Generator().manual_seed(mix(seed, 4, self.replica))
         self.steps = 0
         self.on_build: list[Callable[[Step], None]] = []
-        self.on_step: list[Callable[[Step, Tensor], None]] = []
+        self.on_step: list[AfterStep] = []
         self.dry = False  # a trial run: nothing is saved
         self._steps: list[Step] = []
-        self._progress = progress or Silent()
-        self._tracer = tracer
-        self._faults = faults
-        self._tally = tally  # how to add up where ranks may be lost
-        self._said: set[str] = set()
+        self._services = services or RunServices()
+        self._printed: set[str] = set()
         self._logged: dict[str, float | Tensor] = {}
         self._evaluated: dict[str, float] = {}
-        self._feed = Feed(
+        self._stream = BatchStream(
             self.mesh.dp, device, seed, lambda: self.steps, self._before_batch, self._say_once
         )
-        batches = strategy.sync_for(self.replicas).batches
-        self._feed.turns = batches is Batches.IN_TURNS
-        self._feed.everything = batches is Batches.WHOLE_DATASET
+        self._stream.kind = strategy.sync_for(self.replicas).batches
         self._clock = _Clock()
         self._pace = Pace()
 
@@ -114,31 +115,17 @@ class Job:
         `optimizer` is called with (name, parameter) pairs. `clip_norm` bounds the norm of the
         whole gradient. `accumulate` computes a batch in that many micro-batches. `lr(step)` is
         the learning rate of a step. `exact` gives the same bits at any number of workers that
-        divides `microbatches`. `batchnorm="local"` keeps statistics apart. `example` are inputs
-        of a batch, for `pp(n, balance="measured")`.
+        divides `microbatches`. `batchnorm="local"` computes statistics per replica. `example` are
+        inputs of a batch, for `pp(n, balance="measured")`.
         """
         options = StepOptions(clip_norm, accumulate, precision, exact, microbatches, batchnorm)
-        step = Step(
-            model,
-            loss,
-            optimizer,
-            options,
-            strategy=self.strategy,
-            mesh=self.mesh,
-            device=self.device,
-            seed=mix(self.seed, 5, len(self._steps)),
-            lr=lr,
-            count=count,
-            tracer=self._tracer,
-            say=self._say_once,
-            faults=self._faults,
-            example=example,
-        )
+        functions = StepFunctions(loss, optimizer, lr, count)
+        step = build_step(model, functions, options, self._step_context(), example)
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)
-        self._feed.compares &= step.sync.synchronous
-        for built in self.on_build:
-            built(step)
+        self._stream.compares &= step.sync.synchronous
+        for callback in self.on_build:
+            callback(step)
         return step
 
     def batches(
@@ -150,78 +137,60 @@ class Job:
         steps: int | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Collate | None = None,
         loaders: int = 0,
     ) -> Iterator[Batch]:
-        """This replica's part of every global batch.
+        """This replica's rows of every global batch.
 
         `data` is a map-style dataset of (input, target) samples, with `batch_size` samples in a
         global batch; or any iterable of global batches, such as a DataLoader, without
         `batch_size`. It ends after `epochs`, or when the job has done `steps` steps. `loaders`
-        processes fetch samples in the background. After `job.load` the batches that the saved
-        run has seen are passed over.
+        processes fetch samples in the background. After `job.load` it skips the batches that the
+        saved run has seen.
         """
-        return self._feed.batches(
-            data,
-            batch_size,
-            self._cut(),
-            epochs=epochs,
-            steps=steps,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            collate=collate,
-            loaders=loaders,
-        )
+        options = BatchOptions(batch_size, epochs, steps, shuffle, drop_last, collate, loaders)
+        return self._stream.batches(data, self._split(), options)
 
     def stop_after(self, steps: int) -> None:
-        """Let job.batches end after so many steps, if the script does not end it before."""
-        self._feed.most_steps = steps
+        """End job.batches after so many steps, if the script does not end it before."""
+        self._stream.max_steps = steps
 
     def log(self, **metrics: float | Tensor) -> None:
-        """Show progress: rank 0 shows the metrics now and then, others do nothing."""
+        """Show progress: rank 0 shows the metrics now and then, other ranks do nothing."""
         self._logged = metrics
-        if self._progress.due(self.steps, self._feed.total_steps):
-            values = {name: float(value) for name, value in metrics.items()}
-            for name, value in values.items():
-                if not math.isfinite(value):
-                    self._say_once(f"{name} is not a finite number any more")
-            self._progress.show(
-                {
-                    "step": self.steps,
-                    "total": self._feed.total_steps,
-                    "metrics": values,
-                    **self._clock.read(self.steps, self._feed.total_steps),
-                }
-            )
+        total = self._stream.total_steps
+        if not self._services.progress.due(self.steps, total):
+            return
+        values = {name: float(value) for name, value in metrics.items()}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                self._say_once(f"{name} is not a finite number any more")
+        speeds = self._clock.read(self.steps, total)
+        self._services.progress.show(
+            {"step": self.steps, "total": total, "metrics": values, **speeds}
+        )
 
     def print(self, *words: Any) -> None:
-        """Print once, from rank 0, or the first rank that is left."""
+        """Print once, from rank 0, or from the lowest surviving rank."""
         if self._is_first:
             print(*words, flush=True)
 
-    @torch.no_grad()
     def evaluate(
-        self,
-        metric: Callable[[Any, Any], Any],
-        data: Any,
-        batch_size: int | None = None,
-        step: Step | None = None,
+        self, metric: Metric, data: Any, batch_size: int | None = None, step: Step | None = None
     ) -> Any:
         """The mean of `metric(outputs, targets)` over all samples of `data`, on every rank.
 
         `metric` returns a number that is a mean over the samples it was given, or a dict of
-        such numbers; the result has the same form. The model is that of `step`, or of the
-        latest one, in evaluation mode.
+        such numbers; the result has the same form. The model is that of `step` (default: the
+        latest one), in evaluation mode.
         """
-        step = step or self._latest_step()
-        with preserve_modes(step.model):
-            step.model.eval()
-            with step.sync.evaluating():
-                found = self._evaluate(metric, step, data, batch_size)
-        names, everything = step.shard.broadcast(found)
-        means = [value / everything[-1] for value in everything[:-1]]
-        self._evaluated = dict(zip(names, means, strict=True))
-        return means[0] if names == [""] else dict(self._evaluated)
+        services = self._services
+        evaluation = Evaluation(
+            metric, step or self._latest_step(), services.elastic_sum, services.tracer
+        )
+        self._evaluated = evaluation.means(data, batch_size or self._stream.batch_size)
+        is_number = list(self._evaluated) == [""]
+        return self._evaluated[""] if is_number else dict(self._evaluated)
 
     def map_reduce(
         self,
@@ -233,10 +202,10 @@ class Job:
         return map_reduce_over(self.group, map_fn, items, reduce_fn)
 
     def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
-        """Save the whole model, the optimizer and the place in the data under `path`.
+        """Save the whole model, the optimizer and the position in the data under `path`.
 
-        Call it on all ranks; rank 0 writes, or the first rank that is left. `about` is kept in
-        the manifest; it has to be JSON.
+        Call it on all ranks; rank 0 writes, or the lowest surviving rank. `about` is kept in the
+        manifest; it has to be JSON.
         """
         if self.dry:
             return
@@ -248,7 +217,7 @@ class Job:
                 return
             document = {
                 "steps": self.steps,
-                "batches": self._feed.delivered,
+                "batches": self._stream.delivered,
                 "seed": self.seed,
                 "strategy": str(self.strategy),
                 "workers": self.size,
@@ -269,13 +238,14 @@ class Job:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
         restore(self._steps, saved, path)
         self.steps = saved.document["steps"]
-        self._feed.skip = self._feed.delivered = saved.document["batches"]
+        self._stream.delivered = saved.document["batches"]
+        self._stream.skip = saved.document["batches"]
         self._clock = _Clock(self.steps)
         about = saved.document.get("about", {})
         return about if isinstance(about, dict) else {}
 
     def close(self) -> None:
-        """The training function is done: tell what happened, and let go of what was opened."""
+        """End the job: print the summary, stop threads, close connections."""
         for step in self._steps:
             step.sync.close()
             for sentence in step.sync.summary():
@@ -284,134 +254,71 @@ class Job:
     def report(self) -> dict[str, Any]:
         """What happened on this rank, for machines: JSON-able.
 
-        `logged` is what job.log was given last, `evaluated` what job.evaluate found last, under
-        "" where the metric is one number.
+        `logged` is the latest argument of job.log, `evaluated` the latest result of job.evaluate,
+        under "" where the metric is one number.
         """
         return {
             "rank": self.rank,
             "steps": self.steps,
             "logged": {name: float(value) for name, value in self._logged.items()},
             "evaluated": self._evaluated,
-            **self._pace.read(self._tracer.origin_ns),
+            **self._pace.read(self._services.tracer.origin_ns),
             "sync": [step.sync.report() for step in self._steps],
         }
 
-    # ------------------------------------------------------------------ what is behind it
+    # ------------------------------------------------------------------ internals
 
-    def _cut(self) -> Cut:
-        """How batches are dealt out: as the latest step wants its micro-batches."""
+    def _step_context(self) -> StepContext:
+        return StepContext(
+            strategy=self.strategy,
+            mesh=self.mesh,
+            device=self.device,
+            seed=mix(self.seed, 5, len(self._steps)),
+            tracer=self._services.tracer,
+            say=self._say_once,
+            faults=self._services.faults,
+        )
+
+    def _split(self) -> BatchSplit:
+        """How batches are split: into the micro-batches of the latest step."""
         if self._steps:
-            return self._steps[-1].options.cut(self.replica, self.replicas)
-        return Cut(self.replica, self.replicas)
+            return self._steps[-1].options.split(self.replica, self.replicas)
+        return BatchSplit(self.replica, self.replicas)
 
     def _before_batch(self, batch: Batch) -> None:
-        seed = mix(self.seed, 4, self.replica, self._feed.delivered)
+        seed = mix(self.seed, 4, self.replica, self._stream.delivered)
         self.generator.manual_seed(seed)
         for step in self._steps:
             step.latest = batch
-        self._clock.samples += batch.total * batch.of
-        self._pace.samples += sum(batch.parts)
+        self._clock.samples += batch.total * batch.concurrent
+        self._pace.samples += sum(batch.microbatch_sizes)
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
         if step.steps > self.steps:  # one step of a job may train several models
-            if step.sync.is_skipped and step.latest is not None:
-                self._pace.samples -= sum(step.latest.parts)  # it was left out
+            if step.sync.is_skipped and step.latest is not None:  # this replica skipped the step
+                self._pace.samples -= sum(step.latest.microbatch_sizes)
             self._pace.note(step.steps - self.steps)
             self.steps = step.steps
 
     @property
     def _first(self) -> int:
-        """The first replica that is left."""
+        """The lowest surviving replica."""
         return self._steps[-1].sync.lowest_survivor if self._steps else 0
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is the first worker of the first replica, which writes and speaks."""
-        return self.rank == self._first * self._parts
-
-    @property
-    def _parts(self) -> int:
-        """Workers of a replica."""
-        return self.size // self.replicas
+        """Whether this is the first worker of the lowest surviving replica, which writes."""
+        return self.rank == self._first * (self.size // self.replicas)
 
     def _say_once(self, sentence: str) -> None:
-        if self._is_first and sentence not in self._said:
-            self._said.add(sentence)
+        if self._is_first and sentence not in self._printed:
+            self._printed.add(sentence)
             print(f"shoal: {sentence}", file=sys.stderr, flush=True)
 
     def _latest_step(self) -> Step:
         if not self._steps:
             raise BadInput("job.evaluate comes after job.step: there is no model yet")
         return self._steps[-1]
-
-    def _evaluate(
-        self, metric: Callable[[Any, Any], Any], step: Step, data: Any, size: int | None
-    ) -> tuple[list[str], list[float]]:
-        """Names of the metric, and its sums over all samples, with their number at the end.
-
-        Where ranks may be lost, what they had is dealt out again until nothing is missing.
-        """
-        deal = Deal(
-            torch.arange(len(data)), tuple(range(self.replicas)), size or self._feed.batch_size
-        )
-        names, sums = self._evaluate_part(metric, step, deal.batches(data, self.replica))
-        if self._tally is None:
-            if step.engine.is_last:
-                self.mesh.dp.all_reduce(sums).wait()
-            return names, sums.tolist()
-        everything, missing = self._add_up(self._tally, step, sums, deal.ranks)
-        while len((deal := deal.without(missing)).samples):
-            _, sums = self._evaluate_part(metric, step, deal.batches(data, self.replica))
-            more, missing = self._add_up(self._tally, step, sums, deal.ranks)
-            everything = [a + b for a, b in zip(everything, more, strict=True)]
-        return names, everything
-
-    def _add_up(
-        self, tally: ElasticSum, step: Step, sums: Tensor, replicas: Sequence[int]
-    ) -> tuple[list[float], list[int]]:
-        """Over the replicas that are left, and those that are not.
-
-        One worker of the last stage asks, so that all workers of a replica hear the same.
-        """
-        speaker = self._parts - self.mesh.tp.size
-        missing = torch.zeros(self.replicas, dtype=torch.float64, device=self.device)
-        if step.engine.is_last and self.mesh.tp.rank == 0:
-            ranks = [replica * self._parts + speaker for replica in replicas]
-            numbers, gone = tally.all_reduce(sums.tolist(), ranks)
-            sums = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-            missing[[rank // self._parts for rank in gone]] = 1.0
-        if step.engine.is_last:
-            self.mesh.tp.broadcast(sums).wait()
-            self.mesh.tp.broadcast(missing).wait()
-        sums, missing = step.shard.broadcast((sums, missing))
-        return sums.tolist(), [replica for replica in replicas if missing[replica]]
-
-    def _evaluate_part(
-        self, metric: Callable[[Any, Any], Any], step: Step, batches: DatasetBatches
-    ) -> tuple[list[str], Tensor]:
-        """Sums over this replica's samples. Parts may be empty: no rank waits."""
-        sums: dict[str, Tensor] = {}
-        samples = 0.0
-        for batch in batches:
-            inputs, targets = map_tensors(lambda t: t.to(self.device), tuple(batch))
-            step.engine.presence.real = batch.parts[0] > 0
-            with self._tracer.span("forward", "evaluate"):
-                outputs = step.engine.predict(inputs)
-                found = metric(outputs, targets) if step.engine.is_last else {}
-            for name, value in (found if isinstance(found, dict) else {"": found}).items():
-                number = torch.as_tensor(value, dtype=torch.float64, device=self.device)
-                if number.dim():
-                    raise BadInput(
-                        "the metric of job.evaluate has to be one number, the mean over the "
-                        f"samples it is given, and it is {tuple(number.shape)}"
-                    )
-                sums[name] = sums.get(name, torch.zeros_like(number)) + number * batch.parts[0]
-            samples += batch.parts[0]
-        if not sums and step.engine.is_last:
-            raise BadInput("job.evaluate got no samples")
-        names = sorted(sums)
-        total = torch.tensor(samples, dtype=torch.float64, device=self.device)
-        return names, torch.stack([sums[name] for name in names] + [total])
 
 
 class _Clock:

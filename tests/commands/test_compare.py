@@ -9,7 +9,7 @@ import pytest
 
 from shoal.commands.compare import FIELD, _groups, _strategies
 from shoal.errors import BadInput
-from shoal.observe.comparison import Entry, Outcome
+from shoal.observe.comparison import ComparedRun, RunOutcome
 from tests.scripts import HEAD, json_of, shoal
 
 SCRIPT = (
@@ -73,8 +73,8 @@ def test_a_script_that_fails_by_itself_is_told_of(tmp_path: Path) -> None:
     assert "no luck" in done.stderr
 
 
-def entry(number: int, strategy: str) -> Entry:
-    return Entry(number, strategy, 2, "nowhere")
+def entry(number: int, strategy: str) -> ComparedRun:
+    return ComparedRun(number, strategy, 2, "nowhere")
 
 
 def test_what_needs_servers_gets_processes_of_its_own() -> None:
@@ -103,4 +103,4 @@ def test_strategies_are_each_compared_once_and_nonsense_is_refused() -> None:
     ],
 )
 def test_what_is_said_of_the_difference_to_single(fields: dict[str, Any], words: str) -> None:
-    assert Outcome("any", 2, **fields).against_single == words
+    assert RunOutcome("any", 2, **fields).against_single == words

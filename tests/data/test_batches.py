@@ -89,7 +89,7 @@ def test_what_is_no_data_is_refused_before_the_first_batch() -> None:
     data: Any
     for data, options, sentence in [
         (5, {}, "int is neither"),
-        (Endless(), {"batch_size": 4}, "Endless is none"),
+        (Endless(), {"batch_size": 4}, "Endless is not one"),
         (iter([]), {"epochs": 2}, "cannot repeat a generator"),
         (samples(0), {"batch_size": 4}, "nothing to train on"),
         (samples(8), {"batch_size": 4, "epochs": 0}, "nothing to train on"),

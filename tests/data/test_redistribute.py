@@ -5,15 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.redistribute import Deal
+from shoal.data.redistribute import SampleAssignment
 
 
-def deal(samples: int, ranks: tuple[int, ...], batch_size: int) -> Deal:
-    return Deal(torch.arange(samples), ranks, batch_size)
+def assigned(samples: int, ranks: tuple[int, ...], batch_size: int) -> SampleAssignment:
+    return SampleAssignment(torch.arange(samples), ranks, batch_size)
 
 
 def test_a_lost_rank_of_three() -> None:
-    first = deal(12, (0, 1, 2), 6)  # batches 0-5 and 6-11, two samples for each rank
+    first = assigned(12, (0, 1, 2), 6)  # batches 0-5 and 6-11, two samples for each rank
     assert [first.samples_of(rank).tolist() for rank in (0, 1, 2)] == [
         [0, 1, 6, 7],
         [2, 3, 8, 9],
@@ -28,7 +28,7 @@ def test_a_lost_rank_of_three() -> None:
 def test_every_sample_is_evaluated_once_whoever_is_lost_in_whichever_round(
     samples: int, ranks: int, batch_size: int, data: st.DataObject
 ) -> None:
-    now = deal(samples, tuple(range(ranks)), batch_size)
+    now = assigned(samples, tuple(range(ranks)), batch_size)
     done: list[int] = []
     while len(now.samples):
         missing = data.draw(st.sets(st.sampled_from(now.ranks), max_size=len(now.ranks) - 1))
@@ -42,16 +42,16 @@ def test_every_sample_is_evaluated_once_whoever_is_lost_in_whichever_round(
 def test_the_batches_of_a_rank_hold_its_samples(samples: int, ranks: int, batch_size: int) -> None:
     numbers = torch.arange(samples)
     data = torch.utils.data.TensorDataset(numbers, numbers)
-    now = deal(samples, tuple(range(ranks)), batch_size)
+    now = assigned(samples, tuple(range(ranks)), batch_size)
     for rank in range(ranks):
         found: list[int] = []
         for batch in now.batches(data, rank):
             inputs = batch[0]
             assert isinstance(inputs, torch.Tensor)
-            found += inputs.tolist()[: batch.parts[0]]
+            found += inputs.tolist()[: batch.microbatch_sizes[0]]
         assert found == now.samples_of(rank).tolist()
 
 
-def test_a_rank_that_is_not_in_the_deal_has_no_part() -> None:
+def test_a_rank_without_samples_is_an_error() -> None:
     with pytest.raises(ValueError):
-        deal(4, (0, 2), 2).samples_of(1)
+        assigned(4, (0, 2), 2).samples_of(1)

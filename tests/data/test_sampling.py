@@ -18,14 +18,15 @@ from torch.utils.data import Dataset, TensorDataset
 from shoal.comm.executors.solo import SoloGroup
 from shoal.data.sampling import (
     Batch,
-    Cut,
+    BatchSplit,
     DatasetBatches,
-    in_turns,
+    Loading,
     map_tensors,
     mix,
     num_rows,
-    part_of,
     permutation,
+    round_robin,
+    split_batch,
     take,
     tensors_of,
 )
@@ -40,29 +41,29 @@ replicas = st.integers(1, 8)
 microbatches = st.integers(1, 8)
 
 
-def cuts(n: int, m: int, exact: bool = False) -> list[Cut]:
-    return [Cut(r, n, m, exact) for r in range(n)]
+def splits(n: int, m: int, exact: bool = False) -> list[BatchSplit]:
+    return [BatchSplit(r, n, m, exact) for r in range(n)]
 
 
 # -------------------------------------------------------------------------- cutting
 
 
 def test_twelve_rows_in_two_microbatches_for_two_replicas() -> None:
-    """The picture at the head of data.py."""
-    assert Cut(0, 2, 2).rows(12) == [range(0, 3), range(6, 9)]
-    assert Cut(1, 2, 2).rows(12) == [range(3, 6), range(9, 12)]
+    """The picture at the top of sampling.py."""
+    assert BatchSplit(0, 2, 2).rows(12) == [range(0, 3), range(6, 9)]
+    assert BatchSplit(1, 2, 2).rows(12) == [range(3, 6), range(9, 12)]
 
 
-def test_six_rows_in_four_microbatches_dealt_to_two_replicas_when_exact() -> None:
-    assert Cut(0, 2, 4, exact=True).rows(6) == [range(0, 1), range(1, 3)]
-    assert Cut(1, 2, 4, exact=True).rows(6) == [range(3, 4), range(4, 6)]
+def test_six_rows_in_four_microbatches_on_two_replicas_when_exact() -> None:
+    assert BatchSplit(0, 2, 4, exact=True).rows(6) == [range(0, 1), range(1, 3)]
+    assert BatchSplit(1, 2, 4, exact=True).rows(6) == [range(3, 4), range(4, 6)]
 
 
 @quick
 @given(totals, replicas, microbatches, st.booleans())
 def test_parts_tile_the_batch(total: int, n: int, m: int, exact: bool) -> None:
     m = m * n if exact else m
-    rows = [row for cut in cuts(n, m, exact) for part in cut.rows(total) for row in part]
+    rows = [row for split in splits(n, m, exact) for part in split.rows(total) for row in part]
     assert sorted(rows) == list(range(total))
 
 
@@ -71,25 +72,25 @@ def test_parts_tile_the_batch(total: int, n: int, m: int, exact: bool) -> None:
 def test_a_microbatch_holds_the_same_samples_at_any_number_of_replicas(
     total: int, n: int, m: int
 ) -> None:
-    alone = Cut(microbatches=m).rows(total)
-    parts = [cut.rows(total) for cut in cuts(n, m)]
+    alone = BatchSplit(microbatches=m).rows(total)
+    parts = [split.rows(total) for split in splits(n, m)]
     for i in range(m):
         assert [row for part in parts for row in part[i]] == list(alone[i])
 
 
 @quick
 @given(totals, replicas, microbatches)
-def test_exact_deals_out_whole_microbatches(total: int, n: int, each: int) -> None:
-    alone = Cut(microbatches=n * each, exact=True).rows(total)
-    assert [rows for cut in cuts(n, n * each, True) for rows in cut.rows(total)] == alone
-    assert all(len(cut.rows(total)) == each for cut in cuts(n, n * each, True))
+def test_exact_gives_each_replica_whole_microbatches(total: int, n: int, each: int) -> None:
+    alone = BatchSplit(microbatches=n * each, exact=True).rows(total)
+    assert [rows for split in splits(n, n * each, True) for rows in split.rows(total)] == alone
+    assert all(len(split.rows(total)) == each for split in splits(n, n * each, True))
 
 
 @quick
 @given(totals, replicas, microbatches)
 def test_parts_of_a_microbatch_differ_by_at_most_one_sample(total: int, n: int, m: int) -> None:
     for i in range(m):
-        sizes = [len(cut.rows(total)[i]) for cut in cuts(n, m)]
+        sizes = [len(split.rows(total)[i]) for split in splits(n, m)]
         assert max(sizes) - min(sizes) <= 1
 
 
@@ -164,26 +165,32 @@ class Fetching(Plain):
         raise AssertionError("samples should be fetched together")
 
 
-def epoch_of(data: Any, batch_size: int = 5, cut: Cut | None = None, **options: Any) -> list[Any]:
+def epoch_of(
+    data: Any, split: BatchSplit | None = None, start: int = 0, **loading: Any
+) -> list[Batch]:
     order = permutation(len(data), 0, 0)
-    return list(DatasetBatches(data, batch_size, cut or Cut(), order, **options))
+    return list(DatasetBatches(data, order, split or BatchSplit(), Loading(5, **loading), start))
 
 
 def same(a: list[Batch], b: list[Batch]) -> bool:
     return len(a) == len(b) and all(
-        (x.total, x.parts) == (y.total, y.parts)
+        (x.total, x.microbatch_sizes) == (y.total, y.microbatch_sizes)
         and all(map(torch.equal, tensors_of(x), tensors_of(y)))
         for x, y in zip(a, b, strict=True)
     )
 
 
-@pytest.mark.parametrize("cut", [Cut(), Cut(1, 2, 2), Cut(2, 3), Cut(1, 2, 4, True)], ids=str)
-def test_every_kind_of_dataset_gives_the_same_batches(cut: Cut) -> None:
+@pytest.mark.parametrize(
+    "split",
+    [BatchSplit(), BatchSplit(1, 2, 2), BatchSplit(2, 3), BatchSplit(1, 2, 4, True)],
+    ids=str,
+)
+def test_every_kind_of_dataset_gives_the_same_batches(split: BatchSplit) -> None:
     data = samples(13)
-    wanted = epoch_of(data, cut=cut)
-    assert same(epoch_of(Plain(data), cut=cut), wanted)
-    assert same(epoch_of(Fetching(data), cut=cut), wanted)
-    assert same(epoch_of([data[i] for i in range(13)], cut=cut), wanted)
+    wanted = epoch_of(data, split=split)
+    assert same(epoch_of(Plain(data), split=split), wanted)
+    assert same(epoch_of(Fetching(data), split=split), wanted)
+    assert same(epoch_of([data[i] for i in range(13)], split=split), wanted)
 
 
 @pytest.fixture
@@ -200,12 +207,16 @@ def feeders_end() -> Iterator[None]:
 def test_a_loader_process_gives_the_same_batches_and_ends() -> None:
     data = samples(13)
     for dataset in (data, Plain(data)):
-        assert same(epoch_of(dataset, cut=Cut(1, 2), loaders=1), epoch_of(data, cut=Cut(1, 2)))
+        assert same(
+            epoch_of(dataset, split=BatchSplit(1, 2), loaders=1),
+            epoch_of(data, split=BatchSplit(1, 2)),
+        )
 
 
 @pytest.mark.usefixtures("feeders_end")
 def test_a_loader_process_ends_when_the_script_stops_early() -> None:
-    batches = iter(DatasetBatches(Plain(samples(50)), 5, Cut(), torch.arange(50), loaders=1))
+    loading = Loading(5, loaders=1)
+    batches = iter(DatasetBatches(Plain(samples(50)), torch.arange(50), BatchSplit(), loading))
     next(batches)
     del batches
 
@@ -233,21 +244,21 @@ def test_all_samples_come_once_in_the_order_of_the_permutation() -> None:
     batches = epoch_of(data)
     assert [len(x) for x, _ in batches] == [5, 5, 3]
     assert torch.equal(torch.cat([x for x, _ in batches]), permutation(13, 0, 0))
-    assert [(b.total, b.parts) for b in batches] == [(5, (5,)), (5, (5,)), (3, (3,))]
+    assert [(b.total, b.microbatch_sizes) for b in batches] == [(5, (5,)), (5, (5,)), (3, (3,))]
 
 
 def test_replicas_together_see_each_batch_of_one_replica() -> None:
     data = TensorDataset(torch.arange(13), torch.arange(13))
     alone = [sorted(x.tolist()) for x, _ in epoch_of(data)]
-    parts = [epoch_of(data, cut=Cut(r, 3)) for r in range(3)]
+    parts = [epoch_of(data, split=BatchSplit(r, 3)) for r in range(3)]
     for i, whole in enumerate(alone):
         assert sorted(n for part in parts for n in part[i][0].tolist()) == whole
 
 
 def test_an_empty_part_holds_one_row_that_stands_in() -> None:
     data = TensorDataset(torch.arange(11), torch.arange(11))
-    last = [epoch_of(data, cut=Cut(r, 3))[-1] for r in range(3)]
-    assert [batch.parts for batch in last] == [(0,), (0,), (1,)]
+    last = [epoch_of(data, split=BatchSplit(r, 3))[-1] for r in range(3)]
+    assert [batch.microbatch_sizes for batch in last] == [(0,), (0,), (1,)]
     assert [len(batch[0]) for batch in last] == [1, 1, 1]
 
 
@@ -279,7 +290,8 @@ def test_batches_are_made_when_they_are_asked_for() -> None:
             fetched.append(i)
             return super().__getitem__(i)
 
-    batches = iter(DatasetBatches(Watched(samples(13)), 5, Cut(), torch.arange(13)))
+    order = torch.arange(13)
+    batches = iter(DatasetBatches(Watched(samples(13)), order, BatchSplit(), Loading(5)))
     assert fetched == []
     next(batches)
     assert fetched == [0, 1, 2, 3, 4]
@@ -312,22 +324,22 @@ def test_samples_may_hold_dicts_and_tuples() -> None:
 # -------------------------------------------------------------------------- iterables
 
 
-def test_a_batch_of_somebody_else_is_split() -> None:
+def test_a_batch_of_the_script_is_split() -> None:
     x = torch.arange(10)
     y = torch.arange(10) * 2
-    parts = [part_of((x, y), Cut(r, 3)) for r in range(3)]
+    parts = [split_batch((x, y), BatchSplit(r, 3)) for r in range(3)]
     assert [p[0].tolist() for p in parts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
     assert [p[1].tolist() for p in parts] == [[0, 2, 4], [6, 8, 10], [12, 14, 16, 18]]
-    assert [(p.total, p.parts) for p in parts] == [(10, (3,)), (10, (3,)), (10, (4,))]
+    assert [(p.total, p.microbatch_sizes) for p in parts] == [(10, (3,)), (10, (3,)), (10, (4,))]
 
 
 @quick
 @given(st.integers(1, 30), replicas, microbatches)
 def test_an_iterable_and_a_dataset_are_cut_alike(total: int, n: int, m: int) -> None:
     data = TensorDataset(torch.arange(total), torch.arange(total))
-    for cut in cuts(n, m):
-        (from_dataset,) = DatasetBatches(data, total, cut, torch.arange(total))
-        assert same([part_of(data.tensors, cut)], [from_dataset])
+    for split in splits(n, m):
+        (from_dataset,) = DatasetBatches(data, torch.arange(total), split, Loading(total))
+        assert same([split_batch(data.tensors, split)], [from_dataset])
 
 
 Pair = namedtuple("Pair", "left right")
@@ -336,7 +348,7 @@ Pair = namedtuple("Pair", "left right")
 def test_the_form_of_inputs_stays_and_numbers_stay_whole() -> None:
     x = torch.arange(4)
     inputs = {"a": x, "b": [x, (x, Pair(x, "text"))], "scale": torch.tensor(2.0), "n": 3}
-    mine, targets = part_of((inputs, x), Cut(1, 2))
+    mine, targets = split_batch((inputs, x), BatchSplit(1, 2))
     assert mine["a"].tolist() == [2, 3] == targets.tolist()
     assert isinstance(mine["b"], list) and isinstance(mine["b"][1], tuple)
     assert isinstance(mine["b"][1][1], Pair) and mine["b"][1][1].right == "text"
@@ -367,7 +379,7 @@ def test_map_tensors_reaches_every_tensor_once() -> None:
 )
 def test_a_bad_batch_gives_one_sentence(batch: Any, sentence: str) -> None:
     with pytest.raises(BadInput) as caught:
-        part_of(batch, Cut())
+        split_batch(batch, BatchSplit())
     message = str(caught.value)
     assert all(piece in message for piece in sentence.split(".*"))
     assert "\n" not in message
@@ -376,7 +388,7 @@ def test_a_bad_batch_gives_one_sentence(batch: Any, sentence: str) -> None:
 def test_a_dataset_of_bad_samples_gives_the_same_sentence() -> None:
     for data in (TensorDataset(torch.ones(4)), [torch.ones(2)] * 4):
         with pytest.raises(BadInput, match="a batch has to be a pair"):
-            list(DatasetBatches(data, 2, Cut(), torch.arange(4)))
+            list(DatasetBatches(data, torch.arange(4), BatchSplit(), Loading(2)))
 
 
 def test_num_rows_counts_samples() -> None:
@@ -387,24 +399,24 @@ def test_a_batch_is_a_pair() -> None:
     batch = Batch(torch.ones(2), torch.zeros(2), 4, [1, 1])
     x, y = batch
     assert len(batch) == 2 and x.sum() == 2 and y.sum() == 0
-    assert batch.parts == (1, 1) and batch.total == 4
+    assert batch.microbatch_sizes == (1, 1) and batch.total == 4
     assert Counter(map(len, tensors_of(batch))) == {2: 2}
 
 
 @given(st.integers(0, 40), st.integers(1, 6))
-def test_turns_give_every_batch_out_once_and_all_replicas_equally_many(
+def test_round_robin_takes_every_batch_once_and_gives_all_replicas_equally_many(
     num_batches: int, replicas: int
 ) -> None:
     dealt = [
-        list(in_turns(range(num_batches), Cut(r, replicas, microbatches=2)))
+        list(round_robin(range(num_batches), BatchSplit(r, replicas, microbatches=2)))
         for r in range(replicas)
     ]
     whole = num_batches // replicas
     left = num_batches % replicas
     assert {len(batches) for batches in dealt} == {whole + left}
-    taken = [batch for batches in dealt for batch, cut in batches if cut.replicas == 1]
+    taken = [batch for batches in dealt for batch, split in batches if split.replicas == 1]
     assert sorted(taken) == list(range(whole * replicas))
     for r, batches in enumerate(dealt):
         expected = range(whole * replicas, num_batches)
-        parts = [(batch, Cut(r, replicas, microbatches=2)) for batch in expected]
+        parts = [(batch, BatchSplit(r, replicas, microbatches=2)) for batch in expected]
         assert batches[whole:] == parts

@@ -55,8 +55,8 @@ def test_too_few_rows_are_refused() -> None:
 
 
 def test_the_table_is_no_part_of_the_model_unless_asked() -> None:
-    in_store = clicks.Net(1000, 8)
-    in_model = clicks.Net(1000, 8, dense=True)
+    in_store = clicks.ClicksNet(1000, 8)
+    in_model = clicks.ClicksNet(1000, 8, dense=True)
     assert sum(p.numel() for p in in_store.parameters()) == 35 * 64 + 64 + 65
     assert isinstance(in_store.rows, shoal.Embedding)
     assert isinstance(in_model.rows, nn.Embedding) and in_model.rows.sparse

@@ -70,7 +70,7 @@ def test_the_split_is_the_same_every_time() -> None:
 
 
 def test_the_network_gives_ten_logits_and_has_22650_parameters() -> None:
-    net = digits.Net()
+    net = digits.DigitsNet()
     assert net(torch.rand(3, 1, 8, 8)).shape == (3, 10)
     assert sum(p.numel() for p in net.parameters()) == 22_650
 

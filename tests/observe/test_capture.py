@@ -15,8 +15,8 @@ import shoal
 from shoal.comm.executors.solo import SoloGroup
 from shoal.comm.group import Group
 from shoal.examples import clicks
-from shoal.observe.capture import Capture, Enough
-from shoal.observe.verify import Captured, compare
+from shoal.observe.capture import Capture, StopTraining
+from shoal.observe.verify import CapturedRun, compare
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
@@ -28,10 +28,10 @@ def captured(group: Group, strategy: str, folder: Path, model: torch.nn.Module) 
     """Three steps of the clicks example's model."""
     folder.mkdir(exist_ok=True)
     job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
-    capture = Capture(job, folder, steps=3, parts=1)
+    capture = Capture(job, folder, steps=3, pieces=1)
     step = job.step(model, F.binary_cross_entropy_with_logits, optimizer=ADAGRAD)
     data, _ = clicks.load_clicks(400, 4000)
-    with suppress(Enough):
+    with suppress(StopTraining):
         for batch in job.batches(data, 32):
             step(batch)
     capture.write()
@@ -40,7 +40,7 @@ def captured(group: Group, strategy: str, folder: Path, model: torch.nn.Module) 
 
 def net() -> torch.nn.Module:
     torch.manual_seed(0)
-    return clicks.Net(4000, 4)
+    return clicks.ClicksNet(4000, 4)
 
 
 @pytest.mark.parametrize("placement", ["rank0", "workers"])
@@ -49,7 +49,7 @@ def test_rows_of_an_embedding_are_compared(world: World, tmp_path: Path, placeme
     captured(SoloGroup(), "single", tmp_path / "alone", net())
     strategy = f'ps(placement="{placement}")'
     world(2, lambda g: captured(g, strategy, tmp_path / "together", models[g.rank]))
-    alone, together = (Captured.read(tmp_path / name) for name in ("alone", "together"))
+    alone, together = (CapturedRun.read(tmp_path / name) for name in ("alone", "together"))
     data, _ = clicks.load_clicks(400, 4000)
     job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"), seed=3)
     batches = itertools.islice(job.batches(data, 32), 3)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shoal.observe.verify import (
     MARGIN,
-    Captured,
+    CapturedRun,
     Difference,
-    Verdict,
+    Verification,
     bound,
     distance,
     judge,
@@ -34,7 +34,7 @@ def tensors(**changes: Tensor) -> dict[str, Tensor]:
     return {**start, **{name.replace("__", "."): t for name, t in changes.items()}}
 
 
-RUN = Captured(
+RUN = CapturedRun(
     losses=LOSSES,
     tensors=tensors(),
     additions=64,
@@ -44,11 +44,11 @@ RUN = Captured(
 )
 
 
-def never() -> Captured:
+def never() -> CapturedRun:
     raise AssertionError("there is no need for a third run")
 
 
-def judged(together: Captured, reordered: Captured | None = None) -> Verdict:
+def judged(together: CapturedRun, reordered: CapturedRun | None = None) -> Verification:
     return judge(RUN, together, never if reordered is None else lambda: reordered)
 
 
@@ -230,6 +230,6 @@ def test_a_capture_is_read_from_its_folder(tmp_path: Path) -> None:
     }
     (tmp_path / "capture.json").write_text(json.dumps(document))
     save_file(tensors(), tmp_path / "final.safetensors")
-    read = Captured.read(tmp_path)
+    read = CapturedRun.read(tmp_path)
     assert replace(read, tensors={}) == replace(RUN, tensors={})
     assert judge(RUN, read, never).ok

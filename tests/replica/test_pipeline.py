@@ -18,7 +18,7 @@ from shoal.replica.pipeline.stage_io import PipelineStage
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import prove
 from shoal.strategy.strategy import parse
-from shoal.train.job import Job
+from shoal.train.job import Job, RunServices
 from tests.conftest import World
 from tests.models import samples
 
@@ -135,7 +135,7 @@ def test_every_action_leaves_a_span(world: World) -> None:
     def body(group: Group) -> list[str]:
         tracer = Recorder(group.rank, time.monotonic_ns())
         strategy = parse('pp(2, schedule="zb-h1", microbatches=2)')
-        job = Job(strategy, group, device=torch.device("cpu"), tracer=tracer)
+        job = Job(strategy, group, device=torch.device("cpu"), services=RunServices(tracer=tracer))
         step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
         for batch in job.batches(samples(8, classes=6), 8):
             step(batch)

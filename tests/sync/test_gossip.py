@@ -20,7 +20,7 @@ from shoal.schedules.gossip.mixing import mixing_for
 from shoal.strategy.strategy import parse
 from shoal.sync import gossip
 from shoal.sync.gossip import MixGradients, MixWeights, Neighbours
-from shoal.train.job import Job
+from shoal.train.job import Job, RunServices
 from shoal.train.step import Step
 from shoal.transport.threads import Mailboxes
 from tests.comm.test_counting import Metered
@@ -221,7 +221,7 @@ def test_batchnorm_is_each_replicas_own_and_its_mean_is_evaluated(
     assert not torch.equal(found[0][0][0], found[1][0][0])
     for i, mean in enumerate(found[2][1]):
         torch.testing.assert_close(mean, torch.stack([own[i] for own, _ in found]).mean(0))
-    assert "BatchNorm sees each replica's own samples" in capsys.readouterr().err
+    assert "BatchNorm uses each replica's own samples" in capsys.readouterr().err
 
 
 # ---- saving -------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_the_distance_between_replicas_is_traced(
 
     def body(group: Group) -> list[str]:
         tracer = Recorder(group.rank, 0)
-        job = Job(parse("gossip"), group, device=CPU, tracer=tracer)
+        job = Job(parse("gossip"), group, device=CPU, services=RunServices(tracer=tracer))
         step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
         for batch in job.batches(samples(64), 16):
             step(batch)

@@ -1,0 +1,265 @@
+"""A model, a strategy and options become a Step: everything is chosen here, once.
+
+options.resolve ─▶ layout of parameters ─▶ shard ─▶ optimizer step ─▶ sync ─▶ engine
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Group
+from shoal.comm.mesh import Mesh
+from shoal.embedding.module import bind_embeddings
+from shoal.errors import BadInput, NotBuilt
+from shoal.observe.trace import Tracer
+from shoal.pytree import Tree
+from shoal.replica.batchnorm import (
+    Presence,
+    globalize,
+    has_batchnorm,
+    note_microbatches,
+    running_statistics,
+)
+from shoal.replica.engine import EngineOptions
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.shard import ReplicaShard, build_shard
+from shoal.runtime.faults import Faults, busy_s
+from shoal.strategy.base import Batches, SyncTerm
+from shoal.strategy.strategy import Strategy
+from shoal.sync.base import Ownership, Replica
+from shoal.sync.optimizer_step import OptimizerStep
+from shoal.sync.registry import plan_for
+from shoal.train.cut_batch import BatchCutter
+from shoal.train.options import StepFunctions, StepOptions
+from shoal.train.step import Step
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a job knows about every step that it builds."""
+
+    strategy: Strategy
+    mesh: Mesh
+    device: torch.device
+    seed: int
+    tracer: Tracer
+    say: Callable[[str], None]
+    faults: Faults | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a replica is split over several workers."""
+        return self.mesh.tp.size * self.mesh.pp.size > 1
+
+
+def build_step(
+    model: nn.Module,
+    functions: StepFunctions,
+    options: StepOptions,
+    context: StepContext,
+    example: Tree = None,
+) -> Step:
+    """All ranks call it together. `example` are inputs of a batch, to measure the model with."""
+    if context.faults is not None:
+        context.faults.at_start()
+    mesh = context.mesh
+    device = context.device
+    options = options.resolve(context.strategy, mesh.dp.size, model)
+    functions.check()
+    term = context.strategy.sync_for(mesh.dp.size)
+    plan = plan_for(term)
+    plan.check(options, mesh.dp.size)
+    if options.exact:
+        _make_deterministic(device)
+
+    # the model on its device, and what it shares with other replicas while it computes
+    deferred = plan.materialize(model, mesh.dp, device, context.is_split)
+    embeddings = bind_embeddings(model, functions.optimizer, context.seed)
+    if embeddings:
+        _check_embeddings(term, options, context)
+    presence = _share_batchnorm(model, term, options, context)
+
+    # this worker's shard of the replica, and its parameters as the strategy keeps them
+    shard = build_shard(model, context.strategy, mesh, device, deferred, example)
+    flat = plan.layout(shard, mesh.dp, device, deferred)
+    _broadcast_start(model, flat, mesh.dp)
+
+    # the optimizer step, and how replicas synchronize around it
+    owned = plan.owns(flat, mesh.dp, options.exact)
+    update = _optimizer_step(owned, shard, functions, options, context)
+    statistics = [] if term.lockstep else running_statistics(model)
+    sync = plan.build(_replica(shard, flat, update, statistics, options, context))
+    store = sync.row_store()
+    if store is not None and embeddings:
+        bind_embeddings(model, functions.optimizer, context.seed, store)
+
+    # the engine that computes micro-batches
+    cutter = BatchCutter(
+        options, mesh.dp, flat.device, context.seed, functions.count, sync.synchronous
+    )
+    engine = shard.engine(
+        functions.loss,
+        flat,
+        cutter.local_microbatches,
+        EngineOptions(
+            precision=options.precision,
+            # a stage sums gradients over micro-batches, because their backwards overlap
+            every_microbatch=sync.every_microbatch and (options.exact or mesh.pp.size == 1),
+            gradient_scale=sync.gradient_scale,
+            loss_scale=update.scale if update.scaler is not None else None,
+            presence=presence,
+            tracer=context.tracer,
+        ),
+    )
+    step = Step(
+        model=model,
+        options=options,
+        term=term,
+        mesh=mesh,
+        shard=shard,
+        flat=flat,
+        update=update,
+        sync=sync,
+        engine=engine,
+        compute=engine.run,
+        cutter=cutter,
+        embeddings=embeddings,
+    )
+    if context.faults is not None:
+        clock = _clock_of(device)
+        step.compute = context.faults.around(engine.run, lambda: step.steps + 1, clock)
+    return step
+
+
+def _optimizer_step(
+    owned: Ownership,
+    shard: ReplicaShard,
+    functions: StepFunctions,
+    options: StepOptions,
+    context: StepContext,
+) -> OptimizerStep:
+    scales = options.precision == "fp16"
+    shards = None if owned.norm_over is None else context.mesh.dp
+    return OptimizerStep(
+        owned.named,
+        functions.optimizer,
+        clip_norm=options.clip_norm,
+        lr=functions.lr,
+        scaler=torch.amp.GradScaler(context.device.type) if scales else None,
+        norm_over=owned.norm_over,
+        clipped=owned.clipped,
+        total_norm=shard.total_norm(shards),
+        tracer=context.tracer,
+    )
+
+
+def _replica(
+    shard: ReplicaShard,
+    flat: FlatParams,
+    update: OptimizerStep,
+    statistics: Sequence[Tensor],
+    options: StepOptions,
+    context: StepContext,
+) -> Replica:
+    return Replica(
+        flat=flat,
+        update=update,
+        group=context.mesh.dp,
+        exact_microbatches=options.microbatches if options.exact else None,
+        statistics=statistics,
+        say=context.say,
+        copies=shard if context.is_split else None,
+        replica_group=context.mesh.replica_group,
+    )
+
+
+def _check_embeddings(term: SyncTerm, options: StepOptions, context: StepContext) -> None:
+    if context.mesh.world.size > 1 and not term.has_servers:
+        raise NotBuilt(
+            "shoal.Embedding trains on several workers under ps, not otherwise; under hogwild "
+            "use nn.Embedding(sparse=True)"
+        )
+    if context.is_split:
+        raise NotBuilt(
+            "shoal.Embedding is not built for a model that is split over workers: omit tp and pp, "
+            "or use nn.Embedding"
+        )
+    if options.exact or options.precision == "fp16":
+        raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')
+    if options.clip_norm is not None:
+        context.say(
+            "clip_norm bounds the gradient of the parameters; it leaves out rows of shoal.Embedding"
+        )
+
+
+def _share_batchnorm(
+    model: nn.Module, term: SyncTerm, options: StepOptions, context: StepContext
+) -> Presence:
+    """Make BatchNorm use the samples of all replicas, where the strategy allows it."""
+    dp = context.mesh.dp
+    if not has_batchnorm(model) or options.batchnorm == "local":
+        return Presence()
+    if dp.size > 1 and not term.lockstep:
+        context.say(_local_statistics(term))
+        return Presence()
+    if context.mesh.pp.size > 1 and options.accumulate == 1 and not options.exact:
+        context.say(
+            "BatchNorm uses the whole batch, so the stages compute it in one micro-batch, one "
+            "after the other; with pp(…, microbatches=n) they overlap, and it uses micro-batches"
+        )
+    if options.exact or options.accumulate > 1:
+        context.say(
+            "BatchNorm statistics are those of each micro-batch, not of the whole batch, "
+            "because the batch is computed in several micro-batches"
+        )
+    if options.exact:
+        return note_microbatches(model)
+    return globalize(model, dp.duplicate()) if dp.size > 1 else Presence()
+
+
+def _local_statistics(term: SyncTerm) -> str:
+    statistics = (
+        "running statistics are shared like the weights"
+        if term.batches is Batches.IN_TURNS
+        else "the mean of the running statistics is tested and saved"
+    )
+    return f"BatchNorm uses each replica's own samples under {term.name}; {statistics}"
+
+
+def _broadcast_start(model: nn.Module, flat: FlatParams, dp: Group) -> None:
+    """Every replica starts from the parameters and buffers of replica 0."""
+    if dp.size == 1:
+        return
+    if flat.data.numel():
+        dp.broadcast(flat.data).wait()
+    trained = {id(p) for p in flat.params}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) not in trained and tensor.numel() and tensor.device.type != "meta":
+            contiguous = tensor.detach().contiguous()
+            dp.broadcast(contiguous).wait()
+            tensor.detach().copy_(contiguous)
+
+
+def _clock_of(device: torch.device) -> Callable[[], float]:
+    """A clock that measures computing time."""
+    if device.type != "cuda":
+        return busy_s
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.monotonic()
+
+    return read
+
+
+def _make_deterministic(device: torch.device) -> None:
+    """Fix what else decides the order of additions: threads, and CUDA's choice of kernels."""
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,193 @@
+"""A batch becomes micro-batches on the device, each with its share of the global loss."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.comm.group import Group, Op
+from shoal.data.sampling import Batch, BatchSplit, FullDatasetBatch, mix, num_rows, take
+from shoal.errors import BadInput
+from shoal.pytree import Tree, map_tensors
+from shoal.replica.microbatch import MicroBatch
+from shoal.train.options import Count, StepOptions
+
+_SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
+Weight = float | Callable[[], Tensor]
+
+
+class RowLayout(NamedTuple):
+    """Rows and samples of each micro-batch, and the samples of the global batch if known."""
+
+    ranges: list[range]
+    sizes: Sequence[int]
+    total: int | None
+
+
+class LazyMicroBatches(Sequence[MicroBatch]):
+    """Micro-batches that are made when the engine gets to them; only one is in memory."""
+
+    def __init__(self, source: Iterator[MicroBatch], length: int):
+        self._source = source
+        self._length = length
+        self._current: tuple[int, MicroBatch] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, m: Any) -> Any:
+        if self._current is None or self._current[0] != m:
+            self._current = (m, next(self._source))
+        return self._current[1]
+
+
+class BatchCutter:
+    """Cuts the batches of one step. `synchronous`: replicas wait for each other in every step."""
+
+    def __init__(
+        self,
+        options: StepOptions,
+        group: Group,
+        device: torch.device,
+        seed: int,
+        count: Count | None = None,
+        synchronous: bool = True,
+    ):
+        self.options = options
+        self.group = group
+        self.device = device
+        self.seed = seed
+        self.count = count
+        self.synchronous = synchronous
+        self.local_microbatches = options.local_microbatches(group.size)
+        self.reverses = False  # whether samples are reversed, which changes rounding only
+
+    def cut(self, batch: Any, known: Batch | None, step: int) -> Sequence[MicroBatch]:
+        """The micro-batches of this replica; `known` is the batch of `job.batches` it came from."""
+        if isinstance(batch, FullDatasetBatch):
+            return self._cut_dataset(batch, step)
+        return self._cut_pair(batch, known, step)
+
+    def _cut_dataset(self, dataset: FullDatasetBatch, step: int) -> Sequence[MicroBatch]:
+        if self.count is not None:
+            raise BadInput(
+                "count needs to see a batch before its gradients, and mapreduce's batch is the "
+                'whole dataset: use mapreduce(batch="mini")'
+            )
+        return LazyMicroBatches(self._generate(dataset, step), len(dataset.microbatch_sizes))
+
+    def _generate(self, dataset: FullDatasetBatch, step: int) -> Iterator[MicroBatch]:
+        done = 0
+        for minibatch in dataset.minibatches:
+            share = minibatch.total / dataset.total
+            for micro in self._cut_pair(minibatch, minibatch, step, done):
+                assert isinstance(micro.weight, float)
+                yield micro._replace(weight=micro.weight * share)
+                done += 1
+
+    def _cut_pair(
+        self, batch: Any, known: Batch | None, step: int, first: int = 0
+    ) -> list[MicroBatch]:
+        layout = self._layout(batch, known)
+        pair = tuple(batch)
+        pieces = [pair] if len(layout.ranges) == 1 else [_rows(pair, r) for r in layout.ranges]
+        counts = self._counts(pieces, layout.sizes)
+        weights = self._weights(counts, layout.total, concurrent_batches(known))
+        return [
+            self._microbatch(piece, size, weight, count == 0, self._seed_of(step, first + m))
+            for m, (piece, size, count, weight) in enumerate(
+                zip(pieces, layout.sizes, counts, weights, strict=True)
+            )
+        ]
+
+    def _microbatch(
+        self, rows: Tree, size: int, weight: Weight, weightless: bool, seed: int
+    ) -> MicroBatch:
+        inputs, targets = map_tensors(
+            lambda t: t.to(self.device, non_blocking=True), self._in_order(rows)
+        )
+        has_samples = size > 0
+        skips = self.group.size == 1 and not self.options.exact and not has_samples
+        return MicroBatch(inputs, targets, weight, has_samples, weightless, skips, seed)
+
+    def _in_order(self, rows: Tree) -> Tree:
+        return map_tensors(lambda t: t.flip(0) if t.dim() else t, rows) if self.reverses else rows
+
+    def _layout(self, batch: Any, known: Batch | None) -> RowLayout:
+        """A script may pass what it made of a batch (an augmentation, for example).
+
+        With the same number of rows it is cut like the batch that it came from.
+        """
+        if isinstance(batch, Batch) and len(batch.microbatch_sizes) == self.local_microbatches == 1:
+            return RowLayout([range(0)], batch.microbatch_sizes, batch.total)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise BadInput("step takes a batch that is a pair (inputs, targets)")
+        rows = num_rows(tuple(batch))
+        total = batch.total if isinstance(batch, Batch) else None
+        if known is not None and len(known.microbatch_sizes) == self.local_microbatches:
+            ends = list(itertools.accumulate(max(1, size) for size in known.microbatch_sizes))
+            if ends[-1] == rows:
+                ranges = list(map(range, [0, *ends[:-1]], ends))
+                return RowLayout(ranges, known.microbatch_sizes, total)
+        ranges = BatchSplit(microbatches=self.local_microbatches).rows(rows)
+        return RowLayout(ranges, [len(r) for r in ranges], total)
+
+    def _counts(self, pieces: list[Tree], sizes: Sequence[int]) -> Sequence[float]:
+        """What the loss of each micro-batch is a mean over, on this rank."""
+        if self.count is None:
+            return sizes
+        return [
+            float(self.count(piece)) if size else 0.0
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+
+    def _weights(
+        self, counts: Sequence[float], total: int | None, concurrent: int
+    ) -> Sequence[Weight]:
+        """Each micro-batch's share: its count over the count of the global batch.
+
+        If the global count is not known, the ranks sum it up while forward runs. Ranks that do
+        not wait for each other assume that all have the same count.
+        """
+        if self.count is None and total is not None:
+            return [count / total for count in counts]
+        local = float(sum(counts))
+        if not self.synchronous:
+            estimate = max(local, _SMALLEST_COUNT) * self.group.size / concurrent
+            return [count / estimate for count in counts]
+        total_count = torch.tensor(local, dtype=torch.float64).to(self.device)
+        work = self.group.all_reduce(total_count, Op.SUM)
+
+        def share(count: float) -> Tensor:
+            work.wait()
+            return count / total_count.clamp(min=_SMALLEST_COUNT)
+
+        return [partial(share, count) for count in counts]
+
+    def _seed_of(self, step: int, m: int) -> int:
+        """The seed of a micro-batch's random stream; by its index in the batch when exact."""
+        if self.options.exact:
+            index = self.group.rank * self.local_microbatches + m
+            return mix(self.seed, 2, step, index)
+        return mix(self.seed, 3, step, self.group.rank, m)
+
+
+def concurrent_batches(known: Batch | None) -> int:
+    """How many global batches all replicas train on in one step."""
+    return 1 if known is None else known.concurrent
+
+
+def fraction_of(batch: Any, microbatches: Sequence[MicroBatch]) -> float:
+    """This replica's fraction of the global batch, as far as it is known before the step."""
+    if isinstance(batch, FullDatasetBatch):
+        return sum(batch.microbatch_sizes) / batch.total
+    return sum(m.weight for m in microbatches if not callable(m.weight))
+
+
+def _rows(tree: Tree, rows: range) -> Tree:
+    return map_tensors(lambda t: take(t, [rows]) if t.dim() else t, tree)

@@ -1,0 +1,128 @@
+"""A metric over a dataset, computed by all replicas, those that survive a loss included.
+
+replica 0   samples 0 1 2   sums ─┐
+replica 1   samples 3 4 5   lost  ├─▶ sum over 0 and 2; samples 3 4 5 are assigned again
+replica 2   samples 6 7 8   sums ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.elastic import ElasticSum
+from shoal.data.redistribute import SampleAssignment
+from shoal.data.sampling import Batch, DatasetBatches
+from shoal.errors import BadInput
+from shoal.observe.trace import OFF, Tracer
+from shoal.pytree import map_tensors
+from shoal.replica.microbatch import preserve_modes
+from shoal.train.step import Step
+
+Metric = Callable[[Any, Any], Any]  # (outputs, targets) to a number or a dict of numbers
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One metric of the model of one step. `elastic_sum` is for runs where ranks may be lost."""
+
+    metric: Metric
+    step: Step
+    elastic_sum: ElasticSum | None = None
+    tracer: Tracer = OFF
+
+    @torch.no_grad()
+    def means(self, data: Any, batch_size: int) -> dict[str, float]:
+        """The mean of the metric over all samples, on every rank; "" if it has no name."""
+        model = self.step.model
+        with preserve_modes(model):
+            model.eval()
+            with self.step.sync.evaluating():
+                sums = self._sum_all(data, batch_size)
+        names, totals = self.step.shard.broadcast(sums)
+        means = [value / totals[-1] for value in totals[:-1]]
+        return dict(zip(names, means, strict=True))
+
+    def _sum_all(self, data: Any, batch_size: int) -> tuple[list[str], list[float]]:
+        """Names of the metric, and its sums over all samples, with their number at the end."""
+        mesh = self.step.mesh
+        replica = mesh.dp.rank
+        assignment = SampleAssignment(
+            torch.arange(len(data)), tuple(range(mesh.dp.size)), batch_size
+        )
+        names, sums = self._sum_local(assignment.batches(data, replica))
+        if self.elastic_sum is None:
+            if self.step.engine.is_last:
+                mesh.dp.all_reduce(sums).wait()
+            return names, sums.tolist()
+        totals, missing = self._sum_survivors(self.elastic_sum, sums, assignment.ranks)
+        while len((assignment := assignment.without(missing)).samples):
+            _, sums = self._sum_local(assignment.batches(data, replica))
+            more, missing = self._sum_survivors(self.elastic_sum, sums, assignment.ranks)
+            totals = [a + b for a, b in zip(totals, more, strict=True)]
+        return names, totals
+
+    def _sum_survivors(
+        self, elastic_sum: ElasticSum, sums: Tensor, replicas: Sequence[int]
+    ) -> tuple[list[float], list[int]]:
+        """The sums over the surviving replicas, and the missing replicas.
+
+        One worker of the last stage asks, so that all workers of a replica get the same answer.
+        """
+        mesh = self.step.mesh
+        workers = mesh.world.size // mesh.dp.size  # of a replica
+        missing = torch.zeros(mesh.dp.size, dtype=torch.float64, device=self._device)
+        if self.step.engine.is_last and mesh.tp.rank == 0:
+            speaker = workers - mesh.tp.size
+            ranks = [replica * workers + speaker for replica in replicas]
+            numbers, missing_ranks = elastic_sum.all_reduce(sums.tolist(), ranks)
+            sums = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+            missing[[rank // workers for rank in missing_ranks]] = 1.0
+        if self.step.engine.is_last:
+            mesh.tp.broadcast(sums).wait()
+            mesh.tp.broadcast(missing).wait()
+        sums, missing = self.step.shard.broadcast((sums, missing))
+        return sums.tolist(), [replica for replica in replicas if missing[replica]]
+
+    def _sum_local(self, batches: DatasetBatches) -> tuple[list[str], Tensor]:
+        """Sums over this replica's samples. A batch may have none, so that no rank waits."""
+        sums: dict[str, Tensor] = {}
+        samples = 0.0
+        for batch in batches:
+            size = batch.microbatch_sizes[0]
+            for name, number in self._metrics_of(batch).items():
+                sums[name] = sums.get(name, torch.zeros_like(number)) + number * size
+            samples += size
+        if not sums and self.step.engine.is_last:
+            raise BadInput("job.evaluate got no samples")
+        names = sorted(sums)
+        total = torch.tensor(samples, dtype=torch.float64, device=self._device)
+        return names, torch.stack([sums[name] for name in names] + [total])
+
+    def _metrics_of(self, batch: Batch) -> dict[str, Tensor]:
+        """The metric of one batch by name, where the outputs are known."""
+        engine = self.step.engine
+        inputs, targets = map_tensors(lambda t: t.to(self._device), tuple(batch))
+        engine.presence.real = batch.microbatch_sizes[0] > 0
+        with self.tracer.span("forward", "evaluate"):
+            outputs = engine.predict(inputs)
+            values = self.metric(outputs, targets) if engine.is_last else {}
+        by_name = values if isinstance(values, dict) else {"": values}
+        return {name: self._number(value) for name, value in by_name.items()}
+
+    def _number(self, value: Any) -> Tensor:
+        number = torch.as_tensor(value, dtype=torch.float64, device=self._device)
+        if number.dim():
+            raise BadInput(
+                "the metric of job.evaluate has to be one number, the mean over the samples it is "
+                f"given, and it is {tuple(number.shape)}"
+            )
+        return number
+
+    @property
+    def _device(self) -> torch.device:
+        return self.step.flat.device
