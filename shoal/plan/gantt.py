@@ -15,24 +15,24 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.errors import BadInput
-from shoal.plan.timeline import Span, Timeline
-from shoal.schedules.pipelines.actions import Kind
+from shoal.plan.timeline import ActionSpan, Timeline
+from shoal.schedules.pipelines.actions import ActionKind
 from shoal.schedules.pipelines.proof import PipelineProof
 
 MOST_STAGES = 64
 MOST_TICKS = 1500
 _FINEST = Fraction(1, 4)  # of the shortest action; where that does not fit, columns are rounded
 STYLES = {
-    Kind.FORWARD: "bright_blue",
-    Kind.BACKWARD: "green",
-    Kind.INPUT: "green",
-    Kind.WEIGHT: "yellow",
+    ActionKind.FORWARD: "bright_blue",
+    ActionKind.BACKWARD: "green",
+    ActionKind.INPUT: "green",
+    ActionKind.WEIGHT: "yellow",
 }
 NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "backward for the input",
-    Kind.WEIGHT: "backward for the weights",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "backward for the input",
+    ActionKind.WEIGHT: "backward for the weights",
 }
 
 
@@ -92,7 +92,7 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 def _legend(timeline: Timeline, tick: Fraction) -> Text:
     kinds = {span.action.kind for spans in timeline.spans for span in spans}
-    parts = [Text.assemble((k.value, STYLES[k]), f" {NAMES[k]}") for k in Kind if k in kinds]
+    parts = [Text.assemble((k.value, STYLES[k]), f" {NAMES[k]}") for k in ActionKind if k in kinds]
     if timeline.pipeline.chunks > 1:
         parts.append(Text("F3.1 micro-batch 3 on chunk 1"))
     parts.append(Text("· idle"))
@@ -157,7 +157,7 @@ def _column(moment: float, tick: Fraction) -> int:
     return math.floor(Fraction(moment) / tick + Fraction(1, 2))
 
 
-def _cells(span: Span, count: int, width: int) -> list[_Cell]:
+def _cells(span: ActionSpan, count: int, width: int) -> list[_Cell]:
     if not count:
         return []
     text = str(span.action).ljust(count * width - 1, "─") if count > 1 else str(span.action)

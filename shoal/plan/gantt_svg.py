@@ -12,8 +12,8 @@ from html import escape
 
 from shoal.errors import BadInput
 from shoal.plan.gantt import NAMES
-from shoal.plan.timeline import Span, Timeline
-from shoal.schedules.pipelines.actions import Kind
+from shoal.plan.timeline import ActionSpan, Timeline
+from shoal.schedules.pipelines.actions import ActionKind
 from shoal.schedules.pipelines.proof import PipelineProof
 
 MOST_ACTIONS = 20_000
@@ -28,10 +28,10 @@ _SHORTEST = 21
 _NARROWEST = 560
 _WIDEST = 6000  # pixels: of an action, of the drawing
 _HUES = {
-    Kind.FORWARD: "#0072b2",
-    Kind.BACKWARD: "#009e73",
-    Kind.INPUT: "#009e73",
-    Kind.WEIGHT: "#e69f00",
+    ActionKind.FORWARD: "#0072b2",
+    ActionKind.BACKWARD: "#009e73",
+    ActionKind.INPUT: "#009e73",
+    ActionKind.WEIGHT: "#e69f00",
 }
 _STYLE = """
 text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733}
@@ -110,12 +110,12 @@ def _stage(sheet: _Sheet, timeline: Timeline, proof: PipelineProof, stage: int) 
     )
 
 
-def _box(sheet: _Sheet, timeline: Timeline, span: Span, y: float) -> str:
+def _box(sheet: _Sheet, timeline: Timeline, span: ActionSpan, y: float) -> str:
     """Later chunks are paler. Whoever points at a box reads what it is."""
     action = span.action
     wide = (span.end - span.start) * sheet.per_time
     strength = 1 - 0.65 * action.chunk / max(1, timeline.pipeline.chunks - 1)
-    pale = strength < 0.7 or action.kind is Kind.WEIGHT
+    pale = strength < 0.7 or action.kind is ActionKind.WEIGHT
     label = f"{action.microbatch}" if len(str(action.microbatch)) * 7 + 4 <= wide else ""
     told = f"{action}: {span.start:.6g} to {span.end:.6g}"
     return (
@@ -127,7 +127,7 @@ def _box(sheet: _Sheet, timeline: Timeline, span: Span, y: float) -> str:
     )
 
 
-def _held(sheet: _Sheet, spans: tuple[Span, ...], most: int, y: float) -> str:
+def _held(sheet: _Sheet, spans: tuple[ActionSpan, ...], most: int, y: float) -> str:
     """A hill: how many sets of activations live, on the same scale for all stages."""
     points = [f"M{_LEFT} {y:.1f}"]
     high = (_HELD - 3) / most
@@ -136,14 +136,14 @@ def _held(sheet: _Sheet, spans: tuple[Span, ...], most: int, y: float) -> str:
     return f'<path class="held" d="{"".join(points)}Z"/>'
 
 
-def _live(spans: tuple[Span, ...]) -> Iterator[tuple[float, int]]:
+def _live(spans: tuple[ActionSpan, ...]) -> Iterator[tuple[float, int]]:
     """After each change: when, and how many live."""
     live = 0
     for span in spans:
-        if span.action.kind is Kind.FORWARD:
+        if span.action.kind is ActionKind.FORWARD:
             live += 1
             yield span.start, live
-        elif span.action.kind is not Kind.INPUT:
+        elif span.action.kind is not ActionKind.INPUT:
             live -= 1
             yield span.end, live
 
@@ -169,7 +169,7 @@ def _round_step(least: float) -> float:
 
 def _legend(sheet: _Sheet, timeline: Timeline) -> str:
     kinds = {span.action.kind for spans in timeline.spans for span in spans}
-    entries = [(_HUES[kind], f"{kind.value} {NAMES[kind]}") for kind in Kind if kind in kinds]
+    entries = [(_HUES[kind], f"{kind.value} {NAMES[kind]}") for kind in ActionKind if kind in kinds]
     entries += [("#eceff3", "idle"), ("#c9b6e0", "activations held")]
     x = float(_LEFT)
     y = sheet.bottom + 44

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shoal.errors import BadInput
-from shoal.schedules.pipelines.actions import Action, Kind, Pipeline, virtual_stage
+from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline, virtual_index
 from shoal.schedules.pipelines.proof import prove
 
 Time = float | Sequence[float]
@@ -34,7 +34,7 @@ class Times:
     weight: Time = 1.0
     transfer: float = 0.0
 
-    def table(self, pipeline: Pipeline) -> dict[Kind, list[float]]:
+    def table(self, pipeline: Pipeline) -> dict[ActionKind, list[float]]:
         """Of every kind, for each virtual stage."""
         forward = _spread("forward", self.forward, pipeline)
         backward = _spread("backward", self.backward, pipeline)
@@ -42,10 +42,10 @@ class Times:
         _check("transfer", self.transfer)
         whole = [one + other for one, other in zip(backward, weight, strict=True)]
         return {
-            Kind.FORWARD: forward,
-            Kind.BACKWARD: whole,
-            Kind.INPUT: backward,
-            Kind.WEIGHT: weight,
+            ActionKind.FORWARD: forward,
+            ActionKind.BACKWARD: whole,
+            ActionKind.INPUT: backward,
+            ActionKind.WEIGHT: weight,
         }
 
 
@@ -68,7 +68,7 @@ def _check(name: str, number: float) -> None:
         raise BadInput(f"{name} takes a time of 0 or more, not {number:g}")
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     action: Action
     start: float
     end: float
@@ -79,7 +79,7 @@ class Timeline:
     """When every stage does what."""
 
     pipeline: Pipeline
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
@@ -125,7 +125,7 @@ def simulate(pipeline: Pipeline, times: Times | None = None) -> Timeline:
     table = times.table(pipeline)
     if not any(map(sum, table.values())):
         raise BadInput("a pipeline in which nothing takes time has no timeline")
-    spans: list[list[Span]] = [[] for _ in range(pipeline.stages)]
+    spans: list[list[ActionSpan]] = [[] for _ in range(pipeline.stages)]
     ends: dict[tuple[int, bool, int], float] = {}  # virtual stage, forward?, micro-batch
     waiting = set(range(pipeline.stages))
     while waiting:
@@ -140,9 +140,9 @@ def simulate(pipeline: Pipeline, times: Times | None = None) -> Timeline:
 def _advance(
     pipeline: Pipeline,
     stage: int,
-    spans: list[Span],
+    spans: list[ActionSpan],
     ends: dict[tuple[int, bool, int], float],
-    table: dict[Kind, list[float]],
+    table: dict[ActionKind, list[float]],
     transfer: float,
 ) -> set[int]:
     """As far as the stage can go; which stages may go on because of it."""
@@ -151,18 +151,18 @@ def _advance(
     while len(spans) < len(actions):
         action = actions[len(spans)]
         begin = spans[-1].end if spans else 0.0
-        is_forward = action.kind is Kind.FORWARD
-        giver = pipeline.giver(stage, action)
-        taker = pipeline.taker(stage, action)
-        if giver is not None:
-            key = (virtual_stage(pipeline.stages, *giver), is_forward, action.microbatch)
+        is_forward = action.kind is ActionKind.FORWARD
+        producer = pipeline.producer(stage, action)
+        consumer = pipeline.consumer(stage, action)
+        if producer is not None:
+            key = (virtual_index(pipeline.stages, *producer), is_forward, action.microbatch)
             if key not in ends:
                 break
-            begin = max(begin, ends[key] + (transfer if giver.stage != stage else 0.0))
-        virtual = virtual_stage(pipeline.stages, stage, action.chunk)
-        span = Span(action, begin, begin + table[action.kind][virtual])
+            begin = max(begin, ends[key] + (transfer if producer.stage != stage else 0.0))
+        virtual = virtual_index(pipeline.stages, stage, action.chunk)
+        span = ActionSpan(action, begin, begin + table[action.kind][virtual])
         spans.append(span)
-        if taker is not None:
+        if consumer is not None:
             ends[virtual, is_forward, action.microbatch] = span.end
-            stirred.add(taker.stage)
+            stirred.add(consumer.stage)
     return stirred - {stage}

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import OnBucket
-from shoal.schedules.pipelines.actions import Action, Kind
+from shoal.schedules.pipelines.actions import Action, ActionKind
 
-_ENDS_BACKWARD = (Kind.BACKWARD, Kind.WEIGHT)  # gradients of the weights are there afterwards
+# the gradients of the weights are complete afterwards
+_ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 class Accumulation(Protocol):

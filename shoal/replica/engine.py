@@ -36,7 +36,7 @@ from shoal.replica.microbatch import (
 )
 from shoal.replica.pipeline.split_backward import SplitBackward
 from shoal.replica.stage import Stage, WholeModel
-from shoal.schedules.pipelines.actions import Action, Kind
+from shoal.schedules.pipelines.actions import Action, ActionKind
 
 Key = tuple[int, int]  # micro-batch, chunk
 
@@ -98,10 +98,10 @@ class Engine:
         self._autocast = autocast_for(flat.device, options.precision)
         self._span = options.tracer.span
         self._actions = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT: self._backward_input,
-            Kind.WEIGHT: self._backward_weight,
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.INPUT: self._backward_input,
+            ActionKind.WEIGHT: self._backward_weight,
         }
 
     @property

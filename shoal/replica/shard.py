@@ -27,7 +27,7 @@ from shoal.replica.pipeline.tied_weights import TiedWeights
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.replica.tensor.plan import plan_of
 from shoal.replica.tensor.sharded_tensor import whole_tensors
-from shoal.schedules.pipelines.actions import Kind, Pipeline, accumulate
+from shoal.schedules.pipelines.actions import ActionKind, Pipeline, accumulate
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Strategy
 from shoal.strategy.terms import Pp
@@ -163,7 +163,7 @@ class StageShard(ReplicaShard):
     ) -> Engine:
         pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
         actions = pipeline.actions[self.group.rank]
-        flat.splits_backward = any(action.kind is Kind.INPUT for action in actions)
+        flat.splits_backward = any(action.kind is ActionKind.INPUT for action in actions)
         flat.grads.tied = {i for i, p in enumerate(flat.params) if self.tied.is_tied(p)}
         options = replace(options, recompute=self.pp.recompute)
         stage = self._stage(pipeline, flat, options)

@@ -79,18 +79,18 @@ def test_json_is_one_document_with_every_action() -> None:
 
 
 OWN = """
-from shoal.schedules.pipelines.actions import Action, Kind
+from shoal.schedules.pipelines.actions import Action, ActionKind
 
 def backwards_last_first(stages, stage, microbatches):
-    order = [Action(Kind.FORWARD, m) for m in range(microbatches)]
-    return order + [Action(Kind.BACKWARD, m) for m in reversed(range(microbatches))]
+    order = [Action(ActionKind.FORWARD, m) for m in range(microbatches)]
+    return order + [Action(ActionKind.BACKWARD, m) for m in reversed(range(microbatches))]
 
 def forgetful(stages, stage, microbatches):
-    return [Action(Kind.FORWARD, m) for m in range(microbatches)]
+    return [Action(ActionKind.FORWARD, m) for m in range(microbatches)]
 
 def looped(stages, stage, microbatches, chunks):
-    every = [Action(Kind.FORWARD, 0, c) for c in range(chunks)]
-    return every + [Action(Kind.BACKWARD, 0, c) for c in reversed(range(chunks))]
+    every = [Action(ActionKind.FORWARD, 0, c) for c in range(chunks)]
+    return every + [Action(ActionKind.BACKWARD, 0, c) for c in reversed(range(chunks))]
 
 def words(stages, stage, microbatches):
     return ["F0", "B0"]

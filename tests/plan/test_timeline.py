@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import BadInput
-from shoal.plan.timeline import Span, Times, simulate
-from shoal.schedules.pipelines.actions import Action, Kind, Pipeline
+from shoal.plan.timeline import ActionSpan, Times, simulate
+from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import Deadlock
 from tests.plan.zero_bubble import ROWS, Row
 
-F = Kind.FORWARD
-B = Kind.BACKWARD
-W = Kind.WEIGHT
+F = ActionKind.FORWARD
+B = ActionKind.BACKWARD
+W = ActionKind.WEIGHT
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.model}-{row.microbatches}")
@@ -34,16 +34,16 @@ def test_two_stages_with_a_transfer_are_this() -> None:
     timeline = simulate(build("1f1b", 2, 2), Times(1.0, 2.0, 1.0, transfer=0.5))
     assert timeline.spans == (
         (
-            Span(Action(F, 0), 0.0, 1.0),
-            Span(Action(F, 1), 1.0, 2.0),
-            Span(Action(B, 0), 6.0, 9.0),
-            Span(Action(B, 1), 10.0, 13.0),
+            ActionSpan(Action(F, 0), 0.0, 1.0),
+            ActionSpan(Action(F, 1), 1.0, 2.0),
+            ActionSpan(Action(B, 0), 6.0, 9.0),
+            ActionSpan(Action(B, 1), 10.0, 13.0),
         ),
         (
-            Span(Action(F, 0), 1.5, 2.5),
-            Span(Action(B, 0), 2.5, 5.5),
-            Span(Action(F, 1), 5.5, 6.5),
-            Span(Action(B, 1), 6.5, 9.5),
+            ActionSpan(Action(F, 0), 1.5, 2.5),
+            ActionSpan(Action(B, 0), 2.5, 5.5),
+            ActionSpan(Action(F, 1), 5.5, 6.5),
+            ActionSpan(Action(B, 1), 6.5, 9.5),
         ),
     )
     assert timeline.makespan == 13.0 and timeline.work == (8.0, 8.0)
@@ -94,10 +94,10 @@ def test_nothing_overlaps_and_nothing_comes_before_its_input(
         assert [span.action for span in spans] == list(pipeline.actions[stage])
         assert all(one.end <= other.start for one, other in pairwise(spans))
         for span in spans:
-            giver = pipeline.giver(stage, span.action)
-            if giver is not None:
-                end = ends[(*giver, span.action.kind is F, span.action.microbatch)]
-                assert span.start >= end + (taken[3] if giver.stage != stage else 0)
+            producer = pipeline.producer(stage, span.action)
+            if producer is not None:
+                end = ends[(*producer, span.action.kind is F, span.action.microbatch)]
+                assert span.start >= end + (taken[3] if producer.stage != stage else 0)
     assert sum(timeline.work) == pytest.approx(p * m * sum(taken[:3]))
     assert -1e-9 <= timeline.bubble <= timeline.idle + 1e-9 <= 1
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import CheckFailed
-from shoal.schedules.pipelines.actions import Action, Kind, Pipeline
+from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import CATALOG, build, schedules
 from shoal.schedules.pipelines.proof import (
     Deadlock,
@@ -22,7 +22,7 @@ from shoal.schedules.pipelines.proof import (
 )
 
 LOOPED = [name for name in schedules() if CATALOG[name].looped]
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS = {kind.value: kind for kind in ActionKind}
 
 
 def written(*stages: str, microbatches: int, chunks: int = 1) -> Pipeline:
@@ -153,9 +153,9 @@ def test_a_wrong_stage_is_named(actions: str, sentence: str) -> None:
 def is_right(pipeline: Pipeline) -> bool:
     """By another way: all actions there, and the order of the stages and of the data has no cycle.
 
-    Knows nothing of channels and of `giver`; only for schedules that do not mix split and whole.
+    Knows nothing of channels and of `producer`; only for schedules that do not mix split and whole.
     """
-    split = any(action.kind is Kind.WEIGHT for one in pipeline.actions for action in one)
+    split = any(action.kind is ActionKind.WEIGHT for one in pipeline.actions for action in one)
     kinds = "FIW" if split else "FB"
     every = Counter(
         Action(_KINDS[kind], microbatch, chunk)

@@ -3,15 +3,23 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import BadInput
-from shoal.schedules.pipelines.actions import Action, Kind, Pipeline, Place, giver, place_of, taker
-from shoal.schedules.pipelines.actions import virtual_stage as virtual
+from shoal.schedules.pipelines.actions import (
+    Action,
+    ActionKind,
+    Pipeline,
+    VirtualStage,
+    consumer,
+    locate,
+    producer,
+)
+from shoal.schedules.pipelines.actions import virtual_index as virtual
 from shoal.schedules.pipelines.catalog import CATALOG, build, schedules
 from shoal.strategy.terms import Pp
 
-F = Kind.FORWARD
-B = Kind.BACKWARD
-I = Kind.INPUT  # noqa: E741
-W = Kind.WEIGHT
+F = ActionKind.FORWARD
+B = ActionKind.BACKWARD
+I = ActionKind.INPUT  # noqa: E741
+W = ActionKind.WEIGHT
 
 
 def words(name: str, stages: int, microbatches: int, chunks: int | None = None) -> list[str]:
@@ -55,22 +63,22 @@ def test_interleaved_makes_larger_groups_where_stages_do_not_divide_microbatches
 
 
 def test_virtual_stages_go_round_the_stages() -> None:
-    assert [place_of(2, number) for number in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert [virtual(2, *place_of(2, number)) for number in range(4)] == [0, 1, 2, 3]
+    assert [locate(2, number) for number in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [virtual(2, *locate(2, number)) for number in range(4)] == [0, 1, 2, 3]
 
 
 def test_forward_is_handed_on_and_backward_is_handed_back() -> None:
     # 2 stages of 2 chunks: virtual stages 0 1 2 3 on stages 0 1 0 1
-    assert giver(2, 2, 0, Action(F, 5, 0)) is None
-    assert taker(2, 2, 0, Action(F, 5, 0)) == Place(1, 0)
-    assert giver(2, 2, 0, Action(F, 5, 1)) == Place(1, 0)
-    assert taker(2, 2, 1, Action(F, 5, 1)) is None
+    assert producer(2, 2, 0, Action(F, 5, 0)) is None
+    assert consumer(2, 2, 0, Action(F, 5, 0)) == VirtualStage(1, 0)
+    assert producer(2, 2, 0, Action(F, 5, 1)) == VirtualStage(1, 0)
+    assert consumer(2, 2, 1, Action(F, 5, 1)) is None
     for kind in (B, I):
-        assert giver(2, 2, 1, Action(kind, 5, 1)) is None
-        assert taker(2, 2, 1, Action(kind, 5, 1)) == Place(0, 1)
-        assert giver(2, 2, 1, Action(kind, 5, 0)) == Place(0, 1)
-        assert taker(2, 2, 0, Action(kind, 5, 0)) is None
-    assert giver(2, 2, 1, Action(W, 5, 0)) is None and taker(2, 2, 1, Action(W, 5, 0)) is None
+        assert producer(2, 2, 1, Action(kind, 5, 1)) is None
+        assert consumer(2, 2, 1, Action(kind, 5, 1)) == VirtualStage(0, 1)
+        assert producer(2, 2, 1, Action(kind, 5, 0)) == VirtualStage(0, 1)
+        assert consumer(2, 2, 0, Action(kind, 5, 0)) is None
+    assert producer(2, 2, 1, Action(W, 5, 0)) is None and consumer(2, 2, 1, Action(W, 5, 0)) is None
 
 
 @pytest.mark.parametrize("name", schedules())

@@ -19,7 +19,13 @@ from shoal.pytree import Tree
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import MicroBatch, default_generators, seed_generators
 from shoal.replica.pipeline.stages import Stages
-from shoal.schedules.pipelines.actions import Action, Kind, Pipeline, Place, virtual_stage
+from shoal.schedules.pipelines.actions import (
+    Action,
+    ActionKind,
+    Pipeline,
+    VirtualStage,
+    virtual_index,
+)
 
 _FORWARD = 0  # the last two bits of a tag
 _BACKWARD = 1
@@ -45,11 +51,11 @@ class StageMessages:
         self.held: dict[int, list[tuple[int, PytreeWork]]] = {}
 
     def has_source(self, action: Action) -> bool:
-        return self.pipeline.giver(self.stage, action) is not None
+        return self.pipeline.producer(self.stage, action) is not None
 
     def recv(self, action: Action) -> Tree:
         """What the stage computed that comes before this one in the action's direction."""
-        source = self.pipeline.giver(self.stage, action)
+        source = self.pipeline.producer(self.stage, action)
         assert source is not None
         tag = _tag(self.virtual(action), action.microbatch, _direction(action))
         with self._tracer.span("wait", f"receive {action}"):
@@ -59,7 +65,7 @@ class StageMessages:
 
     def send(self, action: Action, tree: Tree) -> None:
         """To the next stage in the action's direction, if there is one."""
-        target = self.pipeline.taker(self.stage, action)
+        target = self.pipeline.consumer(self.stage, action)
         if target is None:
             return
         direction = _direction(action)
@@ -76,9 +82,9 @@ class StageMessages:
                 sent.wait()
 
     def virtual(self, action: Action) -> int:
-        return virtual_stage(self.pipeline.stages, self.stage, action.chunk)
+        return virtual_index(self.pipeline.stages, self.stage, action.chunk)
 
-    def _release(self, source: Place, action: Action) -> None:
+    def _release(self, source: VirtualStage, action: Action) -> None:
         """What that stage received before it sent this."""
         done = self._position_at(source, action)
         messages = self.held.get(source.stage, [])
@@ -87,9 +93,13 @@ class StageMessages:
                 sent.wait()
         self.held[source.stage] = [one for one in messages if one[0] > done]
 
-    def _position_at(self, place: Place, action: Action) -> int:
+    def _position_at(self, place: VirtualStage, action: Action) -> int:
         """Where the action of that stage for this micro-batch, in this direction, stands."""
-        kinds = [Kind.FORWARD] if action.kind is Kind.FORWARD else [Kind.BACKWARD, Kind.INPUT]
+        kinds = (
+            [ActionKind.FORWARD]
+            if action.kind is ActionKind.FORWARD
+            else [ActionKind.BACKWARD, ActionKind.INPUT]
+        )
         for kind in kinds:
             other = Action(kind, action.microbatch, place.chunk)
             if (place.stage, other) in self._position:
@@ -158,10 +168,10 @@ class PipelineStage:
         pipeline = self.messages.pipeline
         under_way: list[PytreeWork] = []
         for chunk in range(pipeline.chunks):
-            action = Action(Kind.FORWARD, 0, chunk)
+            action = Action(ActionKind.FORWARD, 0, chunk)
             virtual = self.messages.virtual(action)
-            source = pipeline.giver(self.messages.stage, action)
-            target = pipeline.taker(self.messages.stage, action)
+            source = pipeline.producer(self.messages.stage, action)
+            target = pipeline.consumer(self.messages.stage, action)
             received = values if source is None else channel.recv(source.stage, _tag(virtual, 0))
             with self._flat.computing():
                 outputs = self.stages.compute(virtual, names, received)
@@ -191,7 +201,7 @@ def _key(action: Action) -> tuple[int, int]:
 
 
 def _direction(action: Action) -> int:
-    return _FORWARD if action.kind is Kind.FORWARD else _BACKWARD
+    return _FORWARD if action.kind is ActionKind.FORWARD else _BACKWARD
 
 
 def _tag(virtual: int, microbatch: int, direction: int = _FORWARD) -> int:

@@ -17,7 +17,7 @@ from shoal.replica.pipeline.balance import cut_evenly, dearest
 from shoal.replica.pipeline.block_split import Trunk
 from shoal.replica.pipeline.graph_split import Operations, Untraceable, arguments, open_modules
 from shoal.replica.tensor.parallelize import TensorSplit
-from shoal.schedules.pipelines.actions import place_of
+from shoal.schedules.pipelines.actions import locate
 
 _DEEPEST = 3  # levels of blocks to look into
 _MUCH_CHEAPER = 0.85
@@ -213,7 +213,7 @@ class Stages:
             for training in (True, False):
                 self.model.train(training)
                 for virtual in range(self.parts):
-                    stage = place_of(self.stages, virtual).stage
+                    stage = locate(self.stages, virtual).stage
                     for tensor in self._used_by(virtual):
                         if id(tensor) in names:
                             found[names[id(tensor)]].add(stage)

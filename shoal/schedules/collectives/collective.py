@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shoal.errors import BadInput
-from shoal.schedules.collectives.kinds import Kind, kind_named
-from shoal.schedules.collectives.transfer_table import Table, Transfer, from_rounds
+from shoal.schedules.collectives.kinds import CollectiveKind, kind_named
+from shoal.schedules.collectives.transfer_table import Transfer, TransferTable, from_rounds
 
 __all__ = ["Collective", "Transfer", "rooted_at"]
 
@@ -57,16 +57,16 @@ class Collective:
                 f"{self.kind} over {self.ranks} ranks needs a multiple of {units} chunks, "
                 f"and {self.name} has {self.chunks}"
             )
-        if not isinstance(self.rounds, Table):
+        if not isinstance(self.rounds, TransferTable):
             object.__setattr__(self, "rounds", from_rounds(self.rounds))
 
     @property
-    def table(self) -> Table:
-        assert isinstance(self.rounds, Table)
+    def table(self) -> TransferTable:
+        assert isinstance(self.rounds, TransferTable)
         return self.rounds
 
     @property
-    def pattern(self) -> Kind:
+    def pattern(self) -> CollectiveKind:
         return kind_named(self.kind)
 
     @property

@@ -37,7 +37,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ScheduleTraffic:
     """Messages and chunks by cell; a cell is one rank in one round, sorted by round."""
 
     rounds: int
@@ -67,7 +67,7 @@ class Traffic:
         return float(self.by_rank(np.maximum(self.sent_chunks, self.received_chunks)).max())
 
 
-def traffic(collective: Collective) -> Traffic:
+def traffic(collective: Collective) -> ScheduleTraffic:
     """Count the messages and chunks of every rank in every round."""
     table = collective.table
     ranks = collective.ranks
@@ -80,7 +80,7 @@ def traffic(collective: Collective) -> Traffic:
     def count(cells_of_rows: Longs) -> Floats:
         return np.bincount(cells_of_rows, minlength=cells.size).astype(np.float64)
 
-    return Traffic(
+    return ScheduleTraffic(
         int(np.count_nonzero(np.diff(when, prepend=-1))),
         np.flatnonzero(np.diff(cells // ranks, prepend=-1)),
         cells % ranks,
@@ -93,7 +93,7 @@ def traffic(collective: Collective) -> Traffic:
     )
 
 
-def memory_chunks(collective: Collective, found: Traffic) -> float:
+def memory_chunks(collective: Collective, found: ScheduleTraffic) -> float:
     """The chunks a rank must have room for beyond its input and output, at the worst moment.
 
     Scratch slots, what arrives in one round to be added, and pieces on their way to others.
@@ -136,7 +136,7 @@ def predicted_s(kind: str, name: str, ranks: int, num_bytes: int, link: Link) ->
 
 
 @lru_cache(maxsize=64)
-def _counted(kind: str, name: str, ranks: int) -> tuple[float, Traffic]:
+def _counted(kind: str, name: str, ranks: int) -> tuple[float, ScheduleTraffic]:
     collective = catalog.build(kind, name, ranks)
     return collective.chunk_bytes(1.0), traffic(collective)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.powers_of_two import Fold, fold
-from shoal.schedules.collectives.transfer_table import Table, rows
+from shoal.schedules.collectives.transfer_table import TransferTable, rows
 
 
 def halving_reduce_scatter(ranks: int) -> Collective:
@@ -46,11 +46,11 @@ def halving_all_reduce(ranks: int) -> Collective:
     return Collective("halving", ranks, ranks, table, one_port=True)
 
 
-def _halving(folded: Fold) -> list[Table]:
+def _halving(folded: Fold) -> list[TransferTable]:
     return [folded.exchange(distance, True, True) for distance in _distances(folded.size)]
 
 
-def _fold_in(folded: Fold, ranks: int) -> Table:
+def _fold_in(folded: Fold, ranks: int) -> TransferTable:
     keep = folded.keepers[:, None]
     return rows(0, keep + 1, keep, np.arange(ranks), True)
 

@@ -27,7 +27,7 @@ from shoal.schedules.collectives.halving import halving_all_reduce, halving_redu
 from shoal.schedules.collectives.kinds import nearest
 from shoal.schedules.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from shoal.schedules.collectives.star import star_broadcast, star_reduce
-from shoal.schedules.collectives.transfer_table import EMPTY, Table
+from shoal.schedules.collectives.transfer_table import EMPTY, TransferTable
 from shoal.schedules.collectives.tree import tree_broadcast, tree_reduce
 
 Make = Callable[[int], Collective]
@@ -113,7 +113,9 @@ def _inner(name: str, size: int) -> tuple[Make, Make, int]:
     raise BadInput(f"there is no inner algorithm {name!r}; {nearest(name, known)}")
 
 
-def _inside(make: Make, nodes: list[NDArray[np.int64]], shards: int, per_shard: int) -> Table:
+def _inside(
+    make: Make, nodes: list[NDArray[np.int64]], shards: int, per_shard: int
+) -> TransferTable:
     """`make`'s schedule in every node at once."""
     tables = [EMPTY]
     whole = [members for members in nodes if members.size == nodes[0].size]
@@ -123,7 +125,9 @@ def _inside(make: Make, nodes: list[NDArray[np.int64]], shards: int, per_shard: 
     return tables[0].beside(*tables[1:])
 
 
-def _embed(inner: Collective, members: NDArray[np.int64], shards: int, per_shard: int) -> Table:
+def _embed(
+    inner: Collective, members: NDArray[np.int64], shards: int, per_shard: int
+) -> TransferTable:
     """Piece i of `inner` is the run of shards that member i answers for; runs may differ."""
     owner = np.arange(shards) * inner.chunks // shards
     runs = [np.flatnonzero(owner == piece) for piece in range(inner.chunks)]
@@ -135,7 +139,7 @@ def _embed(inner: Collective, members: NDArray[np.int64], shards: int, per_shard
     return table.only(table.chunk >= 0)
 
 
-def _between(outer: Collective, nodes: list[NDArray[np.int64]], shards: int) -> Table:
+def _between(outer: Collective, nodes: list[NDArray[np.int64]], shards: int) -> TransferTable:
     """`outer`'s schedule for every shard at once, among the ranks that answer for it."""
     shard = np.arange(shards)
     members = np.stack([m[shard * m.size // shards] for m in nodes], axis=1)

@@ -30,7 +30,7 @@ Where = Callable[[Any, Any, int, int], Any]  # (rank, unit, ranks, root) -> bool
 
 
 @dataclass(frozen=True)
-class Kind:
+class CollectiveKind:
     """One kind of collective. `begins` and `ends` say which rank holds which unit."""
 
     name: str
@@ -70,21 +70,23 @@ def _each(p: int) -> int:
 
 
 _KINDS = [
-    Kind("all_reduce", _one, _all, _all, reduces=True, bound=lambda p: 2 * (p - 1) / p),
-    Kind("reduce_scatter", _each, _all, _owner, reduces=True),
-    Kind("all_gather", _each, _owner, _all),
-    Kind("broadcast", _one, _root, _all, rooted=True, bound=lambda p: float(p > 1)),
-    Kind("reduce", _one, _all, _root, reduces=True, rooted=True, bound=lambda p: float(p > 1)),
-    Kind("scatter", _each, _root, _owner, rooted=True),
-    Kind("gather", _each, _owner, _root, rooted=True),
-    Kind(
+    CollectiveKind("all_reduce", _one, _all, _all, reduces=True, bound=lambda p: 2 * (p - 1) / p),
+    CollectiveKind("reduce_scatter", _each, _all, _owner, reduces=True),
+    CollectiveKind("all_gather", _each, _owner, _all),
+    CollectiveKind("broadcast", _one, _root, _all, rooted=True, bound=lambda p: float(p > 1)),
+    CollectiveKind(
+        "reduce", _one, _all, _root, reduces=True, rooted=True, bound=lambda p: float(p > 1)
+    ),
+    CollectiveKind("scatter", _each, _root, _owner, rooted=True),
+    CollectiveKind("gather", _each, _owner, _root, rooted=True),
+    CollectiveKind(
         "all_to_all",
         lambda p: p * p,
         lambda rank, unit, ranks, root: rank == unit // ranks,
         lambda rank, unit, ranks, root: rank == unit % ranks,
     ),
-    Kind("scan", _one, _all, _all, reduces=True, prefix=1, bound=lambda p: float(p > 1)),
-    Kind(
+    CollectiveKind("scan", _one, _all, _all, reduces=True, prefix=1, bound=lambda p: float(p > 1)),
+    CollectiveKind(
         "exclusive_scan",
         _one,
         _all,
@@ -93,12 +95,12 @@ _KINDS = [
         prefix=0,
         bound=lambda p: float(p > 1),
     ),
-    Kind("barrier", _one, _all, _all, reduces=True, overlap=True, bound=lambda p: 0.0),
+    CollectiveKind("barrier", _one, _all, _all, reduces=True, overlap=True, bound=lambda p: 0.0),
 ]
 KINDS = {kind.name: kind for kind in _KINDS}
 
 
-def kind_named(name: str) -> Kind:
+def kind_named(name: str) -> CollectiveKind:
     if name not in KINDS:
         raise BadInput(f"there is no collective {name!r}; {nearest(name, KINDS)}")
     return KINDS[name]

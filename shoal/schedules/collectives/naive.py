@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.schedules.collectives.collective import Collective
-from shoal.schedules.collectives.transfer_table import Table, rows
+from shoal.schedules.collectives.transfer_table import TransferTable, rows
 
 _DATA = 0
 _OWN = 1
@@ -44,7 +44,7 @@ def sequential_all_reduce(ranks: int) -> Collective:
     return _with_copy("sequential", ranks, rows(when, who, when, _OWN, True, _DATA))
 
 
-def _with_copy(name: str, ranks: int, sums: Table, one_port: bool = False) -> Collective:
+def _with_copy(name: str, ranks: int, sums: TransferTable, one_port: bool = False) -> Collective:
     everyone = np.arange(ranks)
     copy = rows(0, everyone, everyone, _DATA, False, _OWN)
     return Collective(name, ranks, 1, copy.then(sums), one_port=one_port, scratch=1)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.schedules.collectives.transfer_table import Ints, Table, rows
+from shoal.schedules.collectives.transfer_table import Ints, TransferTable, rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Fold:
         """The even ranks of the pairs; each one's partner is its right neighbour."""
         return np.arange(0, 2 * (self.ranks - self.size), 2)
 
-    def exchange(self, distance: int, block_of_partner: bool, reduce: bool) -> Table:
+    def exchange(self, distance: int, block_of_partner: bool, reduce: bool) -> TransferTable:
         """One round: v swaps with v ^ distance a block of `distance` groups.
 
         Halving sends the block that the partner will answer for, doubling the own one.

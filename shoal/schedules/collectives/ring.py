@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.schedules.collectives.collective import Collective
-from shoal.schedules.collectives.transfer_table import EMPTY, Table, rows
+from shoal.schedules.collectives.transfer_table import EMPTY, TransferTable, rows
 
 
 def ring_reduce_scatter(ranks: int) -> Collective:
@@ -89,13 +89,13 @@ def ring_reduce(ranks: int, chunks: int | None = None) -> Collective:
     return Collective("ring", ranks, count, table, "reduce", one_port=True)
 
 
-def _chain(ranks: int, chunks: int) -> Table:
+def _chain(ranks: int, chunks: int) -> TransferTable:
     chunk = np.arange(chunks)[:, None]
     src = np.arange(ranks - 1)
     return rows(chunk + src, src, src + 1, chunk, False)
 
 
-def _round_the_ring(ranks: int, first: int, reduce: bool) -> Table:
+def _round_the_ring(ranks: int, first: int, reduce: bool) -> TransferTable:
     """In round k rank i hands chunk i+first-k to its right neighbour."""
     step = np.arange(ranks - 1)[:, None]
     src = np.arange(ranks)

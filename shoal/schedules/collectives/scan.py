@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from shoal.schedules.collectives.collective import Collective
-from shoal.schedules.collectives.transfer_table import EMPTY, Table, rows
+from shoal.schedules.collectives.transfer_table import EMPTY, TransferTable, rows
 
 
 def chain_scan(ranks: int) -> Collective:
@@ -58,6 +58,6 @@ def _exclusive(inclusive: Collective, ranks: int) -> Collective:
     )
 
 
-def _one_up(table: Table) -> Table:
+def _one_up(table: TransferTable) -> TransferTable:
     ranks = int(table.dst.max(initial=0)) + 1
     return table.relabelled(np.arange(ranks) + 1, [0])

@@ -1,7 +1,7 @@
 """The transfers of a schedule as columns of numbers, so that 1,024 ranks are no burden.
 
 A ring over 1,024 ranks has two million transfers. As Python objects they would take seconds to
-make and gigabytes to hold; as columns they take milliseconds. A `Table` still reads like a
+make and gigabytes to hold; as columns they take milliseconds. A `TransferTable` still reads like a
 tuple of rounds: `table[3]` is the fourth round, a tuple of `Transfer`.
 """
 
@@ -35,7 +35,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, eq=False)
-class Table(Sequence[tuple[Transfer, ...]]):
+class TransferTable(Sequence[tuple[Transfer, ...]]):
     """Rows sorted by round; all columns have the same length."""
 
     num_rounds: int
@@ -82,7 +82,7 @@ class Table(Sequence[tuple[Transfer, ...]]):
     def num_transfers(self) -> int:
         return int(self.round.size)
 
-    def then(self, *later: Table) -> Table:
+    def then(self, *later: TransferTable) -> TransferTable:
         """This table, and after its last round the rounds of the others."""
         tables = []
         start = 0
@@ -91,15 +91,15 @@ class Table(Sequence[tuple[Transfer, ...]]):
             start += table.num_rounds
         return _merged(tables, start)
 
-    def beside(self, *others: Table) -> Table:
+    def beside(self, *others: TransferTable) -> TransferTable:
         """All tables at the same time: their rounds with the same number become one."""
         tables = (self, *others)
         return _merged(tables, max(table.num_rounds for table in tables))
 
-    def delayed(self, num_rounds: int) -> Table:
+    def delayed(self, num_rounds: int) -> TransferTable:
         return self._with(self.num_rounds + num_rounds, round=self.round + np.int32(num_rounds))
 
-    def reversed(self, reduce: bool) -> Table:
+    def reversed(self, reduce: bool) -> TransferTable:
         """Last round first, every transfer turned round: broadcast to reduce."""
         flags = np.full_like(self.reduce, reduce)
         last = np.int32(self.num_rounds - 1)
@@ -114,7 +114,7 @@ class Table(Sequence[tuple[Transfer, ...]]):
         )
         return _merged([turned], self.num_rounds)
 
-    def relabelled(self, ranks: ArrayLike, chunks: ArrayLike) -> Table:
+    def relabelled(self, ranks: ArrayLike, chunks: ArrayLike) -> TransferTable:
         """Rank r becomes ranks[r], and slot c becomes chunks[c]."""
         rank_of = np.asarray(ranks, np.int32)
         chunk_of = np.asarray(chunks, np.int32)
@@ -126,7 +126,7 @@ class Table(Sequence[tuple[Transfer, ...]]):
             into=chunk_of[self.into],
         )
 
-    def embedded(self, members: ArrayLike, chunks: ArrayLike) -> Table:
+    def embedded(self, members: ArrayLike, chunks: ArrayLike) -> TransferTable:
         """The same schedule in many places at once.
 
         `members[g, r]` is who plays rank r in place g; `chunks[g, c, :]` are the chunks that
@@ -145,14 +145,14 @@ class Table(Sequence[tuple[Transfer, ...]]):
             num_rounds=self.num_rounds,
         )
 
-    def only(self, keep: Bools) -> Table:
+    def only(self, keep: Bools) -> TransferTable:
         """The rows for which `keep` holds; the rounds stay where they are."""
         names = ("round", "src", "dst", "chunk", "into", "reduce")
         return self._with(self.num_rounds, **{name: getattr(self, name)[keep] for name in names})
 
-    def _with(self, num_rounds: int, **columns: Any) -> Table:
+    def _with(self, num_rounds: int, **columns: Any) -> TransferTable:
         names = ("round", "src", "dst", "chunk", "into", "reduce")
-        return Table(num_rounds, **{n: columns.get(n, getattr(self, n)) for n in names})
+        return TransferTable(num_rounds, **{n: columns.get(n, getattr(self, n)) for n in names})
 
 
 def rows(
@@ -163,18 +163,20 @@ def rows(
     reduce: ArrayLike,
     into: ArrayLike | None = None,
     num_rounds: int | None = None,
-) -> Table:
+) -> TransferTable:
     """A table from columns that are broadcast against each other, as numpy does it."""
     columns = np.broadcast_arrays(round, src, dst, chunk, chunk if into is None else into, reduce)
     flat = [np.ascontiguousarray(column).ravel() for column in columns]
     ints = [column.astype(np.int32, copy=False) for column in flat[:5]]
     if num_rounds is None:
         num_rounds = int(ints[0].max()) + 1 if ints[0].size else 0
-    table = Table(num_rounds, ints[0], ints[1], ints[2], ints[3], ints[4], flat[5].astype(np.bool_))
+    table = TransferTable(
+        num_rounds, ints[0], ints[1], ints[2], ints[3], ints[4], flat[5].astype(np.bool_)
+    )
     return _merged([table], num_rounds)
 
 
-def from_rounds(rounds: Iterable[Iterable[Transfer]]) -> Table:
+def from_rounds(rounds: Iterable[Iterable[Transfer]]) -> TransferTable:
     """A table from rounds that were written out."""
     listed = [list(transfers) for transfers in rounds]
     flat = [(i, t) for i, transfers in enumerate(listed) for t in transfers]
@@ -189,7 +191,7 @@ def from_rounds(rounds: Iterable[Iterable[Transfer]]) -> Table:
     )
 
 
-def _merged(tables: Sequence[Table], num_rounds: int) -> Table:
+def _merged(tables: Sequence[TransferTable], num_rounds: int) -> TransferTable:
     names = ("round", "src", "dst", "chunk", "into", "reduce")
     columns = [
         getattr(tables[0], name)
@@ -200,7 +202,7 @@ def _merged(tables: Sequence[Table], num_rounds: int) -> Table:
     if np.any(columns[0][1:] < columns[0][:-1]):
         order = np.argsort(columns[0], kind="stable")
         columns = [column[order] for column in columns]
-    return Table(num_rounds, *columns)
+    return TransferTable(num_rounds, *columns)
 
 
 EMPTY = rows([], [], [], [], [])

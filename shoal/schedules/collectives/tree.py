@@ -11,7 +11,7 @@ import numpy as np
 
 from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.ring import ring_all_gather, ring_reduce_scatter
-from shoal.schedules.collectives.transfer_table import EMPTY, Table, rows
+from shoal.schedules.collectives.transfer_table import EMPTY, TransferTable, rows
 
 
 def tree_broadcast(ranks: int) -> Collective:
@@ -65,13 +65,13 @@ def scatter_gather_reduce(ranks: int) -> Collective:
     return Collective("scatter_gather", ranks, ranks, table, "reduce", one_port=True)
 
 
-def _spread(ranks: int) -> Table:
+def _spread(ranks: int) -> TransferTable:
     dst = np.arange(1, ranks)
     level = np.floor(np.log2(dst)).astype(np.int32) if ranks > 1 else dst
     return rows(level, dst - (1 << level), dst, 0, False)
 
 
-def _halves(ranks: int) -> Table:
+def _halves(ranks: int) -> TransferTable:
     depth = (ranks - 1).bit_length()
     levels = [EMPTY]
     for half in (1 << level for level in reversed(range(depth))):

@@ -1,15 +1,15 @@
-"""A replica's work as data: what each stage does, in which order.
+"""The work of a replica as data: the actions of each stage, in order.
 
-A model is cut into `stages * chunks` pieces, one after the other: the virtual stages. Stage s
-has the pieces s, stages + s, 2 * stages + s, …, its chunks:
+A model is cut into `stages * chunks` virtual stages, one after the other. Stage s computes the
+virtual stages s, stages + s, 2 * stages + s, …: its chunks.
 
-    virtual = chunk * stages + stage        2 stages, 2 chunks:   stage 0 | stage 1
+    index = chunk * stages + stage          2 stages, 2 chunks:   stage 0 | stage 1
                                                         chunk 0      0    |    1
                                                         chunk 1      2    |    3
 
 A schedule is a pure function `(stages, stage, microbatches[, chunks])` to the list of actions of
-one stage. Sends and receives are no actions: they follow from `giver` and `taker`. A `Pipeline`
-holds the lists of all stages. One stage with micro-batches is gradient accumulation:
+one stage. Sends and receives are not actions: they follow from `producer` and `consumer`. A
+`Pipeline` holds the lists of all stages. One stage with micro-batches is gradient accumulation:
 
     F0 B0 F1 B1 F2 B2 …
 """
@@ -24,32 +24,32 @@ from typing import NamedTuple
 from shoal.errors import BadInput
 
 
-class Kind(enum.Enum):
+class ActionKind(enum.Enum):
     """What a stage does with one micro-batch on one of its chunks.
 
     A backward is whole (`BACKWARD`) or split (`INPUT`, and some time later `WEIGHT`), never both.
     """
 
     FORWARD = "F"
-    """Input: the batch on virtual stage 0, else the output of `giver`. Computes the output, goes
-    to `taker`; on the last virtual stage it is the loss. Keeps what backward needs."""
+    """Input: the batch on virtual stage 0, else the output of `producer`. The output goes to
+    `consumer`; on the last virtual stage it is the loss. Keeps what backward needs."""
 
     BACKWARD = "B"
-    """The full backward. Input: the gradient of the chunk's output, from `giver`; on the last
+    """The full backward. Input: the gradient of the chunk's output, from `producer`; on the last
     virtual stage it starts at the loss. Adds to the gradients of the chunk's weights and computes
-    the gradient of its input, which goes to `taker`. All that forward kept is free afterwards."""
+    the gradient of its input, which goes to `consumer`. What forward kept is free afterwards."""
 
     INPUT = "I"
-    """The first half of a split backward: as `BACKWARD`, but the gradients of the weights are left
-    alone. What is kept for them (inputs of layers, gradients of their outputs) stays."""
+    """The first half of a split backward: as `BACKWARD`, without the gradients of the weights.
+    What they need (inputs of layers, gradients of their outputs) is kept."""
 
     WEIGHT = "W"
-    """The second half: adds to the gradients of the chunk's weights. It waits for nobody and sends
+    """The second half: adds to the gradients of the chunk's weights. It receives and sends
     nothing; all that was kept is free afterwards."""
 
 
 class Action(NamedTuple):
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     chunk: int = 0
 
@@ -59,61 +59,62 @@ class Action(NamedTuple):
 
 
 Schedule = Callable[[int, int, int], list[Action]]
-"""(stages, stage, microbatches) -> what that stage does."""
+"""(stages, stage, microbatches) -> the actions of that stage."""
 
 LoopedSchedule = Callable[[int, int, int, int], list[Action]]
-"""(stages, stage, microbatches, chunks) -> what that stage does."""
+"""(stages, stage, microbatches, chunks) -> the actions of that stage."""
 
 
-class Place(NamedTuple):
-    """Where a virtual stage is computed."""
+class VirtualStage(NamedTuple):
+    """A virtual stage: the stage that computes it, and which of its chunks it is."""
 
     stage: int
     chunk: int
 
 
-def virtual_stage(stages: int, stage: int, chunk: int) -> int:
+def virtual_index(stages: int, stage: int, chunk: int) -> int:
+    """The position of a virtual stage in the model, from 0 on."""
     return chunk * stages + stage
 
 
-def place_of(stages: int, virtual: int) -> Place:
+def locate(stages: int, virtual: int) -> VirtualStage:
+    """The inverse of `virtual_index`."""
     chunk, stage = divmod(virtual, stages)
-    return Place(stage, chunk)
+    return VirtualStage(stage, chunk)
 
 
-def giver(stages: int, chunks: int, stage: int, action: Action) -> Place | None:
-    """Whose result an action waits for: the same micro-batch, forward or backward, there.
+def producer(stages: int, chunks: int, stage: int, action: Action) -> VirtualStage | None:
+    """The virtual stage whose result an action needs, of the same micro-batch and direction.
 
-    None: it needs nothing from another place. With one stage the giver may be the stage itself.
+    None if it needs none. With one stage the producer may be the stage itself.
     """
     return _neighbour(stages, chunks, stage, action, forward=-1, backward=+1)
 
 
-def taker(stages: int, chunks: int, stage: int, action: Action) -> Place | None:
-    """Who waits for the result of an action; None: nobody elsewhere."""
+def consumer(stages: int, chunks: int, stage: int, action: Action) -> VirtualStage | None:
+    """The virtual stage that needs the result of an action; None if none does."""
     return _neighbour(stages, chunks, stage, action, forward=+1, backward=-1)
 
 
 def _neighbour(
     stages: int, chunks: int, stage: int, action: Action, forward: int, backward: int
-) -> Place | None:
-    if action.kind is Kind.WEIGHT:
+) -> VirtualStage | None:
+    if action.kind is ActionKind.WEIGHT:
         return None
-    step = forward if action.kind is Kind.FORWARD else backward
-    virtual = virtual_stage(stages, stage, action.chunk) + step
-    return place_of(stages, virtual) if 0 <= virtual < stages * chunks else None
+    step = forward if action.kind is ActionKind.FORWARD else backward
+    virtual = virtual_index(stages, stage, action.chunk) + step
+    return locate(stages, virtual) if 0 <= virtual < stages * chunks else None
 
 
 def check_sizes(stages: int, microbatches: int, chunks: int) -> None:
-    """Refuse what is no pipeline at all."""
-    for number, thing in ((stages, "stage"), (microbatches, "micro-batch"), (chunks, "chunk")):
+    for number, noun in ((stages, "stage"), (microbatches, "micro-batch"), (chunks, "chunk")):
         if number < 1:
-            raise BadInput(f"a pipeline needs at least one {thing}, not {number}")
+            raise BadInput(f"a pipeline needs at least one {noun}, not {number}")
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The actions of every stage, in their order. `pipeline_proof.prove` checks them."""
+    """The actions of every stage, in order. `proof.prove` checks them."""
 
     name: str
     microbatches: int
@@ -133,31 +134,31 @@ class Pipeline:
     def stages(self) -> int:
         return len(self.actions)
 
-    def giver(self, stage: int, action: Action) -> Place | None:
-        return giver(self.stages, self.chunks, stage, action)
+    def producer(self, stage: int, action: Action) -> VirtualStage | None:
+        return producer(self.stages, self.chunks, stage, action)
 
-    def taker(self, stage: int, action: Action) -> Place | None:
-        return taker(self.stages, self.chunks, stage, action)
+    def consumer(self, stage: int, action: Action) -> VirtualStage | None:
+        return consumer(self.stages, self.chunks, stage, action)
 
     def __str__(self) -> str:
         chunks = f", {self.chunks} chunks each," if self.chunks > 1 else ""
         return (
-            f"{self.name} of {_many(self.stages, 'stage')}{chunks} "
-            f"and {_many(self.microbatches, 'micro-batch')}"
+            f"{self.name} of {_count(self.stages, 'stage')}{chunks} "
+            f"and {_count(self.microbatches, 'micro-batch')}"
         )
 
 
-def _many(number: int, thing: str) -> str:
-    plural = "es" if thing.endswith("ch") else "s"
-    return f"{number} {thing}{'' if number == 1 else plural}"
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def accumulate(stages: int, stage: int, microbatches: int) -> list[Action]:
-    """One stage: each micro-batch forward and backward in turn; one set of activations lives."""
+    """One stage: forward and backward of each micro-batch in turn, with one set of activations."""
     if stages != 1 or stage != 0:
         raise ValueError(f"accumulate is a schedule of one stage, not stage {stage} of {stages}")
     return [
         Action(kind, microbatch)
         for microbatch in range(microbatches)
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.schedules.pipelines.actions import Action, Kind
+from shoal.schedules.pipelines.actions import Action, ActionKind
 
 
 def inter_op(stages: int, stage: int, microbatches: int) -> list[Action]:
@@ -14,7 +14,7 @@ def inter_op(stages: int, stage: int, microbatches: int) -> list[Action]:
     return [
         Action(kind, microbatch)
         for microbatch in range(microbatches)
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
     ]
 
 
@@ -33,12 +33,12 @@ def bfs(stages: int, stage: int, microbatches: int, chunks: int) -> list[Action]
     stage holds the activations of all m micro-batches in all its chunks.
     """
     forward = [
-        Action(Kind.FORWARD, microbatch, chunk)
+        Action(ActionKind.FORWARD, microbatch, chunk)
         for chunk in range(chunks)
         for microbatch in range(microbatches)
     ]
     backward = [
-        Action(Kind.BACKWARD, microbatch, chunk)
+        Action(ActionKind.BACKWARD, microbatch, chunk)
         for chunk in reversed(range(chunks))
         for microbatch in range(microbatches)
     ]

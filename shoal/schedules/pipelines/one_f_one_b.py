@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from shoal.schedules.pipelines.actions import Action, Kind
+from shoal.schedules.pipelines.actions import Action, ActionKind
 
 
 def one_f_one_b(stages: int, stage: int, microbatches: int) -> list[Action]:
@@ -12,8 +12,8 @@ def one_f_one_b(stages: int, stage: int, microbatches: int) -> list[Action]:
 
     The bubble of GPipe, (p-1)/(m+p-1); stage s holds the activations of at most p-s micro-batches.
     """
-    forward = [Action(Kind.FORWARD, microbatch) for microbatch in range(microbatches)]
-    backward = [Action(Kind.BACKWARD, microbatch) for microbatch in range(microbatches)]
+    forward = [Action(ActionKind.FORWARD, microbatch) for microbatch in range(microbatches)]
+    backward = [Action(ActionKind.BACKWARD, microbatch) for microbatch in range(microbatches)]
     return in_turn(forward, backward, warm_up=stages - stage - 1)
 
 
@@ -26,13 +26,13 @@ def interleaved(stages: int, stage: int, microbatches: int, chunks: int) -> list
     """
     groups = _groups(microbatches, max(1, microbatches // stages))
     forward = [
-        Action(Kind.FORWARD, microbatch, chunk)
+        Action(ActionKind.FORWARD, microbatch, chunk)
         for group in groups
         for chunk in range(chunks)
         for microbatch in group
     ]
     backward = [
-        Action(Kind.BACKWARD, microbatch, chunk)
+        Action(ActionKind.BACKWARD, microbatch, chunk)
         for group in groups
         for chunk in reversed(range(chunks))
         for microbatch in group

@@ -1,15 +1,15 @@
-"""Walk a pipeline's schedule, and see that it does everything once, in order, and never hangs.
+"""Proves a pipeline's schedule: every action once, in order, and no deadlock.
 
-Of each stage: every micro-batch goes forward on every chunk exactly once and then backward, either
-whole (F, B) or split (F, I, W); nothing else is done.
+Each stage by itself: every micro-batch goes forward on every chunk exactly once and then backward,
+either whole (F, B) or split (F, I, W), and there are no other actions.
 
-Of all stages together: they are run against each other with channels that hold few messages. A
-stage takes its input when it begins an action, not before. After an action it puts the result into
-the channel to its taker, and goes on once at most `capacity` messages in that channel are not yet
-taken; with 0 that is a send that waits for its receiver. There is one channel for each ordered
-pair of stages, for activations and gradients of all chunks, and a message is taken by its name, so
-it may overtake. More room never makes a schedule hang that did not, and who is served first makes
-no difference, so one run decides.
+All stages together: they are run against each other with channels that hold few messages. A stage
+receives its input when it begins an action, not before. After an action it sends the result to its
+consumer, and continues once at most `capacity` messages of that channel are not received; 0 is a
+send that waits for its receiver. Each ordered pair of stages has one channel, for activations and
+gradients of all chunks. Messages are received by name, so they may overtake each other. A larger
+capacity never causes a deadlock, and the order in which stages run makes no difference, so one run
+decides.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import CheckFailed
-from shoal.schedules.pipelines.actions import Action, Kind, Pipeline, Place, virtual_stage
+from shoal.schedules.pipelines.actions import (
+    Action,
+    ActionKind,
+    Pipeline,
+    VirtualStage,
+    virtual_index,
+)
 
 UNLIMITED = 1 << 60
 
 
 class ScheduleWrong(CheckFailed):
-    """A stage does something twice, too early, or not at all."""
+    """A stage has an action twice, too early, or not at all."""
 
     def __init__(self, pipeline: Pipeline, stage: int, what: str):
         self.stage = stage
@@ -34,21 +40,21 @@ class ScheduleWrong(CheckFailed):
 
 
 class Wait(NamedTuple):
-    """A stage that cannot go on. `giving`: its result is not taken; else its input is not there."""
+    """A stage that is blocked: `sending` its result, or else waiting for its input."""
 
     stage: int
     action: Action
     peer: int
-    giving: bool
+    sending: bool
 
     def __str__(self) -> str:
-        if self.giving:
+        if self.sending:
             return f"stage {self.stage} after {self.action} waits for stage {self.peer} to take it"
         return f"stage {self.stage} before {self.action} waits for stage {self.peer}"
 
 
 class Deadlock(CheckFailed):
-    """Stages that wait for each other in a circle: each of `cycle` for the next one's stage."""
+    """Stages that wait for each other in a cycle: each of `cycle` for the stage of the next."""
 
     def __init__(self, pipeline: Pipeline, capacity: int, cycle: tuple[Wait, ...]):
         self.capacity = capacity
@@ -59,11 +65,11 @@ class Deadlock(CheckFailed):
 
 @dataclass(frozen=True)
 class PipelineProof:
-    """What was shown.
+    """What was proven.
 
-    `capacity` is the least room in a channel with which it does not hang. `peak_live` counts, for
-    every stage, the most pairs of micro-batch and chunk that are forward but not wholly backward
-    (B, or W where it is split) at one time; `peak_waiting` those of them that only lack their W.
+    `capacity` is the smallest capacity of channels without a deadlock. `peak_live` is, for every
+    stage, the largest number of pairs (micro-batch, chunk) between their forward and the end of
+    their backward (B, or W if it is split). `peak_waiting` counts those that only lack their W.
     """
 
     actions: int
@@ -73,7 +79,7 @@ class PipelineProof:
 
 
 def prove(pipeline: Pipeline, capacity: int | None = None) -> PipelineProof:
-    """Raise `ScheduleWrong` or `Deadlock` unless it is right, with so much room if that is told."""
+    """Raise `ScheduleWrong` or `Deadlock` unless it is right, with this capacity if it is given."""
     for stage in range(pipeline.stages):
         _check_stage(pipeline, stage)
     if capacity is not None:
@@ -88,7 +94,7 @@ def prove(pipeline: Pipeline, capacity: int | None = None) -> PipelineProof:
 
 
 def capacity_needed(pipeline: Pipeline) -> int:
-    """The least room in every channel with which a schedule, right in each stage, does not hang."""
+    """The smallest capacity of channels without a deadlock, for stages that are right alone."""
     run_blocking(pipeline, UNLIMITED)
     capacity = 0
     while True:
@@ -100,8 +106,12 @@ def capacity_needed(pipeline: Pipeline) -> int:
             return capacity
 
 
-_BEFORE = {Kind.BACKWARD: Kind.FORWARD, Kind.INPUT: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
-_OTHER = {Kind.BACKWARD: Kind.INPUT, Kind.INPUT: Kind.BACKWARD}
+_BEFORE = {
+    ActionKind.BACKWARD: ActionKind.FORWARD,
+    ActionKind.INPUT: ActionKind.FORWARD,
+    ActionKind.WEIGHT: ActionKind.INPUT,
+}
+_OTHER = {ActionKind.BACKWARD: ActionKind.INPUT, ActionKind.INPUT: ActionKind.BACKWARD}
 
 
 def _check_stage(pipeline: Pipeline, stage: int) -> None:
@@ -138,8 +148,8 @@ def _what_is_wrong(pipeline: Pipeline, action: Action, done: set[Action]) -> str
 
 def _lacking(microbatch: int, chunk: int, done: set[Action]) -> Action | None:
     """The action that is missing for this micro-batch, if one is."""
-    split = Action(Kind.INPUT, microbatch, chunk) in done
-    needed = (Kind.FORWARD, Kind.WEIGHT if split else Kind.BACKWARD)
+    split = Action(ActionKind.INPUT, microbatch, chunk) in done
+    needed = (ActionKind.FORWARD, ActionKind.WEIGHT if split else ActionKind.BACKWARD)
     missing = (Action(kind, microbatch, chunk) for kind in needed)
     return next((action for action in missing if action not in done), None)
 
@@ -147,17 +157,17 @@ def _lacking(microbatch: int, chunk: int, done: set[Action]) -> Action | None:
 def _peaks(actions: tuple[Action, ...]) -> tuple[int, int]:
     live = waiting = peak_live = peak_waiting = 0
     for kind, _, _ in actions:
-        live += (kind is Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.WEIGHT))
-        waiting += (kind is Kind.INPUT) - (kind is Kind.WEIGHT)
+        live += (kind is ActionKind.FORWARD) - (kind in (ActionKind.BACKWARD, ActionKind.WEIGHT))
+        waiting += (kind is ActionKind.INPUT) - (kind is ActionKind.WEIGHT)
         peak_live = max(peak_live, live)
         peak_waiting = max(peak_waiting, waiting)
     return peak_live, peak_waiting
 
 
 class _Message(NamedTuple):
-    """For whom: the virtual stage that takes it; forward or backward, of which micro-batch."""
+    """The virtual stage that receives it, the direction, and the micro-batch."""
 
-    taker: int
+    consumer: int
     is_forward: bool
     microbatch: int
 
@@ -165,7 +175,7 @@ class _Message(NamedTuple):
 def run_blocking(pipeline: Pipeline, capacity: int) -> None:
     """Run all stages against each other; raise `Deadlock` where they hang.
 
-    Each stage by itself has to be right, as `prove` sees to.
+    Each stage by itself must be right, which `prove` checks first.
     """
     _Run(pipeline, capacity).finish()
 
@@ -175,7 +185,7 @@ class _Run:
         self.pipeline = pipeline
         self.capacity = capacity
         self.next = [0] * pipeline.stages
-        self.is_giving = [False] * pipeline.stages  # the result of the action is out, not taken
+        self.is_sending = [False] * pipeline.stages  # the result is sent and not received
         self.channels: dict[tuple[int, int], set[_Message]] = {}
 
     def finish(self) -> None:
@@ -187,57 +197,67 @@ class _Run:
                 raise Deadlock(self.pipeline, self.capacity, self._cycle(stage))
 
     def _advance(self, stage: int) -> set[int]:
-        """As far as the stage can go; which others may go on because of it."""
-        stirred: set[int] = set()
+        """Run a stage until it blocks; the stages that may be unblocked by it."""
+        unblocked: set[int] = set()
         while self.next[stage] < len(self.pipeline.actions[stage]):
             action = self.pipeline.actions[stage][self.next[stage]]
-            if not self.is_giving[stage]:
-                giver = self.pipeline.giver(stage, action)
-                if giver is not None:
-                    channel = self._channel(giver.stage, stage)
-                    message = self._message(Place(stage, action.chunk), action)
-                    if message not in channel:
-                        return stirred
-                    channel.remove(message)
-                    stirred.add(giver.stage)
-                self.is_giving[stage] = True
-                taker = self.pipeline.taker(stage, action)
-                if taker is not None:
-                    self._channel(stage, taker.stage).add(self._message(taker, action))
-                    stirred.add(taker.stage)
-            if not self._is_given(stage, action):
-                return stirred
-            self.is_giving[stage] = False
+            if not self.is_sending[stage]:
+                if not self._receive(stage, action, unblocked):
+                    return unblocked
+                self._send(stage, action, unblocked)
+            if not self._is_received(stage, action):
+                return unblocked
+            self.is_sending[stage] = False
             self.next[stage] += 1
-        return stirred
+        return unblocked
+
+    def _receive(self, stage: int, action: Action, unblocked: set[int]) -> bool:
+        """Receive the input of an action; False if it is not there yet."""
+        producer = self.pipeline.producer(stage, action)
+        if producer is None:
+            return True
+        channel = self._channel(producer.stage, stage)
+        message = self._message(VirtualStage(stage, action.chunk), action)
+        if message not in channel:
+            return False
+        channel.remove(message)
+        unblocked.add(producer.stage)
+        return True
+
+    def _send(self, stage: int, action: Action, unblocked: set[int]) -> None:
+        self.is_sending[stage] = True
+        consumer = self.pipeline.consumer(stage, action)
+        if consumer is not None:
+            self._channel(stage, consumer.stage).add(self._message(consumer, action))
+            unblocked.add(consumer.stage)
 
     def _channel(self, source: int, target: int) -> set[_Message]:
         return self.channels.setdefault((source, target), set())
 
-    def _message(self, taker: Place, action: Action) -> _Message:
-        virtual = virtual_stage(self.pipeline.stages, *taker)
-        return _Message(virtual, action.kind is Kind.FORWARD, action.microbatch)
+    def _message(self, consumer: VirtualStage, action: Action) -> _Message:
+        virtual = virtual_index(self.pipeline.stages, *consumer)
+        return _Message(virtual, action.kind is ActionKind.FORWARD, action.microbatch)
 
-    def _is_given(self, stage: int, action: Action) -> bool:
-        taker = self.pipeline.taker(stage, action)
-        if taker is None or taker.stage == stage:  # what a stage gives itself stays where it is
+    def _is_received(self, stage: int, action: Action) -> bool:
+        consumer = self.pipeline.consumer(stage, action)
+        if consumer is None or consumer.stage == stage:  # a stage sends itself nothing
             return True
-        return len(self._channel(stage, taker.stage)) <= self.capacity
+        return len(self._channel(stage, consumer.stage)) <= self.capacity
 
     def _wait_of(self, stage: int) -> Wait | None:
-        """What a stage waits for, now that nobody can go on; None: it is through."""
+        """What a stage waits for when no stage can advance; None if it has finished."""
         if self.next[stage] == len(self.pipeline.actions[stage]):
             return None
         action = self.pipeline.actions[stage][self.next[stage]]
-        giving = self.is_giving[stage]
-        peer = (self.pipeline.taker if giving else self.pipeline.giver)(stage, action)
-        assert peer is not None  # only messages are waited for
-        return Wait(stage, action, peer.stage, giving)
+        is_sending = self.is_sending[stage]
+        peer = (self.pipeline.consumer if is_sending else self.pipeline.producer)(stage, action)
+        assert peer is not None  # a stage waits for messages only
+        return Wait(stage, action, peer.stage, is_sending)
 
     def _cycle(self, stage: int) -> tuple[Wait, ...]:
-        """Follow who waits for whom until a stage comes again.
+        """Follow the waits until a stage comes again.
 
-        No way ends at a stage that is through: it has taken and given everything there is.
+        No path ends at a stage that has finished: it has received and sent everything.
         """
         path: list[Wait] = []
         while stage not in [wait.stage for wait in path]:

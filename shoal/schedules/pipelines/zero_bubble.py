@@ -6,7 +6,7 @@ stage before waits for; W, that of the weights, can run at any later time.
 
 from __future__ import annotations
 
-from shoal.schedules.pipelines.actions import Action, Kind
+from shoal.schedules.pipelines.actions import Action, ActionKind
 from shoal.schedules.pipelines.one_f_one_b import in_turn
 
 
@@ -31,12 +31,12 @@ def zb_h2(stages: int, stage: int, microbatches: int) -> list[Action]:
 
 def _split(stages: int, stage: int, microbatches: int, depth: int) -> list[Action]:
     """1F1B order of F and I; after an I one W, if more than `depth * stage` wait; then the rest."""
-    forward = [Action(Kind.FORWARD, microbatch) for microbatch in range(microbatches)]
-    inputs = [Action(Kind.INPUT, microbatch) for microbatch in range(microbatches)]
+    forward = [Action(ActionKind.FORWARD, microbatch) for microbatch in range(microbatches)]
+    inputs = [Action(ActionKind.INPUT, microbatch) for microbatch in range(microbatches)]
     actions = []
     for action in in_turn(forward, inputs, warm_up=depth * (stages - stage - 1)):
         actions.append(action)
-        if action.kind is Kind.INPUT and action.microbatch >= depth * stage:
-            actions.append(Action(Kind.WEIGHT, action.microbatch - depth * stage))
+        if action.kind is ActionKind.INPUT and action.microbatch >= depth * stage:
+            actions.append(Action(ActionKind.WEIGHT, action.microbatch - depth * stage))
     waiting = range(max(0, microbatches - depth * stage), microbatches)
-    return actions + [Action(Kind.WEIGHT, microbatch) for microbatch in waiting]
+    return actions + [Action(ActionKind.WEIGHT, microbatch) for microbatch in waiting]
