@@ -187,6 +187,18 @@ def _run(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
     )
 
 
+def started(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """The same in new interpreters, where a fork of one that has loaded torch would differ."""
+    return subprocess.run(
+        [sys.executable, "-m", "shoal", *words],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
 def json_of(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
     """The one JSON document on stdout."""
     document = json.loads(done.stdout)

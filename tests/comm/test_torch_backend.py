@@ -23,6 +23,7 @@ from torch import nn
 import shoal
 from shoal.errors import Desync, PeerLost
 from shoal.transport.shm.segment import is_built
+from tests import forked
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 ROOT = Path(__file__).parents[2]
@@ -414,7 +415,7 @@ def test_part_of_pytorchs_own_suite(backend: str) -> None:
     """As Gloo, so that its tests are not skipped; and one that looks at the backend's name."""
     pytest.importorskip("expecttest")
     names = [] if os.environ.get("SHOAL_TEST_WHOLE_SUITE") else TORCH_TESTS
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "tests.comm.torch_suite"]
         + (names if backend == "gloo" else ["test_ddp_logging_data_cpu"]),
         cwd=ROOT,

@@ -35,7 +35,7 @@ def run(*command: str, cwd: Path) -> str:
 def test_python_shoal_torchrun_and_mpirun_print_the_same_losses(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(scripts.PLAIN)
-    alone = losses(run(sys.executable, "train.py", cwd=tmp_path))
+    alone = losses(shoal("run", "train.py", cwd=tmp_path).stdout)
     assert len(alone) == 12
     ways = [
         ["-m", "shoal.cli", "run", "train.py", "-n", "2"],
