@@ -20,21 +20,21 @@ from torch import Tensor
 
 from shoal.server import shared_memory as shared
 from shoal.server.link import Reply, Request, ServerLink
-from shoal.server.model.shard import DTYPES, parts_of
-from shoal.server.protocol.frames import Header, Kind, decode, encode
+from shoal.server.model.shard import DTYPES, partial_sums
+from shoal.server.protocol.frames import FrameKind, Header, decode, encode
 from shoal.server.protocol.messages import (
     Ack,
+    BarrierRequest,
     Commit,
-    Meet,
-    Message,
-    Met,
-    Norm,
+    LowestSurvivor,
+    ModelSpec,
     Norms,
     Pull,
     Pulled,
-    Spec,
-    State,
+    ShardState,
     Stats,
+    TotalNorm,
+    WireMessage,
 )
 from shoal.server.shared_memory import bytes_of
 
@@ -73,7 +73,7 @@ class Client:
         model: int,
         addresses: Sequence[str],
         secret: bytes,
-        specs: Sequence[Spec],
+        specs: Sequence[ModelSpec],
     ):
         first = specs[0]
         self.rank = rank
@@ -84,15 +84,15 @@ class Client:
         self.sequence = 0
         self.shared_bytes = 0  # written to shared memory for servers to read
         self.links: list[ServerLink] = []
-        self._head_dtype = DTYPES[first.head_dtype]
-        self._sums_per_push = parts_of(first)
+        self._head_dtype = DTYPES[first.loss_flags_dtype]
+        self._sums_per_push = partial_sums(first)
         self._barriers = 0
         self._settling: list[Future[Reply]] = []
         self._descriptor: int | None = None
-        header = Header(Kind.HELLO, rank, model, secrets.randbits(63))
+        header = Header(FrameKind.HELLO, rank, model, secrets.randbits(63))
         try:
             for index, address in enumerate(addresses):
-                link = ServerLink(index, address, secret, header, first.place.rank)
+                link = ServerLink(index, address, secret, header, first.split.rank)
                 self.links.append(link)
             self._make_memory()
             for link, spec in zip(self.links, self.specs, strict=True):
@@ -120,7 +120,7 @@ class Client:
         try:
             self.inbox = shared.attach_weights(descriptor, self.dtype, self.size)
             for link in self.links:
-                link.pass_descriptor(Kind.SHARE, b"", descriptor)
+                link.pass_descriptor(FrameKind.SHARE_WEIGHTS, b"", descriptor)
         finally:
             os.close(descriptor)
         return True
@@ -175,7 +175,7 @@ class Client:
 
     def settle(self, position: int) -> None:
         """Ask followers to answer when they have applied the log up to `position`."""
-        request = Request(Kind.SETTLE, argument=position)
+        request = Request(FrameKind.SETTLE, argument=position)
         self._settling = [link.post("push", request) for link in self._followers]
 
     def wait_settled(self) -> None:
@@ -186,8 +186,8 @@ class Client:
 
     def norms(self) -> dict[int, float]:
         """The norm of each parameter's gradient in the current step, by parameter index."""
-        values = decode(self.request(self.links[0], Kind.NORMS), Norms).values
-        parameters = [cut.parameter for spec in self.specs for cut in spec.cuts]
+        values = decode(self.request(self.links[0], FrameKind.NORMS), Norms).values
+        parameters = [cut.parameter for spec in self.specs for cut in spec.slices]
         norms: dict[int, float] = {}
         for parameter, norm in zip(parameters, values, strict=True):
             norms[parameter] = math.hypot(norms[parameter], norm) if parameter in norms else norm
@@ -195,7 +195,7 @@ class Client:
 
     def set_norm(self, value: float) -> None:
         """The norm of the gradient of the whole model, of which these servers hold a shard."""
-        self.request(self.links[0], Kind.NORM_SET, Norm(value))
+        self.request(self.links[0], FrameKind.TOTAL_NORM, TotalNorm(value))
 
     # ------------------------------------------------------------------ pulling
 
@@ -208,21 +208,21 @@ class Client:
             into = [bytes_of(head)]
             if not link.shares_memory:
                 into.append(bytes_of(self.inbox[spec.start : spec.stop]))
-            replies.append(link.post("pull", Request(Kind.PULL, meta, into=tuple(into))))
+            replies.append(link.post("pull", Request(FrameKind.PULL, meta, into=tuple(into))))
         return PendingPull(replies, heads[0])
 
-    def get_state(self) -> list[tuple[State, list[Tensor]]]:
+    def get_state(self) -> list[tuple[ShardState, list[Tensor]]]:
         """The optimizer state of every server."""
-        request = Request(Kind.STATE_GET, into=None)
+        request = Request(FrameKind.STATE_GET, into=None)
         replies = [link.post("pull", request) for link in self.links]
         return [_unpack_state(reply.result()) for reply in replies]
 
-    def set_state(self, states: Sequence[tuple[State, list[Tensor]]], weights: Tensor) -> None:
+    def set_state(self, states: Sequence[tuple[ShardState, list[Tensor]]], weights: Tensor) -> None:
         """Give every server its weights and its shard of the optimizer state."""
         replies = []
         for link, spec, (state, tensors) in zip(self.links, self.specs, states, strict=True):
             payload = tuple(map(bytes_of, [weights[spec.start : spec.stop], *tensors]))
-            replies.append(link.post("pull", Request(Kind.STATE_SET, encode(state), payload)))
+            replies.append(link.post("pull", Request(FrameKind.STATE_SET, encode(state), payload)))
         for reply in replies:
             reply.result()
 
@@ -231,21 +231,25 @@ class Client:
     def barrier(self) -> None:
         """Wait for all live workers. All of them then know the same `lowest_survivor`."""
         self._barriers += 1
-        answer = self.request(self.links[0], Kind.MEET, Meet(self._barriers))
-        self.lowest_survivor = decode(answer, Met).first
+        answer = self.request(self.links[0], FrameKind.BARRIER, BarrierRequest(self._barriers))
+        self.lowest_survivor = decode(answer, LowestSurvivor).worker
 
     def stats(self, final: bool = False) -> list[dict[str, Any]]:
         """The counters of every server; with `final`, when all workers have left."""
         return [
-            msgspec.msgpack.decode(self.request(link, Kind.STATS, Stats(final)))
+            msgspec.msgpack.decode(self.request(link, FrameKind.STATS, Stats(final)))
             for link in self.links
         ]
 
     def leave(self) -> None:
         for link in reversed(self.links):  # the leader last: it decides until then
-            self.lowest_survivor = decode(self.request(link, Kind.LEAVE), Met).first
+            self.lowest_survivor = decode(
+                self.request(link, FrameKind.LEAVE), LowestSurvivor
+            ).worker
 
-    def request(self, link: ServerLink, kind: Kind, message: Message | None = None) -> bytes:
+    def request(
+        self, link: ServerLink, kind: FrameKind, message: WireMessage | None = None
+    ) -> bytes:
         """Send a control message and return the metadata of its answer."""
         meta = b"" if message is None else encode(message)
         return link.call("control", Request(kind, meta)).meta
@@ -273,23 +277,23 @@ class Client:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _join(self, link: ServerLink, spec: Spec) -> None:
+    def _join(self, link: ServerLink, spec: ModelSpec) -> None:
         if self._descriptor is not None and link.is_unix:
             link.shares_memory = True
-            link.pass_descriptor(Kind.SETUP, encode(spec), self._descriptor)
+            link.pass_descriptor(FrameKind.SETUP, encode(spec), self._descriptor)
         else:
-            self.request(link, Kind.SETUP, spec)
+            self.request(link, FrameKind.SETUP, spec)
         link.open("push")
         link.open("pull")
 
-    def _bucket_requests(self, spec: Spec, start: int, stop: int) -> list[Request]:
+    def _bucket_requests(self, spec: ModelSpec, start: int, stop: int) -> list[Request]:
         """One request per sum of a push; `argument` is the offset in the server's memory."""
         requests = []
         for index in range(self._sums_per_push):
             offset = index * (spec.stop - spec.start) + start - spec.start
             requests.append(
                 Request(
-                    Kind.BUCKET,
+                    FrameKind.BUCKET,
                     payload=(bytes_of(self.out[index, start:stop]),),
                     sequence=self.sequence + 1,
                     argument=offset * self.dtype.itemsize,
@@ -300,12 +304,12 @@ class Client:
 
     def _post_commit(self, link: ServerLink, commit: Commit, heads: Tensor) -> Future[Reply]:
         payload = (bytes_of(heads),)
-        request = Request(Kind.COMMIT, encode(commit), payload, sequence=self.sequence)
+        request = Request(FrameKind.COMMIT, encode(commit), payload, sequence=self.sequence)
         return link.post("push", request)
 
 
-def _unpack_state(reply: Reply) -> tuple[State, list[Tensor]]:
-    state = decode(reply.meta, State)
+def _unpack_state(reply: Reply) -> tuple[ShardState, list[Tensor]]:
+    state = decode(reply.meta, ShardState)
     payload = reply.payload
     flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0)
     tensors = []

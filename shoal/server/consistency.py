@@ -1,17 +1,17 @@
-"""Whose gradients count, when a step is complete, and who may start the next one.
+"""Consistency models: which gradients count, when a step is complete, who may start the next.
 
-A pure rule: no clocks of the wall, no threads, no tensors. The lead server keeps the ledger, and
-its decisions hold for all servers.
+Pure rules: no wall clock, no threads, no tensors. The leader asks the ledger for its decisions,
+and all servers apply them.
 
-    synchronous    a step is complete when every worker has pushed it
-    quorum         ... when `quorum` workers have, or all that are left. A push for a step that
-                   is closed is late: dropped, or folded into the sum of the next step
-    staleness=k    a push counts at once; a worker may start step t when the slowest live worker
-                   has finished t - k steps. k = 0 is the synchronous rule
-    async          a push counts at once, and nobody waits. A worker that is too far behind the
-                   fastest leaves out steps, so that a slow one does not hold up the run's end
+    synchronous          a step is complete when every worker has pushed it
+    quorum               ... when `quorum` workers have, or all surviving ones. A push for a
+                         completed step is late: dropped, or folded into the next step's sum
+    bounded staleness=k  each push is a step of its own; a worker may start step t when the
+                         slowest live worker has finished t - k steps. k = 0 is synchronous
+    asynchronous         each push is a step of its own, and no worker waits. A worker that is
+                         far behind the fastest skips steps, so that it does not delay the end
 
-Steps count from 0; a worker's clock is the number of steps it has finished or left out.
+Steps count from 0. A worker's clock is the number of steps that it has finished or skipped.
 """
 
 from __future__ import annotations
@@ -25,111 +25,150 @@ import msgspec
 
 from shoal.strategy.terms import Ps
 
-MOST_WORKERS = 1 << 16
-MOST_BEHIND = 12  # steps of an asynchronous worker behind the fastest before it leaves some out
+MAX_WORKERS = 1 << 16
+MAX_LAG_STEPS = 12  # an asynchronous worker that is further behind the fastest skips steps
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of the four, for so many workers."""
+    """One of the four consistency models, for a number of workers."""
 
-    workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS)]
-    quorum: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS)] | None = None
+    workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+    quorum: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] | None = None
     fold: bool = False
     staleness: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    at_once: bool = False
+    asynchronous: bool = False
 
     @classmethod
-    def of(cls, part: Ps, workers: int) -> Rule:
-        quorum = None if part.quorum is None else quorum_of(part.quorum, workers)
-        staleness = part.staleness or None  # bounded by 0 steps: synchronous
-        return cls(workers, quorum, part.late == "fold", staleness, part.mode == "async")
+    def of(cls, term: Ps, workers: int) -> Rule:
+        quorum = None if term.quorum is None else quorum_of(term.quorum, workers)
+        staleness = term.staleness or None  # bounded by 0 steps: synchronous
+        return cls(workers, quorum, term.late == "fold", staleness, term.mode == "async")
 
     @property
-    def needs_everyone(self) -> bool:
-        return self.quorum is None and not self.counts_at_once
+    def is_synchronous(self) -> bool:
+        return self.quorum is None and not self.applies_each_push
 
-    def is_passed(self, step: int, version: int, fastest: int) -> bool:
-        """Whether a worker has come too late for `step`, as far as its latest pull tells."""
-        if self.at_once:
-            return step < fastest - MOST_BEHIND
+    @property
+    def applies_each_push(self) -> bool:
+        """Whether every push is a step of its own: bounded staleness and asynchronous."""
+        return self.asynchronous or self.staleness is not None
+
+    def is_too_late(self, step: int, version: int, fastest: int) -> bool:
+        """Whether a worker should skip `step`, as far as its latest pull shows."""
+        if self.asynchronous:
+            return step < fastest - MAX_LAG_STEPS
         return self.quorum is not None and step < version
-
-    @property
-    def counts_at_once(self) -> bool:
-        return self.at_once or self.staleness is not None
 
 
 def quorum_of(fraction: float, workers: int) -> int:
-    """0.75 of 4 is 3; what lies between two numbers of workers is rounded up."""
+    """0.75 of 4 is 3; a fraction of a worker is rounded up."""
     return min(workers, max(1, math.ceil(fraction * workers - 1e-9)))
 
 
-class Verdict(enum.Enum):
+class PushVerdict(enum.Enum):
     ADMITTED = "admitted"
     FOLDED = "folded"
     DROPPED = "dropped"
 
 
-class Impossible(ValueError):
-    """A push that no worker could have made."""
+class ImpossiblePush(ValueError):
+    """A push that no correct worker makes."""
+
+
+class LedgerState(msgspec.Struct, frozen=True):
+    """A ledger as a value, for snapshots: counts by worker, in the order of workers."""
+
+    version: int
+    start: int
+    clocks: tuple[int, ...]
+    pushes: tuple[int, ...]
+    outcomes: tuple[dict[str, int], ...]
+    live: tuple[int, ...]
+    counted: tuple[int, ...]
+    folded: int
 
 
 class Ledger:
-    """Who has pushed what; the state of the rule.
+    """Which worker has pushed what: the state of a rule.
 
-    `version` counts the steps that are complete. Where pushes count at once it counts pushes.
+    `version` counts completed steps; with bounded staleness and asynchronous it counts pushes.
     """
 
     def __init__(self, rule: Rule, start: int = 0):
         self.rule = rule
-        self.outcomes = {worker: Counter[Verdict]() for worker in range(rule.workers)}
+        self.outcomes = {worker: Counter[PushVerdict]() for worker in range(rule.workers)}
         self.live = set(range(rule.workers))
         self.restart(start)
 
     def restart(self, start: int) -> None:
-        """Everybody goes on from the same step: that of a checkpoint."""
-        self.version = self.start = start
+        """All workers continue from the step of a checkpoint."""
+        self.version = start
+        self.start = start
         self.clocks = dict.fromkeys(range(self.rule.workers), start)
         self.counted: set[int] = set()
         self.folded = 0
-        self._pushed = Counter[int]()
+        self._pushes = Counter[int]()
 
-    def arrive(self, worker: int, step: int) -> Verdict:
-        """A whole push of `worker`, whose gradients are those of `step`."""
-        if worker not in self.live:
-            raise Impossible(f"worker {worker} has left")
-        if step < self.clocks[worker]:
-            raise Impossible(f"worker {worker} has pushed step {step} before")
-        verdict = self._judge(worker, step)
-        self.clocks[worker] = step + 1
-        self.outcomes[worker][verdict] += 1
-        self._pushed[worker] += 1
+    def arrive(self, worker: int, step: int) -> PushVerdict:
+        """A complete push of `worker` with the gradients of `step`: decide and record it."""
+        verdict = self.judge(worker, step)
+        self.record(worker, step, verdict)
         return verdict
 
-    def left_out(self, worker: int, to_the_end: bool) -> int:
-        """Steps that it has not pushed: up to its latest push, or to everybody's."""
+    def judge(self, worker: int, step: int) -> PushVerdict:
+        """The verdict on a push. Changes nothing."""
+        if worker not in self.live:
+            raise ImpossiblePush(f"worker {worker} has left")
+        if step < self.clocks[worker]:
+            raise ImpossiblePush(f"worker {worker} has pushed step {step} before")
+        if self.rule.applies_each_push:
+            may_skip = self.rule.asynchronous and step <= self.fastest
+            if step != self.clocks[worker] and not may_skip:
+                expected = self.clocks[worker]
+                raise ImpossiblePush(f"worker {worker} pushes step {step}: expected {expected}")
+            return PushVerdict.ADMITTED
+        if step > self.version:
+            raise ImpossiblePush(
+                f"worker {worker} pushes step {step} before step {self.version} is complete"
+            )
+        if step == self.version:
+            return PushVerdict.ADMITTED
+        return PushVerdict.FOLDED if self.rule.fold else PushVerdict.DROPPED
+
+    def record(self, worker: int, step: int, verdict: PushVerdict) -> None:
+        """The push has got this verdict."""
+        if verdict is PushVerdict.ADMITTED:
+            self.counted.add(worker)
+        elif verdict is PushVerdict.FOLDED:
+            self.folded += 1
+        self.clocks[worker] = step + 1
+        self.outcomes[worker][verdict] += 1
+        self._pushes[worker] += 1
+
+    def skipped(self, worker: int, to_the_end: bool) -> int:
+        """Steps that it has not pushed: up to its latest push, or to the latest of all."""
         last = max(self.clocks.values()) if to_the_end else self.clocks[worker]
-        return max(0, last - self.start - self._pushed[worker])
+        return max(0, last - self.start - self._pushes[worker])
 
     def complete(self) -> bool:
-        """Whether the gradients that count now make up a step."""
-        if self.rule.counts_at_once:
+        """Whether the pushes that count now make up a step."""
+        if self.rule.applies_each_push:
             return bool(self.counted)
-        wanted = self.rule.workers if self.rule.quorum is None else self.rule.quorum
+        wanted = self.rule.workers
         if self.rule.quorum is not None:
-            wanted = min(wanted, max(1, len(self.live)))
+            wanted = min(self.rule.quorum, max(1, len(self.live)))
         return len(self.counted) >= wanted
 
     def apply(self) -> None:
-        """The step is done: the next one begins."""
+        """The step is complete: the next one begins."""
         self.version += 1
         self.counted.clear()
         self.folded = 0
 
     def may_start(self, step: int) -> bool:
         """Whether a worker that has finished `step` steps may take weights for the next."""
-        if self.rule.at_once:
+        if self.rule.asynchronous:
             return True
         if self.rule.staleness is not None:
             return self.slowest >= step - self.rule.staleness
@@ -137,7 +176,7 @@ class Ledger:
 
     @property
     def slowest(self) -> int:
-        """The clock of the slowest live worker; of the fastest when nobody is left."""
+        """The clock of the slowest live worker; of the fastest when none is live."""
         return min((self.clocks[w] for w in self.live), default=max(self.clocks.values()))
 
     @property
@@ -145,22 +184,31 @@ class Ledger:
         return max(self.clocks.values())
 
     def lose(self, worker: int) -> None:
-        """It has left or died: nobody waits for it any more. What it pushed still counts."""
+        """It has left or was lost: no step waits for it. What it pushed still counts."""
         self.live.discard(worker)
 
-    def _judge(self, worker: int, step: int) -> Verdict:
-        if self.rule.counts_at_once:
-            may_leave_out = self.rule.at_once and step <= self.fastest
-            if step != self.clocks[worker] and not may_leave_out:
-                raise Impossible(f"worker {worker} has left out a step before {step}")
-            self.counted.add(worker)
-            return Verdict.ADMITTED
-        if step > self.version:
-            raise Impossible(f"worker {worker} pushes step {step} before {self.version} is done")
-        if step == self.version:
-            self.counted.add(worker)
-            return Verdict.ADMITTED
-        if not self.rule.fold:
-            return Verdict.DROPPED
-        self.folded += 1
-        return Verdict.FOLDED
+    def state(self) -> LedgerState:
+        workers = range(self.rule.workers)
+        return LedgerState(
+            self.version,
+            self.start,
+            tuple(self.clocks[w] for w in workers),
+            tuple(self._pushes[w] for w in workers),
+            tuple({v.value: n for v, n in self.outcomes[w].items()} for w in workers),
+            tuple(sorted(self.live)),
+            tuple(sorted(self.counted)),
+            self.folded,
+        )
+
+    def load(self, state: LedgerState) -> None:
+        self.version = state.version
+        self.start = state.start
+        self.clocks = dict(enumerate(state.clocks))
+        self._pushes = Counter(dict(enumerate(state.pushes)))
+        self.outcomes = {
+            worker: Counter({PushVerdict(value): n for value, n in counts.items()})
+            for worker, counts in enumerate(state.outcomes)
+        }
+        self.live = set(state.live)
+        self.counted = set(state.counted)
+        self.folded = state.folded

@@ -32,7 +32,7 @@ from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput, PeerLost
 from shoal.runtime.cores import threads_of
 from shoal.runtime.gone import gone_in
-from shoal.server.protocol.secret import SECRET_BYTES, fresh_secret, read_secret, write_secret
+from shoal.server.protocol.handshake import SECRET_BYTES, fresh_secret, read_secret, write_secret
 from shoal.server.server import Server
 from shoal.strategy.terms import Ps
 
@@ -146,8 +146,8 @@ def _start(
     if part.placement == "servers":
         return Home(host, *_start_process(hosts, index, part.servers, beyond, environ))
     inside = socket_of(hosts.folder, index)
-    hosts.server = Server(inside, hosts.secret, is_gone=gone_in(environ), beyond=beyond)
-    return Home(host, inside, hosts.server.beyond)
+    hosts.server = Server(inside, hosts.secret, has_exited=gone_in(environ), remote_address=beyond)
+    return Home(host, inside, hosts.server.remote_address)
 
 
 def socket_of(run_dir: str | Path, index: int) -> str:

@@ -22,10 +22,10 @@ from typing import NamedTuple
 from shoal.errors import PeerLost, ShoalError
 from shoal.server.lane import Lane as WorkQueue
 from shoal.server.protocol.connection import CONNECT_S, Closed, Connection, connect
-from shoal.server.protocol.frames import MOST_META_BYTES, Header, Kind, decode
-from shoal.server.protocol.handshake import RETURN_S, introduce
-from shoal.server.protocol.messages import Error
-from shoal.server.protocol.messages import Lane as Channel
+from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, decode
+from shoal.server.protocol.handshake import RECONNECT_S, authenticate
+from shoal.server.protocol.messages import Channel as Channel
+from shoal.server.protocol.messages import ErrorReply
 
 START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
 RETRY_S = 0.02
@@ -44,7 +44,7 @@ class Request:
     the answer to a later request of the same channel.
     """
 
-    kind: Kind
+    kind: FrameKind
     meta: bytes = b""
     payload: tuple[memoryview, ...] = ()
     into: tuple[memoryview, ...] | None = ()
@@ -135,7 +135,7 @@ class ServerLink:
             unacknowledged.append(request)
         return reply
 
-    def pass_descriptor(self, kind: Kind, meta: bytes, descriptor: int) -> None:
+    def pass_descriptor(self, kind: FrameKind, meta: bytes, descriptor: int) -> None:
         """Send an open file over the Unix socket; returns when the server has taken it."""
         header = self._header._replace(kind=kind)
         try:
@@ -193,20 +193,20 @@ class ServerLink:
             self.connection(channel).read_into(view)
         return Reply(meta, payload)
 
-    def _receive_header(self, channel: Channel, kind: Kind) -> tuple[Header, bytes]:
-        header, meta = self.connection(channel).receive(MOST_META_BYTES)
-        if header.kind is Kind.ERROR:
-            error = decode(meta, Error)
+    def _receive_header(self, channel: Channel, kind: FrameKind) -> tuple[Header, bytes]:
+        header, meta = self.connection(channel).receive(MAX_META_BYTES)
+        if header.kind is FrameKind.ERROR:
+            error = decode(meta, ErrorReply)
             doing = self._doing(kind)
             if error.lost is not None:
                 raise PeerLost(self.rank, self._rank_of(error.lost), doing)
-            raise ShoalError(f"rank {self.rank}, {doing}: {error.sentence}")
+            raise ShoalError(f"rank {self.rank}, {doing}: {error.reason}")
         return header, meta
 
-    def _broken(self, kind: Kind, error: Exception) -> Broken:
+    def _broken(self, kind: FrameKind, error: Exception) -> Broken:
         return Broken(self.rank, None, f"{self._doing(kind)} ({error})")
 
-    def _doing(self, kind: Kind) -> str:
+    def _doing(self, kind: FrameKind) -> str:
         return f"{kind.name} to server {self.index}"
 
     # ------------------------------------------------------------------ connecting
@@ -216,7 +216,7 @@ class ServerLink:
         if self._failure is not None or self._is_closing or self.is_unix:
             raise self._failure or broken
         try:
-            connection = self._connect(channel, RETURN_S)
+            connection = self._connect(channel, RECONNECT_S)
         except (ShoalError, OSError) as error:
             reason = error.__cause__ or error
             doing = f"{broken.doing}; reconnecting failed ({reason})"
@@ -249,7 +249,7 @@ class ServerLink:
         connection = connect(self.address, timeout_s=min(timeout_s, CONNECT_S))
         try:
             connection.sock.settimeout(timeout_s)
-            introduce(connection, self._secret, channel, self._header)
+            authenticate(connection, self._secret, channel, self._header)
             connection.sock.settimeout(None)
         except BaseException:
             connection.close()

@@ -31,7 +31,7 @@ def main() -> int:
     from shoal.errors import BadInput
     from shoal.runtime.gone import gone_in
     from shoal.server.discovery import address_file, socket_of
-    from shoal.server.protocol.secret import read_secret
+    from shoal.server.protocol.handshake import read_secret
     from shoal.server.server import Server
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
@@ -43,10 +43,10 @@ def main() -> int:
         listen = os.environ.get("SHOAL_SERVER_LISTEN")
         address = listen or socket_of(os.environ.get("SHOAL_RUN_DIR", "."), index)
         beyond = os.environ.get("SHOAL_SERVER_BEYOND", "")
-        server = Server(address, secret, is_gone=gone_in(os.environ), beyond=beyond)
+        server = Server(address, secret, has_exited=gone_in(os.environ), remote_address=beyond)
         if beyond:
             word = address_file(os.environ.get("SHOAL_RUN_DIR", "."), index)
-            word.with_suffix(".part").write_text(server.beyond)
+            word.with_suffix(".part").write_text(server.remote_address)
             os.replace(word.with_suffix(".part"), word)
     except BadInput as error:
         print(f"shoal: {error}", file=sys.stderr)

@@ -11,10 +11,10 @@ from torch import Tensor
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.store import RowStore
 from shoal.server.client import Client
-from shoal.server.handlers.rows import MOST_ROW_BYTES
+from shoal.server.handlers.rows import MAX_ROW_BYTES
 from shoal.server.link import Reply, Request, ServerLink
-from shoal.server.protocol.frames import Kind, Refused, decode, encode
-from shoal.server.protocol.messages import Chunk, Rows
+from shoal.server.protocol.frames import FrameKind, Refused, decode, encode
+from shoal.server.protocol.messages import RowBatch, RowChunk
 from shoal.server.shared_memory import bytes_of
 
 
@@ -43,12 +43,12 @@ class ServerStore(RowStore):
                 link.open("rows")
         self.specs[spec.name] = spec
         for link in self.client.links:
-            _ask(link, Request(Kind.TABLE_MAKE, encode(spec)))
+            _ask(link, Request(FrameKind.TABLE_MAKE, encode(spec)))
 
     def pull(self, table: str, ids: Tensor) -> Tensor:
         dim = self.specs[table].dim
         rows = torch.empty(len(ids), dim)
-        max_rows = max(1, MOST_ROW_BYTES // (8 + 4 * dim))
+        max_rows = max(1, MAX_ROW_BYTES // (8 + 4 * dim))
         pending = []
         for owned in self._by_owner(table, ids):
             if not len(owned.ids):
@@ -56,8 +56,8 @@ class ServerStore(RowStore):
             for positions in torch.split(owned.positions, max_rows):
                 pulled = torch.empty(len(positions), dim)
                 request = Request(
-                    Kind.TABLE_PULL,
-                    encode(Rows(table, len(positions))),
+                    FrameKind.TABLE_PULL,
+                    encode(RowBatch(table, len(positions))),
                     payload=(bytes_of(ids[positions]),),
                     into=(bytes_of(pulled),),
                 )
@@ -71,8 +71,8 @@ class ServerStore(RowStore):
         """A server that holds none of the rows receives an empty push: it counts updates."""
         for owned in self._by_owner(table, ids):
             request = Request(
-                Kind.TABLE_PUSH,
-                encode(Rows(table, len(owned.ids), lr)),
+                FrameKind.TABLE_PUSH,
+                encode(RowBatch(table, len(owned.ids), lr)),
                 payload=(bytes_of(owned.ids), bytes_of(grads[owned.positions].contiguous())),
                 sequence=self.client.sequence + 1,
                 is_answered=False,
@@ -92,7 +92,7 @@ class ServerStore(RowStore):
             return
         loaded = list(chunks)
         for link in self.client.links:
-            _ask(link, Request(Kind.TABLE_SET, encode(Chunk(table, 0, (), steps))))
+            _ask(link, Request(FrameKind.TABLE_SET, encode(RowChunk(table, 0, (), steps))))
             for chunk in loaded:
                 self._set_chunk(link, table, chunk, steps)
 
@@ -105,9 +105,11 @@ class ServerStore(RowStore):
 
     def _get_chunk(self, link: ServerLink, table: str, number: int) -> dict[str, Tensor] | None:
         """The next rows that were used; None after the last."""
-        request = Request(Kind.TABLE_GET, encode(Rows(table, 0)), into=None, argument=number)
+        request = Request(
+            FrameKind.TABLE_GET, encode(RowBatch(table, 0)), into=None, argument=number
+        )
         meta, payload = _ask(link, request)
-        chunk = decode(meta, Chunk)
+        chunk = decode(meta, RowChunk)
         dim = self.specs[table].dim
         if len(payload) != chunk.count * (8 + 4 * dim * len(chunk.keys)):
             raise Refused(f"a chunk of {table!r} is not as long as its header says")
@@ -126,11 +128,11 @@ class ServerStore(RowStore):
     ) -> None:
         keys = tuple(sorted(set(chunk) - {"ids"}, key=lambda key: (key != "rows", key)))
         row_bytes = 8 + 4 * self.specs[table].dim * len(keys)
-        max_rows = max(1, MOST_ROW_BYTES // row_bytes)
+        max_rows = max(1, MAX_ROW_BYTES // row_bytes)
         for positions in torch.split(torch.arange(len(chunk["ids"])), max_rows):
             tensors = [chunk[key][positions].contiguous() for key in ("ids", *keys)]
-            meta = encode(Chunk(table, len(positions), keys, steps))
-            _ask(link, Request(Kind.TABLE_SET, meta, tuple(map(bytes_of, tensors))))
+            meta = encode(RowChunk(table, len(positions), keys, steps))
+            _ask(link, Request(FrameKind.TABLE_SET, meta, tuple(map(bytes_of, tensors))))
 
 
 def _ask(link: ServerLink, request: Request) -> Reply:

@@ -25,7 +25,7 @@ from shoal.transport.shm import memfd
 Tell = Callable[[str], list[str]]  # what every rank says, by rank; all ranks call it
 
 
-class Segment:
+class WorkerSegment:
     """`parts` x `size` elements to push, and `size` to pull into."""
 
     def __init__(self, memory: mmap.mmap, dtype: torch.dtype, size: int, parts: int):
@@ -34,22 +34,22 @@ class Segment:
         self.inbox = whole[parts * size : (parts + 1) * size]
 
 
-def make(dtype: torch.dtype, size: int, parts: int) -> tuple[Segment, int] | None:
+def make(dtype: torch.dtype, size: int, parts: int) -> tuple[WorkerSegment, int] | None:
     """A segment and its descriptor, which the caller closes; None where there is no such memory."""
     num_bytes = segment_bytes(dtype, size, parts)
     handle = memfd.make("shoal-worker", num_bytes)
     if handle < 0:
         return None
     try:
-        return Segment(memfd.map_all(handle, num_bytes), dtype, size, parts), handle
+        return WorkerSegment(memfd.map_all(handle, num_bytes), dtype, size, parts), handle
     except OSError:
         os.close(handle)
         return None
 
 
-def attach(handle: int, dtype: torch.dtype, size: int, parts: int) -> Segment:
+def attach(handle: int, dtype: torch.dtype, size: int, parts: int) -> WorkerSegment:
     """The segment that a worker has passed on; refused unless it is what the server expects."""
-    return Segment(_map(handle, segment_bytes(dtype, size, parts)), dtype, size, parts)
+    return WorkerSegment(_map(handle, segment_bytes(dtype, size, parts)), dtype, size, parts)
 
 
 def attach_weights(handle: int, dtype: torch.dtype, size: int) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.model.named_optimizer import Named
-from shoal.server.protocol.messages import WHOLE, Commit
-from shoal.server.protocol.secret import fresh_secret
+from shoal.server.model.named_optimizer import NamedOptimizer
+from shoal.server.protocol.handshake import fresh_secret
+from shoal.server.protocol.messages import UNSPLIT, Commit
 from shoal.server.server import Server
 from shoal.sync.ps.connect import specs_of
 
@@ -55,7 +55,7 @@ def client_of(
     found: list[Server], rank: int, rule: Rule, secret: bytes = SECRET, **options: Any
 ) -> Client:
     flat = flat_of()
-    named = options.get("named", Named("SGD", {"lr": 1.0}))
+    named = options.get("named", NamedOptimizer("SGD", {"lr": 1.0}))
     addresses = [server.address for server in found]
     leads = [addresses[0]] * len(addresses)
     specs = specs_of(
@@ -66,8 +66,8 @@ def client_of(
         options.get("clip_norm"),
         None,
         options.get("compress"),
-        options.get("is_part", False),
-        options.get("place", WHOLE),
+        options.get("norm_from_workers", False),
+        options.get("split", UNSPLIT),
     )
     return Client(rank, MODEL, addresses, secret, specs)
 

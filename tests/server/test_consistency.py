@@ -6,15 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.server.consistency import MOST_BEHIND, Impossible, Ledger, Rule, Verdict, quorum_of
+from shoal.server.consistency import (
+    MAX_LAG_STEPS,
+    ImpossiblePush,
+    Ledger,
+    PushVerdict,
+    Rule,
+    quorum_of,
+)
 from shoal.strategy.terms import Ps
 
-ADMITTED = Verdict.ADMITTED
-FOLDED = Verdict.FOLDED
-DROPPED = Verdict.DROPPED
+ADMITTED = PushVerdict.ADMITTED
+FOLDED = PushVerdict.FOLDED
+DROPPED = PushVerdict.DROPPED
 
 
-def push(ledger: Ledger, worker: int, step: int) -> Verdict:
+def push(ledger: Ledger, worker: int, step: int) -> PushVerdict:
     verdict = ledger.arrive(worker, step)
     if ledger.complete():
         ledger.apply()
@@ -85,16 +92,16 @@ def test_bounded_staleness_by_hand() -> None:
     assert ledger.may_start(3)
 
 
-@pytest.mark.parametrize("rule", [Rule(2), Rule(2, quorum=1), Rule(2, at_once=True)])
+@pytest.mark.parametrize("rule", [Rule(2), Rule(2, quorum=1), Rule(2, asynchronous=True)])
 def test_a_push_that_no_worker_can_have_made_is_refused(rule: Rule) -> None:
     ledger = Ledger(rule)
-    with pytest.raises(Impossible):
+    with pytest.raises(ImpossiblePush):
         ledger.arrive(0, 5)
     push(ledger, 0, 0)
-    with pytest.raises(Impossible, match="before"):
+    with pytest.raises(ImpossiblePush, match="before"):
         ledger.arrive(0, 0)
     ledger.lose(1)
-    with pytest.raises(Impossible, match="has left"):
+    with pytest.raises(ImpossiblePush, match="has left"):
         ledger.arrive(1, 0)
 
 
@@ -103,7 +110,7 @@ rules = st.integers(1, 5).flatmap(
         st.just(Rule(n)),
         st.builds(Rule, st.just(n), quorum=st.integers(1, n), fold=st.booleans()),
         st.builds(Rule, st.just(n), staleness=st.integers(1, 4)),
-        st.just(Rule(n, at_once=True)),
+        st.just(Rule(n, asynchronous=True)),
     )
 )
 
@@ -125,7 +132,7 @@ def test_workers_in_any_order_never_wait_for_ever(rule: Rule, data: st.DataObjec
         if not ready:
             break
         worker = data.draw(st.sampled_from(ready))
-        if not rule.needs_everyone and data.draw(st.integers(0, 9)) == 0:
+        if not rule.is_synchronous and data.draw(st.integers(0, 9)) == 0:
             ledger.lose(worker)
             if ledger.complete():
                 ledger.apply()
@@ -150,23 +157,23 @@ def test_every_push_has_one_outcome(rule: Rule, order: list[int]) -> None:
 
 
 def test_an_asynchronous_worker_that_is_far_behind_leaves_out_steps_up_to_the_fastest() -> None:
-    rule = Rule(2, at_once=True)
+    rule = Rule(2, asynchronous=True)
     ledger = Ledger(rule)
-    for step in range(MOST_BEHIND + 3):
-        assert ledger.arrive(0, step) is Verdict.ADMITTED
-    passed = [step for step in range(10) if rule.is_passed(step, 10, ledger.fastest)]
+    for step in range(MAX_LAG_STEPS + 3):
+        assert ledger.arrive(0, step) is PushVerdict.ADMITTED
+    passed = [step for step in range(10) if rule.is_too_late(step, 10, ledger.fastest)]
     assert passed == [0, 1, 2]
-    assert ledger.arrive(1, 3) is Verdict.ADMITTED
-    with pytest.raises(Impossible):
-        ledger.arrive(1, MOST_BEHIND + 4)
+    assert ledger.arrive(1, 3) is PushVerdict.ADMITTED
+    with pytest.raises(ImpossiblePush):
+        ledger.arrive(1, MAX_LAG_STEPS + 4)
 
 
 def test_steps_left_out_are_those_that_were_not_pushed() -> None:
-    ledger = Ledger(Rule(2, at_once=True), start=5)
+    ledger = Ledger(Rule(2, asynchronous=True), start=5)
     for step in (5, 6, 7, 8):
         ledger.arrive(0, step)
     ledger.arrive(1, 5)
     ledger.arrive(1, 7)
-    assert ledger.left_out(0, to_the_end=True) == 0
-    assert ledger.left_out(1, to_the_end=False) == 1, "step 6"
-    assert ledger.left_out(1, to_the_end=True) == 2, "and step 8"
+    assert ledger.skipped(0, to_the_end=True) == 0
+    assert ledger.skipped(1, to_the_end=False) == 1, "step 6"
+    assert ledger.skipped(1, to_the_end=True) == 2, "and step 8"

@@ -22,32 +22,37 @@ from shoal.server.consistency import Rule
 from shoal.server.protocol.connection import Connection, connect
 from shoal.server.protocol.frames import (
     HEADER_BYTES,
+    FrameKind,
     Header,
-    Kind,
     Refused,
     encode,
     pack,
     unpack,
     verify,
 )
-from shoal.server.protocol.handshake import NotProven, introduce
+from shoal.server.protocol.handshake import (
+    AuthenticationError,
+    authenticate,
+    fresh_nonce,
+    fresh_secret,
+    proof,
+)
 from shoal.server.protocol.messages import (
     Challenge,
+    Channel,
     Commit,
     Hello,
-    Lane,
+    ModelSpec,
     Pull,
-    Spec,
-    State,
-    Value,
+    ShardState,
+    StateTensor,
 )
-from shoal.server.protocol.secret import fresh_nonce, fresh_secret, proof
 from shoal.server.row_client import ServerStore
-from shoal.server.server import MOST_REASONS, MOST_STRANGERS, Server
+from shoal.server.server import MAX_REASONS, MAX_UNAUTHENTICATED, Server
 from shoal.transport.shm import memfd
 from tests.server.helpers import MODEL, SECRET, client_of, fill, servers, weights
 
-ASYNC = Rule(2, at_once=True)
+ASYNC = Rule(2, asynchronous=True)
 
 
 def resident_mb() -> float:
@@ -86,19 +91,19 @@ def is_closed_by_server(sock: socket.socket) -> bool:
     return True
 
 
-def member(server: Server, lane: Lane, worker: int = 1) -> tuple[Connection, Header]:
+def member(server: Server, lane: Channel, worker: int = 1) -> tuple[Connection, Header]:
     """A connection that has proven the secret, of a worker that has joined."""
     connection = connect(server.address)
-    header = Header(Kind.HELLO, worker, MODEL, 99)
-    introduce(connection, SECRET, lane, header)
+    header = Header(FrameKind.HELLO, worker, MODEL, 99)
+    authenticate(connection, SECRET, lane, header)
     return connection, header
 
 
-def joined(server: Server, client: Client, lane: Lane) -> tuple[Connection, Connection, Header]:
+def joined(server: Server, client: Client, lane: Channel) -> tuple[Connection, Connection, Header]:
     """Control and another connection of worker 1, whose gradients go over the wire."""
     control, header = member(server, "control")
-    control.send(header._replace(kind=Kind.SETUP), encode(client.specs[0]))
-    assert control.receive(1 << 10)[0].kind is Kind.OK
+    control.send(header._replace(kind=FrameKind.SETUP), encode(client.specs[0]))
+    assert control.receive(1 << 10)[0].kind is FrameKind.OK
     other, _ = member(server, lane)
     return control, other, header
 
@@ -118,7 +123,10 @@ def wait_refused(server: Server, count: int) -> None:
 
 
 def test_a_wrong_secret_is_refused() -> None:
-    with victim() as (server, _), pytest.raises(NotProven, match="does not prove the secret"):
+    with (
+        victim() as (server, _),
+        pytest.raises(AuthenticationError, match="does not prove the secret"),
+    ):
         client_of([server], 1, ASYNC, secret=fresh_secret())
 
 
@@ -128,26 +136,26 @@ def test_a_server_without_the_secret_is_refused() -> None:
     with Connection(ours).sock, theirs:
         fake = Connection(theirs)
         worker = Connection(ours)
-        fake.send(Header(Kind.CHALLENGE), encode(Challenge(fresh_nonce())))
-        fake.send(Header(Kind.WELCOME), msgspec.msgpack.encode({"proof": bytes(32)}))
-        with pytest.raises(NotProven, match="does not know the secret"):
-            introduce(worker, SECRET, "control", Header(Kind.HELLO))
+        fake.send(Header(FrameKind.CHALLENGE), encode(Challenge(fresh_nonce())))
+        fake.send(Header(FrameKind.WELCOME), msgspec.msgpack.encode({"proof": bytes(32)}))
+        with pytest.raises(AuthenticationError, match="does not know the secret"):
+            authenticate(worker, SECRET, "control", Header(FrameKind.HELLO))
 
 
 def test_no_frame_counts_before_hello() -> None:
     with victim() as (server, client):
-        for kind in Kind:
-            if kind is Kind.HELLO:
+        for kind in FrameKind:
+            if kind is FrameKind.HELLO:
                 continue
             with stranger(server) as sock:
                 sock.sendall(pack(Header(kind, 0, MODEL), encode(client.specs[0])[:400]))
                 assert is_closed_by_server(sock)
-        wait_refused(server, len(Kind) - 1)
+        wait_refused(server, len(FrameKind) - 1)
 
 
 def test_a_replayed_hello_is_refused() -> None:
     with victim() as (server, _):
-        header = Header(Kind.HELLO, 1, MODEL, 5)
+        header = Header(FrameKind.HELLO, 1, MODEL, 5)
         connection = connect(server.address)
         _, meta = connection.receive(512)
         nonce = msgspec.msgpack.decode(meta, type=Challenge).nonce
@@ -155,11 +163,11 @@ def test_a_replayed_hello_is_refused() -> None:
         said = (own, b"control", pack(header))
         frame = pack(header, encode(Hello(own, "control", proof(SECRET, "worker", nonce, *said))))
         connection.sock.sendall(frame)
-        assert connection.receive(512)[0].kind is Kind.WELCOME
+        assert connection.receive(512)[0].kind is FrameKind.WELCOME
         with stranger(server) as sock:
             sock.sendall(frame)  # what somebody has overheard
             assert is_closed_by_server(sock)
-        assert server.refused["a hello that does not prove the secret"] == 1
+        assert server.refused["HELLO does not prove the secret"] == 1
         connection.close()
 
 
@@ -168,8 +176,8 @@ def test_200_connections_that_say_nothing() -> None:
         before = resident_mb()
         silent = [stranger(server) for _ in range(200)]
         assert torch.equal(weights(client), weights(client))
-        wait_refused(server, 200 - MOST_STRANGERS)
-        assert len(server._strangers) <= MOST_STRANGERS
+        wait_refused(server, 200 - MAX_UNAUTHENTICATED)
+        assert len(server._unauthenticated) <= MAX_UNAUTHENTICATED
         assert resident_mb() - before < 50
         for sock in silent:
             sock.close()
@@ -180,7 +188,7 @@ def test_200_connections_that_say_nothing() -> None:
 def test_lengths_that_nobody_can_mean(field: str, size: int) -> None:
     with victim() as (server, _):
         before = resident_mb()
-        frame = bytearray(pack(Header(Kind.HELLO, 1, MODEL)))
+        frame = bytearray(pack(Header(FrameKind.HELLO, 1, MODEL)))
         if field == "payload":
             struct.pack_into("<Q", frame, 48, size)
         else:
@@ -193,14 +201,14 @@ def test_lengths_that_nobody_can_mean(field: str, size: int) -> None:
 
 def test_bad_magic_and_truncated_frames() -> None:
     with victim() as (server, _):
-        frame = pack(Header(Kind.HELLO, 1, MODEL), b"x" * 40)
+        frame = pack(Header(FrameKind.HELLO, 1, MODEL), b"x" * 40)
         for cut in range(0, len(frame), 5):
             with stranger(server) as sock:
                 sock.sendall(frame[:cut])
         with stranger(server) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
             assert is_closed_by_server(sock)
-        assert server.refused["this is no frame of Shoal"] == 1
+        assert server.refused["not a frame of Shoal"] == 1
 
 
 # ---- from somebody who knows the secret, or has taken over who does -----------------------------
@@ -210,8 +218,8 @@ Attack = Callable[[Connection, Header, Client], None]
 
 
 def _send(
-    kind: Kind, lane: Lane, meta: bytes = b"", payload: int = 0, **fields: int
-) -> tuple[Lane, Attack]:
+    kind: FrameKind, lane: Channel, meta: bytes = b"", payload: int = 0, **fields: int
+) -> tuple[Channel, Attack]:
     def attack(connection: Connection, header: Header, client: Client) -> None:
         named = header._replace(kind=kind, payload_bytes=payload, **fields)
         connection.sock.sendall(pack(named, meta))
@@ -220,60 +228,68 @@ def _send(
 
 
 def _state(**change: object) -> bytes:
-    value = {"cut": 0, "key": "exp_avg", "dtype": "float32", "shape": [5, 3], **change}
+    value = {"slice": 0, "key": "exp_avg", "dtype": "float32", "shape": [5, 3], **change}
     return msgspec.msgpack.encode({"steps": 0, "tensors": [value]})
 
 
-ATTACKS: dict[str, tuple[Lane, Attack]] = {
-    "gradients beyond the slice": _send(Kind.BUCKET, "push", payload=400, sequence=1),
-    "an offset beyond the slice": _send(Kind.BUCKET, "push", payload=4, sequence=1, argument=2**63),
-    "half an element": _send(Kind.BUCKET, "push", payload=3, sequence=1),
-    "2**63 bytes of gradients": _send(Kind.BUCKET, "push", payload=2**63, sequence=1),
-    "a push of the future": _send(Kind.BUCKET, "push", payload=4, sequence=9),
-    "a head that is too long": _send(
-        Kind.COMMIT, "push", encode(Commit(0, 0, 1.0)), payload=10**9, sequence=1
+ATTACKS: dict[str, tuple[Channel, Attack]] = {
+    "gradients beyond the slice": _send(FrameKind.BUCKET, "push", payload=400, sequence=1),
+    "an offset beyond the slice": _send(
+        FrameKind.BUCKET, "push", payload=4, sequence=1, argument=2**63
     ),
-    "a commit of no form": _send(Kind.COMMIT, "push", b"\xc1" * 9, payload=12, sequence=1),
+    "half an element": _send(FrameKind.BUCKET, "push", payload=3, sequence=1),
+    "2**63 bytes of gradients": _send(FrameKind.BUCKET, "push", payload=2**63, sequence=1),
+    "a push of the future": _send(FrameKind.BUCKET, "push", payload=4, sequence=9),
+    "a head that is too long": _send(
+        FrameKind.COMMIT, "push", encode(Commit(0, 0, 1.0)), payload=10**9, sequence=1
+    ),
+    "a commit of no form": _send(FrameKind.COMMIT, "push", b"\xc1" * 9, payload=12, sequence=1),
     "a negative step": _send(
-        Kind.COMMIT,
+        FrameKind.COMMIT,
         "push",
-        msgspec.msgpack.encode({"step": -1, "version": 0, "share": 1.0}),
+        msgspec.msgpack.encode({"step": -1, "version": 0, "batch_fraction": 1.0}),
         payload=12,
         sequence=1,
     ),
-    "another worker's name": _send(Kind.PULL, "pull", encode(Pull(None, 0)), worker=0),
-    "another incarnation": _send(Kind.PULL, "pull", encode(Pull(None, 0)), incarnation=3),
-    "another model": _send(Kind.PULL, "pull", encode(Pull(None, 0)), model=8),
-    "another epoch": _send(Kind.PULL, "pull", encode(Pull(None, 0)), epoch=1),
-    "a push where one pulls": _send(Kind.COMMIT, "pull", encode(Commit(0, 0, 1.0))),
-    "a payload where none belongs": _send(Kind.PULL, "pull", encode(Pull(None, 0)), payload=2**40),
+    "another worker's name": _send(FrameKind.PULL, "pull", encode(Pull(None, 0)), worker=0),
+    "another incarnation": _send(FrameKind.PULL, "pull", encode(Pull(None, 0)), incarnation=3),
+    "another model": _send(FrameKind.PULL, "pull", encode(Pull(None, 0)), model=8),
+    "another epoch": _send(FrameKind.PULL, "pull", encode(Pull(None, 0)), epoch=1),
+    "a push where one pulls": _send(FrameKind.COMMIT, "pull", encode(Commit(0, 0, 1.0))),
+    "a payload where none belongs": _send(
+        FrameKind.PULL, "pull", encode(Pull(None, 0)), payload=2**40
+    ),
     "state of 2**60 elements": _send(
-        Kind.STATE_SET, "pull", _state(shape=[2**20, 2**20, 2**20]), payload=16
+        FrameKind.STATE_SET, "pull", _state(shape=[2**20, 2**20, 2**20]), payload=16
     ),
     "an element count that overflows": _send(
-        Kind.STATE_SET, "pull", _state(shape=[2**62, 2**62, 2**62, 16]), payload=0
+        FrameKind.STATE_SET, "pull", _state(shape=[2**62, 2**62, 2**62, 16]), payload=0
     ),
-    "state of a negative shape": _send(Kind.STATE_SET, "pull", _state(shape=[-5, -3]), payload=60),
+    "state of a negative shape": _send(
+        FrameKind.STATE_SET, "pull", _state(shape=[-5, -3]), payload=60
+    ),
     "state of a parameter that is not here": _send(
-        Kind.STATE_SET, "pull", _state(cut=77), payload=60
+        FrameKind.STATE_SET, "pull", _state(slice=77), payload=60
     ),
-    "a dtype that is no number": _send(Kind.STATE_SET, "pull", _state(dtype="object"), payload=60),
+    "a dtype that is no number": _send(
+        FrameKind.STATE_SET, "pull", _state(dtype="object"), payload=60
+    ),
     "bytes that are not what the state says": _send(
-        Kind.STATE_SET,
+        FrameKind.STATE_SET,
         "pull",
-        encode(State(0, (Value(0, "exp_avg", "float32", (5, 3)),))),
+        encode(ShardState(0, (StateTensor(0, "exp_avg", "float32", (5, 3)),))),
         payload=8,
     ),
     "metadata of 2**31 bytes": (
         "pull",
         lambda connection, header, client: connection.sock.sendall(
-            pack(header._replace(kind=Kind.PULL))[:56] + struct.pack("<II", 2**31, 0)
+            pack(header._replace(kind=FrameKind.PULL))[:56] + struct.pack("<II", 2**31, 0)
         ),
     ),
     "a field too many": _send(
-        Kind.PULL, "pull", msgspec.msgpack.encode({"step": None, "version": 0, "more": 1})
+        FrameKind.PULL, "pull", msgspec.msgpack.encode({"step": None, "version": 0, "more": 1})
     ),
-    "lists in lists in lists": _send(Kind.PULL, "pull", b"\x91" * 60_000),
+    "lists in lists in lists": _send(FrameKind.PULL, "pull", b"\x91" * 60_000),
 }
 
 
@@ -286,7 +302,7 @@ def test_a_worker_that_means_harm_is_refused(name: str) -> None:
         attack(connection, header, client)
         connection.sock.settimeout(10.0)
         answer, _ = connection.receive(1 << 16)
-        assert answer.kind is Kind.ERROR
+        assert answer.kind is FrameKind.ERROR
         assert is_closed_by_server(connection.sock)
         assert refused(server) == 1
         assert resident_mb() - before < 50
@@ -296,7 +312,7 @@ def test_a_worker_that_means_harm_is_refused(name: str) -> None:
 
 def _setup(connection: Connection, header: Header, spec: object, handle: int | None = None) -> None:
     meta = msgspec.msgpack.encode(spec)
-    named = header._replace(kind=Kind.SETUP)
+    named = header._replace(kind=FrameKind.SETUP)
     if handle is None:
         connection.send(named, meta)
     else:
@@ -318,12 +334,12 @@ def _setup(connection: Connection, header: Header, spec: object, handle: int | N
         {"microbatches": 3},
         {"rule": {"workers": 2**40}},
         {"parameters": 2**40},
-        {"cuts": [{"parameter": 0, "start": 0, "first_row": 0, "shape": [2**40]}]},
-        {"cuts": [{"parameter": 9, "start": 16, "first_row": 0, "shape": [1]}]},
-        {"cuts": [{"parameter": 0, "start": -16, "first_row": 0, "shape": [1]}]},
-        {"place": {"part": 2, "parts": 2}},
-        {"place": {"parts": 0}},
-        {"place": {"part": 1, "parts": 2, "follows": MODEL}},  # and it would be the lead
+        {"slices": [{"parameter": 0, "start": 0, "first_row": 0, "shape": [2**40]}]},
+        {"slices": [{"parameter": 9, "start": 16, "first_row": 0, "shape": [1]}]},
+        {"slices": [{"parameter": 0, "start": -16, "first_row": 0, "shape": [1]}]},
+        {"split": {"shard": 2, "shards": 2}},
+        {"split": {"shards": 0}},
+        {"split": {"shard": 1, "shards": 2, "leader_model": MODEL}},  # it would be the leader
         {"index": 1, "servers": 2},  # it would follow itself
     ],
     ids=lambda change: next(iter(change)),
@@ -332,11 +348,11 @@ def test_a_model_that_makes_no_sense_is_refused(change: dict[str, object]) -> No
     with victim() as (server, client):
         before = resident_mb()
         connection = connect(server.address)
-        header = Header(Kind.HELLO, 0, MODEL + 1, 4)
-        introduce(connection, SECRET, "control", header)
+        header = Header(FrameKind.HELLO, 0, MODEL + 1, 4)
+        authenticate(connection, SECRET, "control", header)
         spec = {**msgspec.to_builtins(client.specs[0]), **change}
         _setup(connection, header, spec)
-        assert connection.receive(1 << 16)[0].kind is Kind.ERROR
+        assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR
         assert MODEL + 1 not in server.models
         assert resident_mb() - before < 50
         connection.close()
@@ -344,7 +360,7 @@ def test_a_model_that_makes_no_sense_is_refused(change: dict[str, object]) -> No
 
 def test_memory_that_is_not_sealed_or_of_another_size_is_refused(tmp_path: Path) -> None:
     with victim() as (server, client):
-        spec: Spec = client.specs[0]
+        spec: ModelSpec = client.specs[0]
         right = segment.segment_bytes(client.dtype, spec.size, 1)
         for name, size in {"unsealed": right, "short": right - 4, "file": right}.items():
             if name == "file":
@@ -354,7 +370,7 @@ def test_memory_that_is_not_sealed_or_of_another_size_is_refused(tmp_path: Path)
             os.ftruncate(handle, size)
             connection, header = member(server, "control")
             _setup(connection, header, spec, handle)
-            assert connection.receive(1 << 16)[0].kind is Kind.ERROR, name
+            assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR, name
             os.close(handle)
             connection.close()
 
@@ -363,8 +379,8 @@ def test_weights_are_not_shared_by_workers_that_may_read_while_servers_write() -
     with victim() as (server, client):
         control, _, header = joined(server, client, "pull")
         handle = memfd.make("weights", client.size * 4)
-        control.send_descriptor(header._replace(kind=Kind.SHARE), b"", handle)
-        assert control.receive(1 << 16)[0].kind is Kind.ERROR
+        control.send_descriptor(header._replace(kind=FrameKind.SHARE_WEIGHTS), b"", handle)
+        assert control.receive(1 << 16)[0].kind is FrameKind.ERROR
         os.close(handle)
         control.close()
 
@@ -376,12 +392,12 @@ def test_memory_for_weights_that_is_not_everybody_s_is_refused(wrong: str) -> No
         assert client.share_weights(lambda word: [word])
         control, _, header = joined(found[0], client, "pull")
         handle = memfd.make("weights", client.size * 4 - (4 if wrong == "short" else 0))
-        header = header._replace(kind=Kind.SHARE)
+        header = header._replace(kind=FrameKind.SHARE_WEIGHTS)
         if wrong == "none":
             control.send(header)
         else:
             control.send_descriptor(header, b"", handle)
-        assert control.receive(1 << 16)[0].kind is Kind.ERROR
+        assert control.receive(1 << 16)[0].kind is FrameKind.ERROR
         os.close(handle)
         control.close()
         client.close()
@@ -394,7 +410,7 @@ def test_descriptors_do_not_pile_up() -> None:
         handle = os.memfd_create("many")
         for _ in range(100):
             meta = encode(Pull(None, 0))
-            connection.send_descriptor(header._replace(kind=Kind.PULL), meta, handle)
+            connection.send_descriptor(header._replace(kind=FrameKind.PULL), meta, handle)
             answer, _ = connection.receive(1 << 16)
             connection.read_into(memoryview(bytearray(answer.payload_bytes)))
         os.close(handle)
@@ -409,7 +425,7 @@ def test_descriptors_do_not_pile_up() -> None:
 def test_a_flipped_bit_in_header_or_metadata_is_noticed() -> None:
     """Every single bit of a frame, and 10,000 times several of them."""
     meta = encode(Commit(3, 2, 0.25, 0.1))
-    frame = pack(Header(Kind.COMMIT, 1, MODEL, 99, 4, 0, 12), meta)
+    frame = pack(Header(FrameKind.COMMIT, 1, MODEL, 99, 4, 0, 12), meta)
     chance = random.Random(0)
     cases = [[bit] for bit in range(8 * len(frame))]
     cases += [chance.sample(range(8 * len(frame)), chance.randint(1, 8)) for _ in range(10_000)]
@@ -437,12 +453,12 @@ def test_a_server_survives_10000_damaged_conversations() -> None:
     with victim() as (server, client):
         before = resident_mb()
         chance = random.Random(1)
-        header = Header(Kind.HELLO, 1, MODEL, 99)
+        header = Header(FrameKind.HELLO, 1, MODEL, 99)
         frames = [
             pack(header, encode(Hello(fresh_nonce(), "control", fresh_nonce()))),
-            pack(header._replace(kind=Kind.PULL), encode(Pull(None, 0))),
-            pack(header._replace(kind=Kind.SETUP), encode(client.specs[0])),
-            pack(header._replace(kind=Kind.BUCKET, sequence=1, payload_bytes=60)),
+            pack(header._replace(kind=FrameKind.PULL), encode(Pull(None, 0))),
+            pack(header._replace(kind=FrameKind.SETUP), encode(client.specs[0])),
+            pack(header._replace(kind=FrameKind.BUCKET, sequence=1, payload_bytes=60)),
         ]
         for _ in range(10_000):
             with stranger(server) as sock:
@@ -450,18 +466,18 @@ def test_a_server_survives_10000_damaged_conversations() -> None:
                 sock.shutdown(socket.SHUT_WR)
                 assert is_closed_by_server(sock)
         wait_refused(server, 10_000)
-        assert len(server.refused) <= MOST_REASONS + 1, "kinds of refusal, not one for each"
+        assert len(server.refused) <= MAX_REASONS + 1, "kinds of refusal, not one for each"
         assert resident_mb() - before < 50
 
 
 def test_a_member_that_sends_damaged_frames_is_closed_every_time() -> None:
     with victim() as (server, client):
         control, header = member(server, "control")
-        control.send(header._replace(kind=Kind.SETUP), encode(client.specs[0]))
+        control.send(header._replace(kind=FrameKind.SETUP), encode(client.specs[0]))
         control.receive(1 << 10)
         before = resident_mb()
         chance = random.Random(2)
-        frame = pack(header._replace(kind=Kind.PULL), encode(Pull(None, 0)))
+        frame = pack(header._replace(kind=FrameKind.PULL), encode(Pull(None, 0)))
         for i in range(500):
             connection, _ = member(server, "follow" if i % 2 else "pull")
             connection.sock.sendall(damaged(frame, chance) + bytes(1000))
@@ -483,22 +499,22 @@ def _rows(table: str, ids: list[int], grads: int = 0, **change: int) -> tuple[by
 @pytest.mark.parametrize(
     ("lane", "kind", "frame"),
     [
-        ("rows", Kind.TABLE_PULL, _rows("t", [-1])),
-        ("rows", Kind.TABLE_PULL, _rows("t", [10])),
-        ("rows", Kind.TABLE_PULL, _rows("t", [2**62])),
-        ("rows", Kind.TABLE_PULL, _rows("u", [1])),
-        ("rows", Kind.TABLE_PULL, _rows("t", [1], count=2**61)),
-        ("rows", Kind.TABLE_PULL, _rows("t", [1], count=-1)),
-        ("push", Kind.TABLE_PUSH, _rows("t", [-3], 4)),
-        ("push", Kind.TABLE_PUSH, _rows("t", [11], 4)),
-        ("push", Kind.TABLE_PUSH, _rows("t", [1, 2], 4)),
-        ("push", Kind.TABLE_PUSH, _rows("t", [1], 4, count=2**60)),
-        ("rows", Kind.TABLE_MAKE, (b"\x81\xa4name\xa1x", b"")),
-        ("rows", Kind.TABLE_SET, _rows("t", [1], 4)),
+        ("rows", FrameKind.TABLE_PULL, _rows("t", [-1])),
+        ("rows", FrameKind.TABLE_PULL, _rows("t", [10])),
+        ("rows", FrameKind.TABLE_PULL, _rows("t", [2**62])),
+        ("rows", FrameKind.TABLE_PULL, _rows("u", [1])),
+        ("rows", FrameKind.TABLE_PULL, _rows("t", [1], count=2**61)),
+        ("rows", FrameKind.TABLE_PULL, _rows("t", [1], count=-1)),
+        ("push", FrameKind.TABLE_PUSH, _rows("t", [-3], 4)),
+        ("push", FrameKind.TABLE_PUSH, _rows("t", [11], 4)),
+        ("push", FrameKind.TABLE_PUSH, _rows("t", [1, 2], 4)),
+        ("push", FrameKind.TABLE_PUSH, _rows("t", [1], 4, count=2**60)),
+        ("rows", FrameKind.TABLE_MAKE, (b"\x81\xa4name\xa1x", b"")),
+        ("rows", FrameKind.TABLE_SET, _rows("t", [1], 4)),
     ],
 )
 def test_rows_that_are_not_there_are_refused(
-    lane: Lane, kind: Kind, frame: tuple[bytes, bytes]
+    lane: Channel, kind: FrameKind, frame: tuple[bytes, bytes]
 ) -> None:
     with victim() as (server, client):
         before = resident_mb()
@@ -510,7 +526,7 @@ def test_rows_that_are_not_there_are_refused(
         named = header._replace(kind=kind, payload_bytes=len(payload), sequence=1)
         connection.sock.sendall(pack(named, meta) + payload)
         connection.sock.settimeout(10.0)
-        assert connection.receive(1 << 16)[0].kind is Kind.ERROR
+        assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR
         assert is_closed_by_server(connection.sock)
         assert torch.equal(store.pull("t", torch.arange(10)), start)
         assert resident_mb() - before < 50
@@ -523,7 +539,7 @@ def test_tables_that_nobody_can_hold_are_refused(change: dict[str, int]) -> None
     with victim() as (server, client):
         control, connection, header = joined(server, client, "rows")
         table = {"name": "t", "num_rows": 10, "dim": 4, **change}
-        connection.send(header._replace(kind=Kind.TABLE_MAKE), msgspec.msgpack.encode(table))
-        assert connection.receive(1 << 16)[0].kind is Kind.ERROR
+        connection.send(header._replace(kind=FrameKind.TABLE_MAKE), msgspec.msgpack.encode(table))
+        assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR
         connection.close()
         control.close()

@@ -57,7 +57,7 @@ def test_the_result_is_the_same_to_the_bit_when_connections_break(
             models = [mlp() for _ in range(size)]
             found.append(world(size, lambda g, m=models: trained(g, strategy, m[g.rank])))  # type: ignore[misc]
             assert proxy.cut == cuts, "each of them broke something"
-            assert set(server.refused) <= {"silent or broken before hello"}
+            assert set(server.refused) <= {"silent or broken before HELLO"}
     for (losses, weights, _), (same_losses, same_weights, _) in zip(*found, strict=True):
         assert losses == same_losses
         assert torch.equal(weights, same_weights)
@@ -82,7 +82,7 @@ def test_rows_of_tables_are_trained_once_when_connections_break(
 
 
 def test_a_server_that_is_gone_is_told_once_and_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.server.link.RETURN_S", 0.2)
+    monkeypatch.setattr("shoal.server.link.RECONNECT_S", 0.2)
     with servers(2, tcp=True) as found:
         client = client_of(found, 0, Rule(1))
         found[1].close()
@@ -96,7 +96,7 @@ def test_a_server_that_is_gone_is_told_once_and_soon(monkeypatch: pytest.MonkeyP
 
 
 def test_a_worker_that_does_not_come_back_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.server.server.RETURN_S", 0.2)
+    monkeypatch.setattr("shoal.server.peer.RECONNECT_S", 0.2)
     with servers(1, tcp=True) as found:
         client = client_of(found, 0, Rule(2))
         other = client_of(found, 1, Rule(2))
@@ -128,20 +128,20 @@ def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: i
     with servers(1, tcp=True) as found:
         client = client_of(found, 0, Rule(1))
         link = client.links[0]
-        holding = found[0].models[MODEL]
+        model = found[0].models[MODEL]
         asked = threading.Semaphore(0)
-        member = holding.members[0]
-        with holding.changed:
-            assert holding.changed.wait_for(lambda: "push" in member.lanes, 10)
-            slow = member.lanes["push"]._replace(cut=asked.release)
-            member.lanes["push"] = slow
+        member = model.membership.members[0]
+        with model.lock:
+            assert model.lock.wait_for(lambda: "push" in member.channels, 10)
+            slow = member.channels["push"]._replace(cut=asked.release)
+            member.channels["push"] = slow
         first = link._connect("push", 10)
         second = link._connect("push", 10)
         for _waiting in range(2):
             assert asked.acquire(timeout=10)
-        with holding.changed:
-            del member.lanes["push"]
-            holding.changed.notify_all()
+        with model.lock:
+            del member.channels["push"]
+            model.lock.notify_all()
         with pytest.raises(Closed):
             first.receive(100)
         link._replace_connection("push", second)

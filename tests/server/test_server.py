@@ -16,7 +16,7 @@ from shoal.server.protocol.connection import Listener, connect
 from shoal.server.protocol.messages import Commit
 from tests.server.helpers import client_of, fill, servers, weights
 
-ASYNC = Rule(2, at_once=True)
+ASYNC = Rule(2, asynchronous=True)
 
 
 def drop(*clients: object) -> None:
@@ -37,7 +37,7 @@ def test_a_push_moves_the_weights_of_all_servers(tcp: bool, count: int) -> None:
         used = torch.zeros_like(moved, dtype=torch.bool)
         offset = client.specs[0].start
         for spec in client.specs:
-            for cut in spec.cuts:
+            for cut in spec.slices:
                 start = cut.start - offset
                 used[start : start + torch.Size(cut.shape).numel()] = True
         assert torch.all(moved[used] == -2.0), "SGD with lr 1 on weights that were 0"
@@ -48,7 +48,7 @@ def test_a_push_moves_the_weights_of_all_servers(tcp: bool, count: int) -> None:
 def test_a_part_of_a_model_is_clipped_by_the_norm_of_the_whole(count: int) -> None:
     """Gradients of 2, in 15 and 5 elements: norms of 2√15 and 2√5, and the whole has one of 40."""
     with servers(count) as found:
-        client = client_of(found, 0, Rule(1), clip_norm=4.0, is_part=True)
+        client = client_of(found, 0, Rule(1), clip_norm=4.0, norm_from_workers=True)
         seen: list[dict[int, float]] = []
 
         def tell() -> None:
@@ -65,13 +65,13 @@ def test_a_part_of_a_model_is_clipped_by_the_norm_of_the_whole(count: int) -> No
 
 def test_a_norm_that_nobody_waits_for_is_refused() -> None:
     with servers() as found:
-        client = client_of(found, 0, Rule(1), clip_norm=4.0, is_part=True)
-        with pytest.raises(ShoalError, match="a norm that nobody has asked for"):
+        client = client_of(found, 0, Rule(1), clip_norm=4.0, norm_from_workers=True)
+        with pytest.raises(ShoalError, match="TOTAL_NORM arrives, but no step waits for it"):
             client.set_norm(1.0)
         client.close()
     with servers() as found:
         client = client_of(found, 0, Rule(1), clip_norm=4.0)
-        with pytest.raises(ShoalError, match="this server clips by itself"):
+        with pytest.raises(ShoalError, match="do not clip by a norm of the workers"):
             client.norms()
         client.close()
 
@@ -79,7 +79,8 @@ def test_a_norm_that_nobody_waits_for_is_refused() -> None:
 def test_a_worker_that_dies_ends_the_wait_for_its_norm() -> None:
     with servers() as found:
         first, second = (
-            client_of(found, rank, Rule(2), clip_norm=4.0, is_part=True) for rank in range(2)
+            client_of(found, rank, Rule(2), clip_norm=4.0, norm_from_workers=True)
+            for rank in range(2)
         )
         second_push = fill(second, 1.0)
         with ThreadPoolExecutor(1) as pool:
@@ -139,10 +140,12 @@ def test_workers_that_wait_for_each_other_see_the_weights_where_they_are(count: 
         for client in clients:
             weights(client, version=1)  # waits, and copies nothing
             for spec in client.specs:
-                for cut in spec.cuts:
+                for cut in spec.slices:
                     moved = client.inbox[cut.start : cut.start + torch.Size(cut.shape).numel()]
                     assert torch.all(moved == -2.0), "two gradients of 1, SGD with lr 1, from 0"
-        assert all(member.sees_weights for member in found[0].models[7].members.values())
+        assert all(
+            member.pulls.sees_weights for member in found[0].models[7].membership.members.values()
+        )
         drop(*clients)
 
 
@@ -155,9 +158,9 @@ def test_weights_are_not_shared_if_one_worker_cannot() -> None:
 
 def test_a_push_that_leaves_one_out_is_refused() -> None:
     with servers() as found:
-        client = client_of(found, 0, Rule(1, at_once=True))
+        client = client_of(found, 0, Rule(1, asynchronous=True))
         client.sequence = 4
-        with pytest.raises(ShoalError, match="push 5 after 0"):
+        with pytest.raises(ShoalError, match="push 5 is out of order: expected 1"):
             client.commit(*fill(client, 1.0))
         client.close()
 
@@ -212,8 +215,8 @@ def test_a_model_is_forgotten_when_its_workers_have_left() -> None:
 def test_workers_that_describe_the_model_differently_are_told() -> None:
     with servers() as found:
         client = client_of(found, 0, Rule(2))
-        with pytest.raises(ShoalError, match="do not describe it alike"):
-            client_of(found, 1, Rule(2, at_once=True))
+        with pytest.raises(ShoalError, match="describe it differently"):
+            client_of(found, 1, Rule(2, asynchronous=True))
         client.close()
 
 

@@ -103,7 +103,7 @@ class Unknown(torch.optim.SGD):
     ("optimizer", "words"),
     [
         (lambda named: Unknown(named, lr=0.1), "Unknown is none of torch.optim"),
-        (partial(torch.optim.SGD, lr=torch.tensor(0.1)), "no plain number"),
+        (partial(torch.optim.SGD, lr=torch.tensor(0.1)), "not a plain number"),
         (partial(torch.optim.SparseAdam, lr=0.1), "SparseAdam is none of torch.optim"),
     ],
 )

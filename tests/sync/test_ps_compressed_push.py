@@ -19,8 +19,8 @@ from shoal.compress.topk import BLOCK
 from shoal.errors import BadInput, ShoalError
 from shoal.server.consistency import Rule
 from shoal.server.link import Request
-from shoal.server.model.compression import Packing
-from shoal.server.protocol.frames import Kind
+from shoal.server.model.compression import PushCompression
+from shoal.server.protocol.frames import FrameKind
 from shoal.server.shared_memory import bytes_of
 from shoal.sync.ps.compressed_push import PackedPush
 from shoal.sync.ps.worker import ParameterServer
@@ -187,11 +187,11 @@ def test_what_was_sent_and_what_is_left_make_up_all_gradients(method: str) -> No
         client.leave()
         client.close()
     for spec in specs:
-        packing = Packing(spec)
+        packing = PushCompression(spec)
         there = torch.zeros(spec.stop - spec.start)
         residual, given, arrived = (torch.zeros_like(there) for _ in range(3))
         held = torch.zeros_like(there, dtype=torch.bool)
-        for cut in spec.cuts:
+        for cut in spec.slices:
             at = cut.start - spec.start
             held[at : at + torch.Size(cut.shape).numel()] = True
         for seed in range(10):
@@ -295,7 +295,7 @@ def damaged(method: str) -> tuple[Tensor, Tensor]:
     """A payload that unpacks on the flat model of the helpers, and one that names no element."""
     with servers() as found:
         client = client_of(found, 0, Rule(1), compress=method)
-        packing = Packing(client.specs[0])
+        packing = PushCompression(client.specs[0])
         client.leave()
         client.close()
     good = packing.pack(torch.randn(packing.size), torch.zeros(packing.size))
@@ -305,7 +305,7 @@ def damaged(method: str) -> tuple[Tensor, Tensor]:
 
 
 def pushed(packed: Tensor) -> Request:
-    return Request(Kind.PACKED, payload=(bytes_of(packed),), sequence=1, is_answered=False)
+    return Request(FrameKind.COMPRESSED, payload=(bytes_of(packed),), sequence=1, is_answered=False)
 
 
 @pytest.mark.parametrize("damage", ["an index", "too short", "too long"])
@@ -314,14 +314,14 @@ def test_a_push_that_names_other_elements_is_refused_and_others_go_on(damage: st
 
     good, bad = damaged("topk(0.5)")
     payload = {"an index": bad, "too short": good[:-4], "too long": torch.cat([good, good])}
-    rule = Rule(2, at_once=True)
+    rule = Rule(2, asynchronous=True)
     heads = torch.ones(1, 3)
     with servers() as found:
         clients = [client_of(found, rank, rule, compress="topk(0.5)") for rank in range(2)]
         try:
             link = clients[0].links[0]
             link.post("push", pushed(payload[damage]))
-            words = "names an element outside" if damage == "an index" else "bytes, and"
+            words = "names an element outside" if damage == "an index" else "COMPRESSED, got"
             with pytest.raises(ShoalError, match=words):
                 clients[0].commit(Commit(0, 0, 1.0), heads)
             clients[1].links[0].post("push", pushed(good))

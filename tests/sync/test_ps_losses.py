@@ -17,7 +17,7 @@ from shoal.comm.executors.solo import SoloGroup
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
 from shoal.server.consistency import Rule
-from shoal.server.protocol.messages import PartOf
+from shoal.server.protocol.messages import ReplicaSplit
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.worker import ParameterServer
 from shoal.train.job import Job
@@ -193,10 +193,10 @@ def test_of_a_split_replica_the_rank_is_asked_for_and_named() -> None:
     """Worker 1 of the second of two parts is rank 3."""
     asked: list[int] = []
     with servers() as found:
-        found[0].is_gone = lambda rank: bool(asked.append(rank))
-        first, second = (client_of(found, w, Rule(2), place=PartOf(1, 2)) for w in range(2))
-        holding = found[0].models[MODEL]
-        assert holding.is_gone is not None and not holding.is_gone(1)
+        found[0].host.has_exited = lambda rank: bool(asked.append(rank))
+        first, second = (client_of(found, w, Rule(2), split=ReplicaSplit(1, 2)) for w in range(2))
+        membership = found[0].models[MODEL].membership
+        assert membership.has_exited is not None and not membership.has_exited(1)
         assert asked[-1] == 3
         second.close()
         with pytest.raises(PeerLost, match="rank 1 lost rank 3"):
@@ -204,20 +204,20 @@ def test_of_a_split_replica_the_rank_is_asked_for_and_named() -> None:
         first.close()
 
 
-@pytest.mark.parametrize("rule", [Rule(2), Rule(2, at_once=True), Rule(2, quorum=1)])
-def test_a_worker_that_is_gone_before_it_joined_is_not_waited_for(rule: Rule) -> None:
-    gone: set[int] = set()
+@pytest.mark.parametrize("rule", [Rule(2), Rule(2, asynchronous=True), Rule(2, quorum=1)])
+def test_a_worker_that_exited_before_it_joined_is_not_waited_for(rule: Rule) -> None:
+    exited: set[int] = set()
     with servers(2) as found:
         for server in found:
-            server.is_gone = gone.__contains__
+            server.host.has_exited = exited.__contains__
         client = client_of(found, 0, rule)
-        gone.add(1)
-        if rule.needs_everyone:
+        exited.add(1)
+        if rule.is_synchronous:
             with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
                 client.barrier()
         else:
             client.barrier()
             client.leave()
         client.close()
-        if not rule.needs_everyone:
+        if not rule.is_synchronous:
             assert all(server.wait_idle(10) for server in found)

@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 from shoal.comm.executors.solo import SoloGroup
 from shoal.comm.group import Group
 from shoal.examples.gpt import next_token_loss
-from shoal.server.model.served_model import Holding
+from shoal.server.model.served_model import ServedModel
+from shoal.server.protocol.messages import PushDecided
 from shoal.server.server import Server
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.split_replica import ServedPart
@@ -71,10 +72,10 @@ def run(
     return world(size, body)
 
 
-def held_by(servers: list[Server]) -> list[Holding]:
-    """What all servers hold of all parts; that of the lead comes first."""
-    found = [holding for server in servers for holding in server.models.values()]
-    return sorted(found, key=lambda holding: holding.spec.index)
+def held_by(servers: list[Server]) -> list[ServedModel]:
+    """What all servers hold of all shards; that of the leader comes first."""
+    models = [model for server in servers for model in server.models.values()]
+    return sorted(models, key=lambda model: model.spec.index)
 
 
 # ---- where nothing is left out: the model of one worker -----------------------------------------
@@ -167,11 +168,11 @@ def test_what_is_late_is_late_in_every_part(
 ) -> None:
     """Replica 1 makes its first push when the others have done eight steps."""
     ahead = threading.Event()
-    holdings = list[Holding]()
+    models = list[ServedModel]()
 
     def before(job: Job, step: Step) -> None:
         if job.rank == 0 and step.steps == 8:
-            holdings.extend(held_by(servers))
+            models.extend(held_by(servers))
             ahead.set()
         if job.replica == 1 and step.steps == 0:
             assert ahead.wait(60)
@@ -179,14 +180,17 @@ def test_what_is_late_is_late_in_every_part(
     with launched(monkeypatch, 2) as servers:
         strategy = f'ps(quorum=0.3, late="{late}", servers=2) + {split}'
         found = run(world, strategy, 20, before, size=6)
-        lead, *others = holdings
-        assert len(others) == 3
-        for holding in others:
-            with holding.changed:
-                holding.changed.wait_for(lambda h=holding: h.position == lead.position, 30)
-            assert list(holding.log) == list(lead.log)
-    kinds = [entry.kind for entry in lead.log if entry.kind != "apply" and entry.worker == 1]
-    assert kinds[0] == ("drop" if late == "drop" else "admit")
+        leader, *followers = models
+        assert len(followers) == 3
+        entries = leader.log.entries_after(0)
+        for model in followers:
+            with model.lock:
+                model.lock.wait_for(lambda m=model: m.log.position == leader.log.position, 30)
+            assert model.log.entries_after(0) == entries
+            assert model.state.ledger.state() == leader.state.ledger.state()
+    pushes = [entry.decision for entry in entries if isinstance(entry.decision, PushDecided)]
+    verdicts = [push.verdict for push in pushes if push.worker == 1]
+    assert verdicts[0] == ("dropped" if late == "drop" else "folded")
     stats = sync_of(found[0][1]).report()["servers"][0]["workers"]
     assert stats["1"]["dropped" if late == "drop" else "folded"] >= 1
     skipped = [sync_of(step).skipped for _, step, _ in found]

@@ -1,122 +1,103 @@
-"""Requests for rows of tables, as a server answers them."""
+"""Rows of embedding tables. Ids and lengths are checked before anything is allocated."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.embedding.spec import TableSpec
-from shoal.errors import BadInput
-from shoal.server.model.served_model import Holding, Member, RowPush
+from shoal.server.handlers.dispatch import handles
+from shoal.server.model.push_buffer import RowPush
+from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Connection
-from shoal.server.protocol.frames import Header, Kind, Refused, decode, encode
-from shoal.server.protocol.messages import Chunk, Rows
+from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
+from shoal.server.protocol.messages import RowBatch, RowChunk
 from shoal.server.shared_memory import bytes_of
 
-MOST_ROW_BYTES = 256 << 20  # of one request; a client asks in several
+MAX_ROW_BYTES = 256 << 20  # of one request; a client splits larger ones
 
 
-class Answer(Protocol):
-    def __call__(self, kind: Kind, meta: bytes = b"", *payload: memoryview) -> None: ...
+@handles(FrameKind.TABLE_MAKE, "rows")
+def make(peer: Peer, header: Header, meta: bytes) -> None:
+    model, _ = peer.joined()
+    model.tables.make(decode(meta, TableSpec))
+    peer.reply()
 
 
-class RowRequests:
-    """One connection's; ids and lengths are checked before anything is made of them."""
+@handles(FrameKind.TABLE_PULL, "rows", has_payload=True)
+def pull(peer: Peer, header: Header, meta: bytes) -> None:
+    model, _ = peer.joined()
+    request = decode(meta, RowBatch)
+    dim = model.tables.table(request.table).spec.dim
+    _check_size(header, request.count, 0, dim)
+    ids = _read(peer.connection, request.count, torch.int64)
+    rows = model.tables.pull(request.table, ids)
+    peer.reply(b"", bytes_of(rows))
 
-    def __init__(
-        self,
-        connection: Connection,
-        here: Callable[[], tuple[Holding, Member]],
-        answer: Answer,
-    ):
-        self.connection = connection
-        self._here = here
-        self._answer = answer
-        self._saving: Iterator[dict[str, Tensor]] = iter(())
-        self._saved = -1  # chunks of it that were given
 
-    def make(self, header: Header, meta: bytes) -> None:
-        holding, _ = self._here()
-        try:
-            holding.make_table(decode(meta, TableSpec))
-        except BadInput as error:
-            raise Refused(str(error)) from error
-        self._answer(Kind.OK)
+@handles(FrameKind.TABLE_PUSH, "push", has_payload=True)
+def push(peer: Peer, header: Header, meta: bytes) -> None:
+    """No answer: the commit that follows is answered."""
+    model, member = peer.joined()
+    request = decode(meta, RowBatch)
+    dim = model.tables.table(request.table).spec.dim
+    _check_size(header, request.count, 1, dim)
+    ids = _read(peer.connection, request.count, torch.int64)
+    grads = _read(peer.connection, request.count * dim, torch.float32).view(request.count, dim)
+    rows = RowPush(request.table, ids, grads, request.lr)
+    model.tables.stage(member.pushes, header.sequence, rows)
 
-    def pull(self, header: Header, meta: bytes) -> None:
-        holding, _ = self._here()
-        request = decode(meta, Rows)
-        dim = holding.table(request.table).spec.dim
-        self._check_size(header, request.count, 0, dim)
-        ids = self._read(request.count, torch.int64)
-        rows = holding.pull_rows(request.table, ids)
-        self._answer(Kind.OK, b"", bytes_of(rows))
 
-    def push(self, header: Header, meta: bytes) -> None:
-        """No answer: the commit that follows is answered."""
-        holding, member = self._here()
-        request = decode(meta, Rows)
-        dim = holding.table(request.table).spec.dim
-        self._check_size(header, request.count, 1, dim)
-        ids = self._read(request.count, torch.int64)
-        grads = self._read(request.count * dim, torch.float32).view(request.count, dim)
-        push = RowPush(request.table, ids, grads, request.lr)
-        holding.stage_rows(member.worker, header.sequence, push)
+@handles(FrameKind.TABLE_GET, "rows")
+def get_chunk(peer: Peer, header: Header, meta: bytes) -> None:
+    """Chunk `argument` of a table's state."""
+    model, _ = peer.joined()
+    name = decode(meta, RowBatch).table
+    with model.lock:
+        table = model.tables.table(name)
+        chunk_rows = max(1, MAX_ROW_BYTES // (16 * table.spec.dim))
+        tensors = peer.table_reader.read(table, header.argument, chunk_rows)
+        keys = table.keys
+        steps = table.steps
+    if tensors is None:
+        peer.reply(encode(RowChunk(name, 0, (), steps)))
+        return
+    chunk = RowChunk(name, len(tensors["ids"]), keys, steps)
+    peer.reply(encode(chunk), *(bytes_of(tensors[key]) for key in ("ids", *keys)))
 
-    def get(self, header: Header, meta: bytes) -> None:
-        """Chunk number `argument` of a table's state: the first, or the next one.
 
-        Or any, on a connection that was made anew.
-        """
-        holding, _ = self._here()
-        name = decode(meta, Rows).table
-        with holding.changed:
-            table = holding.table(name)
-            if header.argument == 0 or header.argument != self._saved:
-                self._saving = table.state(max(1, MOST_ROW_BYTES // (16 * table.spec.dim)))
-                for _ in zip(range(header.argument), self._saving, strict=False):
-                    pass
-            self._saved = header.argument + 1
-            chunk = next(self._saving, None)
-            count = 0 if chunk is None else len(chunk["ids"])
-            found = Chunk(name, count, () if chunk is None else table.keys, table.steps)
-        tensors = [] if chunk is None else [chunk["ids"], *(chunk[key] for key in found.keys)]
-        self._answer(Kind.OK, encode(found), *map(bytes_of, tensors))
+@handles(FrameKind.TABLE_SET, "rows", has_payload=True)
+def set_chunk(peer: Peer, header: Header, meta: bytes) -> None:
+    """Clear a table, or load a chunk of saved rows."""
+    model, _ = peer.joined()
+    request = decode(meta, RowChunk)
+    with model.lock:
+        table = model.tables.table(request.table)
+        dim = table.spec.dim
+        keys = table.keys
+        if not request.keys:
+            table.load_state([], request.steps)
+    if request.keys and request.keys != keys:
+        raise Refused(f"expected a chunk of {keys}, got {request.keys}")
+    _check_size(header, request.count, len(request.keys), dim)
+    chunk = {"ids": _read(peer.connection, request.count, torch.int64)}
+    for key in request.keys:
+        rows = _read(peer.connection, request.count * dim, torch.float32)
+        chunk[key] = rows.view(request.count, dim)
+    if request.keys:
+        with model.lock:
+            table.load_chunk(chunk)
+    peer.reply()
 
-    def set(self, header: Header, meta: bytes) -> None:
-        """Start anew, or take over a chunk of saved rows."""
-        holding, _ = self._here()
-        request = decode(meta, Chunk)
-        with holding.changed:
-            table = holding.table(request.table)
-            dim = table.spec.dim
-            keys = table.keys
-            if not request.keys:
-                table.load_state([], request.steps)
-        if request.keys and request.keys != keys:
-            raise Refused(f"a chunk of {request.keys}, and this table keeps {keys}")
-        self._check_size(header, request.count, len(request.keys), dim)
-        chunk = {"ids": self._read(request.count, torch.int64)}
-        for key in request.keys:
-            rows = self._read(request.count * dim, torch.float32)
-            chunk[key] = rows.view(request.count, dim)
-        if request.keys:
-            with holding.changed:
-                table.load_chunk(chunk)
-        self._answer(Kind.OK)
 
-    def _check_size(self, header: Header, count: int, tensors: int, dim: int) -> None:
-        wanted = count * (8 + 4 * dim * tensors)
-        if (
-            header.payload_bytes != wanted
-            or count * (8 + 4 * dim * max(1, tensors)) > MOST_ROW_BYTES
-        ):
-            raise Refused(f"{header.payload_bytes} bytes for {count} rows of {dim} numbers")
+def _check_size(header: Header, count: int, tensors: int, dim: int) -> None:
+    num_bytes = count * (8 + 4 * dim * tensors)
+    answer_bytes = count * (8 + 4 * dim * max(1, tensors))
+    if header.payload_bytes != num_bytes or answer_bytes > MAX_ROW_BYTES:
+        raise Refused(f"{header.payload_bytes} bytes for {count} rows of {dim} numbers")
 
-    def _read(self, count: int, dtype: torch.dtype) -> Tensor:
-        found = torch.empty(count, dtype=dtype)
-        self.connection.read_into(bytes_of(found))
-        return found
+
+def _read(connection: Connection, count: int, dtype: torch.dtype) -> Tensor:
+    tensor = torch.empty(count, dtype=dtype)
+    connection.read_into(bytes_of(tensor))
+    return tensor

@@ -1,4 +1,4 @@
-"""Optimizers by name: what a worker may ask a server to run."""
+"""Optimizers of torch.optim by name, which a worker may ask a server to run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import nn
 from shoal.errors import BadInput
 
 Option = bool | int | float | None | tuple[float, ...]
-_NOT_HERE = ("Optimizer", "LBFGS", "SparseAdam")  # the last two need the loss, or sparse gradients
+# LBFGS evaluates the loss, SparseAdam needs sparse gradients
+_UNSUPPORTED = ("Optimizer", "LBFGS", "SparseAdam")
 # what these do to one element depends on no other, so a server may hold some rows of a matrix
 _ELEMENTWISE = (
     *("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
@@ -22,19 +23,19 @@ _ELEMENTWISE = (
 )
 
 
-class Members(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ParameterGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A parameter group: which parameters, by their number in the model, and its options."""
 
     parameters: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     options: Annotated[dict[str, Option], msgspec.Meta(max_length=64)]
 
 
-class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A class of torch.optim, its options, and its parameter groups; without any: one of all."""
+class NamedOptimizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A class of torch.optim, its options and parameter groups; no groups: one of all."""
 
     name: Annotated[str, msgspec.Meta(max_length=64)]
     options: Annotated[dict[str, Option], msgspec.Meta(max_length=64)]
-    groups: tuple[Members, ...] = ()
+    groups: tuple[ParameterGroup, ...] = ()
 
     @property
     def is_elementwise(self) -> bool:
@@ -43,27 +44,27 @@ class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def make(self, params: Sequence[nn.Parameter], numbers: Sequence[int]) -> torch.optim.Optimizer:
         """The optimizer of some of the model's parameters, given by their numbers.
 
-        BadInput when there is none of that name or its options are wrong.
+        BadInput if the name is unknown or the options are invalid.
         """
         known = classes()
         if self.name not in known:
             raise BadInput(f"torch.optim has no optimizer {self.name!r} that a server can run")
         kind: Callable[..., torch.optim.Optimizer] = known[self.name]
         try:
-            return kind(self._members(params, numbers), **self.options)
+            return kind(self._groups(params, numbers), **self.options)
         except (TypeError, ValueError, RuntimeError) as error:
             raise BadInput(f"torch.optim.{self.name} refuses its options: {error}") from error
 
-    def _members(self, params: Sequence[nn.Parameter], numbers: Sequence[int]) -> list[Any]:
+    def _groups(self, params: Sequence[nn.Parameter], numbers: Sequence[int]) -> list[Any]:
         if not self.groups:
             return list(params)
         group_of = {n: i for i, group in enumerate(self.groups) for n in group.parameters}
-        found: list[dict[str, Any]] = [{**group.options, "params": []} for group in self.groups]
+        groups: list[dict[str, Any]] = [{**group.options, "params": []} for group in self.groups]
         for p, number in zip(params, numbers, strict=True):
             if number not in group_of:
                 raise BadInput(f"parameter {number} is in no group of the optimizer")
-            found[group_of[number]]["params"].append(p)
-        return found
+            groups[group_of[number]]["params"].append(p)
+        return groups
 
 
 @functools.cache
@@ -75,24 +76,26 @@ def classes() -> dict[str, type[torch.optim.Optimizer]]:
         if inspect.isclass(kind)
         and issubclass(kind, torch.optim.Optimizer)
         and kind.__name__ == name
-        and name not in _NOT_HERE
+        and name not in _UNSUPPORTED
     }
 
 
-def name_of(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> Named:
-    """What to call this optimizer of a worker on the wire; BadInput if it has no name there."""
+def name_of(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> NamedOptimizer:
+    """This optimizer of a worker by name; BadInput if a server cannot run it."""
     name = type(optimizer).__name__
     if classes().get(name) is not type(optimizer):
         raise BadInput(
-            f"the servers run the optimizer, and {name} is none of torch.optim that they know: "
-            'use one of these, or ps(update="worker")'
+            f"the servers run the optimizer, and {name} is not a class of torch.optim that they "
+            'can run: use one of these, or ps(update="worker")'
         )
     number = {id(p): i for i, p in enumerate(params)}
     groups = tuple(
-        Members(tuple(number[id(p)] for p in group["params"]), _plain(name, optimizer, group))
+        ParameterGroup(
+            tuple(number[id(p)] for p in group["params"]), _plain(name, optimizer, group)
+        )
         for group in optimizer.param_groups
     )
-    return Named(name, _plain(name, optimizer, optimizer.defaults), groups)
+    return NamedOptimizer(name, _plain(name, optimizer, optimizer.defaults), groups)
 
 
 def options_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Option]:
@@ -106,7 +109,7 @@ def options_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
 
 
 def ratios(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Each group's learning rate over that of the optimizer, which a schedule keeps."""
+    """Each group's learning rate divided by the optimizer's; a schedule keeps these ratios."""
     base = optimizer.defaults.get("lr")
     if not base:
         return [1.0] * len(optimizer.param_groups)
@@ -119,7 +122,7 @@ def _plain(
     for key, value in group.items():
         if key in optimizer.defaults and not _is_plain(value):
             raise BadInput(
-                f"{name}({key}=…) is no plain number, and the servers run the optimizer: "
+                f"{name}({key}=…) is not a plain number, and the servers run the optimizer: "
                 'give it as a number, or use ps(update="worker")'
             )
     return options_of(optimizer, group)

@@ -1,10 +1,10 @@
-"""Which server holds which part of the flat buffer.
+"""Which server holds which slice of the flat buffer.
 
     flat   [ p0 .. | p1 ...... | p2 . | p3 ................ ]
     server  0 ---------------> 1 -----------> 2 ------------>
-                                         ^ p3 is larger than a fair share: cut by rows
+                                         ^ p3 is larger than 1/3 of the buffer: split by rows
 
-Slices are consecutive, so what a bucket and a server have in common is one run of elements.
+Slices are consecutive, so a bucket and a server have one range of elements in common.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shoal.server.protocol.messages import ParameterSlice
 
-class Place(NamedTuple):
+
+class FlatParameter(NamedTuple):
     """One parameter in the flat buffer, in elements."""
 
     name: str
@@ -28,49 +30,42 @@ class Place(NamedTuple):
         return self.start + math.prod(self.shape)
 
     @property
-    def row(self) -> int:
+    def row_size(self) -> int:
         """Elements of one row; a vector's rows are its elements."""
         return math.prod(self.shape[1:])
 
 
-class Cutting(NamedTuple):
-    """The rows of one parameter that one server holds."""
-
-    parameter: int
-    start: int  # in the flat buffer
-    first_row: int
-    shape: tuple[int, ...]
-
-
-class Slice(NamedTuple):
-    """What one server holds: a run of the flat buffer, and the parameters in it."""
+class ServerSlice(NamedTuple):
+    """What one server holds: a range of the flat buffer, and the parameters in it."""
 
     start: int
     stop: int
-    cuttings: tuple[Cutting, ...]
+    slices: tuple[ParameterSlice, ...]
 
 
-def cut(places: Sequence[Place], size: int, servers: int, by_rows: bool = True) -> list[Slice]:
-    """Divide the buffer into as equal parts as boundaries of parameters allow.
+def partition(
+    parameters: Sequence[FlatParameter], size: int, servers: int, by_rows: bool = True
+) -> list[ServerSlice]:
+    """Divide the buffer into slices as equal as the boundaries of parameters allow.
 
-    A parameter larger than a fair share is cut between rows, where `by_rows` allows it. A slice
-    may be empty when there is too little to share out.
+    With `by_rows`, a parameter larger than an equal slice is split between rows. A slice may be
+    empty when there are few parameters.
     """
-    first = places[0].start
-    fair = (size - first) / servers
-    boundaries = [first, size]
-    for place in places:
-        boundaries.append(place.start)
-        if by_rows and place.stop - place.start > fair and place.row:
-            boundaries += range(place.start, place.stop, place.row)
-    boundaries.sort()
-    cuts = [first]
+    first = parameters[0].start
+    slice_size = (size - first) / servers
+    allowed = [first, size]
+    for parameter in parameters:
+        allowed.append(parameter.start)
+        if by_rows and parameter.stop - parameter.start > slice_size and parameter.row_size:
+            allowed += range(parameter.start, parameter.stop, parameter.row_size)
+    allowed.sort()
+    boundaries = [first]
     for k in range(1, servers):
-        cuts.append(max(cuts[-1], _nearest(boundaries, first + fair * k)))
-    cuts.append(size)
+        boundaries.append(max(boundaries[-1], _nearest(allowed, first + slice_size * k)))
+    boundaries.append(size)
     return [
-        Slice(start, stop, tuple(_inside(places, start, stop)))
-        for start, stop in itertools.pairwise(cuts)
+        ServerSlice(start, stop, tuple(_slices_between(parameters, start, stop)))
+        for start, stop in itertools.pairwise(boundaries)
     ]
 
 
@@ -79,18 +74,19 @@ def _nearest(ordered: Sequence[int], target: float) -> int:
     return min(ordered[max(0, i - 1) : i + 1], key=lambda b: abs(b - target))
 
 
-def _inside(places: Sequence[Place], start: int, stop: int) -> list[Cutting]:
-    found = []
-    for i, place in enumerate(places):
-        low = max(start, place.start)
-        high = min(stop, place.stop)
+def _slices_between(
+    parameters: Sequence[FlatParameter], start: int, stop: int
+) -> list[ParameterSlice]:
+    slices = []
+    for i, parameter in enumerate(parameters):
+        low = max(start, parameter.start)
+        high = min(stop, parameter.stop)
         if low >= high:
             continue
-        if (low, high) == (place.start, place.stop):
-            found.append(Cutting(i, low, 0, place.shape))
+        if (low, high) == (parameter.start, parameter.stop):
+            slices.append(ParameterSlice(i, low, 0, parameter.shape))
         else:
-            rows = (high - low) // place.row
-            found.append(
-                Cutting(i, low, (low - place.start) // place.row, (rows, *place.shape[1:]))
-            )
-    return found
+            first_row = (low - parameter.start) // parameter.row_size
+            rows = (high - low) // parameter.row_size
+            slices.append(ParameterSlice(i, low, first_row, (rows, *parameter.shape[1:])))
+    return slices

@@ -1,4 +1,4 @@
-"""What one server holds of one model: weights, the sum of gradients, and its own optimizer."""
+"""Arithmetic on one slice of a model: weights, the sum of gradients, and their optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.replica.ordered_sum import Node, add_up, runs_of, whole_subtrees
 from shoal.server.model.named_optimizer import ratios
 from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import Spec, State, Value
+from shoal.server.protocol.messages import ModelSpec, ParameterSlice, ShardState, StateTensor
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -22,80 +22,99 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MOST_STATE = 16  # entries of an optimizer for one parameter
+_MAX_STATE_TENSORS = 16  # of an optimizer, for one parameter
 
 
 class Shard:
-    """One slice of the flat buffer. Nothing here knows of connections or threads."""
+    """One slice of the flat buffer, without connections or threads.
 
-    def __init__(self, spec: Spec):
+    `loss_flags` is the sum of what workers push beside gradients: the loss, then one flag per
+    parameter that is positive if the parameter has a gradient.
+    """
+
+    def __init__(self, spec: ModelSpec):
         self.spec = spec
         self.size = spec.stop - spec.start
         self.dtype = DTYPES[spec.dtype]
-        self.head_dtype = DTYPES[spec.head_dtype]
-        self.head_size = 1 + spec.parameters
         self.data = torch.zeros(self.size, dtype=self.dtype)
         self.sum = torch.zeros(self.size, dtype=self.dtype)
-        self.head = torch.zeros(self.head_size, dtype=self.head_dtype)
-        self.params = [nn.Parameter(self._view(self.data, i)) for i in range(len(spec.cuts))]
-        self._grads = [self._view(self.sum, i) for i in range(len(spec.cuts))]
-        self._nodes = nodes_of(spec)
-        self._copies = frozenset(spec.place.copies)
+        self.loss_flags = torch.zeros(1 + spec.parameters, dtype=DTYPES[spec.loss_flags_dtype])
+        self.params = [nn.Parameter(self._view(self.data, i)) for i in range(len(spec.slices))]
+        self._grads = [self._view(self.sum, i) for i in range(len(spec.slices))]
+        self._subtrees = subtrees_of(spec)
+        self._copies = frozenset(spec.split.copies)
         self.optimizer: torch.optim.Optimizer | None = None
         if spec.optimizer is not None and self.params:
-            self.optimizer = spec.optimizer.make(self.params, [c.parameter for c in spec.cuts])
+            numbers = [held.parameter for held in spec.slices]
+            self.optimizer = spec.optimizer.make(self.params, numbers)
             self._ratios = ratios(self.optimizer)
 
     @property
-    def parts(self) -> int:
-        """Sums that a worker pushes: one, or a whole subtree each where additions have an order."""
-        return parts_of(self.spec)
+    def pulled(self) -> Tensor:
+        """What workers pull: weights, or the summed gradient if the workers update."""
+        return self.data if self.spec.optimizer is not None else self.sum
+
+    def push_buffers(self) -> tuple[Tensor, Tensor]:
+        """Memory for the gradients and the loss and flags of one push, by partial sums."""
+        sums = partial_sums(self.spec)
+        gradients = torch.zeros(sums, self.size, dtype=self.dtype)
+        return gradients, self.loss_flags.new_zeros(sums, len(self.loss_flags))
 
     def move_to(self, data: Tensor) -> None:
-        """Keep the weights in this memory from now on; they are what they were."""
+        """Keep the weights in this memory from now on; their values stay."""
         data.copy_(self.data)
         self.data = data
         for i, p in enumerate(self.params):
             p.data = self._view(data, i)
 
-    def add(self, gradients: Tensor, head: Tensor, first: bool) -> None:
-        """Add the push of one worker, as it comes; the `first` of a step starts the sum."""
-        for into, part in ((self.sum, gradients[0]), (self.head, head[0])):
+    def add(self, gradients: Tensor, loss_flags: Tensor, first: bool) -> None:
+        """Add the push of one worker on arrival; the `first` of a step starts the sum."""
+        for total, pushed in ((self.sum, gradients[0]), (self.loss_flags, loss_flags[0])):
             if first:
-                into.copy_(part)
+                total.copy_(pushed)
             else:
-                into.add_(part)
+                total.add_(pushed)
 
     def add_all(self, pushes: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """The sum of everybody's pushes, in an order that does not depend on their arrival."""
-        for into, column in ((self.sum, 0), (self.head, 1)):
-            parts = [push[column] for push in pushes]
-            if self._nodes is None and len(parts) > 1:
-                torch.add(parts[0][0], parts[1][0], out=into)
-                for part in parts[2:]:
-                    into.add_(part[0])
-            elif self._nodes is None:
-                into.copy_(parts[0][0])
-            else:
-                known = {
-                    node: part[i]
-                    for part, nodes in zip(parts, self._nodes, strict=True)
-                    for i, node in enumerate(nodes)
-                }
-                assert self.spec.microbatches is not None
-                into.copy_(add_up((0, self.spec.microbatches), known))
+        """The sum of the pushes of all workers, in an order that is independent of arrival."""
+        self._sum_into(self.sum, [gradients for gradients, _ in pushes])
+        self._sum_into(self.loss_flags, [loss_flags for _, loss_flags in pushes])
+
+    def _sum_into(self, total: Tensor, pushes: Sequence[Tensor]) -> None:
+        if self._subtrees is not None:
+            total.copy_(self._ordered_sum(pushes, self._subtrees))
+        elif len(pushes) > 1:
+            torch.add(pushes[0][0], pushes[1][0], out=total)
+            for pushed in pushes[2:]:
+                total.add_(pushed[0])
+        else:
+            total.copy_(pushes[0][0])
+
+    def _ordered_sum(self, pushes: Sequence[Tensor], subtrees: Sequence[list[Node]]) -> Tensor:
+        assert self.spec.microbatches is not None
+        known = {
+            node: pushed[i]
+            for pushed, nodes in zip(pushes, subtrees, strict=True)
+            for i, node in enumerate(nodes)
+        }
+        return add_up((0, self.spec.microbatches), known)
 
     def divide(self, by: float) -> None:
         if by not in (0.0, 1.0):
             self.sum.div_(by)
 
     def norms(self) -> list[float]:
-        """The norm of each gradient that is there; of a part of a model one for every cutting."""
-        if self.spec.is_part:
-            flags = [self.head[1 + cut.parameter] > 0 for cut in self.spec.cuts]
-            pairs = zip(self._grads, flags, strict=True)
-            return [float(torch.linalg.vector_norm(g)) if there else 0.0 for g, there in pairs]
-        return [float(torch.linalg.vector_norm(g)) for g in self._counted()]
+        """The norms of the gradients, for clipping.
+
+        Where workers compute the total norm, there is one for every slice of a parameter. It is
+        0 if the parameter has no gradient.
+        """
+        if self.spec.norm_from_workers:
+            return [
+                float(torch.linalg.vector_norm(grad)) if self._has_grad(held) else 0.0
+                for grad, held in zip(self._grads, self.spec.slices, strict=True)
+            ]
+        return [float(torch.linalg.vector_norm(grad)) for grad in self._counted_grads()]
 
     def update(self, lr: float | None, factor: float | None) -> None:
         """One step of the optimizer on the sum."""
@@ -106,116 +125,140 @@ class Shard:
         if lr is not None:
             for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
                 group["lr"] = lr * ratio
-        for p, grad, cut in zip(self.params, self._grads, self.spec.cuts, strict=True):
-            p.grad = grad if self.head[1 + cut.parameter] > 0 else None
+        for p, grad, held in zip(self.params, self._grads, self.spec.slices, strict=True):
+            p.grad = grad if self._has_grad(held) else None
         self.optimizer.step()
         for p in self.params:
             p.grad = None
 
+    def _has_grad(self, held: ParameterSlice) -> bool:
+        return bool(self.loss_flags[1 + held.parameter] > 0)
+
+    def _counted_grads(self) -> list[Tensor]:
+        """The gradients of this step, without those that another shard of the model counts."""
+        return [
+            grad
+            for grad, held in zip(self._grads, self.spec.slices, strict=True)
+            if self._has_grad(held) and held.parameter not in self._copies
+        ]
+
     # ------------------------------------------------------------------ checkpoints
 
-    def state(self, steps: int) -> tuple[State, list[Tensor]]:
-        """The optimizer's state, cutting by cutting."""
-        values = []
+    def state(self, steps: int) -> tuple[ShardState, list[Tensor]]:
+        """The optimizer's state, by parameter slice."""
+        specs = []
         tensors = []
         numbers = []
         for i, p in enumerate(self.params):
-            held = self.optimizer.state.get(p, {}) if self.optimizer is not None else {}
-            for key, value in held.items():
+            entries = self.optimizer.state.get(p, {}) if self.optimizer is not None else {}
+            for key, value in entries.items():
                 if isinstance(value, Tensor):
-                    values.append(Value(i, key, _name(value.dtype), tuple(value.shape)))
+                    specs.append(StateTensor(i, key, _name(value.dtype), tuple(value.shape)))
                     tensors.append(value.detach().contiguous())
                 elif value is None or isinstance(value, (bool, int, float)):
                     numbers.append((i, key, value))
-        return State(steps, tuple(values), tuple(numbers), weights=False), tensors
+        return ShardState(steps, tuple(specs), tuple(numbers), weights=False), tensors
 
-    def check_state(self, state: State) -> int:
-        """The bytes of its payload; refused unless every tensor fits a cutting held here."""
+    def check_state(self, state: ShardState) -> int:
+        """The bytes of its payload; Refused if a tensor does not fit its parameter slice."""
         total = self.size * self.dtype.itemsize if state.weights else 0
-        if len(state.tensors) > _MOST_STATE * len(self.params):
+        if len(state.tensors) > _MAX_STATE_TENSORS * len(self.params):
             raise Refused(
                 f"{len(state.tensors)} tensors of state for {len(self.params)} parameters"
             )
-        for value in state.tensors:
-            count = math.prod(value.shape)
-            if value.cut >= len(self.params) or count > max(1, self.params[value.cut].numel()):
-                raise Refused(f"state {value.key!r} {value.shape} does not fit what is held here")
-            total += count * DTYPES[value.dtype].itemsize
+        for tensor in state.tensors:
+            count = math.prod(tensor.shape)
+            if tensor.slice >= len(self.params):
+                raise Refused(f"state of slice {tensor.slice}, which is not held here")
+            if count > max(1, self.params[tensor.slice].numel()):
+                raise Refused(f"state {tensor.key!r} {tensor.shape} does not fit its parameter")
+            total += count * DTYPES[tensor.dtype].itemsize
         if any(i >= len(self.params) for i, _, _ in state.numbers):
-            raise Refused("state of a parameter that is not held here")
+            raise Refused("state of a slice that is not held here")
         return total
 
-    def restore(self, state: State, payload: bytearray) -> None:
-        """Take over weights and optimizer state; `check_state` has seen them."""
+    def restore(self, state: ShardState, payload: bytearray) -> None:
+        """Replace weights and optimizer state; `check_state` has accepted them."""
         flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0)
-        at = 0
-        if state.weights:
-            at = self.size * self.dtype.itemsize
-            if at:
-                self.data.copy_(flat[:at].view(self.dtype))
-        if self.optimizer is None:
-            return
-        held: dict[int, dict[str, Any]] = {}
-        for value in state.tensors:
-            dtype = DTYPES[value.dtype]
-            end = at + math.prod(value.shape) * dtype.itemsize
-            # a copy, since tensors may start anywhere in the payload
-            tensor = flat[at:end].clone().view(dtype).reshape(value.shape)
-            held.setdefault(value.cut, {})[value.key] = tensor
-            at = end
+        weight_bytes = self.size * self.dtype.itemsize if state.weights else 0
+        if weight_bytes:
+            self.data.copy_(flat[:weight_bytes].view(self.dtype))
+        if self.optimizer is not None:
+            self._load(self.optimizer, state, read_tensors(state, flat, weight_bytes))
+
+    def restore_optimizer(self, state: ShardState, tensors: Sequence[Tensor]) -> None:
+        """Replace the optimizer state by what `state` has returned."""
+        if self.optimizer is not None:
+            self._load(self.optimizer, state, [tensor.clone() for tensor in tensors])
+
+    def _load(
+        self, optimizer: torch.optim.Optimizer, state: ShardState, tensors: Sequence[Tensor]
+    ) -> None:
+        entries: dict[int, dict[str, Any]] = {}
+        for spec, tensor in zip(state.tensors, tensors, strict=True):
+            entries.setdefault(spec.slice, {})[spec.key] = tensor
         for i, key, number in state.numbers:
-            held.setdefault(i, {})[key] = number
-        document = self.optimizer.state_dict()
-        numbers = self._numbers(document)
-        document["state"] = {numbers[i]: entries for i, entries in held.items()}
+            entries.setdefault(i, {})[key] = number
+        document = optimizer.state_dict()
+        numbers = self._numbers(optimizer, document)
+        document["state"] = {numbers[i]: values for i, values in entries.items()}
         for group, options in zip(document["param_groups"], state.options, strict=False):
             group.update({k: v for k, v in options.items() if k in group and k != "params"})
-        self.optimizer.load_state_dict(document)
+        optimizer.load_state_dict(document)
 
-    def _numbers(self, document: dict[str, Any]) -> list[int]:
-        """What the optimizer calls each parameter in its state: a number in the order of groups."""
-        assert self.optimizer is not None
-        found: dict[int, int] = {}
-        for group, packed in zip(
-            self.optimizer.param_groups, document["param_groups"], strict=True
-        ):
-            found |= dict(zip(map(id, group["params"]), packed["params"], strict=True))
-        return [found[id(p)] for p in self.params]
-
-    def _counted(self) -> list[Tensor]:
-        """The gradients that are there, and that no other part of the model counts."""
-        return [
-            grad
-            for grad, cut in zip(self._grads, self.spec.cuts, strict=True)
-            if self.head[1 + cut.parameter] > 0 and cut.parameter not in self._copies
-        ]
+    def _numbers(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> list[int]:
+        """The key of each parameter in the optimizer's state: a number in the order of groups."""
+        numbers: dict[int, int] = {}
+        for group, saved in zip(optimizer.param_groups, document["param_groups"], strict=True):
+            numbers |= dict(zip(map(id, group["params"]), saved["params"], strict=True))
+        return [numbers[id(p)] for p in self.params]
 
     def _view(self, buffer: Tensor, i: int) -> Tensor:
-        cut = self.spec.cuts[i]
-        start = cut.start - self.spec.start
-        return buffer[start : start + math.prod(cut.shape)].view(cut.shape)
+        held = self.spec.slices[i]
+        start = held.start - self.spec.start
+        return buffer[start : start + math.prod(held.shape)].view(held.shape)
 
 
-def check_spec(spec: Spec, most_bytes: int) -> None:
-    """Refuse a slice that is larger than the server allows, or whose parts do not fit into it."""
+def read_tensors(state: ShardState, flat: Tensor, offset: int = 0) -> list[Tensor]:
+    """The tensors of a payload of bytes, from `offset` on. Copies: they may be unaligned there."""
+    tensors = []
+    for spec in state.tensors:
+        dtype = DTYPES[spec.dtype]
+        end = offset + math.prod(spec.shape) * dtype.itemsize
+        tensors.append(flat[offset:end].clone().view(dtype).reshape(spec.shape))
+        offset = end
+    return tensors
+
+
+def check_spec(spec: ModelSpec, max_bytes: int) -> None:
+    """Refuse a slice that is too large for the server, or whose parameters do not fit into it."""
     if not spec.start <= spec.stop <= spec.size or spec.index >= spec.servers:
-        raise Refused(f"a slice {spec.start}:{spec.stop} of {spec.size} elements")
-    if spec.place.part >= spec.place.parts or (spec.place.follows is not None and not spec.index):
-        raise Refused(f"part {spec.place.part} of {spec.place.parts}, which decides and follows")
+        raise Refused(f"slice {spec.start}:{spec.stop} of {spec.size} elements")
+    if spec.split.shard >= spec.split.shards:
+        raise Refused(f"shard {spec.split.shard} of {spec.split.shards}")
+    if spec.split.leader_model is not None and not spec.index:
+        raise Refused("server 0 is the leader: it cannot follow another model")
+    if spec.norm_from_workers and not spec.rule.is_synchronous:
+        raise Refused("workers send the norm of a step only where the rule is synchronous")
     itemsize = DTYPES[spec.dtype].itemsize
-    if (spec.size * (1 + parts_of(spec)) + 4 * (spec.stop - spec.start)) * itemsize > most_bytes:
+    elements = spec.size * (1 + partial_sums(spec)) + 4 * (spec.stop - spec.start)
+    if elements * itemsize > max_bytes:
         raise Refused(f"{spec.size} elements are more than this server can hold")
     if spec.microbatches is not None and spec.microbatches % spec.rule.workers:
         raise Refused(f"{spec.microbatches} micro-batches for {spec.rule.workers} workers")
-    at = spec.start
-    for cut in spec.cuts:
-        size = math.prod(cut.shape)
-        if not at <= cut.start or cut.start + size > spec.stop or cut.parameter >= spec.parameters:
-            raise Refused(f"parameter {cut.parameter} does not lie in this slice")
-        at = cut.start + size
+    _check_slices(spec)
 
 
-def nodes_of(spec: Spec) -> list[list[Node]] | None:
+def _check_slices(spec: ModelSpec) -> None:
+    end = spec.start
+    for held in spec.slices:
+        stop = held.start + math.prod(held.shape)
+        if held.start < end or stop > spec.stop or held.parameter >= spec.parameters:
+            raise Refused(f"parameter {held.parameter} is not inside of this slice")
+        end = stop
+
+
+def subtrees_of(spec: ModelSpec) -> list[list[Node]] | None:
     """The subtrees that each worker pushes, where additions have a fixed order."""
     if spec.microbatches is None:
         return None
@@ -223,13 +266,14 @@ def nodes_of(spec: Spec) -> list[list[Node]] | None:
     return [whole_subtrees((0, spec.microbatches), run) for run in runs]
 
 
-def parts_of(spec: Spec) -> int:
-    nodes = nodes_of(spec)
-    return 1 if nodes is None else max(map(len, nodes))
+def partial_sums(spec: ModelSpec) -> int:
+    """How many sums a worker pushes: one, or one per subtree where additions have a fixed order."""
+    subtrees = subtrees_of(spec)
+    return 1 if subtrees is None else max(map(len, subtrees))
 
 
 def clip_factor(norms: Sequence[float], bound: float, dtype: torch.dtype) -> float:
-    """What to multiply gradients by, as `torch.nn.utils.clip_grad_norm_` does."""
+    """The factor that clips gradients, as `torch.nn.utils.clip_grad_norm_` computes it."""
     if not norms:
         return 1.0
     total = torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype))

@@ -98,8 +98,8 @@ class Connection:
             done += count
         self.received_bytes += size
 
-    def pass_over(self, count: int) -> None:
-        """Read a payload that nobody wants."""
+    def skip(self, count: int) -> None:
+        """Read and discard a payload."""
         scratch = memoryview(bytearray(min(count, 1 << 20)))
         while count:
             part = scratch[: min(count, scratch.nbytes)]

@@ -1,4 +1,4 @@
-"""What travels between a worker and a server: a fixed header, a little metadata, raw bytes.
+"""A frame between a worker and a server: a fixed header, a little metadata, raw bytes.
 
     0     4  6  8   12   16   24   32   40   48   56   60   64
     magic |  |  |    |    |    |    |    |    |    |    |    metadata, payload
@@ -23,14 +23,14 @@ import msgspec
 from shoal.errors import ShoalError
 
 MAGIC = b"SHOL"
-VERSION = 1
+VERSION = 2
 _FIELDS = struct.Struct("<4sHHIIQQQQQI")
 _CHECK = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECK.size
-MOST_META_BYTES = 32 << 20  # names and shapes of the parameters of a very large model
+MAX_META_BYTES = 32 << 20  # names and shapes of the parameters of a very large model
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     CHALLENGE = 1
     HELLO = 2
     WELCOME = 3
@@ -43,11 +43,11 @@ class Kind(enum.IntEnum):
     PULL = 14
     STATE_GET = 15
     STATE_SET = 16
-    MEET = 17
+    BARRIER = 17
     STATS = 18
     LEAVE = 19
-    SHARE = 20
-    NORM_SET = 21
+    SHARE_WEIGHTS = 20
+    TOTAL_NORM = 21
     FOLLOW = 30
     ENTRY = 31
     NORMS = 32
@@ -56,17 +56,17 @@ class Kind(enum.IntEnum):
     TABLE_PUSH = 42
     TABLE_GET = 43
     TABLE_SET = 44
-    PACKED = 50
-    KEEP = 51
-    KEPT = 52
+    COMPRESSED = 50
+    RESIDUAL_SET = 51
+    RESIDUAL_GET = 52
 
 
 class Refused(ShoalError):
-    """Bytes that are no frame, or a frame that does not fit here."""
+    """Bytes that are not a frame, or a frame that is not allowed here."""
 
 
 class Header(NamedTuple):
-    kind: Kind
+    kind: FrameKind
     worker: int = 0
     model: int = 0
     incarnation: int = 0
@@ -97,26 +97,26 @@ def pack(header: Header, meta: bytes = b"") -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:
-    """The header in 64 bytes, checked for its form; the check itself needs the metadata."""
+    """The header in 64 bytes. `verify` compares its checksum, which needs the metadata."""
     magic, version, kind, epoch, worker, model, inc, seq, argument, payload, meta = (
         _FIELDS.unpack_from(data)
     )
     if magic != MAGIC:
-        raise Refused("this is no frame of Shoal")
+        raise Refused("not a frame of Shoal")
     if version != VERSION:
-        raise Refused(f"frame version {version}, and this side speaks {VERSION}")
+        raise Refused(f"expected frame version {VERSION}, got {version}")
     try:
-        named = Kind(kind)
+        named = FrameKind(kind)
     except ValueError as error:
-        raise Refused(f"there is no message of kind {kind}") from error
+        raise Refused(f"unknown kind of message: {kind}") from error
     (check,) = _CHECK.unpack_from(data, _FIELDS.size)
     return Header(named, worker, model, inc, seq, argument, payload, meta, epoch, check)
 
 
 def verify(head: bytes | bytearray | memoryview, meta: bytes, header: Header) -> None:
-    """Refuse a frame whose header or metadata was damaged on the way."""
+    """Refuse a frame whose header or metadata was damaged in transit."""
     if zlib.crc32(meta, zlib.crc32(memoryview(head)[: _FIELDS.size])) != header.check:
-        raise Refused("a frame was damaged on its way")
+        raise Refused("checksum of a frame does not match")
 
 
 T = TypeVar("T")
@@ -128,11 +128,11 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Metadata as `kind`; whatever else it holds is refused."""
+    """Metadata as `kind`; unknown fields are refused."""
     try:
         return _decoder(kind).decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise Refused(f"metadata that is no {kind.__name__}: {error}") from error
+        raise Refused(f"metadata is not a valid {kind.__name__}: {error}") from error
 
 
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
@@ -140,9 +140,12 @@ _making = threading.Lock()
 
 
 def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """msgspec looks at a type when it first meets it, and crashes if two threads do at once."""
-    found = _decoders.get(kind)
-    if found is None:
+    """One decoder per type, made under a lock.
+
+    msgspec inspects a type when it first meets it, and crashes if two threads do so at once.
+    """
+    decoder = _decoders.get(kind)
+    if decoder is None:
         with _making:
-            found = _decoders[kind] = msgspec.msgpack.Decoder(kind)
-    return found
+            decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return decoder

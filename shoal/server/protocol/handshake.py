@@ -1,55 +1,140 @@
-"""The first frames of every connection, on both sides."""
+"""Both sides prove that they know the run's secret before any other frame counts.
+
+    server -> worker   CHALLENGE  server's nonce
+    worker -> server   HELLO      worker's nonce, who it is, HMAC over all of it
+    server -> worker   WELCOME    HMAC over the same, with the server's name for it
+
+Nonces are fresh, so a recorded handshake cannot be replayed. The secret itself never travels:
+the launcher makes it and hands it over in a file of mode 0600, or in the environment.
+"""
 
 from __future__ import annotations
 
-from shoal.errors import ShoalError
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from shoal.errors import BadInput, ShoalError
 from shoal.server.protocol.connection import Connection
-from shoal.server.protocol.frames import Header, Kind, Refused, decode, encode, pack
-from shoal.server.protocol.messages import MOST_HELLO_BYTES, Challenge, Error, Hello, Lane, Welcome
-from shoal.server.protocol.secret import fresh_nonce, is_proof, proof
+from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode, pack
+from shoal.server.protocol.messages import (
+    MAX_HELLO_BYTES,
+    Challenge,
+    Channel,
+    ErrorReply,
+    Hello,
+    Welcome,
+)
 
 HANDSHAKE_S = 5.0
-RETURN_S = 3.0  # for a worker whose TCP connection broke to connect again, before it counts as lost
+RECONNECT_S = 3.0  # a worker whose TCP connection broke is lost after so long
+SECRET_BYTES = 32
+NONCE_BYTES = 32
+SECRET_FILE = "secret"
+_MAX_WELCOME_BYTES = 8192
 
 
-class NotProven(ShoalError):
+class AuthenticationError(ShoalError):
     """The other side does not know the secret of this run."""
 
 
-def greet(connection: Connection, secret: bytes) -> tuple[Hello, Header]:
-    """The server's part; Refused unless the other side proves the secret."""
+def authenticate_peer(connection: Connection, secret: bytes) -> tuple[Hello, Header]:
+    """The server's side; Refused if the worker does not prove the secret."""
     nonce = fresh_nonce()
-    connection.send(Header(Kind.CHALLENGE), encode(Challenge(nonce)))
-    header, meta = connection.receive(MOST_HELLO_BYTES)
-    if header.kind is not Kind.HELLO or header.payload_bytes:
-        raise Refused("the first frame was no hello")
+    connection.send(Header(FrameKind.CHALLENGE), encode(Challenge(nonce)))
+    header, meta = connection.receive(MAX_HELLO_BYTES)
+    _expect(header, FrameKind.HELLO)
     hello = decode(meta, Hello)
-    if not is_proof(hello.proof, secret, "worker", nonce, *_said(hello.nonce, hello.lane, header)):
-        raise Refused("a hello that does not prove the secret")
-    answer = proof(secret, "server", nonce, *_said(hello.nonce, hello.lane, header))
-    connection.send(Header(Kind.WELCOME), encode(Welcome(answer)))
+    claims = _claims(hello.nonce, hello.channel, header)
+    if not is_proof(hello.proof, secret, "worker", nonce, *claims):
+        raise Refused("HELLO does not prove the secret")
+    answer = proof(secret, "server", nonce, *claims)
+    connection.send(Header(FrameKind.WELCOME), encode(Welcome(answer)))
     return hello, header
 
 
-def introduce(connection: Connection, secret: bytes, lane: Lane, header: Header) -> None:
-    """The worker's part; NotProven unless the server proves the secret as well."""
-    found, meta = connection.receive(MOST_HELLO_BYTES)
-    if found.kind is not Kind.CHALLENGE or found.payload_bytes:
-        raise Refused("a server's first frame was no challenge")
-    theirs = decode(meta, Challenge).nonce
-    ours = fresh_nonce()
-    said = _said(ours, lane, header)
-    connection.send(header, encode(Hello(ours, lane, proof(secret, "worker", theirs, *said))))
-    found, meta = connection.receive(8192)
-    if found.kind is Kind.ERROR:
-        raise NotProven(f"the server refuses this worker: {decode(meta, Error).sentence}")
-    if found.kind is not Kind.WELCOME or found.payload_bytes:
-        raise Refused("a server's second frame was no welcome")
-    if not is_proof(decode(meta, Welcome).proof, secret, "server", theirs, *said):
-        raise NotProven("the server does not know the secret of this run")
+def authenticate(connection: Connection, secret: bytes, channel: Channel, header: Header) -> None:
+    """The worker's side; AuthenticationError if the server does not prove the secret as well."""
+    received, meta = connection.receive(MAX_HELLO_BYTES)
+    _expect(received, FrameKind.CHALLENGE)
+    challenge = decode(meta, Challenge).nonce
+    nonce = fresh_nonce()
+    claims = _claims(nonce, channel, header)
+    hello = Hello(nonce, channel, proof(secret, "worker", challenge, *claims))
+    connection.send(header, encode(hello))
+    received, meta = connection.receive(_MAX_WELCOME_BYTES)
+    if received.kind is FrameKind.ERROR:
+        reason = decode(meta, ErrorReply).reason
+        raise AuthenticationError(f"the server refuses this worker: {reason}")
+    _expect(received, FrameKind.WELCOME)
+    if not is_proof(decode(meta, Welcome).proof, secret, "server", challenge, *claims):
+        raise AuthenticationError("the server does not know the secret of this run")
 
 
-def _said(nonce: bytes, lane: str, header: Header) -> tuple[bytes, bytes, bytes]:
-    """What the proof covers: who speaks, and through which connection."""
-    who = pack(Header(Kind.HELLO, header.worker, header.model, header.incarnation))
-    return nonce, lane.encode(), who
+def _expect(header: Header, kind: FrameKind) -> None:
+    if header.kind is not kind:
+        raise Refused(f"expected {kind.name}, got {header.kind.name}")
+    if header.payload_bytes:
+        raise Refused(f"{kind.name} has no payload")
+
+
+def _claims(nonce: bytes, channel: Channel, header: Header) -> tuple[bytes, bytes, bytes]:
+    """What the proof covers: which worker connects, and for which channel."""
+    identity = pack(Header(FrameKind.HELLO, header.worker, header.model, header.incarnation))
+    return nonce, channel.encode(), identity
+
+
+def fresh_nonce() -> bytes:
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def proof(secret: bytes, side: str, *claims: bytes) -> bytes:
+    """HMAC of `claims`, each with its length, under the name of one side."""
+    code = hmac.new(secret, side.encode(), hashlib.sha256)
+    for claim in claims:
+        code.update(len(claim).to_bytes(8, "little") + claim)
+    return code.digest()
+
+
+def is_proof(given: bytes, secret: bytes, side: str, *claims: bytes) -> bool:
+    return hmac.compare_digest(given, proof(secret, side, *claims))
+
+
+# ---------------------------------------------------------------------- the secret and its file
+
+
+def fresh_secret() -> bytes:
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def read_secret(environ: Mapping[str, str]) -> bytes | None:
+    """The secret of this run, from its directory or the environment; None where there is none."""
+    folder = environ.get("SHOAL_RUN_DIR")
+    file = Path(folder, SECRET_FILE) if folder else None
+    if file is not None and file.is_file():
+        if stat.S_IMODE(file.stat().st_mode) & 0o077:
+            raise BadInput(f"{file} holds the run's secret and others may read it: chmod 600 it")
+        return _checked(file.read_text().strip(), str(file))
+    text = environ.get("SHOAL_SECRET")
+    return _checked(text, "SHOAL_SECRET") if text else None
+
+
+def write_secret(folder: Path, secret: bytes) -> None:
+    """Write the secret so that only this user can read it."""
+    handle = os.open(folder / SECRET_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(secret.hex())
+
+
+def _checked(text: str, source: str) -> bytes:
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        secret = b""
+    if len(secret) < 16:
+        raise BadInput(f"{source} has to hold a secret of at least 32 hexadecimal digits")
+    return secret

@@ -7,148 +7,160 @@ from typing import Annotated, Literal
 import msgspec
 
 from shoal.server.consistency import Count, Rule
-from shoal.server.model.named_optimizer import Named, Option
+from shoal.server.model.named_optimizer import NamedOptimizer, Option
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
-Lane = Literal["control", "push", "pull", "rows", "follow"]
+Channel = Literal["control", "push", "pull", "rows", "follow"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 AnyDtype = Literal["float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-MOST_HELLO_BYTES = 512
+MAX_HELLO_BYTES = 512
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WireMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The base of all metadata."""
 
 
-class Challenge(Message, frozen=True):
+# ---------------------------------------------------------------------- handshake
+
+
+class Challenge(WireMessage, frozen=True):
     nonce: Nonce
 
 
-class Hello(Message, frozen=True):
+class Hello(WireMessage, frozen=True):
     nonce: Nonce
-    lane: Lane
+    channel: Channel
     proof: Nonce
 
 
-class Welcome(Message, frozen=True):
+class Welcome(WireMessage, frozen=True):
     proof: Nonce
 
 
-class Error(Message, frozen=True):
-    """Why a request was refused. `lost` is the worker whose death is the cause."""
+class ErrorReply(WireMessage, frozen=True):
+    """Why a request was refused. `lost` is the worker whose loss is the cause."""
 
-    sentence: Annotated[str, msgspec.Meta(max_length=4096)]
+    reason: Annotated[str, msgspec.Meta(max_length=4096)]
     lost: int | None = None
 
 
-class Cut(Message, frozen=True):
-    """Rows of one parameter."""
+# ---------------------------------------------------------------------- the model
+
+
+class ParameterSlice(WireMessage, frozen=True):
+    """The rows of one parameter that one server holds."""
 
     parameter: Count
-    start: Count
+    start: Count  # in the flat buffer
     first_row: Count
     shape: Shape
 
 
-class PartOf(Message, frozen=True):
-    """Where a model stands among the parts of replicas: its worker w is rank w * parts + part."""
+class ReplicaSplit(WireMessage, frozen=True):
+    """Which shard of a split replica a model is: its worker w has rank w * shards + shard."""
 
-    part: Count = 0
-    parts: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
-    follows: Count | None = None  # the model of part 0, whose lead decides for this one, too
+    shard: Count = 0
+    shards: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    leader_model: Count | None = None  # the model of shard 0, whose leader decides for this one
     copies: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 << 20)] = ()
-    """Parameters that another part holds, too: there they count for the norm."""
+    """Parameters that another shard holds, too. They count for the norm there."""
 
     def rank(self, worker: int) -> int:
-        return worker * self.parts + self.part
+        return worker * self.shards + self.shard
 
 
-WHOLE = PartOf()
+UNSPLIT = ReplicaSplit()
 
 
-class Spec(Message, frozen=True):
+class ModelSpec(WireMessage, frozen=True):
     """What one server holds of a model, and by which rule; the same from every worker.
 
-    Where the parts of a replica have one lead, `index` and `servers` count those of all parts.
+    Where all shards of a replica have one leader, `index` and `servers` count the servers of
+    all shards.
     """
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     servers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-    lead: Annotated[str, msgspec.Meta(max_length=512)]
+    leader: Annotated[str, msgspec.Meta(max_length=512)]
     rule: Rule
     dtype: Dtype
-    head_dtype: Dtype
+    loss_flags_dtype: Dtype
     size: Count  # elements of a worker's flat buffer
     start: Count
     stop: Count
     parameters: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
-    cuts: Annotated[tuple[Cut, ...], msgspec.Meta(max_length=1 << 20)]
+    slices: Annotated[tuple[ParameterSlice, ...], msgspec.Meta(max_length=1 << 20)]
     microbatches: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] | None = None  # exact: leaves
-    optimizer: Named | None = None  # None: the workers update
+    optimizer: NamedOptimizer | None = None  # None: the workers update
     clip_norm: float | None = None
     compress: Annotated[str, msgspec.Meta(max_length=64)] | None = None  # how gradients travel
-    is_part: bool = False  # of a model: the workers tell the norm of the whole gradient
-    place: PartOf = WHOLE
+    norm_from_workers: bool = False  # a shard of a model: workers send the norm of all shards
+    split: ReplicaSplit = UNSPLIT
 
 
-class Commit(Message, frozen=True):
-    """A push is whole: `share` of the global batch, computed for `step` on `version`."""
+# ---------------------------------------------------------------------- push and pull
+
+
+class Commit(WireMessage, frozen=True):
+    """A push is complete: the gradients of `step`, computed with the weights of `version`."""
 
     step: Count
     version: Count
-    share: float
+    batch_fraction: float  # of the global batch
     lr: float | None = None
 
 
-class Ack(Message, frozen=True):
+class Ack(WireMessage, frozen=True):
     verdict: Literal["admitted", "folded", "dropped", "staged", "again"]
     position: Count
 
 
-class Pull(Message, frozen=True):
-    """Weights for `step`, not older than `version`; `step=None` takes them as they are."""
+class Pull(WireMessage, frozen=True):
+    """Weights for `step`, not older than `version`; `step=None` does not wait for a rule."""
 
     step: Count | None
     version: Count
 
 
-class Pulled(Message, frozen=True):
+class Pulled(WireMessage, frozen=True):
+    """Clocks are those of live workers; None if the answer is not the leader's."""
+
     version: Count
-    slowest: Count | None  # the clock of the slowest live worker, where the lead answers
-    fastest: Count | None  # and of the fastest
+    slowest: Count | None
+    fastest: Count | None
 
 
-class Value(Message, frozen=True):
-    """A tensor of the payload: the weights of a cutting, or one entry of its optimizer state."""
+class StateTensor(WireMessage, frozen=True):
+    """A tensor of the payload: one value of the optimizer state of a parameter slice."""
 
-    cut: Count
+    slice: Count  # its index among those of the server
     key: Annotated[str, msgspec.Meta(max_length=256)]
     dtype: AnyDtype
     shape: Shape
 
 
-class State(Message, frozen=True):
-    """Tensors in the payload, one after the other, and plain numbers here."""
+class ShardState(WireMessage, frozen=True):
+    """Optimizer state: tensors in the payload, one after the other, and plain numbers here."""
 
     steps: Count
-    tensors: Annotated[tuple[Value, ...], msgspec.Meta(max_length=1 << 22)]
+    tensors: Annotated[tuple[StateTensor, ...], msgspec.Meta(max_length=1 << 22)]
     numbers: tuple[tuple[Count, str, bool | int | float | None], ...] = ()
-    weights: bool = True
+    weights: bool = True  # the payload begins with the weights of the server's slice
     options: tuple[Annotated[dict[str, Option], msgspec.Meta(max_length=64)], ...] = ()  # of groups
 
 
-class Rows(Message, frozen=True):
-    """So many ids in the payload, int64; with gradients behind them where rows are pushed."""
+class RowBatch(WireMessage, frozen=True):
+    """`count` ids in the payload, int64; with gradients behind them where rows are pushed."""
 
     table: Name
     count: Count
     lr: float = 0.0
 
 
-class Chunk(Message, frozen=True):
-    """Rows of a table as saved: ids, then a tensor for each of `keys`. Without keys: start anew."""
+class RowChunk(WireMessage, frozen=True):
+    """Saved rows of a table: ids, then a tensor for each of `keys`. Without keys: clear it."""
 
     table: Name
     count: Count
@@ -156,52 +168,98 @@ class Chunk(Message, frozen=True):
     steps: Count
 
 
-class Kept(Message, frozen=True):
-    """Whether a worker has left what it carries from step to step; it is the payload."""
+class SavedResidual(WireMessage, frozen=True):
+    """Whether a worker has saved its residual here; the residual is the payload."""
 
-    there: bool
+    is_saved: bool
 
 
-class Meet(Message, frozen=True):
+# ---------------------------------------------------------------------- control
+
+
+class BarrierRequest(WireMessage, frozen=True):
     number: Count
 
 
-class Met(Message, frozen=True):
-    """`first` is the first of the workers that are left; all that met are told the same."""
+class LowestSurvivor(WireMessage, frozen=True):
+    """The lowest surviving worker; the same for all workers that passed one barrier."""
 
-    first: Count
+    worker: Count
 
 
-class Stats(Message, frozen=True):
-    """Ask for the counts; with `final`, once nobody works any more."""
+class Stats(WireMessage, frozen=True):
+    """Ask for the counts; with `final`, after all workers have left."""
 
     final: bool = False
 
 
-class Entry(Message, frozen=True):
-    """A decision of the lead. Every server carries out the same ones in the same order."""
-
-    position: Count
-    kind: Literal["admit", "drop", "apply", "restart"]
-    worker: Count = 0
-    sequence: Count = 0
-    version: Count = 0
-    lr: float | None = None
-    divisor: float = 1.0
-    bound: float | None = None
-
-
-class Norms(Message, frozen=True):
-    """The norms of the gradients that one server holds, or all of them, for clipping."""
+class Norms(WireMessage, frozen=True):
+    """The norms of the gradients that one server holds, or all servers, for clipping."""
 
     values: tuple[float, ...]
 
 
-class Factor(Message, frozen=True):
-    value: float
-
-
-class Norm(Message, frozen=True):
-    """The norm of the whole gradient, of which this model is a part."""
+class TotalNorm(WireMessage, frozen=True):
+    """The norm of the gradient of all shards of a model."""
 
     value: float
+
+
+# ---------------------------------------------------------------------- replication
+
+
+class Follow(WireMessage, frozen=True):
+    """Server `index` asks the leader for the entries of its log after `position`."""
+
+    index: Count
+    position: Count
+
+
+class PushDecided(WireMessage, frozen=True, tag="push"):
+    """Push `sequence` of `worker`, with the gradients of `step`, has got its verdict.
+
+    It refers to gradients, loss, flags and rows of that push. They are not in the log: the
+    worker stages them on every server before the leader decides.
+    """
+
+    worker: Count
+    sequence: Count
+    step: Count
+    verdict: Literal["admitted", "folded", "dropped"]
+    batch_fraction: float
+    lr: float | None
+
+
+class StepApplied(WireMessage, frozen=True, tag="step"):
+    """The pushes counted since the last step make up `version`: update the weights.
+
+    It refers to these pushes only. What depends on several servers is in the entry.
+    """
+
+    version: Count
+    lr: float | None
+    divisor: float
+    clip_factor: float | None
+
+
+class WorkerLeft(WireMessage, frozen=True, tag="left"):
+    """A worker has left or was lost. The rule does not wait for it any longer."""
+
+    worker: Count
+
+
+Decision = PushDecided | StepApplied | WorkerLeft
+
+
+class LogEntry(WireMessage, frozen=True):
+    """A decision of the leader. Every server applies the same entries in the same order."""
+
+    position: Count  # from 1 on, without gaps
+    epoch: Count  # of the leader that made it
+    decision: Decision
+
+
+class NormsRequest(WireMessage, frozen=True):
+    """Sum the counted pushes, divide by `divisor`, and answer with the norms."""
+
+    divisor: float

@@ -16,9 +16,9 @@ from torch import Tensor
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
 from shoal.server.link import Reply, Request
-from shoal.server.model.compression import Packing
-from shoal.server.protocol.frames import Kind, decode
-from shoal.server.protocol.messages import Kept
+from shoal.server.model.compression import PushCompression
+from shoal.server.protocol.frames import FrameKind, decode
+from shoal.server.protocol.messages import SavedResidual
 from shoal.server.shared_memory import bytes_of
 from shoal.sync.base import Copies
 from shoal.sync.compressed_sum import take_residual, unused_places
@@ -34,7 +34,7 @@ class PackedPush:
     def __init__(self, flat: FlatParams, client: Client, copies: Copies | None = None):
         self.flat = flat
         self.client = client
-        self.packings = [Packing(spec) for spec in client.specs]
+        self.packings = [PushCompression(spec) for spec in client.specs]
         dtype = self.packings[0].residual_dtype
         self.residual = torch.zeros(flat.size, dtype=dtype, device=flat.device)
         self.pushes = self.pushed_bytes = 0
@@ -52,7 +52,7 @@ class PackedPush:
         if bucket.start == 0:
             self.pushes += 1
 
-    def _push(self, index: int, run: slice, packing: Packing) -> None:
+    def _push(self, index: int, run: slice, packing: PushCompression) -> None:
         link = self.client.links[index]
         sequence = self.client.sequence + 1
         self.flat.grads.buffer[self._gaps] = 0.0  # a sum that came down has left noise there
@@ -62,7 +62,7 @@ class PackedPush:
         self.residual[self._unused] = 0.0  # of no use, and no checkpoint has it
         self.pushed_bytes += packed.nbytes
         request = Request(
-            Kind.PACKED, payload=(bytes_of(packed),), sequence=sequence, is_answered=False
+            FrameKind.COMPRESSED, payload=(bytes_of(packed),), sequence=sequence, is_answered=False
         )
         link.post("push", request)
 
@@ -101,7 +101,7 @@ class PackedPush:
         spec = self.client.specs[index]
         packing = self.packings[index]
         tensors = [self.residual[spec.start : spec.stop].cpu(), packing.basis.cpu()]
-        request = Request(Kind.KEEP, payload=tuple(map(bytes_of, tensors)))
+        request = Request(FrameKind.RESIDUAL_SET, payload=tuple(map(bytes_of, tensors)))
         return self.client.links[index].post("push", request)
 
     def _saved(self, worker: int) -> dict[str, Tensor]:
@@ -118,9 +118,9 @@ class PackedPush:
         return {f"worker/{worker}/residual": residual, **found}
 
     def _fetch(self, index: int, worker: int, *into: Tensor) -> bool:
-        request = Request(Kind.KEPT, into=tuple(map(bytes_of, into)), argument=worker)
+        request = Request(FrameKind.RESIDUAL_GET, into=tuple(map(bytes_of, into)), argument=worker)
         reply = self.client.links[index].post("pull", request).result()
-        return decode(reply.meta, Kept).there
+        return decode(reply.meta, SavedResidual).is_saved
 
     # ------------------------------------------------------------------ what happened
 

@@ -13,10 +13,10 @@ from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.discovery import find_hosts
-from shoal.server.model.named_optimizer import Named, name_of
-from shoal.server.model.partition import Place, cut
+from shoal.server.model.named_optimizer import NamedOptimizer, name_of
+from shoal.server.model.partition import FlatParameter, partition
 from shoal.server.model.shard import NAMES
-from shoal.server.protocol.messages import WHOLE, Cut, PartOf, Spec
+from shoal.server.protocol.messages import UNSPLIT, ModelSpec, ReplicaSplit
 from shoal.strategy.terms import Ps
 from shoal.sync.base import Copies, Replica
 from shoal.sync.optimizer_step import OptimizerStep
@@ -38,14 +38,14 @@ def join_servers(part: Ps, replica: Replica) -> ParameterServer:
     copies = replica.copies
     rule = Rule.of(part, group.size)
     named = _named(part, update)
-    if microbatches is not None and not rule.needs_everyone:
+    if microbatches is not None and not rule.is_synchronous:
         raise BadInput(f"exact=True needs every worker in every step, and {part} does not wait")
-    has_one_lead = replica_group.size > 1 and not rule.needs_everyone
+    has_one_lead = replica_group.size > 1 and not rule.is_synchronous
     hosts = find_hosts(part, group, replica_group)
     try:
         model = torch.tensor([secrets.randbits(62)])
         group.broadcast(model).wait()
-        place = PartOf(replica_group.rank, replica_group.size)
+        place = ReplicaSplit(replica_group.rank, replica_group.size)
         if has_one_lead:
             hosts.follow(replica_group)
             place = _place(flat, replica_group, int(model), copies)
@@ -57,7 +57,7 @@ def join_servers(part: Ps, replica: Replica) -> ParameterServer:
             update.clip_norm,
             microbatches,
             part.compress,
-            is_part=update.total_norm is not None and rule.needs_everyone,
+            norm_from_workers=update.total_norm is not None and rule.is_synchronous,
             place=place,
         )
         if has_one_lead and not replica_group.is_leader:
@@ -75,36 +75,36 @@ def join_servers(part: Ps, replica: Replica) -> ParameterServer:
 
 def _place(
     flat: FlatParams, replica_group: ReplicaGroup, model: int, copies: Copies | None
-) -> PartOf:
+) -> ReplicaSplit:
     (followed,) = replica_group.broadcast_integers([model])
     held_elsewhere = [
         i for i, p in enumerate(flat.params) if copies is not None and copies.is_duplicate(p)
     ]
     follows = None if replica_group.is_leader else followed
-    return PartOf(replica_group.rank, replica_group.size, follows, tuple(held_elsewhere))
+    return ReplicaSplit(replica_group.rank, replica_group.size, follows, tuple(held_elsewhere))
 
 
 def specs_of(
     flat: FlatParams,
     rule: Rule,
     leads: Sequence[str],
-    named: Named | None,
+    named: NamedOptimizer | None,
     clip_norm: float | None,
     microbatches: int | None,
     compress: str | None = None,
-    is_part: bool = False,
-    place: PartOf = WHOLE,
-) -> list[Spec]:
+    norm_from_workers: bool = False,
+    place: ReplicaSplit = UNSPLIT,
+) -> list[ModelSpec]:
     """What each server holds; `leads` says for each how it reaches the one that leads."""
     places = [
-        Place(piece.name, piece.start, tuple(p.shape))
+        FlatParameter(piece.name, piece.start, tuple(p.shape))
         for piece, p in zip(flat.ranges, flat.params, strict=True)
     ]
     by_rows = microbatches is None and (named is None or named.is_elementwise)
-    parts = 1 if rule.needs_everyone else place.parts
-    before = 0 if rule.needs_everyone else place.part * len(leads)
+    parts = 1 if rule.is_synchronous else place.shards
+    before = 0 if rule.is_synchronous else place.shard * len(leads)
     return [
-        Spec(
+        ModelSpec(
             before + index,
             parts * len(leads),
             leads[index],
@@ -115,19 +115,19 @@ def specs_of(
             held.start,
             held.stop,
             len(flat.params),
-            tuple(Cut(*cutting) for cutting in held.cuttings),
+            held.slices,
             microbatches,
             named,
             clip_norm if named is not None else None,
             compress,
-            is_part,
+            norm_from_workers,
             place,
         )
-        for index, held in enumerate(cut(places, flat.size, len(leads), by_rows))
+        for index, held in enumerate(partition(places, flat.size, len(leads), by_rows))
     ]
 
 
-def _named(part: Ps, update: OptimizerStep) -> Named | None:
+def _named(part: Ps, update: OptimizerStep) -> NamedOptimizer | None:
     if part.update == "worker":
         return None
     if update.scaler is not None:

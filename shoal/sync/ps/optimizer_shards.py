@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 from shoal.server.model.named_optimizer import Option, options_of
 from shoal.server.model.shard import NAMES
-from shoal.server.protocol.messages import Spec, State, Value
+from shoal.server.protocol.messages import ModelSpec, ShardState, StateTensor
 
 
 def cut_state(
     optimizer: torch.optim.Optimizer | None,
     params: Sequence[nn.Parameter],
-    spec: Spec,
+    spec: ModelSpec,
     steps: int,
-) -> tuple[State, list[Tensor]]:
+) -> tuple[ShardState, list[Tensor]]:
     """One server's part of an optimizer's state; rows of a tensor that is cut by rows."""
     values = []
     tensors = []
     numbers = []
-    for i, cut in enumerate(spec.cuts):
+    for i, cut in enumerate(spec.slices):
         p = params[cut.parameter]
         for key, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
             if isinstance(value, Tensor):
@@ -30,24 +30,24 @@ def cut_state(
                 if value.shape == p.shape and tuple(value.shape) != cut.shape:
                     part = value[cut.first_row : cut.first_row + cut.shape[0]]
                 part = part.detach().cpu().contiguous()
-                values.append(Value(i, key, NAMES[part.dtype], tuple(part.shape)))  # type: ignore[arg-type]
+                values.append(StateTensor(i, key, NAMES[part.dtype], tuple(part.shape)))  # type: ignore[arg-type]
                 tensors.append(part)
             elif value is None or isinstance(value, (bool, int, float)):
                 numbers.append((i, key, value))
-    return State(steps, tuple(values), tuple(numbers), options=_options(optimizer)), tensors
+    return ShardState(steps, tuple(values), tuple(numbers), options=_options(optimizer)), tensors
 
 
 def whole_state(
     optimizer: torch.optim.Optimizer,
     params: Sequence[nn.Parameter],
-    specs: Sequence[Spec],
-    states: Sequence[tuple[State, list[Tensor]]],
+    specs: Sequence[ModelSpec],
+    states: Sequence[tuple[ShardState, list[Tensor]]],
 ) -> None:
     """Put the parts of all servers together into the optimizer of a worker."""
     optimizer.state.clear()
     for spec, (state, tensors) in zip(specs, states, strict=True):
         for value, tensor in zip(state.tensors, tensors, strict=True):
-            cut = spec.cuts[value.cut]
+            cut = spec.slices[value.slice]
             p = params[cut.parameter]
             held = optimizer.state[p]
             if value.shape != cut.shape or cut.shape == tuple(p.shape):
@@ -57,7 +57,7 @@ def whole_state(
                 held[value.key] = torch.zeros(p.shape, dtype=tensor.dtype)
             held[value.key][cut.first_row : cut.first_row + cut.shape[0]] = tensor
         for i, key, number in state.numbers:
-            optimizer.state[params[spec.cuts[i].parameter]][key] = number
+            optimizer.state[params[spec.slices[i].parameter]][key] = number
 
 
 def _options(optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Option], ...]:

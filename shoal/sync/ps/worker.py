@@ -79,7 +79,7 @@ class ParameterServer(Sync):
         self.hosts = hosts
         self.rule = rule
         self.tracer = update.tracer
-        self.synchronous = rule.needs_everyone
+        self.synchronous = rule.is_synchronous
         self.every_microbatch = microbatches is not None
         self.server_updates = client.specs[0].optimizer is not None
         self.pulls: list[tuple[int, int]] = []  # step, clock of the slowest worker at that time
@@ -93,7 +93,7 @@ class ParameterServer(Sync):
         self._loss = torch.zeros((), device=flat.device)
         self._stats: list[dict[str, Any]] = []
         self._closed = False
-        tells = client.specs[0].is_part and client.specs[0].clip_norm is not None
+        tells = client.specs[0].norm_from_workers and client.specs[0].clip_norm is not None
         self._meanwhile = self._tell_norm if tells and group.rank == 0 else None
         self._exact = None if microbatches is None else _Tree(microbatches, group)
         self.packed = PackedPush(flat, client, copies) if client.specs[0].compress else None
@@ -104,7 +104,7 @@ class ParameterServer(Sync):
         self._lives_in_inbox = (
             flat.device.type == "cpu"
             and self.server_updates
-            and rule.needs_everyone
+            and rule.is_synchronous
             and copies is None
         )
         if self._lives_in_inbox:
@@ -118,7 +118,7 @@ class ParameterServer(Sync):
         self._arrive()
         self.client.wait_settled()
         step = self.update.steps
-        self.is_skipped = self.rule.is_passed(step, self._version, self._fastest)
+        self.is_skipped = self.rule.is_too_late(step, self._version, self._fastest)
         if self._exact is not None:
             self._exact.begin()
 
@@ -139,7 +139,7 @@ class ParameterServer(Sync):
         step = self.update.steps
         with self.tracer.span("push", f"step {step}"):
             ack = self._decide(self._commit(step), self._heads())
-        if self.rule.needs_everyone:
+        if self.rule.is_synchronous:
             self._ask(step + 1, step + 1)
             self._arrive()
         else:
@@ -158,7 +158,7 @@ class ParameterServer(Sync):
         return self._loss.clone()
 
     def loss(self, local_loss: Tensor) -> Tensor:
-        if not self.rule.needs_everyone:
+        if not self.rule.is_synchronous:
             self._loss = local_loss / self.batch_fraction if self.batch_fraction else local_loss
         return self._loss.clone()
 
@@ -223,7 +223,7 @@ class ParameterServer(Sync):
             else:
                 self.flat.grads.buffer[run].copy_(self.client.inbox[run])
                 synchronize_copies(self.flat, self.flat.grads.buffer, self._copies)
-        if self.rule.needs_everyone:
+        if self.rule.is_synchronous:
             self._loss = lead.head[0].to(self.flat.device)
         if not self.server_updates:
             self.flat.grads.header.copy_(lead.head)
@@ -238,7 +238,7 @@ class ParameterServer(Sync):
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        if not self.rule.needs_everyone:
+        if not self.rule.is_synchronous:
             self._arrive()
             self.client.wait_settled()
             self._meet()
@@ -265,7 +265,7 @@ class ParameterServer(Sync):
         saved: dict[str, Tensor] = {}
         for _ in self._until_all_agree():
             saved = self.packed.collect() if self.is_first else {}
-        if self.rule.needs_everyone:
+        if self.rule.is_synchronous:
             self._meet()  # nobody goes before what he has left is taken
         return saved
 
@@ -308,7 +308,7 @@ class ParameterServer(Sync):
             self.hosts.close(failed)
 
     def _end(self) -> None:
-        if not self.rule.needs_everyone:
+        if not self.rule.is_synchronous:
             self._take_newest()
         self._leave()
 
@@ -324,12 +324,12 @@ class ParameterServer(Sync):
     def _give_weights(self) -> None:
         """The first rank's weights, step and optimizer state are the truth from now on."""
         self._version = self._fastest = self.update.steps
-        if not self.rule.needs_everyone:
+        if not self.rule.is_synchronous:
             self._meet()
         for _ in self._until_all_agree():
             if self.is_first:
                 self._set_state()
-        if self.rule.needs_everyone:
+        if self.rule.is_synchronous:
             self._meet()
         if self.server_updates:
             self.update.optimizer.state.clear()
@@ -360,7 +360,7 @@ class ParameterServer(Sync):
         while first != self.lowest_survivor:
             first = self.lowest_survivor
             yield
-            if not self.rule.needs_everyone:
+            if not self.rule.is_synchronous:
                 self._meet()
 
 
@@ -403,7 +403,7 @@ def summary_of(
         return []
     lead = stats[0]
     found = []
-    if not rule.needs_everyone and "workers" in lead:
+    if not rule.is_synchronous and "workers" in lead:
         for worker, counts in lead["workers"].items():
             words = [f"{counts['admitted']} pushes counted"]
             if rule.quorum is not None:

@@ -1,0 +1,56 @@
+"""Pushes: gradients, and the commit that makes them count."""
+
+from __future__ import annotations
+
+from shoal.server.handlers.dispatch import handles
+from shoal.server.peer import Peer
+from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
+from shoal.server.protocol.messages import Commit
+from shoal.server.shared_memory import bytes_of
+
+
+@handles(FrameKind.BUCKET, "push", has_payload=True)
+def bucket(peer: Peer, header: Header, meta: bytes) -> None:
+    """Some elements of a push, straight into its buffer; no answer."""
+    model, member = peer.joined()
+    start = header.argument
+    count = header.payload_bytes
+    itemsize = member.pushes.gradients.element_size()
+    if member.pulls.inbox is not None:
+        raise Refused("BUCKET from a worker that shares its memory")
+    if model.compression is not None:
+        raise Refused("BUCKET, but the gradients of this model are compressed")
+    gradients = bytes_of(member.pushes.gradients)
+    if start % itemsize or count % itemsize or start + count > gradients.nbytes:
+        raise Refused(f"{count} bytes at {start} do not fit into {gradients.nbytes} bytes")
+    if member.pushes.is_repeated(header.sequence):
+        peer.connection.skip(count)
+        return
+    member.pushes.expect(header.sequence)
+    peer.connection.read_into(gradients[start : start + count])
+
+
+@handles(FrameKind.COMMIT, "push", has_payload=True)
+def commit(peer: Peer, header: Header, meta: bytes) -> None:
+    """The push is complete; its loss and flags are the payload."""
+    model, member = peer.joined()
+    request = decode(meta, Commit)
+    loss_flags = bytes_of(member.pushes.loss_flags)
+    if header.payload_bytes != loss_flags.nbytes:
+        raise Refused(
+            f"expected {loss_flags.nbytes} bytes of loss and flags, got {header.payload_bytes}"
+        )
+    if member.pushes.is_repeated(header.sequence):
+        peer.connection.skip(loss_flags.nbytes)
+    else:
+        member.pushes.expect(header.sequence)
+        peer.connection.read_into(loss_flags)
+    peer.reply(encode(model.commit(peer.worker, header.sequence, request)))
+
+
+@handles(FrameKind.SETTLE, "push")
+def settle(peer: Peer, header: Header, meta: bytes) -> None:
+    """Answered when the log has been applied up to the position in `argument`."""
+    model, _ = peer.joined()
+    model.settle(peer.worker, header.argument)
+    peer.reply()

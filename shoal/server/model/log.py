@@ -1,0 +1,155 @@
+"""The log of one model: every decision of the leader, in order.
+
+    leader     decide: ledger -> entry -> followers -> its own state
+    follower   replay: entry -> its own state
+
+An entry has a position and the epoch of the leader that made it. A snapshot of the state at
+position p and the entries after p reproduce the state (`model/snapshot.py`).
+
+Entries hold decisions, not gradients. A worker stages a push on every server before it commits
+the push to the leader, so a decision finds its data in the push buffers of each server.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import Protocol
+
+from shoal.server.consistency import ImpossiblePush
+from shoal.server.model.clipping import Clipping
+from shoal.server.model.state import ModelState
+from shoal.server.protocol.frames import Refused
+from shoal.server.protocol.messages import (
+    Ack,
+    Commit,
+    Decision,
+    LogEntry,
+    PushDecided,
+    StepApplied,
+    WorkerLeft,
+)
+
+MAX_ENTRIES = 4096  # that are kept for followers
+FIRST_EPOCH = 1
+
+
+class FollowerSet(Protocol):
+    """The other servers, as the leader sees them."""
+
+    def wait_connected(self) -> None: ...
+    def publish(self, entry: LogEntry) -> None: ...
+    def request_norms(self, divisor: float) -> None: ...
+    def receive_norms(self) -> list[float]: ...
+
+
+class NoFollowers:
+    """The leader of a model with one server."""
+
+    def wait_connected(self) -> None:
+        pass
+
+    def publish(self, entry: LogEntry) -> None:
+        pass
+
+    def request_norms(self, divisor: float) -> None:
+        pass
+
+    def receive_norms(self) -> list[float]:
+        return []
+
+
+class Log:
+    """Entries with positions from 1 on, and their effect on the state.
+
+    All methods are called under the model's lock.
+    """
+
+    def __init__(self, state: ModelState, clipping: Clipping):
+        self.position = 0  # of the latest entry
+        self.epoch = FIRST_EPOCH
+        self.followers: FollowerSet = NoFollowers()
+        self._state = state
+        self._clipping = clipping
+        self._entries: deque[LogEntry] = deque(maxlen=MAX_ENTRIES)
+
+    # ------------------------------------------------------------------ the leader
+
+    def decide(self, worker: int, sequence: int, commit: Commit) -> Ack:
+        """A push is staged on all servers: log the verdict, and the step that it completes."""
+        try:
+            verdict = self._state.ledger.judge(worker, commit.step)
+        except ImpossiblePush as error:
+            raise Refused(str(error)) from error
+        push = PushDecided(
+            worker, sequence, commit.step, verdict.value, commit.batch_fraction, commit.lr
+        )
+        self._append(push)
+        position = self.position
+        self._complete_step(push)
+        return Ack(verdict.value, position)
+
+    def depart(self, worker: int) -> None:
+        """A worker has left or was lost; the surviving ones may make up a step now."""
+        self._append(WorkerLeft(worker))
+        if self._state.counted and not self._state.spec.rule.is_synchronous:
+            self._complete_step(self._state.counted[-1])
+
+    def _complete_step(self, latest: PushDecided) -> None:
+        """Log an update if the counted pushes make up a step."""
+        ledger = self._state.ledger
+        if not ledger.complete():
+            return
+        divisor = self._state.fraction if ledger.rule.quorum is not None else 1.0
+        factor = self._clip_factor(divisor, latest.batch_fraction)
+        self._append(StepApplied(ledger.version + 1, latest.lr, divisor, factor))
+
+    def _clip_factor(self, divisor: float, batch_fraction: float) -> float | None:
+        spec = self._state.spec
+        bound = spec.clip_norm
+        if bound is None or spec.optimizer is None:
+            return None
+        if spec.rule.applies_each_push:
+            bound *= batch_fraction  # the push is a fraction of a step, and so is its norm
+        self.followers.request_norms(divisor)
+        norms = self._state.norms(divisor)
+        return self._clipping.factor([*norms, *self.followers.receive_norms()], bound)
+
+    def _append(self, decision: Decision) -> None:
+        entry = LogEntry(self.position + 1, self.epoch, decision)
+        self.followers.publish(entry)
+        self._apply(entry)
+
+    # ------------------------------------------------------------------ followers
+
+    def replay(self, entry: LogEntry) -> None:
+        """Apply an entry of the leader."""
+        if entry.epoch < self.epoch:
+            raise Refused(
+                f"entry {entry.position} has epoch {entry.epoch}: expected at least {self.epoch}"
+            )
+        if entry.position != self.position + 1:
+            raise Refused(f"entry {entry.position} is out of order: expected {self.position + 1}")
+        self.epoch = entry.epoch
+        self._apply(entry)
+
+    def entries_after(self, position: int) -> list[LogEntry]:
+        """What a follower that has applied `position` still needs."""
+        oldest = self.position - len(self._entries) + 1
+        if not oldest <= position + 1 <= self.position + 1:
+            raise Refused(
+                f"entry {position + 1} is not in the log, which has entries {oldest} to "
+                f"{self.position}"
+            )
+        return list(itertools.islice(self._entries, position + 1 - oldest, None))
+
+    def restart(self, position: int, epoch: int) -> None:
+        """The state was replaced: entries up to `position` do not lead to it."""
+        self.position = position
+        self.epoch = epoch
+        self._entries.clear()
+
+    def _apply(self, entry: LogEntry) -> None:
+        self._state.apply(entry.decision)
+        self.position = entry.position
+        self._entries.append(entry)

@@ -1,0 +1,192 @@
+"""The workers of one model: which have joined, left or been lost, and waiting for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shoal.server.consistency import Rule
+from shoal.server.model.push_buffer import PullBuffer, PushBuffer
+from shoal.server.protocol.frames import Refused
+from shoal.server.protocol.messages import Channel
+
+_POLL_S = 0.1  # how often to look for workers that exited before they joined
+
+
+class ModelFailure(Exception):
+    """The run cannot go on: a worker that the rule needs was lost, or a server was."""
+
+    def __init__(self, reason: str, worker: int | None = None):
+        self.reason = reason
+        self.worker = worker
+        super().__init__(reason)
+
+
+class ActiveConnection(NamedTuple):
+    """The connection that serves one channel of a worker."""
+
+    thread: int  # that reads from it
+    cut: Callable[[], None]
+    number: int  # connections are numbered in the order in which they were accepted
+
+
+@dataclass
+class Member:
+    """One worker that has joined."""
+
+    worker: int
+    incarnation: int
+    pushes: PushBuffer
+    pulls: PullBuffer
+    channels: dict[Channel, ActiveConnection] = field(default_factory=dict)
+    residual: bytearray | None = None  # what compression has not sent yet, as last saved
+    barriers: int = 0  # that it has reached
+    has_left: bool = False
+
+
+class Membership:
+    """Joins, departures and barriers, under the model's lock.
+
+    `has_exited(worker)` tells whether a worker that has not joined never will.
+    `on_departure(worker)` is called under the lock when a worker has left or was lost.
+    """
+
+    def __init__(self, lock: threading.Condition, rule: Rule):
+        self.members: dict[int, Member] = {}
+        self.departed: set[int] = set()
+        self.failure: ModelFailure | None = None
+        self.displaced: set[int] = set()  # threads of connections that were replaced
+        self.has_exited: Callable[[int], bool] | None = None
+        self.on_departure: Callable[[int], None] = lambda worker: None
+        self._lock = lock
+        self._rule = rule
+        self._lowest_at: dict[int, int] = {}  # barrier -> lowest surviving worker
+
+    # ------------------------------------------------------------------ joining and leaving
+
+    def join(self, member: Member) -> None:
+        with self._lock:
+            workers = self._rule.workers
+            if member.worker >= workers or member.worker in self.members:
+                raise Refused(f"worker {member.worker} of {workers} is not expected here")
+            self.members[member.worker] = member
+            self._lock.notify_all()
+
+    def leave(self, worker: int) -> None:
+        """A worker has finished its steps."""
+        with self._lock:
+            self.members[worker].has_left = True
+            self._depart(worker)
+
+    def lose(self, worker: int) -> None:
+        """A worker's connection has broken. This fails a model with a synchronous rule."""
+        with self._lock:
+            if worker in self.members and worker not in self.departed:
+                self._lose(worker, f"worker {worker} was lost")
+
+    def lose_absent(self) -> None:
+        """Do not wait for workers that exited before they joined."""
+        with self._lock:
+            for worker in self._absent():
+                if self.has_exited is not None and self.has_exited(worker):
+                    self._lose(worker, f"worker {worker} exited before it joined")
+
+    def fail(self, failure: ModelFailure) -> None:
+        """The first failure stays; every wait ends with it."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = failure
+            self._lock.notify_all()
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    # ------------------------------------------------------------------ who is there
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.departed) == self._rule.workers
+
+    @property
+    def lost(self) -> list[int]:
+        """Workers that departed without leaving."""
+        return sorted(w for w in self.departed if not self.has_left(w))
+
+    @property
+    def lowest_survivor(self) -> int:
+        """The lowest worker that was not lost."""
+        return min(set(range(self._rule.workers)) - set(self.lost), default=0)
+
+    def has_left(self, worker: int) -> bool:
+        return worker in self.members and self.members[worker].has_left
+
+    # ------------------------------------------------------------------ waiting
+
+    def barrier(self, worker: int, number: int) -> int:
+        """Wait until every live worker has reached it; the lowest surviving worker."""
+        with self._lock:
+            self.members[worker].barriers = number
+            self._lock.notify_all()
+            self.wait(worker, lambda: self._have_reached(number))
+            self.check()
+            self._lowest_at.pop(number - 2, None)
+            return self._lowest_at.setdefault(number, min(self._live(), default=worker))
+
+    def wait(self, worker: int, ready: Callable[[], bool]) -> None:
+        """Wait on behalf of a worker. ModelFailure if the model fails or the worker departs."""
+
+        def is_decided() -> bool:
+            is_stopped = self.failure is not None or worker in self.departed
+            return is_stopped or self._is_displaced() or ready()
+
+        while not self._lock.wait_for(is_decided, self._poll_s()):
+            self.lose_absent()
+        if self._is_displaced():
+            raise ModelFailure(f"worker {worker} has opened another connection")
+        if not ready():
+            self.check()
+            raise ModelFailure(f"worker {worker} has left")
+
+    def wait_over(self) -> None:
+        """Wait until every worker has departed, or the model has failed."""
+
+        def is_decided() -> bool:
+            return self.is_over or self.failure is not None or self._is_displaced()
+
+        with self._lock:
+            while not self._lock.wait_for(is_decided, self._poll_s()):
+                self.lose_absent()
+
+    # ------------------------------------------------------------------ under the lock
+
+    def _lose(self, worker: int, reason: str) -> None:
+        if self._rule.is_synchronous:
+            self.fail(ModelFailure(reason, worker))
+        self._depart(worker)
+
+    def _depart(self, worker: int) -> None:
+        self.departed.add(worker)
+        self.on_departure(worker)
+        self._lock.notify_all()
+
+    def _live(self) -> set[int]:
+        return set(range(self._rule.workers)) - self.departed
+
+    def _absent(self) -> set[int]:
+        return self._live() - self.members.keys()
+
+    def _have_reached(self, barrier: int) -> bool:
+        return all(
+            worker in self.members and self.members[worker].barriers >= barrier
+            for worker in self._live()
+        )
+
+    def _is_displaced(self) -> bool:
+        return threading.get_ident() in self.displaced
+
+    def _poll_s(self) -> float | None:
+        """A worker that exits before it joins wakes no thread: look for it from time to time."""
+        return _POLL_S if self.has_exited is not None and self._absent() else None

@@ -1,0 +1,82 @@
+"""Memory for the pushes and pulls of one worker."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.server.protocol.frames import Refused
+
+
+class RowPush(NamedTuple):
+    """Gradients of rows of one table, from one worker; possibly of no row."""
+
+    table: str
+    ids: Tensor
+    grads: Tensor
+    lr: float
+
+
+class PushBuffer:
+    """The push that a worker is sending, and the numbers that make every push count once.
+
+    sequence   1 ... consumed         applied or dropped: its memory may be overwritten
+               ... committed          complete, and not consumed yet: at most one push
+               committed + 1          the push that may be received next
+    """
+
+    def __init__(self, gradients: Tensor, loss_flags: Tensor):
+        self.gradients = gradients  # [partial sums, elements of the slice]
+        self.loss_flags = loss_flags  # [partial sums, 1 + parameters]
+        self.committed = 0
+        self.consumed = 0
+        self.decompressed = 0  # the push whose compressed gradients are in `gradients`
+        self.rows: list[RowPush] = []
+
+    def is_repeated(self, sequence: int) -> bool:
+        """Whether this push was committed before; a worker resends after a broken connection."""
+        return sequence <= self.committed
+
+    def expect(self, sequence: int) -> None:
+        """Refuse a push that skips one, or that would overwrite one that is still needed."""
+        if sequence != self.committed + 1:
+            raise Refused(f"push {sequence} is out of order: expected {self.committed + 1}")
+        if self.consumed != self.committed:
+            raise Refused(f"push {sequence} arrives before push {self.committed} is applied")
+
+    def commit(self, sequence: int) -> None:
+        self.expect(sequence)
+        self.committed = sequence
+
+    def consume(self) -> None:
+        self.consumed = self.committed
+
+    def take_rows(self) -> list[RowPush]:
+        rows = self.rows
+        self.rows = []
+        return rows
+
+    def restart_push(self) -> None:
+        """A push that was not committed is sent again from its start."""
+        if self.consumed == self.committed:
+            self.rows.clear()
+
+
+class PullBuffer:
+    """Where a worker reads what it pulls."""
+
+    def __init__(self, inbox: Tensor | None):
+        self.inbox = inbox  # in shared memory; None: weights travel over the connection
+        self.sees_weights = False  # they are in memory of all workers, and are not copied
+        self._outbox: Tensor | None = None
+
+    def fill(self, source: Tensor) -> Tensor | None:
+        """Copy into the shared memory; or into private memory that has to be sent."""
+        if self.inbox is not None:
+            self.inbox.copy_(source)
+            return None
+        if self._outbox is None:
+            self._outbox = torch.empty_like(source)
+        return self._outbox.copy_(source)

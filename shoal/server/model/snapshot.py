@@ -1,0 +1,115 @@
+"""The state of a model at one position of its log, as a value.
+
+A snapshot and the log entries after its position reproduce the state. Gradients of pushes that
+are staged and not summed yet are not included: the worker has staged them on every server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+
+from shoal.embedding.spec import TableSpec
+from shoal.server.consistency import LedgerState
+from shoal.server.model.named_optimizer import options_of
+from shoal.server.model.push_buffer import RowPush
+from shoal.server.model.shard import Shard
+from shoal.server.model.state import ModelState
+from shoal.server.model.tables import Tables
+from shoal.server.protocol.frames import Refused
+from shoal.server.protocol.messages import PushDecided, ShardState
+
+
+@dataclass(frozen=True)
+class TableSnapshot:
+    """The rows of one table that have been used."""
+
+    spec: TableSpec
+    steps: int
+    chunks: tuple[dict[str, Tensor], ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of everything; nothing in it changes later."""
+
+    position: int
+    epoch: int
+    ledger: LedgerState
+    decided: dict[int, int]  # worker -> its latest push with a verdict
+    counted: tuple[PushDecided, ...]  # of the open step
+    fraction: float
+    weights: Tensor
+    sum: Tensor
+    loss_flags: Tensor
+    optimizer: ShardState
+    optimizer_tensors: tuple[Tensor, ...]
+    counted_rows: tuple[tuple[int, RowPush], ...]
+    tables: tuple[TableSnapshot, ...]
+
+
+def take_snapshot(state: ModelState, position: int, epoch: int) -> Snapshot:
+    """A snapshot between two entries; called under the model's lock."""
+    optimizer, tensors = _optimizer_state(state.shard)
+    return Snapshot(
+        position,
+        epoch,
+        state.ledger.state(),
+        dict(state.decided),
+        tuple(state.counted),
+        state.fraction,
+        state.shard.data.clone(),
+        state.shard.sum.clone(),
+        state.shard.loss_flags.clone(),
+        optimizer,
+        tensors,
+        tuple(state.tables.counted),
+        tuple(
+            TableSnapshot(table.spec, table.steps, tuple(table.state()))
+            for table in state.tables.held
+        ),
+    )
+
+
+def install_snapshot(state: ModelState, snapshot: Snapshot) -> None:
+    """Replace the state; Refused if a push of the open step is not staged here."""
+    _restore_pushes(state, snapshot)
+    state.ledger.load(snapshot.ledger)
+    state.shard.data.copy_(snapshot.weights)
+    state.shard.sum.copy_(snapshot.sum)
+    state.shard.loss_flags.copy_(snapshot.loss_flags)
+    state.shard.restore_optimizer(snapshot.optimizer, snapshot.optimizer_tensors)
+    _restore_tables(state.tables, snapshot)
+
+
+def _optimizer_state(shard: Shard) -> tuple[ShardState, tuple[Tensor, ...]]:
+    optimizer, tensors = shard.state(0)
+    if shard.optimizer is not None:
+        groups = shard.optimizer.param_groups
+        options = tuple(options_of(shard.optimizer, group) for group in groups)
+        optimizer = msgspec.structs.replace(optimizer, options=options)
+    return optimizer, tuple(tensor.clone() for tensor in tensors)
+
+
+def _restore_pushes(state: ModelState, snapshot: Snapshot) -> None:
+    is_synchronous = state.spec.rule.is_synchronous
+    unsummed = {push.worker for push in snapshot.counted} if is_synchronous else set[int]()
+    for worker, sequence in snapshot.decided.items():
+        buffer = state.pushes.get(worker)
+        if worker in unsummed and (buffer is None or buffer.committed < sequence):
+            raise Refused(f"push {sequence} of worker {worker} is not staged here")
+        if buffer is not None:
+            buffer.committed = max(buffer.committed, sequence)
+            buffer.consumed = sequence - 1 if worker in unsummed else sequence
+    state.decided = dict(snapshot.decided)
+    state.counted = list(snapshot.counted)
+    state.fraction = snapshot.fraction
+
+
+def _restore_tables(tables: Tables, snapshot: Snapshot) -> None:
+    for saved in snapshot.tables:
+        tables.make(saved.spec)
+        tables.table(saved.spec.name).load_state(saved.chunks, saved.steps)
+    tables.restore_counted(snapshot.counted_rows)

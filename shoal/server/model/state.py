@@ -1,0 +1,120 @@
+"""The state that the log determines, and what each decision does to it.
+
+    PushDecided   ledger; the push is added to the open step, or its memory is released
+    StepApplied   sum, divide, clip, optimizer, tables; ledger: the next step begins
+    WorkerLeft    ledger
+
+Decisions are deterministic: servers that apply the same ones have the same ledger, and the
+copies of one slice have the same weights and optimizer state, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.server.consistency import Ledger, PushVerdict
+from shoal.server.model.push_buffer import PushBuffer
+from shoal.server.model.shard import Shard
+from shoal.server.model.tables import Tables
+from shoal.server.protocol.frames import Refused
+from shoal.server.protocol.messages import (
+    Decision,
+    ModelSpec,
+    PushDecided,
+    StepApplied,
+    WorkerLeft,
+)
+
+
+class ModelState:
+    """Weights, optimizer state, ledger, and the pushes of the open step.
+
+    A decision about a push refers to data that is in the worker's push buffer on this server.
+    """
+
+    def __init__(self, spec: ModelSpec, tables: Tables):
+        self.spec = spec
+        self.shard = Shard(spec)
+        self.tables = tables
+        self.ledger = Ledger(spec.rule)
+        self.pushes: dict[int, PushBuffer] = {}  # by worker
+        self.decided: dict[int, int] = {}  # worker -> sequence of its latest push with a verdict
+        self.counted: list[PushDecided] = []  # of the open step
+        self.fraction = 0.0  # of the global batch that is counted in the open step
+        self.is_summed = False
+
+    @property
+    def version(self) -> int:
+        return self.ledger.version
+
+    def restart(self, steps: int) -> None:
+        """Continue from the step of a checkpoint."""
+        self.ledger.restart(steps)
+
+    def apply(self, decision: Decision) -> None:
+        if isinstance(decision, PushDecided):
+            self._apply_push(decision)
+        elif isinstance(decision, StepApplied):
+            self._apply_step(decision)
+        else:
+            assert isinstance(decision, WorkerLeft)
+            self.ledger.lose(decision.worker)
+
+    def norms(self, divisor: float) -> list[float]:
+        """The norms of this server's gradients of the open step."""
+        self._sum_pushes(divisor)
+        return self.shard.norms()
+
+    def _apply_push(self, push: PushDecided) -> None:
+        buffer = self._buffer_of(push)
+        verdict = PushVerdict(push.verdict)
+        self.ledger.record(push.worker, push.step, verdict)
+        self.decided[push.worker] = push.sequence
+        rows = buffer.take_rows()
+        if verdict is PushVerdict.DROPPED:
+            buffer.consume()
+            return
+        if not self.spec.rule.is_synchronous:  # synchronous: summed in the order of workers
+            is_first = not self.counted
+            self.shard.add(buffer.gradients, buffer.loss_flags, first=is_first)
+            buffer.consume()
+        self.counted.append(push)
+        self.fraction += push.batch_fraction
+        self.tables.count(push.worker, rows)
+
+    def _apply_step(self, step: StepApplied) -> None:
+        if step.version != self.version + 1:
+            raise Refused(f"version {step.version} is out of order: expected {self.version + 1}")
+        self._sum_pushes(step.divisor)
+        self.shard.update(step.lr, step.clip_factor)
+        self.tables.update(step.divisor)
+        self.counted.clear()
+        self.fraction = 0.0
+        self.is_summed = False
+        self.ledger.apply()
+
+    def _sum_pushes(self, divisor: float) -> None:
+        """Once per step: with clipping, the norms are needed before the step is applied."""
+        if self.is_summed:
+            return
+        self.is_summed = True
+        if self.spec.rule.is_synchronous:
+            buffers = self._buffers_by_worker()
+            self.shard.add_all([(buffer.gradients, buffer.loss_flags) for buffer in buffers])
+            for buffer in buffers:
+                buffer.consume()
+        self.shard.divide(divisor)
+
+    def _buffers_by_worker(self) -> Sequence[PushBuffer]:
+        return [self.pushes[worker] for worker in sorted(push.worker for push in self.counted)]
+
+    def _buffer_of(self, push: PushDecided) -> PushBuffer:
+        expected = self.decided.get(push.worker, 0) + 1
+        if push.sequence != expected:
+            raise Refused(
+                f"push {push.sequence} of worker {push.worker} is out of order: expected {expected}"
+            )
+        buffer = self.pushes.get(push.worker)
+        if buffer is None or buffer.committed < push.sequence:
+            raise Refused(f"push {push.sequence} of worker {push.worker} is not staged here")
+        return buffer

@@ -1,0 +1,118 @@
+"""Rows of embedding tables on one server: pulls, and the row pushes of a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shoal.embedding.spec import TableSpec
+from shoal.embedding.table import RowTable, sum_duplicates
+from shoal.server.model.push_buffer import PushBuffer, RowPush
+from shoal.server.protocol.frames import Refused
+from shoal.server.protocol.messages import ModelSpec
+
+MAX_TABLES = 256
+
+
+class Tables:
+    """This server's rows of all tables of a model, under the model's lock.
+
+    Row pushes count with the push that they belong to. They are applied with its step.
+    """
+
+    def __init__(self, lock: threading.Condition, spec: ModelSpec):
+        self._lock = lock
+        self._spec = spec
+        self._tables: dict[str, RowTable] = {}
+        self._counted: list[tuple[int, RowPush]] = []  # (worker, push) of the open step
+
+    def make(self, spec: TableSpec) -> None:
+        """Hold this server's rows of a table; has no effect if they are held already."""
+        with self._lock:
+            table = self._tables.get(spec.name)
+            if table is None:
+                if len(self._tables) >= MAX_TABLES:
+                    raise Refused(f"a model has at most {MAX_TABLES} tables")
+                self._tables[spec.name] = RowTable(spec, self._spec.index, self._spec.servers)
+            elif replace(table.spec, optimizer=spec.optimizer) != spec:
+                raise Refused(f"{spec} exists already, with other rows")
+            elif table.optimizer != spec.optimizer:
+                table.set_optimizer(spec.optimizer)
+
+    def table(self, name: str) -> RowTable:
+        if name not in self._tables:
+            raise Refused(f"there is no table {name!r} here")
+        return self._tables[name]
+
+    def pull(self, name: str, ids: Tensor) -> Tensor:
+        with self._lock:
+            return self.table(name).pull(ids)
+
+    def stage(self, buffer: PushBuffer, sequence: int, rows: RowPush) -> None:
+        """Rows of a push that is being received; they count if and when the push does."""
+        with self._lock:
+            table = self.table(rows.table)
+            if buffer.is_repeated(sequence):
+                return
+            buffer.expect(sequence)
+            if len(buffer.rows) >= MAX_TABLES:
+                raise Refused(f"a push has rows of at most {MAX_TABLES} tables")
+            table.check(rows.ids, rows.grads)
+            buffer.rows.append(rows)
+
+    # ------------------------------------------------------------------ under the lock
+
+    def count(self, worker: int, rows: list[RowPush]) -> None:
+        """These rows are part of the open step."""
+        self._counted += [(worker, push) for push in rows]
+
+    def update(self, divisor: float) -> None:
+        """One update of each table that a worker has pushed to, on this server or another."""
+        ordered = sorted(self._counted, key=lambda item: item[0])
+        self._counted = []
+        pushes: dict[str, list[RowPush]] = {}
+        for _, push in ordered:
+            pushes.setdefault(push.table, []).append(push)
+        for name, same_table in pushes.items():
+            self._update_table(self._tables[name], same_table, divisor)
+
+    def _update_table(self, table: RowTable, pushes: list[RowPush], divisor: float) -> None:
+        ids = torch.cat([push.ids for push in pushes])
+        grads = torch.cat([push.grads for push in pushes])
+        if divisor not in (0.0, 1.0):
+            grads = grads / divisor
+        unique, sums = sum_duplicates(ids, grads)
+        table.push(unique, sums, pushes[-1].lr, table.steps + 1)
+
+    def restore_counted(self, counted: Iterable[tuple[int, RowPush]]) -> None:
+        """Replace the rows of the open step by those of a snapshot."""
+        self._counted = list(counted)
+
+    @property
+    def counted(self) -> list[tuple[int, RowPush]]:
+        return list(self._counted)
+
+    @property
+    def held(self) -> list[RowTable]:
+        return list(self._tables.values())
+
+
+class TableReader:
+    """Reads the state of a table in chunks. In order, each chunk is read once."""
+
+    def __init__(self) -> None:
+        self._chunks: Iterator[dict[str, Tensor]] = iter(())
+        self._next = 0
+
+    def read(self, table: RowTable, number: int, chunk_rows: int) -> dict[str, Tensor] | None:
+        """Chunk `number`; None behind the last one. A new connection may continue anywhere."""
+        if number == 0 or number != self._next:
+            self._chunks = table.state(chunk_rows)
+            for _ in zip(range(number), self._chunks, strict=False):
+                pass
+        self._next = number + 1
+        return next(self._chunks, None)

@@ -1,0 +1,126 @@
+"""The models that one server holds, from their first worker to their last."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from shoal.errors import BadInput
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model.shard import check_spec
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.frames import Refused
+from shoal.server.protocol.messages import Follow, ModelSpec
+from shoal.server.replication import Follower, Followers
+
+MAX_MODELS = 64
+
+
+class ModelHost:
+    """Models by their number, which the workers of a model agree on.
+
+    `has_exited(rank)` tells whether a worker that has not joined never will. `report` returns
+    counts of the whole server.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        max_bytes: int,
+        report: Callable[[], dict[str, Any]],
+        has_exited: Callable[[int], bool] | None = None,
+    ):
+        self.models: dict[int, ServedModel] = {}
+        self.report = report
+        self.has_exited = has_exited
+        self._secret = secret
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._being_made: set[int] = set()
+        self._followers: dict[int, Followers] = {}  # of the models that are led here
+        self._following: list[Follower] = []
+
+    @property
+    def connections(self) -> list[Connection]:
+        """To the leaders of models that are followed here."""
+        return [follower.connection for follower in self._following]
+
+    def hold(self, model_id: int, spec: ModelSpec) -> ServedModel:
+        """The model; it is made when its first worker joins."""
+        with self._changed:
+            self._changed.wait_for(lambda: model_id not in self._being_made)
+            model = self.models.get(model_id)
+            if model is not None:
+                if model.spec != spec:
+                    raise Refused("the workers of one model describe it differently")
+                return model
+            if len(self.models) + len(self._being_made) >= MAX_MODELS:
+                raise Refused(f"this server holds {MAX_MODELS} models already")
+            check_spec(spec, self._max_bytes)
+            self._being_made.add(model_id)
+        try:
+            return self._make(model_id, spec)
+        finally:
+            with self._changed:
+                self._being_made.discard(model_id)
+                self._changed.notify_all()
+
+    def _make(self, model_id: int, spec: ModelSpec) -> ServedModel:
+        """Without the lock: the leader may be this server, with another shard of the replica."""
+        is_leader = spec.index == 0
+        try:
+            model = ServedModel(spec, is_leader)
+        except (BadInput, RuntimeError) as error:
+            raise Refused(str(error)) from error
+        has_exited = self.has_exited
+        if has_exited is not None:
+            model.membership.has_exited = lambda worker: has_exited(spec.split.rank(worker))
+        if not is_leader:
+            leader_model = spec.split.leader_model
+            followed = model_id if leader_model is None else leader_model
+            follower = Follower(model, followed, self._secret)
+        with self._changed:
+            if not is_leader:
+                self._following.append(follower)
+            elif spec.servers > 1:
+                self._followers[model_id] = Followers(model)
+            self.models[model_id] = model
+        return model
+
+    def release(self, model_id: int) -> None:
+        """Forget a model whose workers have all departed."""
+        with self._changed:
+            model = self.models.get(model_id)
+            if model is None or not model.membership.is_over:
+                return
+            if any(member.channels for member in model.membership.members.values()):
+                return
+            del self.models[model_id]
+            followers = self._followers.pop(model_id, None)
+            self._changed.notify_all()
+        if followers is not None:
+            followers.close()
+
+    def serve_follower(self, model_id: int, request: Follow, connection: Connection) -> None:
+        """Send the log of a model to another server, until the model is released."""
+        followers = self._followers.get(model_id)
+        if followers is None:
+            raise Refused("this server does not lead that model")
+        followers.serve(request, connection)
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Wait until every worker of every model has departed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.models, timeout_s)
+
+    def close(self, join_s: float) -> None:
+        for model in list(self.models.values()):
+            model.fail("the server was stopped")
+        for followers in list(self._followers.values()):
+            followers.close()
+        for follower in self._following:
+            follower.connection.cut()
+        for follower in self._following:
+            if follower.thread is not threading.current_thread():
+                follower.thread.join(join_s)

@@ -1,0 +1,135 @@
+"""One connection of one worker, or of a following server.
+
+A worker has one connection per channel. When a TCP connection breaks, the worker opens another
+one; the server gives up the worker if it does not. A broken Unix socket is the end of a process.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from shoal.server.model.membership import ActiveConnection, Member
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model.tables import TableReader
+from shoal.server.model_host import ModelHost
+from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
+from shoal.server.protocol.handshake import RECONNECT_S
+from shoal.server.protocol.messages import Channel, ErrorReply
+
+
+class Peer:
+    """The other end of a connection: who it is, and its place among the workers of a model."""
+
+    def __init__(
+        self,
+        host: ModelHost,
+        connection: Connection,
+        channel: Channel,
+        header: Header,
+        number: int,
+    ):
+        self.host = host
+        self.connection = connection
+        self.channel: Channel = channel
+        self.worker = header.worker
+        self.incarnation = header.incarnation
+        self.model_id = header.model
+        self.model: ServedModel | None = None
+        self.member: Member | None = None
+        self.has_reconnected = False
+        self.table_reader = TableReader()
+        self._active = ActiveConnection(threading.get_ident(), connection.cut, number)
+
+    def joined(self) -> tuple[ServedModel, Member]:
+        if self.model is None or self.member is None:
+            raise self._not_joined()
+        return self.model, self.member
+
+    def reply(self, meta: bytes = b"", *payload: memoryview) -> None:
+        self.connection.send(Header(FrameKind.OK, self.worker, self.model_id), meta, *payload)
+
+    def reply_error(self, error: ErrorReply) -> None:
+        self.connection.send(Header(FrameKind.ERROR, self.worker, self.model_id), encode(error))
+
+    # ------------------------------------------------------------------ the channel of a worker
+
+    def start(self) -> None:
+        """Take the channel of a worker that has joined; a control connection may join later."""
+        if self.channel in ("push", "pull", "rows"):
+            self.enter(self._known_model())
+        elif self.channel == "control" and self._has_joined():
+            self.has_reconnected = True
+            self.enter(self._known_model())
+
+    def enter(self, model: ServedModel) -> None:
+        """Serve this channel from now on; an earlier connection of the worker is displaced."""
+        member = model.membership.members[self.worker]
+        with model.lock:
+            while (active := member.channels.get(self.channel)) is not None:
+                self._displace(model, member, active)
+            self.model = model
+            self.member = member
+            member.channels[self.channel] = self._active
+            if self.channel == "push":
+                member.pushes.restart_push()
+            model.lock.notify_all()
+
+    def end(self, is_broken: bool) -> None:
+        """The connection has ended; `is_broken`: the other side may connect again."""
+        if self.member is None or self.model is None:
+            return
+        if not self._returns(self.model, self.member, is_broken):
+            self.model.membership.lose(self.worker)
+        self.model.membership.lose_absent()
+        self.host.release(self.model_id)
+
+    def _has_joined(self) -> bool:
+        model = self.host.models.get(self.model_id)
+        member = None if model is None else model.membership.members.get(self.worker)
+        return member is not None and member.incarnation == self.incarnation
+
+    def _known_model(self) -> ServedModel:
+        if not self._has_joined():
+            raise self._not_joined()
+        return self.host.models[self.model_id]
+
+    def _not_joined(self) -> Refused:
+        return Refused(f"worker {self.worker} has not joined this model")
+
+    def _displace(self, model: ServedModel, member: Member, active: ActiveConnection) -> None:
+        """End the connection that served this channel so far, and wait until it has ended.
+
+        Its thread may not have noticed that the worker has connected again. Several connections
+        may wait to replace it; all but the last are broken by then.
+        """
+        if active.number > self._active.number:
+            raise Closed("the worker has connected again")
+        if not self.connection.is_unix:
+            model.membership.displaced.add(active.thread)
+            active.cut()
+            model.lock.notify_all()
+            model.lock.wait_for(
+                lambda: member.channels.get(self.channel) is not active, RECONNECT_S
+            )
+        if member.channels.get(self.channel) is active:
+            raise Refused(f"worker {self.worker} has a {self.channel} connection already")
+
+    def _returns(self, model: ServedModel, member: Member, is_broken: bool) -> bool:
+        """Give up the channel; whether the worker comes back with another connection."""
+        membership = model.membership
+        with model.lock:
+            if member.channels.get(self.channel) is self._active:
+                del member.channels[self.channel]
+            membership.displaced.discard(self._active.thread)
+            model.lock.notify_all()
+            if not is_broken or self.connection.is_unix:
+                return False
+            self.connection.cut()
+
+            def is_decided() -> bool:
+                has_ended = membership.failure is not None or self.worker in membership.departed
+                return has_ended or self.channel in member.channels
+
+            model.lock.wait_for(is_decided, RECONNECT_S)
+            return self.channel in member.channels

@@ -1,0 +1,72 @@
+"""Serves one connection: checks each frame, and hands it to its handler."""
+
+from __future__ import annotations
+
+from shoal.errors import BadInput
+from shoal.server.handlers import compressed, control, pull, push, rows
+from shoal.server.handlers.dispatch import HANDLERS, Registered
+from shoal.server.model.membership import ModelFailure
+from shoal.server.peer import Peer
+from shoal.server.protocol.connection import Closed
+from shoal.server.protocol.frames import MAX_META_BYTES, Header, Refused
+from shoal.server.protocol.messages import ErrorReply
+
+HANDLER_MODULES = (compressed, control, pull, push, rows)  # importing them fills the table
+_MAX_SHORT_META_BYTES = 64 << 10
+
+
+class Session:
+    """From the HELLO of a connection to its end."""
+
+    def __init__(self, peer: Peer):
+        self.peer = peer
+
+    def run(self) -> None:
+        is_broken = False
+        try:
+            self.peer.start()
+            while True:
+                self._serve_one()
+        except Closed:
+            is_broken = True
+        except Refused:
+            raise
+        except BadInput as error:
+            raise Refused(str(error)) from error
+        except Exception as error:  # of an optimizer, for example: its update never comes
+            self._fail_model(error)
+            raise Refused(f"the server failed: {error!r}"[:4000]) from error
+        finally:
+            self.peer.end(is_broken)
+
+    def _serve_one(self) -> None:
+        header, meta = self.peer.connection.receive(self._max_meta_bytes())
+        registered = self._check(header)
+        try:
+            registered.handler(self.peer, header, meta)
+        except ModelFailure as failure:
+            self.peer.reply_error(ErrorReply(failure.reason, failure.worker))
+
+    def _check(self, header: Header) -> Registered:
+        peer = self.peer
+        registered = HANDLERS.get(header.kind)
+        if registered is None or registered.channel != peer.channel:
+            raise Refused(f"{header.kind.name} is not allowed on a {peer.channel} connection")
+        if (header.worker, header.incarnation) != (peer.worker, peer.incarnation):
+            raise Refused(f"worker {peer.worker} sends as worker {header.worker}")
+        if header.model != peer.model_id or header.epoch:
+            raise Refused("a frame of another model or epoch")
+        if header.payload_bytes and not registered.has_payload:
+            raise Refused(f"{header.kind.name} has no payload")
+        return registered
+
+    def _max_meta_bytes(self) -> int:
+        """Descriptions of a model and of its state are long; everything else is short."""
+        peer = self.peer
+        is_joining = peer.channel == "control" and (peer.member is None or peer.has_reconnected)
+        return MAX_META_BYTES if is_joining or peer.channel == "pull" else _MAX_SHORT_META_BYTES
+
+    def _fail_model(self, error: Exception) -> None:
+        model = self.peer.model
+        if model is not None:
+            model.fail(f"server {model.spec.index} failed: {error!r}"[:4000])
