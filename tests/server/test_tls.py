@@ -78,7 +78,7 @@ def test_a_worker_without_tls_is_refused(secured: Path, monkeypatch: pytest.Monk
         monkeypatch.delenv("SHOAL_TLS_CA")
         with pytest.raises(ShoalError, match="connecting to server 0"):
             client_of([server], 0, Rule(1))
-        assert server.refused["silent or broken before hello"] >= 1
+        assert server.refused["silent or broken before HELLO"] >= 1
         assert not server.models
 
 
