@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -40,7 +40,7 @@ OPTIMIZERS = {"sgd": SGD, "momentum": MOMENTUM, "adam": ADAM, "adamw": adamw_wit
 def start(
     model: nn.Module | None = None, group: Group | None = None, **options: Any
 ) -> tuple[Job, Step]:
-    job = Job(parse("ddp"), group or SoloGroup(), device=CPU, seed=3)
+    job = Job(parse("ddp"), group or solo_group(), device=CPU, seed=3)
     options = {"optimizer": MOMENTUM, **options}
     return job, job.step(model if model is not None else mlp(), F.cross_entropy, **options)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from shoal.comm.executors.scheduled.executor import ScheduledGroup
+from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link
@@ -73,7 +73,7 @@ def run_world(size: int, body: Callable[[Group], Any]) -> list[Any]:
 
     def rank_body(rank: int) -> Any:
         try:
-            return body(ScheduledGroup(ThreadTransport(boxes, rank), link=Link()))
+            return body(Group(Scheduled(ThreadTransport(boxes, rank), link=Link())))
         except BaseException:
             boxes.break_all(rank)
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job, RunServices
@@ -19,7 +19,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 def job_of(group: Group | None = None, seed: int = 3, **services: Any) -> Job:
     given = RunServices(**{name: value for name, value in services.items() if value is not None})
-    return Job(parse("ddp"), group or SoloGroup(), device=CPU, seed=seed, services=given)
+    return Job(parse("ddp"), group or solo_group(), device=CPU, seed=seed, services=given)
 
 
 class Shown:

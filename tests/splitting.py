@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
 from shoal.strategy.strategy import parse
@@ -95,7 +95,7 @@ def assert_equal(
 ) -> None:
     """Losses and the whole model are those of one worker."""
     models = [make() for _ in range(size)]
-    alone = train(SoloGroup(), "single", make(), data, batch_size, **options)
+    alone = train(solo_group(), "single", make(), data, batch_size, **options)
     together = world(
         size, lambda g: train(g, strategy, models[g.rank], data, batch_size, **options)
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -57,7 +57,7 @@ def assert_equal_to_single(
     **options: Any,
 ) -> None:
     models = [make() for _ in range(size)]
-    alone = train(SoloGroup(), "single", make(), dataset, batch_size, **options)
+    alone = train(solo_group(), "single", make(), dataset, batch_size, **options)
     together = world(
         size, lambda g: train(g, strategy, models[g.rank], dataset, batch_size, **options)
     )
@@ -112,7 +112,7 @@ def test_batchnorm_sees_the_global_batch(
 
 def test_local_batchnorm_differs_from_single(world: World) -> None:
     data = samples(40, (1, 4, 4))
-    alone = train(SoloGroup(), "single", convnet(), data, 20)
+    alone = train(solo_group(), "single", convnet(), data, 20)
     models = [convnet(), convnet()]
     together = world(2, lambda g: train(g, "ddp", models[g.rank], data, 20, batchnorm="local"))
     assert together[0][0] != pytest.approx(alone[0], abs=1e-4)
@@ -182,7 +182,7 @@ def test_count_weighs_uneven_batches(world: World, size: int) -> None:
         return [float(step(b)) for b in job.batches(data, 7, epochs=2)]
 
     models = [make() for _ in range(size)]
-    alone = go(SoloGroup(), make())
+    alone = go(solo_group(), make())
     for losses in world(size, lambda g: go(g, models[g.rank])):
         assert losses == pytest.approx(alone, abs=1e-5)
 
@@ -191,7 +191,7 @@ def test_count_weighs_uneven_batches(world: World, size: int) -> None:
 def test_exact_gives_the_same_bits(world: World, size: int, microbatches: int) -> None:
     options = {"exact": True, "microbatches": microbatches}
     data = samples(64, (1, 4, 4))
-    alone = train(SoloGroup(), "single", convnet(), data, 24, **options)
+    alone = train(solo_group(), "single", convnet(), data, 24, **options)
     models = [convnet() for _ in range(size)]
     together = world(size, lambda g: train(g, "ddp", models[g.rank], data, 24, **options))
     for losses, state in together:
@@ -207,7 +207,7 @@ def test_a_script_may_pass_on_what_it_made_of_a_batch(world: World) -> None:
         return [float(step((x * 2, y))) for x, y in job.batches(samples(22), 10)]
 
     models = [mlp() for _ in range(4)]
-    alone = go(SoloGroup(), mlp())
+    alone = go(solo_group(), mlp())
     for losses in world(4, lambda g: go(g, models[g.rank])):
         assert losses == pytest.approx(alone, abs=1e-5)
 
@@ -223,7 +223,7 @@ def test_inputs_may_be_tuples_and_dicts() -> None:
 
     x, y = samples(8).tensors
     for inputs in ((x, x), {"a": x, "b": x}):
-        job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+        job = Job(parse("single"), solo_group(), device=torch.device("cpu"))
         torch.manual_seed(0)
         step = job.step(Two(), F.cross_entropy, optimizer=SGD, accumulate=2)
         assert float(step((inputs, y))) > 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.embedding.module import Embedding
 from shoal.errors import NotBuilt
@@ -167,7 +167,7 @@ def test_each_goes_on_from_what_another_has_saved(
         size = 1 if strategy == "single" else 4
         models = [gpt(2) for _ in range(size)]
         found = world(size, lambda g, s=strategy, m=models, n=number: go(g, s, m[g.rank], n))[0]
-    with job_of(SoloGroup(), "single", gpt(2), **GPT_OPTIONS) as (job, step):
+    with job_of(solo_group(), "single", gpt(2), **GPT_OPTIONS) as (job, step):
         for batch in job.batches(texts(64), 8, steps=2 * len(chain)):
             step(batch)
         straight = whole(step)

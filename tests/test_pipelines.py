@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples.gpt import next_token_loss
@@ -295,7 +295,7 @@ def test_evaluating(world: World) -> None:
         )
         return number, several, model.training
 
-    alone = body(SoloGroup(), "single", gpt())
+    alone = body(solo_group(), "single", gpt())
     for size, strategy in ((2, "pp(2)"), (2, 'pp(2, schedule="bfs")'), (4, "ddp + pp(2)")):
         models = [gpt() for _ in range(size)]
         found = world(size, lambda g, s=strategy, m=models: body(g, s, m[g.rank]))

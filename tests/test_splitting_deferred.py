@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from tests.conftest import World
 from tests.models import samples
@@ -59,7 +59,7 @@ def blank() -> nn.Module:
     ],
 )
 def test_it_trains_as_on_one_worker(world: World, size: int, strategy: str) -> None:
-    alone = train(SoloGroup(), "single", blank(), samples(24), 8)
+    alone = train(solo_group(), "single", blank(), samples(24), 8)
 
     def body(group: Group) -> Any:
         model = blank()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput, NotBuilt
 from shoal.examples.gpt import GPT, Size, next_token_loss
@@ -271,7 +271,7 @@ def test_evaluating(world: World) -> None:
             step(batch)
         return job.evaluate(metrics, texts(11), batch_size=4)
 
-    alone = body(SoloGroup(), "single", gpt(2))
+    alone = body(solo_group(), "single", gpt(2))
     for size, strategy in ((2, "tp(2)"), (4, "tp(2) + pp(2)"), (2, "tp(2, sequence=True)")):
         models = [gpt(2) for _ in range(size)]
         for found in world(size, lambda g, s=strategy, m=models: body(g, s, m[g.rank])):

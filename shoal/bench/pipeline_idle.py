@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.executors.scheduled.executor import ScheduledGroup
+from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.group import Group
 from shoal.observe.trace import Recorder, Span
 from shoal.plan.timeline import Times, simulate
 from shoal.schedules.collectives.cost import Link
@@ -78,7 +79,7 @@ def compare(
 
     def train(rank: int, boxes: Mailboxes) -> list[list[Span]]:
         tracer = Recorder(rank, 0)
-        group = ScheduledGroup(ThreadTransport(boxes, rank), link=Link())
+        group = Group(Scheduled(ThreadTransport(boxes, rank), link=Link()))
         job = Job(
             parse(strategy), group, device=torch.device("cpu"), services=RunServices(tracer=tracer)
         )

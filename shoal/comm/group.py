@@ -1,97 +1,231 @@
-"""What a group of ranks can do together. Every operation returns Work; `wait` finishes it."""
+"""What a group of ranks can do together. Every operation returns Work; `wait` finishes it.
+
+group.all_reduce(x)      checks the arguments, makes a Call
+executor.submit(call)    Solo, SharedMemory, Torch, Scheduled, Hierarchical
+"""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from shoal.comm.call import Call, Op, Operand, check_reducible
+from shoal.comm.executor import BindsAllReduce, Executor
 from shoal.errors import BadInput
+from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.transport import Work
 
-
-class Op(enum.Enum):
-    """How contributions are combined."""
-
-    SUM = "sum"
-    MEAN = "mean"
-    MAX = "max"
-    MIN = "min"
-    PROD = "prod"
-
-    def combine(self, into: Tensor, other: Tensor) -> None:
-        """`into` = `into` (op) `other`; a mean is added up here and divided at the end."""
-        if self is Op.MAX:
-            torch.maximum(into, other, out=into)
-        elif self is Op.MIN:
-            torch.minimum(into, other, out=into)
-        elif self is Op.PROD:
-            into.mul_(other)
-        else:
-            into.add_(other)
+__all__ = ["Group", "Op"]
 
 
-class Group(Protocol):
+class Group:
     """Ranks 0..size-1 of one axis. All ranks call the same collectives in the same order.
 
-    Tensors are changed in place unless an `out` is named. In the flat collectives `out` (or
-    `data`) holds the pieces of rank 0, 1, … one after the other.
+    Tensors are changed in place unless an `out` is given. Where a collective has a piece for each
+    rank, the pieces lie one after the other in one tensor, or are a list of tensors. Until an
+    operation has been waited for, its tensors must not be used.
     """
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
+    def __init__(self, executor: Executor, timeout_s: float | None = None):
+        """`timeout_s`: of every collective, instead of the executor's."""
+        self.executor = executor
+        self.rank = executor.rank
+        self.size = executor.size
+        self._timeout_s = timeout_s
+        self._submit = executor.submit if timeout_s is None else self._submit_within
+        if timeout_s is None and isinstance(executor, BindsAllReduce):
+            # an attribute of the instance comes before the method: short messages save its checks
+            vars(self)["all_reduce"] = executor.bind_all_reduce(self.all_reduce)
 
-    def send(self, data: Tensor, dst: int, tag: int = 0) -> Work: ...
-    def recv(self, into: Tensor, src: int, tag: int = 0) -> Work: ...
-    def broadcast(self, data: Tensor, root: int = 0) -> Work: ...
-    def reduce(self, data: Tensor, root: int = 0, op: Op = Op.SUM) -> Work: ...
-    def all_reduce(self, data: Tensor, op: Op = Op.SUM) -> Work: ...
-    def gather(self, out: Tensor | None, data: Tensor, root: int = 0) -> Work: ...
-    def scatter(self, out: Tensor, data: Tensor | None, root: int = 0) -> Work: ...
-    def all_gather(self, out: Tensor, data: Tensor) -> Work: ...
-    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op = Op.SUM) -> Work: ...
-    def all_to_all(self, out: Tensor, data: Tensor) -> Work: ...
-    def scan(self, data: Tensor, op: Op = Op.SUM) -> Work: ...
-    def barrier(self) -> Work: ...
+    # ------------------------------------------------------------------ point to point
+
+    def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:
+        """`data` to rank `dst`, which calls `recv` with the same tag."""
+        self._check_peer("send to", dst)
+        return self.executor.send(data, dst, tag)
+
+    def recv(self, into: Tensor, src: int, tag: int = 0) -> Work:
+        """What rank `src` sends with this tag; some executors take ANY_SOURCE for `src`."""
+        if src != ANY_SOURCE or not self.executor.any_source:
+            self._check_peer("receive from", src)
+        return self.executor.recv(into, src, tag)
+
+    # ------------------------------------------------------------------ collectives
+
+    def broadcast(self, data: Tensor, root: int = 0) -> Work:
+        self._check_root(root)
+        return self._submit(Call("broadcast", data, data, root=root))
+
+    def reduce(self, data: Tensor, root: int = 0, op: Op = Op.SUM) -> Work:
+        """The result at the root; what the other ranks hold afterwards is not defined."""
+        self._check_root(root)
+        check_reducible(data.dtype, op)
+        return self._submit(Call("reduce", data, data, op, root))
+
+    def all_reduce(self, data: Tensor, op: Op = Op.SUM, out: Tensor | None = None) -> Work:
+        """The contributions of all ranks combined, in place or in `out`."""
+        check_reducible(data.dtype, op)
+        return self._submit(Call("all_reduce", data, _target("all_reduce", data, out), op))
+
+    def gather(self, out: Operand | None, data: Tensor, root: int = 0) -> Work:
+        """`out` is needed at the root only."""
+        self._check_root(root)
+        if self.rank != root:
+            return self._submit(Call("gather", data, root=root))
+        self._check_pieces("gather", "out", out, data)
+        return self._submit(Call("gather", data, out, root=root))
+
+    def scatter(self, out: Tensor, data: Operand | None, root: int = 0) -> Work:
+        """`data` is needed at the root only."""
+        self._check_root(root)
+        if self.rank != root:
+            return self._submit(Call("scatter", None, out, root=root))
+        self._check_pieces("scatter", "data", data, out)
+        return self._submit(Call("scatter", data, out, root=root))
+
+    def all_gather(self, out: Operand, data: Tensor) -> Work:
+        self._check_pieces("all_gather", "out", out, data)
+        return self._submit(Call("all_gather", data, out))
+
+    def reduce_scatter(self, out: Tensor, data: Operand, op: Op = Op.SUM) -> Work:
+        """The combined piece of this rank in `out`; `data` is left as it was."""
+        check_reducible(out.dtype, op)
+        self._check_pieces("reduce_scatter", "data", data, out)
+        return self._submit(Call("reduce_scatter", data, out, op))
+
+    def all_to_all(self, out: Operand, data: Operand) -> Work:
+        """Piece r of `data` goes to rank r, whose piece comes to the same place of `out`."""
+        if isinstance(out, Tensor) and isinstance(data, Tensor):
+            self._check_all_to_all(out, data)
+        else:
+            self._check_lists(out, data)
+        return self._submit(Call("all_to_all", data, out))
+
+    def all_to_all_uneven(
+        self, out: Tensor, data: Tensor, recv_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Work:
+        """`send_counts[r]` elements of `data` go to rank r, `recv_counts[r]` come from it."""
+        for name, tensor, counts in (("out", out, recv_counts), ("data", data, send_counts)):
+            if len(counts) != self.size or min(counts) < 0 or sum(counts) != tensor.numel():
+                raise BadInput(
+                    f"all_to_all_uneven over {self.size} ranks: the counts {list(counts)} do not "
+                    f"divide the {tensor.numel()} elements of `{name}` among the ranks"
+                )
+        _check_dtypes("all_to_all_uneven", out, data)
+        call = Call(
+            "all_to_all_uneven",
+            data,
+            out,
+            recv_counts=tuple(recv_counts),
+            send_counts=tuple(send_counts),
+        )
+        return self._submit(call)
+
+    def scan(
+        self, data: Tensor, op: Op = Op.SUM, exclusive: bool = False, out: Tensor | None = None
+    ) -> Work:
+        """Ranks 0 to r combined at rank r, in place or in `out`.
+
+        Exclusive: ranks 0 to r-1, and at rank 0 what an empty sum, product, … is.
+        """
+        check_reducible(data.dtype, op)
+        kind = "exclusive_scan" if exclusive else "scan"
+        return self._submit(Call(kind, data, _target("scan", data, out), op))
+
+    def barrier(self) -> Work:
+        return self._submit(Call("barrier"))
+
+    # ------------------------------------------------------------------ other groups
+
     def duplicate(self) -> Group:
         """The same ranks with an order of operations of their own; all ranks call it."""
-        ...
+        executor = self.executor.split(range(self.size))
+        assert executor is not None
+        return Group(executor)
 
     def subgroup(self, ranks: Sequence[int]) -> Group | None:
         """The group of some of these ranks, in that order; None for a rank that is not in it.
 
         All ranks call it, in the same order, as with `duplicate`.
         """
-        ...
+        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.size)):
+            raise BadInput(f"a subgroup needs different ranks below {self.size}, not {list(ranks)}")
+        executor = self.executor.split(ranks)
+        return None if executor is None else Group(executor)
+
+    def with_timeout(self, timeout_s: float) -> Group:
+        """This group, whose collectives wait for other ranks no longer than `timeout_s`."""
+        return Group(self.executor, timeout_s)
+
+    def close(self) -> None:
+        """Leave. Operations that have not been waited for are abandoned; safe to call twice."""
+        self.executor.close()
+
+    # ------------------------------------------------------------------ checks
+
+    def _submit_within(self, call: Call) -> Work:
+        return self.executor.submit(call._replace(timeout_s=self._timeout_s))
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise BadInput(f"the root must be one of the ranks 0 to {self.size - 1}, not {root}")
+
+    def _check_peer(self, verb: str, peer: int) -> None:
+        if self.size == 1:
+            raise BadInput(f"a group of one rank has no other rank to {verb}")
+        if not 0 <= peer < self.size:
+            ranks = f"0 to {self.size - 1}"
+            raise BadInput(f"rank {self.rank} cannot {verb} rank {peer}: the ranks are {ranks}")
+
+    def _check_pieces(self, kind: str, name: str, pieces: Operand | None, piece: Tensor) -> None:
+        """`pieces` has to hold as much as `piece` for every rank."""
+        if pieces is None:
+            raise BadInput(f"rank {self.rank} is the root of this {kind}: it needs `{name}`")
+        if not isinstance(pieces, Tensor):
+            self._check_list(kind, name, pieces, piece)
+        elif pieces.numel() != piece.numel() * self.size or pieces.dtype != piece.dtype:
+            raise BadInput(
+                f"{kind} over {self.size} ranks with {piece.numel()} {piece.dtype} a rank needs "
+                f"{piece.numel() * self.size} elements in `{name}`, not {pieces.numel()} "
+                f"{pieces.dtype}"
+            )
+
+    def _check_lists(self, out: Operand, data: Operand) -> None:
+        if isinstance(out, Tensor) or isinstance(data, Tensor) or not data:
+            raise BadInput("all_to_all takes two tensors or two lists of tensors")
+        self._check_list("all_to_all", "data", data, data[0])
+        self._check_list("all_to_all", "out", out, data[0])
+
+    def _check_list(self, kind: str, name: str, pieces: list[Tensor], piece: Tensor) -> None:
+        if len(pieces) != self.size:
+            raise BadInput(
+                f"{kind} over {self.size} ranks needs {self.size} tensors in `{name}`, "
+                f"not {len(pieces)}"
+            )
+        if any(p.numel() != piece.numel() or p.dtype != piece.dtype for p in pieces):
+            raise BadInput(f"{kind} needs pieces of one size and type in `{name}`")
+
+    def _check_all_to_all(self, out: Tensor, data: Tensor) -> None:
+        if out.numel() != data.numel() or data.numel() % self.size:
+            raise BadInput(
+                f"all_to_all over {self.size} ranks needs `out` and `data` of one size that "
+                f"{self.size} divides, not {out.numel()} and {data.numel()} elements"
+            )
+        _check_dtypes("all_to_all", out, data)
 
 
-def check_subgroup(ranks: Sequence[int], size: int) -> None:
-    if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
-        raise BadInput(f"a subgroup needs different ranks below {size}, not {list(ranks)}")
-
-
-def check_root(root: int, size: int) -> None:
-    if not 0 <= root < size:
-        raise BadInput(f"the root must be one of the ranks 0 to {size - 1}, not {root}")
-
-
-def check_pieces(kind: str, whole: Tensor, piece: Tensor, size: int) -> None:
-    """The whole has to hold a piece of each rank."""
-    if whole.numel() != piece.numel() * size or whole.dtype != piece.dtype:
+def _target(kind: str, data: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return data
+    if out.numel() != data.numel():
         raise BadInput(
-            f"{kind} over {size} ranks with pieces of {piece.numel()} {piece.dtype} needs a whole "
-            f"of {piece.numel() * size}, not of {whole.numel()} {whole.dtype}"
+            f"{kind} of {data.numel()} elements needs as many in `out`, not {out.numel()}"
         )
+    _check_dtypes(kind, out, data)
+    return out
 
 
-def check_all_to_all(out: Tensor, data: Tensor, size: int) -> None:
-    if out.numel() != data.numel() or data.numel() % size:
-        raise BadInput(
-            f"all_to_all over {size} ranks needs `out` and `data` of one size that {size} divides, "
-            f"not {out.numel()} and {data.numel()} elements"
-        )
+def _check_dtypes(kind: str, out: Tensor, data: Tensor) -> None:
+    if out.dtype != data.dtype:
+        raise BadInput(f"{kind} needs one type of number, not {data.dtype} into {out.dtype}")

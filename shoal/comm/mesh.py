@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.objects import broadcast_bytes
 from shoal.strategy.strategy import Layout
@@ -24,7 +24,7 @@ from shoal.strategy.strategy import Layout
 
 @dataclass(frozen=True)
 class Mesh:
-    """A rank's group on every axis; an axis of one rank is a `SoloGroup`."""
+    """A rank's group on every axis; an axis of one rank is a group of this rank alone."""
 
     world: Group
     dp: Group
@@ -53,8 +53,8 @@ class ReplicaGroup:
 
     def __init__(self, pp: Group | None = None, tp: Group | None = None):
         """Without groups, one worker is the whole replica."""
-        self._pp = pp or SoloGroup()
-        self._tp = tp or SoloGroup()
+        self._pp = pp or solo_group()
+        self._tp = tp or solo_group()
         self.rank = self._pp.rank * self._tp.size + self._tp.rank
         self.size = self._pp.size * self._tp.size
 
@@ -108,7 +108,7 @@ def axes(layout: Layout) -> tuple[Lines, Lines, Lines]:
 def _group_of(world: Group, lines: Sequence[Sequence[int]]) -> Group:
     """The group of the line that this rank is on."""
     if len(lines[0]) == 1:
-        return SoloGroup()
+        return solo_group()
     if len(lines) == 1:
         return world
     groups = [world.subgroup(line) for line in lines]

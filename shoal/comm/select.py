@@ -6,9 +6,9 @@ import sys
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.comm.executors.hierarchical.executor import HostsGroup
-from shoal.comm.executors.hierarchical.topology import Places, host_id
-from shoal.comm.executors.shared_memory import ShmGroup
+from shoal.comm.executors.hierarchical.executor import Hierarchical
+from shoal.comm.executors.hierarchical.topology import Topology, host_id
+from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import is_built, join
 
@@ -30,31 +30,31 @@ def over_store(store: Store, rank: int, size: int) -> Exchange:
 
 def share_memory(
     store: Store, rank: int, size: int, timeout_s: float = 1800.0
-) -> ShmGroup | HostsGroup | None:
-    """A group that goes through memory wherever ranks share a host.
+) -> SharedMemory | Hierarchical | None:
+    """An executor that uses shared memory wherever ranks share a host.
 
     None on all ranks if there is no such host, or, with a word, one where it cannot be. Nobody
     else may use `store`.
     """
     exchange = over_store(store, rank, size)
-    places = Places.of(exchange(host_id()), rank)
-    if len(places.hosts) == size > 1:
+    topology = Topology.of(exchange(host_id()), rank)
+    if len(topology.hosts) == size > 1:
         return None
-    inner = _on_host(places, store, timeout_s)
+    inner = _on_host(topology, store, timeout_s)
     answers = exchange(b"no" if inner is None else b"yes")
     if inner is None or b"no" in answers:
         if inner is not None:
             inner.close()
         _say_once(rank)
         return None
-    return inner if len(places.hosts) == 1 else HostsGroup(places, inner, store, timeout_s)
+    return inner if len(topology.hosts) == 1 else Hierarchical(topology, inner, store, timeout_s)
 
 
-def _on_host(places: Places, store: Store, timeout_s: float) -> ShmGroup | None:
-    own = PrefixStore(f"host {places.host}", store)
-    width = len(places.local)
-    segment = join(over_store(own, places.index, width), places.index, width, timeout_s)
-    return None if segment is None else ShmGroup(segment)
+def _on_host(topology: Topology, store: Store, timeout_s: float) -> SharedMemory | None:
+    own = PrefixStore(f"host {topology.host}", store)
+    width = len(topology.local)
+    segment = join(over_store(own, topology.index, width), topology.index, width, timeout_s)
+    return None if segment is None else SharedMemory(segment)
 
 
 def _say_once(rank: int) -> None:

@@ -1,61 +1,67 @@
 """Operations one after the other in the order of the calls, beside the computation.
 
-A thread carries them out. Whoever waits for an operation that the thread has not begun carries it
-out himself, with all that came before: that saves handing it over. A light operation is begun in
-the call (it gives what others need and waits for nobody) and ended by the wait; the thread is
-woken for it only when something else is asked for first.
+A thread carries them out. A caller that waits for an operation which the thread has not begun
+carries it out itself, with all operations before it: that saves a handover. A light operation is
+begun in the call (it gives what other ranks need and waits for none) and ended by the wait; the
+thread is woken for it only when something else is asked for first.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
-from shoal.observe.trace import OFF, Tracer
 
+class QueuedWork:
+    """One operation of a work queue; `wait` returns when it is done, or raises its error."""
 
-class LaneWork:
-    """One operation on a lane; `wait` returns when it is done, or raises what went wrong."""
+    __slots__ = ("_callbacks", "begun", "end_ns", "error", "is_done", "queue", "start_ns")
+    begun: bool
+    start_ns: int
+    end_ns: int
 
-    __slots__ = ("_callbacks", "error", "is_done", "lane")
-
-    def __init__(self, lane: Lane):
-        self.lane = lane
+    def __init__(self, queue: WorkQueue):
+        self.queue = queue
         self.is_done = False
         self.error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] | None = None
 
     def begin(self) -> bool:
-        """Give without waiting, where that is possible."""
+        """Give what other ranks need without waiting; False where that is not possible."""
         return False
 
     def run(self) -> None:
-        """Do it, or what `begin` has left of it."""
+        """Carry out the operation, or what `begin` has left of it."""
         raise NotImplementedError
 
     def wait(self) -> None:
         if not self.is_done:
-            lane = self.lane
-            if lane.tracer.enabled:
-                with lane.tracer.span("wait"):
-                    lane.carry_out(self)
-            else:
-                lane.carry_out(self)
+            self.queue.carry_out(self)
         if self.error is not None:
             raise self.error
 
     def poll(self) -> bool:
+        """Whether it is done; if not, the thread goes on with it."""
         if not self.is_done:
-            self.lane.urge()
+            self.queue.urge()
         return self.is_done
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call it once the operation has ended, well or badly; on whatever thread that happens."""
-        if self.lane.add_callback(self, callback):
-            self.lane.urge()
+        """Call it once the operation has ended, well or badly; on the thread that ended it."""
+        if self.queue.add_callback(self, callback):
+            self.queue.urge()
         else:
             callback()
+
+    @property
+    def times(self) -> tuple[int, int] | None:
+        """Start and end in ns of the monotonic clock, where the queue is timed."""
+        try:
+            return self.start_ns, self.end_ns
+        except AttributeError:
+            return None
 
     def add(self, callback: Callable[[], None]) -> None:
         self._callbacks = [*(self._callbacks or []), callback]
@@ -67,45 +73,78 @@ class LaneWork:
             self._callbacks = None
 
 
-class Lane:
-    """Safe to use from several threads; one of them works at a time."""
+class QueuedCall(QueuedWork):
+    """A function as an operation of a work queue."""
 
-    def __init__(self, name: str):
+    __slots__ = ("_function",)
+
+    def __init__(self, queue: WorkQueue, function: Callable[[], None]):
+        super().__init__(queue)
+        self._function: Callable[[], None] | None = function
+
+    def run(self) -> None:
+        function = self._function
+        self._function = None  # with all that it holds
+        assert function is not None
+        function()
+
+
+class WorkQueue:
+    """Safe to use from several threads; one of them works at a time.
+
+    `background` starts operations at the call; without it they start when they are waited for.
+    The thread ends after `idle_s` seconds without work (default: when the queue is closed).
+    `timed` notes the start and the end of every operation.
+    """
+
+    def __init__(self, name: str, background: bool = True, idle_s: float | None = None):
         self._name = name
-        self.tracer: Tracer = OFF
+        self._background = background
+        self._idle_s = idle_s
+        self.timed = False
         self._lock = threading.Lock()
         self._acquire = self._lock.acquire
         self._release = self._lock.release  # faster than `with`
         self._changed = threading.Condition(self._lock)
         self._sleepers = 0  # a notification costs more than a light operation: only if needed
-        self._waiting: deque[LaneWork] = deque()
-        self._working = self._urged = self._closing = False
+        self._waiting: deque[QueuedWork] = deque()
+        self._working = False
+        self._urged = False
+        self._closing = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: LaneWork) -> None:
+    def submit(self, work: QueuedWork) -> None:
         self._acquire()
         try:
             idle = not self._waiting and not self._working
             self._waiting.append(work)
-            if not (idle and work.begin()):
+            if self.timed:
+                work.start_ns = time.monotonic_ns()
+            work.begun = idle and work.begin()
+            if not work.begun and self._background:
                 self._wake()
         finally:
             self._release()
 
+    def call(self, function: Callable[[], None]) -> QueuedWork:
+        work = QueuedCall(self, function)
+        self.submit(work)
+        return work
+
     def urge(self) -> None:
-        """Somebody looks without waiting: what is left goes to the thread."""
+        """A caller looks without waiting: the thread takes over what is left."""
         with self._lock:
             if self._waiting:
                 self._wake()
 
-    def add_callback(self, work: LaneWork, callback: Callable[[], None]) -> bool:
+    def add_callback(self, work: QueuedWork, callback: Callable[[], None]) -> bool:
         with self._lock:
             if not work.is_done:
                 work.add(callback)
             return not work.is_done
 
-    def carry_out(self, work: LaneWork) -> None:
-        """Return when `work` is done, and with it all that came before."""
+    def carry_out(self, work: QueuedWork) -> None:
+        """Return when `work` is done, and with it all operations before it."""
         while not work.is_done:
             self._acquire()
             try:
@@ -119,22 +158,27 @@ class Lane:
                 self._release()
             self._execute(next_)
 
-    def close(self, patience_s: float | None = None) -> None:
-        """End the thread. What has not been begun is left undone.
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the thread. Operations that have not been begun are abandoned.
 
-        An operation that nothing can interrupt is waited for no longer than `patience_s`.
+        An operation that nothing can interrupt is waited for no longer than `timeout_s`.
         """
         with self._lock:
             self._closing = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(patience_s)
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
 
-    def _execute(self, work: LaneWork) -> None:
+    def _execute(self, work: QueuedWork) -> None:
+        if self.timed and not work.begun:
+            work.start_ns = time.monotonic_ns()
         try:
             work.run()
         except BaseException as error:
             work.error = error
+        if self.timed:
+            work.end_ns = time.monotonic_ns()
         self._acquire()
         work.is_done = True
         self._working = False
@@ -146,10 +190,11 @@ class Lane:
         if work._callbacks is not None:
             work.call_back()
 
-    def _sleep(self) -> None:
+    def _sleep(self, timeout_s: float | None = None) -> bool:
         self._sleepers += 1
-        self._changed.wait()
+        woken = self._changed.wait(timeout_s)
         self._sleepers -= 1
+        return woken
 
     def _wake(self) -> None:
         self._urged = True
@@ -159,26 +204,18 @@ class Lane:
         self._changed.notify_all()
 
     def _serve(self) -> None:
-        while True:
-            with self._lock:
-                while not (self._closing or (self._urged and self._waiting and not self._working)):
-                    self._sleep()
-                if self._closing:
-                    return
-                self._working = True
-                work = self._waiting.popleft()
+        while (work := self._next()) is not None:
             self._execute(work)
 
-
-class OnLane:
-    """A group whose collectives go on a lane, which knows where to trace them."""
-
-    _lane: Lane
-
-    @property
-    def tracer(self) -> Tracer:
-        return self._lane.tracer
-
-    @tracer.setter
-    def tracer(self, tracer: Tracer) -> None:
-        self._lane.tracer = tracer
+    def _next(self) -> QueuedWork | None:
+        """The next operation for the thread; None where the thread is to end."""
+        with self._lock:
+            while not (self._closing or (self._urged and self._waiting and not self._working)):
+                idle_s = None if self._waiting or self._working else self._idle_s
+                if not self._sleep(idle_s) and not self._waiting:
+                    self._thread = None
+                    return None
+            if self._closing:
+                return None
+            self._working = True
+            return self._waiting.popleft()

@@ -84,12 +84,12 @@ def evaluate(
 
 
 def _test(name: str, checkpoint: Path, about: Any, device: str | None) -> dict[str, float]:
-    from shoal.comm.executors.solo import SoloGroup
+    from shoal.comm.executors.solo import solo_group
     from shoal.launch.run import choose_device
     from shoal.strategy.strategy import as_strategy
     from shoal.train.job import Job
 
-    job = Job(as_strategy("single"), SoloGroup(), device=choose_device(device, None))
+    job = Job(as_strategy("single"), solo_group(), device=choose_device(device, None))
     try:
         found: dict[str, float] = import_module(f"shoal.examples.{name}").evaluate(
             job, str(checkpoint), about

@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shoal.comm.elastic import ElasticSum
-from shoal.comm.executors.hierarchical.executor import HostsGroup
-from shoal.comm.executors.scheduled.executor import ScheduledGroup
-from shoal.comm.executors.shared_memory import ShmGroup
-from shoal.comm.executors.solo import SoloGroup
-from shoal.comm.executors.torch import TorchGroup, join_world
+from shoal.comm.executor import Executor
+from shoal.comm.executors.deferred import Deferred
+from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.solo import solo_group
+from shoal.comm.executors.torch import Torch, join_world
 from shoal.comm.group import Group
-from shoal.comm.loose import LooseGroup
 from shoal.comm.select import share_memory
+from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost, StrategyError
 from shoal.launch.environment import Placement, detect
 from shoal.launch.failures import report_failure, report_finished
@@ -138,8 +138,8 @@ class Worker:
             tracer = self._tracer(group)
             progress = for_worker(self.rank, self.size, open_progress(os.environ))
             stack.callback(progress.close)
-            if isinstance(group, TorchGroup | ScheduledGroup | ShmGroup | HostsGroup):
-                group.tracer = tracer
+            if tracer.enabled:
+                group = Group(Traced(group.executor, tracer))
 
             def make(kind: type[Job]) -> Job:
                 return kind(
@@ -230,14 +230,18 @@ class Worker:
     def _group(self) -> Iterator[Group]:
         needs_group = self.strategy.sync_for(self.size).needs_group
         if self.placement is None or not needs_group:
-            yield SoloGroup()
+            yield solo_group()
         elif self._is_ours and self.strategy.starts_apart:
             run_dir = Path(os.environ["SHOAL_RUN_DIR"])
             folder = run_dir / f"start-{self.number}"
             gone = partial(is_gone, run_dir)
             with ExitStack() as stack:
-                make = partial(stack.enter_context, self._whole_group())
-                yield LooseGroup(folder, self.rank, self.size, gone, make)
+                later = self._whole_group()
+
+                def make() -> Executor:
+                    return stack.enter_context(later).executor
+
+                yield Group(Deferred(folder, self.rank, self.size, gone, make))
         else:
             with self._whole_group() as group:
                 if self._is_ours:
@@ -252,16 +256,16 @@ class Worker:
         with open_rendezvous(self.placement) as rendezvous, self._nobody_absent() as met:
             backend = choose_backend(self.device, self.placement)
             world = join_world(rendezvous, self.rank, self.size, backend, f"run {self.number}")
-            group = None
+            executor: Executor | None = None
             if self._shares_memory():
                 own = PrefixStore(f"memory of run {self.number}", world.get_group_store())
-                group = share_memory(own, self.rank, self.size)
+                executor = share_memory(own, self.rank, self.size)
             met()
+            group = Group(executor or self._over(world))
             try:
-                yield group or self._over(world)
+                yield group
             finally:
-                if group is not None:
-                    group.close()
+                group.close()
                 if ours:
                     dist.destroy_process_group()
 
@@ -292,15 +296,15 @@ class Worker:
         finally:
             end()
 
-    def _over(self, world: dist.ProcessGroup) -> Group:
+    def _over(self, world: dist.ProcessGroup) -> Executor:
         """A named algorithm runs as a schedule over point-to-point messages; "auto" is torch's."""
         term = self.strategy.sync_for(self.size)
         algorithm = term.collective_algorithm
         if algorithm is None:
-            return TorchGroup(world)
+            return Torch(world)
         if self.device.type != "cpu":
             raise BadInput(f"{term} runs on CPUs: on GPUs leave the algorithm to NCCL")
-        return ScheduledGroup(TorchTransport(world), {"all_reduce": algorithm}, background=True)
+        return Scheduled(TorchTransport(world), {"all_reduce": algorithm}, background=True)
 
     def _shares_memory(self) -> bool:
         """Ranks of a host go through its memory, unless NCCL or a named algorithm serves them."""

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.comm import objects
-from shoal.comm.executors.hierarchical.topology import Places, host_id
+from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput, PeerLost
@@ -122,14 +122,14 @@ def find_hosts(
     return hosts
 
 
-def _places(group: Group, environ: Mapping[str, str]) -> Places:
+def _places(group: Group, environ: Mapping[str, str]) -> Topology:
     """Our own launcher starts workers on one host, and some of them may never come."""
     if environ.get("SHOAL_RUN_DIR"):
-        return Places((tuple(range(group.size)),), group.rank)
-    return Places.of([said.encode() for said in tell_all(group, host_id().decode())], group.rank)
+        return Topology((tuple(range(group.size)),), group.rank)
+    return Topology.of([said.encode() for said in tell_all(group, host_id().decode())], group.rank)
 
 
-def _starter(part: Ps, places: Places, index: int) -> int:
+def _starter(part: Ps, places: Topology, index: int) -> int:
     """The rank that starts server `index`."""
     if part.placement == "workers":
         return index

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.counting import CountingGroup
+from shoal.comm.counting import Counting
+from shoal.comm.group import Group
 from shoal.strategy.terms import Ddp
 from shoal.sync.base import FIRST_BUCKET_BYTES, Replica, StepSettings, Sync, SyncPlan
 from shoal.sync.compressed_sum import refuse_scaled
@@ -30,8 +31,9 @@ class DdpSync(Sync):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
-        self.group = CountingGroup(replica.group)
-        self.traffic = StepTraffic(flat, self.group)
+        self.counter = Counting(replica.group.executor)
+        self.group = Group(self.counter)
+        self.traffic = StepTraffic(flat, self.counter)
         self._under_way: list[Work] = []
         flat.grads.watch(
             flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)), LARGE_BYTES

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.counting import CountingGroup
+from shoal.comm.counting import Counting
+from shoal.comm.group import Group
 from shoal.sync.base import FIRST_BUCKET_BYTES, Replica, Sync
 from shoal.sync.compressed_sum import (
     Exchange,
@@ -29,12 +30,13 @@ class CompressedReduce(Sync):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
-        self.group = CountingGroup(replica.group)
+        self.counter = Counting(replica.group.executor)
+        self.group = Group(self.counter)
         buckets = flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
         flat.grads.watch(buckets)
         bodies = [self._body(bucket) for bucket in buckets]
         self.exchange: Exchange = make_exchange(compress, flat, self.group, bodies, replica.copies)
-        self.traffic = StepTraffic(flat, self.group)
+        self.traffic = StepTraffic(flat, self.counter)
         self._under_way: list[Staged] = []
         self._gaps = flat.gaps()
         self._copies = replica.copies
@@ -63,7 +65,7 @@ class CompressedReduce(Sync):
 
     def state(self) -> dict[str, Tensor]:
         """What each worker has still to send, and what the method carries from step to step."""
-        with self.group.uncounted():
+        with self.counter.uncounted():
             saved = self.exchange.state()
         return {f"gradients/{name}": tensor for name, tensor in saved.items()}
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.counting import CountingGroup
+from shoal.comm.counting import Counting
 from shoal.comm.group import Group, Op
 from shoal.comm.objects import all_equal
 from shoal.errors import BadInput
@@ -117,10 +117,11 @@ class Mixer(Sync):
         self.flat = flat
         self.update = replica.update
         self.mixing = mixing
-        self.group = CountingGroup(replica.group)
+        self.counter = Counting(replica.group.executor)
+        self.group = Group(self.counter)
         self.statistics = replica.statistics
         self.neighbours = Neighbours(self.group, mixing)
-        self.traffic = StepTraffic(flat, self.group)
+        self.traffic = StepTraffic(flat, self.counter)
         self.gradient_scale = float(self.group.size)  # the mean of this is the sum of shares
         self.distances: list[tuple[int, float]] = []
         self._loss: Tensor | None = None
@@ -149,7 +150,7 @@ class MixGradients(Mixer):
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        with self.group.uncounted(), averaged(self.statistics, self.group):
+        with self.counter.uncounted(), averaged(self.statistics, self.group):
             yield
 
     def report(self) -> dict[str, Any]:
@@ -181,7 +182,7 @@ class MixWeights(Mixer):
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        with self.group.uncounted(), averaged([self.flat.data, *self.statistics], self.group):
+        with self.counter.uncounted(), averaged([self.flat.data, *self.statistics], self.group):
             states = mean_state(self.update.optimizer, self.group) if optimizer else []
             try:
                 yield
@@ -192,7 +193,7 @@ class MixWeights(Mixer):
     def measure(self) -> float:
         """How far replicas are from their mean, in root mean square; all ranks call it."""
         start_ns = time.monotonic_ns()
-        with self.group.uncounted():
+        with self.counter.uncounted():
             mean = self.flat.data.clone()
             self.group.all_reduce(mean, Op.MEAN).wait()
             apart = (self.flat.data - mean).double().square().sum()

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.counting import CountingGroup
-from shoal.comm.group import Op
+from shoal.comm.counting import Counting
+from shoal.comm.group import Group, Op
 from shoal.strategy.terms import Localsgd
 from shoal.sync.base import Replica, Sync, SyncPlan
 from shoal.sync.compressed_sum import (
@@ -51,7 +51,8 @@ class LocalSgdSync(Sync):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
-        self.group = CountingGroup(replica.group)
+        self.counter = Counting(replica.group.executor)
+        self.group = Group(self.counter)
         self.every = term.every
         self.statistics = replica.statistics
         self.gradient_scale = float(self.group.size)
@@ -64,7 +65,7 @@ class LocalSgdSync(Sync):
             if term.compress
             else None
         )
-        self.traffic = StepTraffic(flat, self.group)
+        self.traffic = StepTraffic(flat, self.counter)
         self._gaps = flat.gaps()
         self._copies = replica.copies
         self._loss: Tensor | None = None
@@ -136,7 +137,7 @@ class LocalSgdSync(Sync):
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         own = self.flat.data.clone(), [t.clone() for t in self.statistics]
-        with self.group.uncounted():
+        with self.counter.uncounted():
             states = mean_state(self.update.optimizer, self.group) if optimizer else []
             if self.since:
                 difference = self.agreed.data - self.flat.data
@@ -161,7 +162,7 @@ class LocalSgdSync(Sync):
         if self.outer is not None:
             saved |= self.outer.state()
         if self.exchange is not None:
-            with self.group.uncounted():
+            with self.counter.uncounted():
                 saved |= self.exchange.state()
         return {f"weights/{name}": tensor for name, tensor in saved.items()}
 

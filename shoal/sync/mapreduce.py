@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.counting import CountingGroup
+from shoal.comm.counting import Counting
+from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.strategy.terms import Mapreduce
 from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, StepSettings, Sync, SyncPlan
@@ -35,8 +36,9 @@ class MapReduceSync(Sync):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
-        self.group = CountingGroup(replica.group)
-        self.traffic = StepTraffic(flat, self.group)
+        self.counter = Counting(replica.group.executor)
+        self.group = Group(self.counter)
+        self.traffic = StepTraffic(flat, self.counter)
         self._under_way: list[Work] = []
         self._loss = flat.grads.header[:1].clone()
         flat.grads.watch(flat.buckets(bucket_bytes))

@@ -6,28 +6,28 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from shoal.comm.counting import CountingGroup, all_reduce_bytes
+from shoal.comm.counting import Counting, all_reduce_bytes
 from shoal.replica.flat_params import FlatParams
 
 
 class StepTraffic:
-    """Counts steps; the groups count bytes."""
+    """Counts steps; the executors of the groups count bytes."""
 
-    def __init__(self, flat: FlatParams, *groups: CountingGroup):
-        self.groups = groups
+    def __init__(self, flat: FlatParams, *counters: Counting):
+        self.counters = counters
         self.steps = 0
-        self.plain_bytes = all_reduce_bytes(flat.grads.exchanged_bytes(), groups[0].size)
+        self.plain_bytes = all_reduce_bytes(flat.grads.exchanged_bytes(), counters[0].size)
 
     @property
     def sent(self) -> int:
-        return sum(group.sent for group in self.groups)
+        return sum(counter.sent for counter in self.counters)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """What is sent in the block is no part of training."""
         with ExitStack() as stack:
-            for group in self.groups:
-                stack.enter_context(group.uncounted())
+            for counter in self.counters:
+                stack.enter_context(counter.uncounted())
             yield
 
     def report(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.counting import CountingGroup
+from shoal.comm.counting import Counting
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit
@@ -135,12 +135,12 @@ class ZeroReduce(Sync):
     def __init__(self, replica: Replica, stage: int, bucket_bytes: int):
         flat = replica.flat
         self.flat = flat
-        self.group = CountingGroup(replica.group)
-        groups = [self.group]
+        counters = [Counting(replica.group.executor)]
+        self.group = Group(counters[0])
         if isinstance(flat, ShardedParams):
-            flat.group = CountingGroup(flat.group)
-            groups.append(flat.group)
-        self.traffic = StepTraffic(flat, *groups)
+            counters.append(Counting(flat.group.executor))
+            flat.group = Group(counters[1])
+        self.traffic = StepTraffic(flat, *counters)
         self.sharded = ShardedUpdate(replica, self.group)
         self.every_microbatch = stage > 1
         owned = owned_buckets(flat, self.group.size, bucket_bytes)

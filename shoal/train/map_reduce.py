@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_object
 from shoal.errors import BadInput
@@ -40,7 +40,7 @@ def map_reduce(
     be associative. Results are numbers, text, bytes, tensors (which come back on the CPU), and
     lists, tuples and dicts of these; each worker sends what its own items were reduced to once.
     """
-    return map_reduce_over(SoloGroup() if job is None else job.group, map_fn, items, reduce_fn)
+    return map_reduce_over(solo_group() if job is None else job.group, map_fn, items, reduce_fn)
 
 
 def map_reduce_over(

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.executors.scheduled.executor import ScheduledGroup
-from shoal.comm.group import Op
+from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.group import Group, Op
 from shoal.transport.transport import Transport
 
 DTYPES = {
@@ -21,11 +21,11 @@ DTYPES = {
 }
 # on two ranks, and what is said of them
 CALLS_THAT_CANNOT_BE: list[tuple[Callable[[Any], object], str]] = [
-    (lambda g: g.all_gather(torch.zeros(5), torch.zeros(2)), "needs a whole of 4"),
-    (lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(5)), "needs a whole of 4"),
+    (lambda g: g.all_gather(torch.zeros(5), torch.zeros(2)), "needs 4 elements"),
+    (lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(5)), "needs 4 elements"),
     (lambda g: g.all_to_all(torch.zeros(5), torch.zeros(5)), "that 2 divides"),
     (lambda g: g.broadcast(torch.zeros(1), root=2), "ranks 0 to 1"),
-    (lambda g: g.gather(None, torch.zeros(1), root=g.rank), "has not given the whole"),
+    (lambda g: g.gather(None, torch.zeros(1), root=g.rank), "it needs `out`"),
     (lambda g: g.all_reduce(torch.ones(1, dtype=torch.bool), Op.MEAN), "have no mean"),
 ]
 
@@ -50,7 +50,7 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn, kind: str, algorithm: str) -> Case:
     dtype = draw(st.sampled_from(list(DTYPES)))
-    ops = ["max", "min", "prod"] if dtype == "bool" else [op.value for op in Op]
+    ops = ["max", "min", "prod"] if dtype == "bool" else ["sum", "mean", "max", "min", "prod"]
     return Case(
         kind,
         algorithm,
@@ -66,12 +66,14 @@ def cases(draw: st.DrawFn, kind: str, algorithm: str) -> Case:
     )
 
 
-def group_for(transport: Transport, case: Case) -> ScheduledGroup:
-    return ScheduledGroup(
-        transport,
-        {case.kind: case.algorithm},
-        segment_bytes=case.segment_bytes,
-        background=case.background,
+def group_for(transport: Transport, case: Case) -> Group:
+    return Group(
+        Scheduled(
+            transport,
+            {case.kind: case.algorithm},
+            segment_bytes=case.segment_bytes,
+            background=case.background,
+        )
     )
 
 
@@ -100,7 +102,7 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     return tensor.clone()
 
 
-def call(group: ScheduledGroup, case: Case) -> Tensor:
+def call(group: Group, case: Case) -> Tensor:
     """Call the collective, and give what this rank got; a rank that gets nothing: its input."""
     root = case.root % group.size
     op = Op(case.op)
@@ -127,7 +129,7 @@ def call(group: ScheduledGroup, case: Case) -> Tensor:
     return out
 
 
-def _call_whole(group: ScheduledGroup, case: Case, data: Tensor, root: int, op: Op) -> Tensor:
+def _call_whole(group: Group, case: Case, data: Tensor, root: int, op: Op) -> Tensor:
     out = laid_out(torch.zeros_like(data), case.layout) if case.out_of_place else None
     if case.kind == "all_reduce":
         group.all_reduce(data, op, out=out).wait()

@@ -17,6 +17,7 @@ Findings = list[tuple[str, Tensor, Tensor]]  # what, got, wanted
 Case = Callable[[Group], Findings]
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+NUMERIC = [op for op in Op if not op.is_bitwise]
 INTEGERS = [torch.int64, torch.int32, torch.uint8]
 SHAPES = [(5,), (2, 3), ()]
 
@@ -42,7 +43,7 @@ def expected(parts: list[Tensor], op: Op) -> Tensor:
 
 def ops_for(dtype: torch.dtype) -> list[Op]:
     """A mean of integers is no integer."""
-    return [op for op in Op if dtype.is_floating_point or op is not Op.MEAN]
+    return [op for op in NUMERIC if dtype.is_floating_point or op is not Op.MEAN]
 
 
 def check(findings: Findings) -> None:
@@ -97,7 +98,7 @@ def reduce_to_every_root(group: Group) -> Findings:
     """What the other ranks hold afterwards is not said."""
     found = []
     for root in range(group.size):
-        for op in Op:
+        for op in NUMERIC:
             data = contribution(group.rank, (2, 3))
             group.reduce(data, root, op).wait()
             parts = [contribution(r, (2, 3)) for r in range(group.size)]

@@ -10,15 +10,14 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from shoal.comm import select as meeting
-from shoal.comm.executors.hierarchical.executor import HostsGroup
+from shoal.comm.executors.hierarchical.executor import Hierarchical
+from shoal.comm.group import Group
 from tests.comm.threads import Ranks
 
 T = TypeVar("T")
 
 
-def on_hosts(
-    where: Sequence[str], work: Callable[[HostsGroup], T], timeout_s: float = 20.0
-) -> list[T]:
+def on_hosts(where: Sequence[str], work: Callable[[Group], T], timeout_s: float = 20.0) -> list[T]:
     """What `work` gives on every rank; `where[r]` is the host of rank r."""
     store = dist.HashStore()
     all_here = threading.Barrier(len(where))  # type: ignore[attr-defined]
@@ -27,8 +26,9 @@ def on_hosts(
 
     def main(rank: int) -> None:
         own.host = where[rank].encode()
-        group = meeting.share_memory(store, rank, len(where), timeout_s)
-        assert isinstance(group, HostsGroup)
+        executor = meeting.share_memory(store, rank, len(where), timeout_s)
+        assert isinstance(executor, Hierarchical)
+        group = Group(executor)
         try:
             ranks.results[rank] = work(group)
         except BaseException as error:

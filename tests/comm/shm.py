@@ -9,13 +9,19 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from shoal.comm.executors.shared_memory import ShmGroup
+from shoal.comm.executors.shared_memory import SharedMemory
+from shoal.comm.group import Group
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import join
 from tests.comm.threads import Ranks
 
 T = TypeVar("T")
 SMALL_SLOTS = 4096
+
+
+def memory_of(group: Group) -> SharedMemory:
+    assert isinstance(group.executor, SharedMemory)
+    return group.executor
 
 
 class Table:
@@ -36,9 +42,7 @@ class Table:
         return say
 
 
-def on_shm_threads(
-    size: int, work: Callable[[ShmGroup], T], slot_bytes: int = SMALL_SLOTS
-) -> list[T]:
+def on_shm_threads(size: int, work: Callable[[Group], T], slot_bytes: int = SMALL_SLOTS) -> list[T]:
     """What `work` gives on every rank; the first failure is raised here."""
     table = Table(size)
     ranks = Ranks[T]()
@@ -46,7 +50,7 @@ def on_shm_threads(
     def main(rank: int) -> None:
         segment = join(table.exchange(rank), rank, size, 20.0, slot_bytes)
         assert segment is not None
-        group = ShmGroup(segment)
+        group = Group(SharedMemory(segment))
         try:
             ranks.results[rank] = work(group)
             group.barrier().wait()
@@ -61,7 +65,7 @@ def on_shm_threads(
 class ShmWorld:
     """Processes that are one group; each runs `body(group)` and answers with what it gives."""
 
-    def __init__(self, size: int, body: Callable[[ShmGroup], Any]):
+    def __init__(self, size: int, body: Callable[[Group], Any]):
         context = multiprocessing.get_context("fork")
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pairs]
@@ -91,14 +95,14 @@ class ShmWorld:
             pipe.close()
 
 
-def _serve(rank: int, size: int, pipe: Connection, body: Callable[[ShmGroup], Any]) -> None:
+def _serve(rank: int, size: int, pipe: Connection, body: Callable[[Group], Any]) -> None:
     def exchange(said: bytes) -> list[bytes]:
         pipe.send(said)
         return pipe.recv()  # type: ignore[no-any-return]
 
     segment = join(exchange, rank, size, 30.0)
     assert segment is not None
-    group = ShmGroup(segment)
+    group = Group(SharedMemory(segment))
     try:
         pipe.send(body(group))
     except BaseException as error:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.comm.counting import CountingGroup
-from shoal.comm.executors.scheduled.executor import ScheduledGroup
+from shoal.comm.counting import Counting
+from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.threads import Mailboxes, ThreadTransport
@@ -48,8 +48,8 @@ def test_the_count_is_what_leaves_a_rank(world: World, name: str, size: int) -> 
 
     def body(group: Group) -> tuple[int, int]:
         transport = Metered(boxes, group.rank)
-        counting = CountingGroup(ScheduledGroup(transport, ALGORITHMS, link=Link()))
-        CALLS[name](counting).wait()
+        counting = Counting(Scheduled(transport, ALGORITHMS, link=Link()))
+        CALLS[name](Group(counting)).wait()
         return counting.sent, transport.sent
 
     for counted, sent in world(size, body):
@@ -58,9 +58,9 @@ def test_the_count_is_what_leaves_a_rank(world: World, name: str, size: int) -> 
 
 def test_what_is_no_part_of_training_is_not_counted(world: World) -> None:
     def body(group: Group) -> int:
-        counting = CountingGroup(group)
+        counting = Counting(group.executor)
         with counting.uncounted():
-            counting.all_reduce(torch.ones(10)).wait()
+            Group(counting).all_reduce(torch.ones(10)).wait()
         return counting.sent
 
     assert world(2, body) == [0, 0]

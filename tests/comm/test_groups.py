@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.comm.executors.scheduled.executor import ScheduledGroup
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group, Op
 from shoal.errors import PeerLost, ShoalError
 from shoal.schedules.collectives.cost import Link
@@ -25,7 +25,7 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 @every_case
 def test_solo_group(case: str) -> None:
-    check(CASES[case](SoloGroup()))
+    check(CASES[case](solo_group()))
 
 
 @every_case
@@ -35,7 +35,7 @@ def test_scheduled_group_on_threads(size: int, background: bool, case: str) -> N
     if not background and case == "duplicates_are_waited_for_in_contrary_orders":
         pytest.skip("nothing goes on before it is waited for")
     findings = on_threads(
-        size, lambda t: CASES[case](ScheduledGroup(t, link=Link(), background=background))
+        size, lambda t: CASES[case](Group(Scheduled(t, link=Link(), background=background)))
     )
     for thread in threading.enumerate():  # it is about to end when the last work is done
         if thread.name == "collectives":
@@ -75,10 +75,10 @@ def test_a_tensor_of_the_wrong_size_is_no_lost_peer(gloo: list[dict[str, Any]]) 
 
 
 def test_a_group_of_one_has_nobody_to_send_to() -> None:
-    with pytest.raises(ShoalError, match="nobody to send to"):
-        SoloGroup().send(torch.zeros(1), 0)
-    with pytest.raises(ShoalError, match="nobody to receive from"):
-        SoloGroup().recv(torch.zeros(1), 0)
+    with pytest.raises(ShoalError, match="no other rank to send to"):
+        solo_group().send(torch.zeros(1), 0)
+    with pytest.raises(ShoalError, match="no other rank to receive from"):
+        solo_group().recv(torch.zeros(1), 0)
 
 
 def test_collectives_take_tensors_that_are_not_contiguous(world: World) -> None:
@@ -97,6 +97,6 @@ def test_collectives_take_tensors_that_are_not_contiguous(world: World) -> None:
 def test_a_rank_that_fails_wakes_the_others_in_a_collective() -> None:
     boxes = Mailboxes(2)
     boxes.break_all(1)
-    work = ScheduledGroup(ThreadTransport(boxes, 0), link=Link()).all_reduce(torch.zeros(1))
+    work = Group(Scheduled(ThreadTransport(boxes, 0), link=Link())).all_reduce(torch.zeros(1))
     with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
         work.wait()

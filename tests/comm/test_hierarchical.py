@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.comm.executors.hierarchical.executor import HostsGroup
-from shoal.comm.executors.hierarchical.topology import Places, host_id
+from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.group import Group, Op
+from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost
 from shoal.observe.trace import Recorder
 from shoal.transport.shm.messages import ANY_SOURCE
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler
 
 
 def test_places_are_told_by_host_in_the_order_of_ranks() -> None:
-    places = Places.of([b"x", b"y", b"x", b"z", b"y"], 4)
-    assert places.hosts == ((0, 2), (1, 4), (3,))
-    assert (places.host, places.index, places.local, places.size) == (1, 1, (1, 4), 5)
-    assert not places.is_even and Places.of([b"x", b"y"], 0).is_even
+    topology = Topology.of([b"x", b"y", b"x", b"z", b"y"], 4)
+    assert topology.hosts == ((0, 2), (1, 4), (3,))
+    assert (topology.host, topology.index, topology.local, topology.size) == (1, 1, (1, 4), 5)
+    assert not topology.is_even and Topology.of([b"x", b"y"], 0).is_even
 
 
 def test_the_host_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_conformance(where: str, case: str) -> None:
 def test_long_vectors_go_in_shares(where: str, dtype: torch.dtype) -> None:
     numel = 50_001
 
-    def work(group: HostsGroup) -> bool:
+    def work(group: Group) -> bool:
         own = (torch.arange(numel) % 7 + group.rank).to(dtype)
         total = sum((torch.arange(numel) % 7 + rank) for rank in range(4)).to(dtype)  # type: ignore[union-attr]
         group.all_reduce(own).wait()
@@ -62,7 +62,7 @@ def test_long_vectors_go_in_shares(where: str, dtype: torch.dtype) -> None:
 
 
 def test_truth_values_and_complex_numbers() -> None:
-    def work(group: HostsGroup) -> list[object]:
+    def work(group: Group) -> list[object]:
         truth = torch.tensor([True, False, group.rank == 1])
         both = truth.clone()
         group.all_reduce(truth, Op.MAX).wait()
@@ -75,7 +75,7 @@ def test_truth_values_and_complex_numbers() -> None:
 
 
 def test_tensors_that_are_not_contiguous_or_empty() -> None:
-    def work(group: HostsGroup) -> bool:
+    def work(group: Group) -> bool:
         data = torch.arange(6.0).view(2, 3).t()
         group.all_reduce(data).wait()
         nothing = torch.zeros(0)
@@ -90,7 +90,7 @@ def test_tensors_that_are_not_contiguous_or_empty() -> None:
 
 
 def test_uneven_all_to_all() -> None:
-    def work(group: HostsGroup) -> list[float]:
+    def work(group: Group) -> list[float]:
         given = [(group.rank + to) * 700 for to in range(3)]
         data = torch.full((sum(given),), float(group.rank))
         out = torch.empty(sum(given))
@@ -101,14 +101,14 @@ def test_uneven_all_to_all() -> None:
 
 
 def test_lists_of_pieces() -> None:
-    def work(group: HostsGroup) -> list[list[float]]:
+    def work(group: Group) -> list[list[float]]:
         own = torch.full((2,), float(group.rank))
         pieces = [torch.zeros(2) for _ in range(3)]
-        group.in_pieces("all_gather", [own], pieces).wait()
+        group.all_gather(pieces, own).wait()
         total = torch.zeros(2)
-        group.in_pieces("reduce_scatter", pieces, [total], "sum").wait()
+        group.reduce_scatter(total, pieces).wait()
         got = torch.zeros(2)
-        group.in_pieces("scatter", pieces if group.rank == 1 else [], [got], root=1).wait()
+        group.scatter(got, pieces if group.rank == 1 else None, root=1).wait()
         return [total.tolist(), got.tolist()]
 
     expected = [[[3.0 * rank] * 2, [float(rank)] * 2] for rank in range(3)]
@@ -116,7 +116,7 @@ def test_lists_of_pieces() -> None:
 
 
 def test_receives_from_any_source_take_from_this_host_and_from_others() -> None:
-    def work(group: HostsGroup) -> list[tuple[int, float]]:
+    def work(group: Group) -> list[tuple[int, float]]:
         if group.rank:
             group.send(torch.tensor([10.0 * group.rank]), 0, 7).wait()
             return []
@@ -134,7 +134,7 @@ def test_receives_from_any_source_take_from_this_host_and_from_others() -> None:
 def test_a_receive_from_one_rank_after_one_from_anybody_gets_its_message() -> None:
     """Rank 0 hears its neighbour first, while Gloo still listens for anybody."""
 
-    def work(group: HostsGroup) -> list[tuple[int, float]]:
+    def work(group: Group) -> list[tuple[int, float]]:
         if group.rank == 1:
             group.send(torch.tensor([1.0]), 0).wait()
         elif group.rank >= 2:
@@ -163,7 +163,7 @@ def test_a_receive_from_one_rank_after_one_from_anybody_gets_its_message() -> No
 
 
 def test_several_receives_from_anybody_under_way() -> None:
-    def work(group: HostsGroup) -> list[float]:
+    def work(group: Group) -> list[float]:
         if group.rank:
             for number in range(5):
                 group.send(torch.tensor([10.0 * group.rank + number]), 0).wait()
@@ -179,22 +179,23 @@ def test_several_receives_from_anybody_under_way() -> None:
 
 
 def test_a_collective_leaves_a_span() -> None:
-    def work(group: HostsGroup) -> list[str]:
+    def work(group: Group) -> list[str]:
         recorder = Recorder(group.rank, 0)
-        group.tracer = recorder
-        group.all_reduce(torch.zeros(4)).wait()
+        Group(Traced(group.executor, recorder)).all_reduce(torch.zeros(4)).wait()
         return [f"{span.kind} {span.detail}".strip() for span in recorder.spans]
 
-    assert on_hosts("aab", work) == [["reduce all_reduce over hosts 16 bytes", "wait"]] * 3
+    assert (
+        on_hosts("aab", work)
+        == [["reduce all_reduce over hosts 16 bytes", "wait all_reduce over hosts 16 bytes"]] * 3
+    )
 
 
 def test_a_rank_that_does_not_come_is_lost_in_time() -> None:
-    def work(group: HostsGroup) -> str:
-        as_group: Group = group
-        if as_group.rank == 2:
+    def work(group: Group) -> str:
+        if group.rank == 2:
             return "stays away"
         try:
-            group.within(0.3).all_reduce(torch.zeros(3)).wait()
+            group.with_timeout(0.3).all_reduce(torch.zeros(3)).wait()
         except PeerLost as error:
             return str(error)
         return "nothing was raised"
@@ -204,8 +205,8 @@ def test_a_rank_that_does_not_come_is_lost_in_time() -> None:
 
 
 def test_what_cannot_be_is_told_at_once() -> None:
-    def work(group: HostsGroup) -> None:
+    def work(group: Group) -> None:
         group.all_gather(torch.zeros(5), torch.zeros(2))
 
-    with pytest.raises(BadInput, match="needs a whole of 6"):
+    with pytest.raises(BadInput, match="needs 6 elements"):
         on_hosts("aab", work)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.objects import (
     all_equal,
@@ -37,7 +37,7 @@ def test_every_rank_gets_the_bytes_of_the_root(world: World, root: int) -> None:
 
 def test_what_is_too_long_is_refused() -> None:
     with pytest.raises(BadInput, match="longer than the 32 bytes"):
-        all_gather_bytes(SoloGroup(), WORDS[2] + b"4", 32)
+        all_gather_bytes(solo_group(), WORDS[2] + b"4", 32)
 
 
 def test_ranks_compare_their_bytes(world: World) -> None:

@@ -9,9 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.comm.executors.scheduled.executor import ScheduledGroup
+from shoal.comm.executors.scheduled import ScheduledGroup
+from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group, Op
+from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost
+from shoal.observe.time_shares import shares
 from shoal.observe.trace import Recorder
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.collective import Collective, Transfer
@@ -56,7 +59,7 @@ def half_a_swap(ranks: int) -> Collective:
     return Collective("half a swap", 2, 1, [[Transfer(0, 1, 0, True)]])
 
 
-def summed(group: ScheduledGroup, numel: int = 5) -> list[float]:
+def summed(group: Group, numel: int = 5) -> list[float]:
     data = torch.arange(numel, dtype=torch.float64) + group.rank
     group.all_reduce(data).wait()
     return data.tolist()  # type: ignore[no-any-return]
@@ -64,18 +67,18 @@ def summed(group: ScheduledGroup, numel: int = 5) -> list[float]:
 
 def test_a_schedule_of_ones_own_runs() -> None:
     for choice in (swap, {"all_reduce": swap}):
-        results = on_threads(2, lambda t, c=choice: summed(ScheduledGroup(t, c)))  # type: ignore[misc]
+        results = on_threads(2, lambda t, c=choice: summed(Group(Scheduled(t, c))))  # type: ignore[misc]
         assert results == [[1.0, 3.0, 5.0, 7.0, 9.0]] * 2
 
 
 def test_a_wrong_schedule_of_ones_own_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(ProofFailed, match="rank 0 lacks the contribution of rank 1"):
-        on_threads(2, lambda t: ScheduledGroup(t, half_a_swap))
+        on_threads(2, lambda t: Group(Scheduled(t, half_a_swap)))
 
 
 def test_a_schedule_for_another_number_of_ranks_is_refused() -> None:
     with pytest.raises(BadInput, match="is for 2 ranks, and the group has 3"):
-        on_threads(3, lambda t: ScheduledGroup(t, swap))
+        on_threads(3, lambda t: Group(Scheduled(t, swap)))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_a_schedule_for_another_number_of_ranks_is_refused() -> None:
 )
 def test_a_choice_that_cannot_be_is_told(algorithm: object, sentence: str) -> None:
     with pytest.raises(BadInput, match=sentence):
-        on_threads(2, lambda t: ScheduledGroup(t, algorithm))  # type: ignore[arg-type]
+        on_threads(2, lambda t: Group(Scheduled(t, algorithm)))  # type: ignore[arg-type]
 
 
 def test_auto_takes_the_cheapest_for_the_size() -> None:
@@ -104,8 +107,8 @@ def test_auto_takes_the_cheapest_for_the_size() -> None:
 
 def test_auto_measures_the_link_first_and_all_ranks_know_the_same() -> None:
     def work(transport: ThreadTransport) -> tuple[list[float], Link | None]:
-        group = ScheduledGroup(transport)
-        return summed(group), group.link
+        executor = Scheduled(transport)
+        return summed(Group(executor)), executor.link
 
     results = on_threads(4, work)
     assert all(numbers == [6.0, 10.0, 14.0, 18.0, 22.0] for numbers, _ in results)
@@ -116,13 +119,13 @@ def test_auto_measures_the_link_first_and_all_ranks_know_the_same() -> None:
 
 
 def test_calibrate_gives_what_it_measured() -> None:
-    links = on_threads(3, lambda t: ScheduledGroup(t, "ring").calibrate())
+    links = on_threads(3, lambda t: Scheduled(t, "ring").calibrate())
     assert len(set(links)) == 1 and links[0].gamma_s_per_byte > 0
 
 
 def test_a_name_is_for_the_kinds_that_know_it() -> None:
     def work(transport: ThreadTransport) -> list[float]:
-        group = ScheduledGroup(transport, "tree")
+        group = Group(Scheduled(transport, "tree"))
         out = torch.zeros(3)
         group.all_gather(out, torch.tensor([float(group.rank)])).wait()  # there is no tree for it
         return summed(group, 2) + out.tolist()
@@ -132,7 +135,7 @@ def test_a_name_is_for_the_kinds_that_know_it() -> None:
 
 def test_works_may_be_waited_for_in_any_order() -> None:
     def work(transport: ThreadTransport) -> list[float]:
-        group = ScheduledGroup(transport, "ring")
+        group = Group(Scheduled(transport, "ring"))
         tensors = [torch.full((3,), float(i)) for i in range(4)]
         works = [group.all_reduce(tensor) for tensor in tensors]
         order = range(4) if group.rank % 2 else reversed(range(4))
@@ -146,7 +149,7 @@ def test_works_may_be_waited_for_in_any_order() -> None:
 
 def test_duplicates_do_not_mix_their_messages() -> None:
     def work(transport: ThreadTransport) -> tuple[float, float]:
-        group = ScheduledGroup(transport, "ring")
+        group = Group(Scheduled(transport, "ring"))
         other = group.duplicate()
         one = torch.ones(8)
         two = torch.full((8,), 2.0)
@@ -161,7 +164,7 @@ def test_in_the_background_operations_go_on_while_nobody_waits() -> None:
     done = threading.Event()
 
     def work(transport: ThreadTransport) -> list[float]:
-        group = ScheduledGroup(transport, "ring", background=True)
+        group = Group(Scheduled(transport, "ring", background=True))
         other = group.duplicate()
         tensors = [torch.full((3,), float(i)) for i in range(4)]
         works = [(group if i % 2 else other).all_reduce(t) for i, t in enumerate(tensors)]
@@ -182,7 +185,7 @@ def test_in_the_background_operations_go_on_while_nobody_waits() -> None:
 
 def test_subgroups_count_from_zero_and_do_not_disturb_each_other() -> None:
     def work(transport: ThreadTransport) -> tuple[int, float]:
-        world = ScheduledGroup(transport, "halving")
+        world = Group(Scheduled(transport, "halving"))
         parts = [world.subgroup([4, 2, 0]), world.subgroup([1, 3])]
         (mine,) = [part for part in parts if part is not None]
         data = torch.tensor([float(world.rank)])
@@ -195,12 +198,12 @@ def test_subgroups_count_from_zero_and_do_not_disturb_each_other() -> None:
 
 def test_a_subgroup_of_strangers_is_refused() -> None:
     with pytest.raises(BadInput, match="different ranks below 2"):
-        on_threads(2, lambda t: ScheduledGroup(t).subgroup([0, 5]))
+        on_threads(2, lambda t: Group(Scheduled(t)).subgroup([0, 5]))
 
 
 def test_a_long_vector_is_cut_into_segments_and_comes_out_whole() -> None:
     def work(transport: ThreadTransport) -> bool:
-        group = ScheduledGroup(transport, "tree", segment_bytes=1000)
+        group = Group(Scheduled(transport, "tree", segment_bytes=1000))
         data = torch.arange(10_001, dtype=torch.int64)
         group.all_reduce(data).wait()
         return torch.equal(data, 3 * torch.arange(10_001))
@@ -225,7 +228,7 @@ def test_segments_make_a_chain_a_pipe() -> None:
 
     def work(transport: ThreadTransport) -> None:
         watched = Watched(transport._boxes, transport.rank)
-        group = ScheduledGroup(watched, {"scan": "chain"}, segment_bytes=8 * 10)
+        group = Group(Scheduled(watched, {"scan": "chain"}, segment_bytes=8 * 10))
         group.scan(torch.zeros(640, dtype=torch.int64)).wait()
 
     on_threads(4, work)
@@ -234,7 +237,7 @@ def test_segments_make_a_chain_a_pipe() -> None:
 
 def test_push_and_pull_take_strided_tensors() -> None:
     def work(transport: ThreadTransport) -> list[float]:
-        group = ScheduledGroup(transport)
+        group = Group(Scheduled(transport))
         wide = torch.zeros(3, 2)
         if group.rank == 0:
             wide[:, 1] = torch.tensor([1.0, 2.0, 3.0])
@@ -249,7 +252,7 @@ def test_push_and_pull_take_strided_tensors() -> None:
 def test_parameters_that_require_gradients_can_be_reduced_in_place() -> None:
     def work(transport: ThreadTransport) -> float:
         weight = torch.nn.Parameter(torch.ones(4))
-        ScheduledGroup(transport, "ring").all_reduce(weight, Op.MEAN).wait()
+        Group(Scheduled(transport, "ring")).all_reduce(weight, Op.MEAN).wait()
         return float(weight.detach().sum())
 
     assert on_threads(3, work) == [4.0] * 3
@@ -257,10 +260,10 @@ def test_parameters_that_require_gradients_can_be_reduced_in_place() -> None:
 
 @pytest.mark.parametrize(("call_it", "sentence"), CALLS_THAT_CANNOT_BE)
 def test_a_call_that_cannot_be_is_told_at_once(
-    call_it: Callable[[ScheduledGroup], object], sentence: str
+    call_it: Callable[[Group], object], sentence: str
 ) -> None:
     with pytest.raises(BadInput, match=sentence):
-        on_threads(2, lambda t: call_it(ScheduledGroup(t, "ring")))
+        on_threads(2, lambda t: call_it(Group(Scheduled(t, "ring"))))
 
 
 def test_a_lost_peer_is_told_with_the_round() -> None:
@@ -270,7 +273,7 @@ def test_a_lost_peer_is_told_with_the_round() -> None:
         if transport.rank == 1:
             raise ZeroDivisionError("rank 1 dies")
         try:
-            ScheduledGroup(transport, "ring").all_reduce(torch.zeros(4)).wait()
+            Group(Scheduled(transport, "ring")).all_reduce(torch.zeros(4)).wait()
         except PeerLost as lost:
             told.append(lost)
 
@@ -280,20 +283,53 @@ def test_a_lost_peer_is_told_with_the_round() -> None:
     assert all("all_reduce ring over 3 ranks round" in str(lost) for lost in told)
 
 
-def test_every_collective_leaves_a_span() -> None:
+def test_every_collective_leaves_a_span_and_so_does_waiting_for_it() -> None:
     def work(transport: ThreadTransport) -> list[str]:
         recorder = Recorder(transport.rank, 0)
-        group = ScheduledGroup(transport, "ring", tracer=recorder)
+        group = Group(Traced(Scheduled(transport, "ring"), recorder))
         group.all_reduce(torch.zeros(4)).wait()
         group.duplicate().barrier().wait()
-        return [f"{span.lane}: {span.detail}" for span in recorder.spans]
+        return [f"{span.lane} {span.kind}: {span.detail}" for span in recorder.spans]
 
     assert (
         on_threads(2, work)
-        == [["comm: all_reduce ring 16 bytes", "comm: barrier ring 4 bytes"]] * 2
+        == [
+            [
+                "comm reduce: all_reduce ring 16 bytes",
+                "main wait: all_reduce ring 16 bytes",
+                "comm reduce: barrier ring 4 bytes",
+                "main wait: barrier ring 4 bytes",
+            ]
+        ]
+        * 2
     )
 
 
-def test_it_is_a_group() -> None:
-    group: Group = on_threads(1, lambda t: ScheduledGroup(t))[0]
-    assert (group.rank, group.size) == (0, 1)
+def test_a_collective_that_runs_when_it_is_waited_for_is_exposed() -> None:
+    """The span of the operation lies within the wait; nothing of it is hidden."""
+
+    def work(transport: ThreadTransport) -> bool:
+        recorder = Recorder(transport.rank, 0)
+        group = Group(Traced(Scheduled(transport, "ring"), recorder))
+        pending = group.all_reduce(torch.zeros(4))
+        with recorder.span("backward"):
+            pass
+        pending.wait()
+        spans = {span.kind: span for span in recorder.spans}
+        wait = spans["wait"]
+        ran = spans["reduce"]
+        within = wait.start_ns <= ran.start_ns <= ran.end_ns <= wait.end_ns
+        found = shares(recorder.spans)
+        return within and found.exposed > 0 and found.hidden == 0
+
+    assert on_threads(2, work) == [True, True]
+
+
+def test_the_group_of_a_schedule_has_a_deprecated_name() -> None:
+    def work(transport: ThreadTransport) -> list[float]:
+        return summed(ScheduledGroup(transport, swap))
+
+    with pytest.warns(
+        DeprecationWarning, match=r"write Group\(Scheduled\(transport, algorithm\)\)"
+    ):
+        assert on_threads(2, work) == [[1.0, 3.0, 5.0, 7.0, 9.0]] * 2

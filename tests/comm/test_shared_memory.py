@@ -8,16 +8,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.comm.executors.scheduled.executor import ScheduledGroup
-from shoal.comm.executors.shared_memory import ShmGroup
+from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group, Op
+from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, Desync, ShoalError
 from shoal.observe.trace import Recorder
 from shoal.schedules.collectives.catalog import algorithms, kinds
 from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.shm.segment import is_built
 from tests.comm.cases import CALLS_THAT_CANNOT_BE, call, cases, check, group_for
-from tests.comm.shm import on_shm_threads
+from tests.comm.shm import memory_of, on_shm_threads
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 
@@ -35,9 +35,9 @@ def test_every_collective_gives_the_right_numbers(kind: str, data: st.DataObject
     case = data.draw(cases(kind, algorithms(kind)[0]))
     direct_bytes = data.draw(st.sampled_from([0, 100, 16384]))
 
-    def work(group: ShmGroup) -> torch.Tensor:
-        group.segment.tune(direct_bytes)
-        return call(group, case)  # type: ignore[arg-type]
+    def work(group: Group) -> torch.Tensor:
+        memory_of(group).segment.tune(direct_bytes)
+        return call(group, case)
 
     for size in (1, 2, 3, 5):
         for rank, got in enumerate(on_shm_threads(size, work)):
@@ -56,7 +56,7 @@ def test_every_collective_gives_the_right_numbers(kind: str, data: st.DataObject
 def test_every_schedule_runs_on_the_transport(kind: str, data: st.DataObject) -> None:
     for name in algorithms(kind):
         case = data.draw(cases(kind, name))
-        results = on_shm_threads(3, lambda g, c=case: call(group_for(g.transport, c), c))  # type: ignore[misc]
+        results = on_shm_threads(3, lambda g, c=case: call(group_for(memory_of(g).transport, c), c))  # type: ignore[misc]
         for rank, got in enumerate(results):
             check(case, got, rank, 3)
 
@@ -66,7 +66,7 @@ def test_every_schedule_runs_on_the_transport(kind: str, data: st.DataObject) ->
 def test_long_vectors_go_in_many_passes(size: int, dtype: torch.dtype) -> None:
     numel = 50_001
 
-    def work(group: ShmGroup) -> bool:
+    def work(group: Group) -> bool:
         own = (torch.arange(numel) % 7 + group.rank).to(dtype)
         total = sum((torch.arange(numel) % 7 + rank) for rank in range(size))
         group.all_reduce(own).wait()
@@ -83,7 +83,7 @@ def test_long_vectors_go_in_many_passes(size: int, dtype: torch.dtype) -> None:
 
 
 def test_all_ranks_get_the_same_bits() -> None:
-    def work(group: ShmGroup) -> torch.Tensor:
+    def work(group: Group) -> torch.Tensor:
         data = torch.randn(9_999, generator=torch.Generator().manual_seed(group.rank))
         group.all_reduce(data).wait()
         return data
@@ -93,7 +93,7 @@ def test_all_ranks_get_the_same_bits() -> None:
 
 
 def test_operations_run_in_call_order_whoever_waits_first() -> None:
-    def work(group: ShmGroup) -> list[float]:
+    def work(group: Group) -> list[float]:
         tensors = [torch.full((10 ** (n % 5),), float(n)) for n in range(12)]
         works = [group.all_reduce(tensor) for tensor in tensors]
         for under_way in works if group.rank else reversed(works):
@@ -104,7 +104,7 @@ def test_operations_run_in_call_order_whoever_waits_first() -> None:
 
 
 def test_a_message_passes_a_collective_that_is_begun() -> None:
-    def work(group: ShmGroup) -> float:
+    def work(group: Group) -> float:
         data = torch.ones(1)
         note = torch.zeros(200_000)
         if group.rank == 0:
@@ -120,7 +120,7 @@ def test_a_message_passes_a_collective_that_is_begun() -> None:
 
 
 def test_long_messages_cross_and_tags_choose() -> None:
-    def work(group: ShmGroup) -> list[float]:
+    def work(group: Group) -> list[float]:
         peer = 1 - group.rank
         sent = [group.send(torch.full((150_000,), float(tag)), peer, tag) for tag in range(3)]
         found = [torch.empty(150_000) for _ in range(3)]
@@ -134,14 +134,14 @@ def test_long_messages_cross_and_tags_choose() -> None:
 
 
 def test_any_source_tells_the_source() -> None:
-    def work(group: ShmGroup) -> set[tuple[int, float]]:
+    def work(group: Group) -> set[tuple[int, float]]:
         if group.rank:
             group.send(torch.tensor([10.0 * group.rank]), 0, 7).wait()
             return set()
         found = set()
         for _ in range(2):
             data = torch.empty(1)
-            under_way = group.transport.recv(data, ANY_SOURCE, 7)
+            under_way = memory_of(group).transport.recv(data, ANY_SOURCE, 7)
             under_way.wait()
             found.add((under_way.source, float(data)))
         return found
@@ -150,7 +150,7 @@ def test_any_source_tells_the_source() -> None:
 
 
 def test_a_message_of_another_size_is_told() -> None:
-    def work(group: ShmGroup) -> None:
+    def work(group: Group) -> None:
         if group.rank == 0:
             group.send(torch.zeros(3), 1).wait()
         else:
@@ -161,7 +161,7 @@ def test_a_message_of_another_size_is_told() -> None:
 
 
 def test_uneven_all_to_all() -> None:
-    def work(group: ShmGroup) -> list[float]:
+    def work(group: Group) -> list[float]:
         given = [(group.rank + to) * 700 for to in range(3)]
         data = torch.full((sum(given),), float(group.rank))
         out = torch.empty(sum(given))
@@ -172,7 +172,7 @@ def test_uneven_all_to_all() -> None:
 
 
 def test_subgroups_and_duplicates_have_an_order_of_their_own() -> None:
-    def work(group: ShmGroup) -> float:
+    def work(group: Group) -> float:
         both = group.duplicate()
         odd = group.subgroup([2, 0])
         data = torch.ones(3)
@@ -203,11 +203,11 @@ def test_subgroups_and_duplicates_have_an_order_of_their_own() -> None:
     ],
 )  # fmt: skip
 def test_different_calls_are_told_with_both_ranks(
-    mine: Callable[[ShmGroup], Any], theirs: Callable[[ShmGroup], Any], sentence: str
+    mine: Callable[[Group], Any], theirs: Callable[[Group], Any], sentence: str
 ) -> None:
     told: list[str] = []
 
-    def work(group: ShmGroup) -> None:
+    def work(group: Group) -> None:
         try:
             (mine if group.rank == 0 else theirs)(group).wait()
             group.barrier().wait()
@@ -222,28 +222,30 @@ def test_different_calls_are_told_with_both_ranks(
 
 @pytest.mark.parametrize(("call_it", "sentence"), CALLS_THAT_CANNOT_BE)
 def test_a_call_that_cannot_be_is_told_at_once(
-    call_it: Callable[[ShmGroup], object], sentence: str
+    call_it: Callable[[Group], object], sentence: str
 ) -> None:
     with pytest.raises(BadInput, match=sentence):
         on_shm_threads(2, call_it)
 
 
 def test_every_collective_leaves_a_span_and_so_does_waiting_for_it() -> None:
-    def work(group: ShmGroup) -> list[str]:
+    def work(group: Group) -> list[str]:
         recorder = Recorder(group.rank, 0)
-        group.tracer = recorder
-        group.all_reduce(torch.zeros(4)).wait()
+        Group(Traced(group.executor, recorder)).all_reduce(torch.zeros(4)).wait()
         return [f"{span.kind} {span.detail}".strip() for span in recorder.spans]
 
-    assert on_shm_threads(2, work) == [["reduce all_reduce shared memory 16 bytes", "wait"]] * 2
+    assert (
+        on_shm_threads(2, work)
+        == [["reduce all_reduce shared memory 16 bytes", "wait all_reduce shared memory 16 bytes"]]
+        * 2
+    )
 
 
 def test_it_is_a_group() -> None:
-    def work(group: ShmGroup) -> tuple[int, int]:
-        as_group: Group = group
-        scheduled = ScheduledGroup(group.transport, "ring")
+    def work(group: Group) -> tuple[int, int]:
+        scheduled = Group(Scheduled(memory_of(group).transport, "ring"))
         data = torch.ones(2)
         scheduled.all_reduce(data).wait()
-        return as_group.rank, int(data[0])
+        return group.rank, int(data[0])
 
     assert on_shm_threads(2, work) == [(0, 2), (1, 2)]

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.comm.executors.shared_memory import ShmGroup
-from shoal.comm.group import Op
+from shoal.comm.group import Group, Op
 from shoal.errors import PeerLost
 from shoal.transport.shm.segment import is_built
 from tests.comm.shm import ShmWorld
@@ -40,7 +39,7 @@ def _values(seed: int, rank: int, numel: int) -> torch.Tensor:
     return (torch.arange(numel) * 31 + seed * 17 + rank * 101) % 1009
 
 
-def _one(group: ShmGroup, seed: int) -> bool:
+def _one(group: Group, seed: int) -> bool:
     """A collective that `seed` chooses, the same on every rank; is its result right?"""
     rng = random.Random(seed)
     numel = rng.choice([1, 7, 100, 4_000, 20_000, 200_000])
@@ -100,7 +99,7 @@ def _one(group: ShmGroup, seed: int) -> bool:
 
 
 def test_a_thousand_random_collectives_are_right() -> None:
-    def body(group: ShmGroup) -> list[int]:
+    def body(group: Group) -> list[int]:
         torch.set_num_threads(1)
         return [seed for seed in range(1000) if not _one(group, seed)]
 
@@ -114,7 +113,7 @@ def test_a_rank_that_is_killed_is_told_by_the_others(attempt: int) -> None:
     victim = rng.randrange(3)
     numel = rng.choice([1, 1_000, 1_000_000])
 
-    def body(group: ShmGroup) -> Any:
+    def body(group: Group) -> Any:
         torch.set_num_threads(1)
         data = torch.ones(numel)
         try:
@@ -136,7 +135,7 @@ def test_a_rank_that_is_killed_is_told_by_the_others(attempt: int) -> None:
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_rank_that_exits_is_told_with_its_status(status: int) -> None:
-    def body(group: ShmGroup) -> tuple[str, int | None]:
+    def body(group: Group) -> tuple[str, int | None]:
         if group.rank == 1:
             os._exit(status)
         try:
@@ -151,7 +150,7 @@ def test_a_rank_that_exits_is_told_with_its_status(status: int) -> None:
 
 
 def test_a_rank_that_closes_the_group_and_lives_on_is_told() -> None:
-    def body(group: ShmGroup) -> str:
+    def body(group: Group) -> str:
         if group.rank == 1:
             group.close()
             signal.pause()
@@ -172,7 +171,7 @@ def _wait_for_moment(delay_s: float) -> None:
 
 
 def test_a_rank_that_waits_for_a_message_of_a_killed_rank_is_told() -> None:
-    def body(group: ShmGroup) -> str:
+    def body(group: Group) -> str:
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
@@ -190,7 +189,7 @@ def test_operations_before_a_failure_are_written_to_the_run_directory(
 ) -> None:
     monkeypatch.setenv("SHOAL_RUN_DIR", str(tmp_path))
 
-    def body(group: ShmGroup) -> str:
+    def body(group: Group) -> str:
         group.broadcast(torch.zeros(3)).wait()
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -334,12 +334,12 @@ def test_ranks_of_several_hosts(tmp_path: Path) -> None:
         if rank:
             dist.send(nearby, 0, tag=11)
         senders = [] if rank else sorted(dist.recv(nearby, tag=11) for _ in range(2))
-        kind = type(dist.group.WORLD.group).__name__  # type: ignore[union-attr]
+        kind = type(dist.group.WORLD.executor).__name__  # type: ignore[union-attr]
         return [things, doubled, float(into), float(nearby), senders, kind]
 
     found = on_backend(tmp_path, body, size=3, hosts="aab")
     for rank, (got, senders) in enumerate([(7.0, [1, 2]), (5.0, []), (6.0, [])]):
-        assert found[rank] == [[0, 10, 20], 12.0, got, 2.0, senders, "HostsGroup"]
+        assert found[rank] == [[0, 10, 20], 12.0, got, 2.0, senders, "Hierarchical"]
 
 
 def test_distributed_data_parallel_over_hosts(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ UNDER_OWN_NAME = {"test_ddp_logging_data_cpu"}
 
 class StandIn(ShoalProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
-        group = share_memory(store, rank, size, timeout.total_seconds())
-        assert group is not None
-        super().__init__(group)
+        executor = share_memory(store, rank, size, timeout.total_seconds())
+        assert executor is not None
+        super().__init__(executor)
         self.options = SimpleNamespace()
 
     def _set_sequence_number_for_group(self) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.comm.executors.torch import TorchGroup, join_world
+from shoal.comm.executors.torch import Torch, join_world
+from shoal.comm.group import Group
 from tests.comm.conformance import CASES, check
 
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -28,11 +29,11 @@ def main(rank: int, size: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=TIMEOUT
     )
-    world = TorchGroup(join_world("", rank, size, "gloo"))
+    world = Group(Torch(join_world("", rank, size, "gloo")))
     report: dict[str, object] = {"world": outcomes(world)}
     pair = dist.new_group([size - 2, size - 1], timeout=TIMEOUT)
     if rank >= size - 2:
-        report["pair"] = outcomes(TorchGroup(pair))
+        report["pair"] = outcomes(Group(Torch(pair)))
     report["wrong_size"] = error_of_a_wrong_size(world)
     world.barrier().wait()
     if rank == size - 1:
@@ -43,7 +44,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     os._exit(0)  # the world is broken: there is nothing to take down in order
 
 
-def outcomes(group: TorchGroup) -> dict[str, str | None]:
+def outcomes(group: Group) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for name, case in CASES.items():
         try:
@@ -54,7 +55,7 @@ def outcomes(group: TorchGroup) -> dict[str, str | None]:
     return found
 
 
-def error_of_a_wrong_size(group: TorchGroup) -> str:
+def error_of_a_wrong_size(group: Group) -> str:
     try:
         group.all_gather(torch.zeros(7), torch.zeros(3)).wait()
     except Exception as error:
@@ -62,7 +63,7 @@ def error_of_a_wrong_size(group: TorchGroup) -> str:
     return "none"
 
 
-def error_of_a_lost_peer(group: TorchGroup) -> list[str]:
+def error_of_a_lost_peer(group: Group) -> list[str]:
     try:
         group.all_reduce(torch.zeros(3)).wait()
     except Exception as error:

@@ -65,7 +65,7 @@ def test_stages_with_a_server_are_equal_by_processes(tmp_path: Path) -> None:
 def test_workers_of_several_hosts_give_the_result_of_one(tmp_path: Path) -> None:
     """Workers 0 and 1 are said to be on one host and share its memory, worker 2 on another."""
     where = 'os.environ["SHOAL_HOST_ID"] = str(int(os.environ.get("SHOAL_RANK", "0")) // 2)\n'
-    look = "    assert job.size == 1 or type(job.group).__name__ == 'HostsGroup', job.group\n"
+    look = "    assert job.size == 1 or type(job.group.executor).__name__ == 'Hierarchical'\n"
     script = scripts.PLAIN.replace("def train(job):\n", where + "def train(job):\n" + look)
     status, found = verify(tmp_path, script, "-n", "3", "--steps", "5")
     assert (status, found["ok"], found["replicas_apart"]) == (0, True, 0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.data.sampling import (
     Batch,
     BatchSplit,
@@ -233,7 +233,7 @@ class Augmented(Dataset[Any]):
 
 @pytest.mark.usefixtures("feeders_end")
 def test_loader_processes_draw_other_noise_in_every_epoch() -> None:
-    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+    job = Job(parse("single"), solo_group(), device=torch.device("cpu"))
     batches = list(job.batches(Augmented(), 4, epochs=2, shuffle=False, loaders=1))
     first, second = (batch[0] for batch in batches)
     assert not torch.equal(first, second)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.embedding.module import (
     apply_embeddings,
@@ -80,7 +80,7 @@ class Calls(LocalStore):
 
 
 def make_job(group: Group | None = None) -> Job:
-    group = group or SoloGroup()
+    group = group or solo_group()
     return Job(parse("ddp" if group.size > 1 else "single"), group, device=CPU, seed=3)
 
 

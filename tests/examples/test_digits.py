@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.examples import digits
 from shoal.strategy.strategy import parse
@@ -23,7 +23,7 @@ SHORT = digits.read_options(["--epochs", "1"])
 
 def make_job(group: Group | None = None, seed: int = 0) -> Job:
     torch.manual_seed(seed)
-    group = group or SoloGroup()
+    group = group or solo_group()
     strategy = parse("ddp" if group.size > 1 else "single")
     return Job(strategy, group, device=torch.device("cpu"), seed=seed)
 

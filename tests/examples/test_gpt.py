@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput
 from shoal.examples import gpt
 from shoal.examples.gpt import GPT, SIZES, Size, warm_up_then_cosine
@@ -25,7 +25,7 @@ SHORT = gpt.read_options(["--size", "tiny", "--steps", "3"])
 
 def make_job(seed: int = 0) -> Job:
     torch.manual_seed(seed)
-    return Job(parse("single"), SoloGroup(), device=torch.device("cpu"), seed=seed)
+    return Job(parse("single"), solo_group(), device=torch.device("cpu"), seed=seed)
 
 
 def num_parameters(size: Size) -> int:

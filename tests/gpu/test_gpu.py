@@ -24,7 +24,7 @@ def train(job):
     step = job.step(model(), loss, optimizer=sgd)
     for batch in job.batches(data, batch_size=20):
         value = step(batch)
-    job.print(dist.get_backend(), job.device, type(job.group).__name__, float(value))
+    job.print(dist.get_backend(), job.device, type(job.group.executor).__name__, float(value))
 
 if __name__ == "__main__":
     shoal.run(train)
@@ -49,7 +49,7 @@ def test_gpt_learns_alone_in_every_precision(tmp_path: Path, precision: str) -> 
 def test_one_worker_under_ddp_goes_over_nccl(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BACKEND)
     done = shoal("run", "train.py", "-n", "1", "-s", "ddp", cwd=tmp_path)
-    assert done.stdout.split()[:3] == ["nccl", "cuda:0", "TorchGroup"], done.stderr
+    assert done.stdout.split()[:3] == ["nccl", "cuda:0", "Torch"], done.stderr
 
 
 def test_workers_that_share_a_gpu_go_through_the_hosts_memory(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_workers_that_share_a_gpu_go_through_the_hosts_memory(tmp_path: Path) ->
     workers = str(torch.cuda.device_count() + 1)
     done = shoal("run", "train.py", "-n", workers, "-s", "ddp", cwd=tmp_path)
     words = done.stdout.removeprefix("[0] ").split()[:3]
-    assert words == ["gloo", "cuda:0", "ShmGroup" if is_built() else "TorchGroup"], done.stderr
+    assert words == ["gloo", "cuda:0", "SharedMemory" if is_built() else "Torch"], done.stderr
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

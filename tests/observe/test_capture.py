@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import shoal
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.examples import clicks
 from shoal.observe.capture import Capture, StopTraining
@@ -46,12 +46,12 @@ def net() -> torch.nn.Module:
 @pytest.mark.parametrize("placement", ["rank0", "workers"])
 def test_rows_of_an_embedding_are_compared(world: World, tmp_path: Path, placement: str) -> None:
     models = [net(), net()]
-    captured(SoloGroup(), "single", tmp_path / "alone", net())
+    captured(solo_group(), "single", tmp_path / "alone", net())
     strategy = f'ps(placement="{placement}")'
     world(2, lambda g: captured(g, strategy, tmp_path / "together", models[g.rank]))
     alone, together = (CapturedRun.read(tmp_path / name) for name in ("alone", "together"))
     data, _ = clicks.load_clicks(400, 4000)
-    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"), seed=3)
+    job = Job(parse("single"), solo_group(), device=torch.device("cpu"), seed=3)
     batches = itertools.islice(job.batches(data, 32), 3)
     looked_up = [batch[0][:, : clicks.FIELDS] for batch in batches]
     assert torch.equal(alone.tensors["rows/ids"], torch.cat(looked_up).unique().long())

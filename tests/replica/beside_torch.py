@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.comm.executors.torch import TorchGroup, join_world
+from shoal.comm.executors.torch import Torch, join_world
+from shoal.comm.group import Group
 
 
-def main(compare: Callable[[TorchGroup], Mapping[str, float]]) -> None:
+def main(compare: Callable[[Group], Mapping[str, float]]) -> None:
     """For `python -m … RANK SIZE FOLDER`: leaves what `compare` finds in FOLDER/RANK.json."""
     rank = int(sys.argv[1])
     size = int(sys.argv[2])
@@ -24,7 +25,7 @@ def main(compare: Callable[[TorchGroup], Mapping[str, float]]) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     found: Mapping[str, object]
     try:
-        found = compare(TorchGroup(join_world("", rank, size, "gloo")))
+        found = compare(Group(Torch(join_world("", rank, size, "gloo"))))
     except Exception:
         found = {"error": traceback.format_exc()}
     (folder / f"{rank}.json").write_text(json.dumps(found))

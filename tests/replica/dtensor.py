@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shoal.comm.executors.torch import TorchGroup
+from shoal.comm.group import Group
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.replica.tensor.plan import plan_of
@@ -38,7 +38,7 @@ class Model(nn.Module):
         return logits
 
 
-def ours(group: TorchGroup, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+def ours(group: Group, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     model = Model()
     cpu = torch.device("cpu")
     roles = plan_of(model, Tp(2, plan=PLAN))
@@ -67,7 +67,7 @@ def theirs(x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     return out, pieces, grads
 
 
-def compare(group: TorchGroup) -> dict[str, float]:
+def compare(group: Group) -> dict[str, float]:
     """The largest differences of an element: outputs, what this rank holds, gradients."""
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     found = {}

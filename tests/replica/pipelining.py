@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 
-from shoal.comm.executors.torch import TorchGroup
+from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.replica.beside_torch import main
@@ -43,7 +43,7 @@ class Noting(torch.optim.Optimizer):
         self.grads = {name: p.grad.clone() for name, p in self.named if p.grad is not None}
 
 
-def ours(group: TorchGroup, schedule: str, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], str]:
+def ours(group: Group, schedule: str, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], str]:
     strategy = parse(f'pp(2, schedule="{schedule}", microbatches={MICROBATCHES})')
     job = Job(strategy, group, device=torch.device("cpu"))
     step = job.step(model(), F.cross_entropy, optimizer=Noting)
@@ -73,7 +73,7 @@ def theirs(rank: int, schedule: str, cut: int, x: Tensor, y: Tensor) -> dict[str
     return found
 
 
-def compare(group: TorchGroup, schedule: str) -> float:
+def compare(group: Group, schedule: str) -> float:
     """The largest difference of an element."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(16, 6, generator=generator)

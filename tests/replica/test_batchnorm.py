@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.replica.batchnorm import (
     GlobalBatchNorm,
@@ -184,7 +184,7 @@ def test_a_microbatch_that_is_empty_on_every_rank_changes_nothing(world: World) 
         )
 
     nets = [make() for _ in range(2)]
-    losses, state = train(SoloGroup(), make())
+    losses, state = train(solo_group(), make())
     assert state["1.num_batches_tracked"] == 4 + 3
     for got_losses, got_state in world(2, lambda g: train(g, nets[g.rank])):
         assert got_losses == pytest.approx(losses, abs=1e-5)
@@ -237,7 +237,7 @@ def test_one_value_per_channel_is_refused_as_on_one_device(world: World) -> None
 
 def test_a_wrong_number_of_dimensions_is_refused_as_on_one_device() -> None:
     local = layer_of(nn.BatchNorm2d)
-    for layer in (local, GlobalBatchNorm(local, SoloGroup(), Presence())):
+    for layer in (local, GlobalBatchNorm(local, solo_group(), Presence())):
         with pytest.raises(ValueError, match="expected"):
             layer(numbers(3, CHANNELS))
 
@@ -254,7 +254,7 @@ def test_every_batchnorm_of_a_model_is_replaced_and_nothing_is_renamed() -> None
     names = list(net.state_dict())
     parameters = list(net.parameters())
     assert has_batchnorm(net)
-    globalize(net, SoloGroup())
+    globalize(net, solo_group())
     assert isinstance(net.body[1], GlobalBatchNorm) and isinstance(net.norm, GlobalBatchNorm)
     assert list(net.state_dict()) == names
     assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
@@ -263,7 +263,7 @@ def test_every_batchnorm_of_a_model_is_replaced_and_nothing_is_renamed() -> None
 def test_a_batchnorm_that_is_used_twice_is_replaced_at_both_places() -> None:
     norm = nn.BatchNorm1d(CHANNELS)
     net = nn.Sequential(nn.Linear(3, CHANNELS), norm, nn.Linear(CHANNELS, CHANNELS), norm)
-    globalize(net, SoloGroup())
+    globalize(net, solo_group())
     assert isinstance(net[1], GlobalBatchNorm)
     assert isinstance(net[3], GlobalBatchNorm)
 
@@ -271,13 +271,13 @@ def test_a_batchnorm_that_is_used_twice_is_replaced_at_both_places() -> None:
 def test_other_norms_stay() -> None:
     net = nn.Sequential(nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3))
     assert not has_batchnorm(net)
-    globalize(net, SoloGroup())
+    globalize(net, solo_group())
     assert [type(m) for m in net] == [nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d]
 
 
 def test_a_copy_of_a_model_keeps_its_batchnorm() -> None:
     net = Net()
-    globalize(net, SoloGroup())
+    globalize(net, solo_group())
     twin = copy.deepcopy(net)
     assert isinstance(twin.norm, GlobalBatchNorm)
     twin.norm(numbers(3, 4, dtype=torch.float32))
@@ -318,6 +318,6 @@ def test_noted_rows_that_stand_in_leave_no_trace() -> None:
     presence = note_microbatches(net)
     presence.real = False
     net(numbers(1, CHANNELS, 2, 2))
-    settle(net, SoloGroup())
+    settle(net, solo_group())
     assert net[0].num_batches_tracked == 0
     assert not net[0].running_mean.any()

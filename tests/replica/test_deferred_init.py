@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit
 from shoal.strategy.strategy import parse
@@ -62,7 +62,7 @@ def test_tied_parameters_stay_tied() -> None:
 def test_a_job_trains_such_a_model() -> None:
     with torch.device("meta"):
         model = nn.Linear(6, 3)
-    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+    job = Job(parse("single"), solo_group(), device=torch.device("cpu"))
     step = job.step(model, nn.functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1))
     batch = (torch.ones(4, 6), torch.zeros(4, dtype=torch.long))
     assert float(step(batch)) > float(step(batch)) > 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Op
 from shoal.errors import BadInput
 from shoal.observe.trace import Recorder
@@ -178,7 +178,7 @@ def test_a_loss_that_is_no_single_number_is_refused(loss: Any, what: str) -> Non
 def test_fp16_needs_a_gpu() -> None:
     with pytest.raises(BadInput, match='needs a CUDA GPU; on a CPU take "bf16"'):
         engine_of(linear(), precision="fp16")
-    job = Job(parse("single"), SoloGroup(), device=CPU)
+    job = Job(parse("single"), solo_group(), device=CPU)
     with pytest.raises(BadInput, match="needs a CUDA GPU"):
         job.step(mlp(), F.cross_entropy, optimizer=SGD, precision="fp16")
 
@@ -333,7 +333,7 @@ def test_masks_differ_between_steps_microbatches_and_ranks() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_resumed_run_draws_the_same_masks(tmp_path: Any, exact: bool) -> None:
     def start() -> tuple[Job, Any, Noisy]:
-        job = Job(parse("single"), SoloGroup(), device=CPU, seed=4)
+        job = Job(parse("single"), solo_group(), device=CPU, seed=4)
         model = Noisy()
         return job, job.step(model, mean_of, optimizer=SGD, exact=exact, microbatches=2), model
 
@@ -353,7 +353,7 @@ def test_a_resumed_run_draws_the_same_masks(tmp_path: Any, exact: bool) -> None:
 
 
 def test_two_models_of_one_script_draw_different_masks() -> None:
-    job = Job(parse("single"), SoloGroup(), device=CPU)
+    job = Job(parse("single"), solo_group(), device=CPU)
     first = Noisy()
     second = Noisy()
     steps = [job.step(m, mean_of, optimizer=SGD) for m in (first, second)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.server import discovery as finding
 from shoal.strategy.strategy import parse
@@ -46,7 +46,7 @@ def test_memory_inside_a_host_and_tcp_between_hosts(
 ) -> None:
     data = samples(40)
     models = [mlp() for _ in WHERE]
-    losses, _ = train_alone(SoloGroup(), "single", mlp(), data, 12)
+    losses, _ = train_alone(solo_group(), "single", mlp(), data, 12)
 
     def body(group: Group) -> tuple[list[float], str]:
         identity.host = WHERE[group.rank]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
@@ -203,7 +203,7 @@ def test_exact_and_compressed_exclude_each_other(
     text: str, options: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(BadInput, match=sentence):
-        start(SoloGroup(), text, mlp(), **options)
+        start(solo_group(), text, mlp(), **options)
 
 
 def test_scaled_gradients_are_not_compressed() -> None:

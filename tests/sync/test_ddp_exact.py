@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
@@ -143,7 +143,7 @@ def reduce_by_hand(
 def test_the_update_has_the_same_bits_at_any_number_of_replicas(
     world: World, m: int, bucket_bytes: int, dtype: torch.dtype
 ) -> None:
-    alone, head = reduce_by_hand(SoloGroup(), m, bucket_bytes, dtype)
+    alone, head = reduce_by_hand(solo_group(), m, bucket_bytes, dtype)
     assert head == [sum(range(m)), m, m], "the sum of losses, and a flag from every micro-batch"
     for size in (r for r in range(2, m + 1) if m % r == 0):
         for data, got_head in world(size, lambda g: reduce_by_hand(g, m, bucket_bytes, dtype)):
@@ -164,7 +164,7 @@ def test_replicas_that_do_not_divide_the_microbatches_are_refused(world: World) 
 
 
 def test_exact_and_accumulate_are_refused_together() -> None:
-    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+    job = Job(parse("single"), solo_group(), device=torch.device("cpu"))
     with pytest.raises(BadInput, match="set microbatches, not accumulate"):
         job.step(
             mlp(),

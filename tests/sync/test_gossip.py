@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.executors.scheduled.executor import ScheduledGroup
+from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group
 from shoal.errors import BadInput, StrategyError
 from shoal.examples import digits
@@ -116,7 +116,7 @@ def bytes_of_ddp(world: World, size: int, algorithm: str) -> list[tuple[float, f
 
     def body(group: Group) -> tuple[float, float]:
         transport = Metered(boxes, group.rank)
-        named = ScheduledGroup(transport, {"all_reduce": algorithm})
+        named = Group(Scheduled(transport, {"all_reduce": algorithm}))
         job, step = make(named, models[group.rank], f'ddp(algorithm="{algorithm}")')
         before = transport.sent
         steps = 0

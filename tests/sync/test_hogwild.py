@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
@@ -53,7 +53,7 @@ def test_workers_one_by_one_make_the_updates_of_one_worker(world: World, optimiz
 
     first, second = world(2, body)
 
-    alone = job_of(SoloGroup(), "single")
+    alone = job_of(solo_group(), "single")
     step = alone.step(mlp(), F.cross_entropy, optimizer=optimizer)
     losses = [float(step(batch)) for batch in alone.batches(samples(48), 8)]
     assert first[0] == losses[0::2]
@@ -259,7 +259,7 @@ def test_alone_it_is_single(world: World) -> None:
         step = job.step(mlp(), F.cross_entropy, optimizer=partial(SGD, momentum=0.9))
         return [float(step(batch)) for batch in job.batches(samples(40), 8)]
 
-    assert body(SoloGroup(), "hogwild") == body(SoloGroup(), "single")
+    assert body(solo_group(), "hogwild") == body(solo_group(), "single")
 
 
 def test_exact_is_refused(world: World) -> None:

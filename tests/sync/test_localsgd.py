@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group, Op
 from shoal.errors import StrategyError
 from shoal.strategy.strategy import parse
@@ -106,7 +106,7 @@ def test_loss_is_the_global_one_at_averages_and_the_own_one_between(world: World
     first, second = world(2, body)
     assert first[0] != second[0] and first[2] != second[2]
     assert first[1] == second[1] and first[3] == second[3]
-    alone = Job(parse("single"), SoloGroup(), device=CPU, seed=3)
+    alone = Job(parse("single"), solo_group(), device=CPU, seed=3)
     step = alone.step(mlp(), F.cross_entropy, optimizer=SGD)
     for batch in alone.batches(samples(64), 8, steps=1):
         loss = float(step(batch))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
@@ -35,7 +35,7 @@ def test_it_is_full_batch_gradient_descent(world: World, size: int, options: Any
     models = [mlp() for _ in range(size)]
     data = samples(103)
     plain = {key: value for key, value in options.items() if key != "accumulate"}
-    alone = train(SoloGroup(), "single", mlp(), data, 103, epochs=5, **plain)
+    alone = train(solo_group(), "single", mlp(), data, 103, epochs=5, **plain)
     together = world(
         size, lambda g: train(g, "mapreduce", models[g.rank], data, 20, epochs=5, **options)
     )
@@ -49,7 +49,7 @@ def test_it_is_full_batch_gradient_descent(world: World, size: int, options: Any
 def test_batchnorm_sees_the_pieces_at_any_number_of_workers(world: World) -> None:
     models = [convnet() for _ in range(3)]
     data = samples(50, (1, 4, 4))
-    alone = train(SoloGroup(), "mapreduce", convnet(), data, 16, epochs=3)
+    alone = train(solo_group(), "mapreduce", convnet(), data, 16, epochs=3)
     for losses, state in world(3, lambda g: train(g, "mapreduce", models[g.rank], data, 16, 3)):
         assert losses == pytest.approx(alone[0], abs=2e-5)
         for name, tensor in alone[1].items():
@@ -118,14 +118,14 @@ def test_a_checkpoint_continues_the_run(world: World, tmp_path: Path) -> None:
         return losses
 
     models = [mlp() for _ in range(6)]
-    whole = body(SoloGroup(), mlp(), 4, False)
+    whole = body(solo_group(), mlp(), 4, False)
     first = world(2, lambda g: body(g, models[g.rank], 2, False))[0]
     second = world(2, lambda g: body(g, models[2 + g.rank], 4, True))[0]
     assert first + second == pytest.approx(whole, abs=1e-5)
 
 
 def test_what_needs_a_batch_in_hand_is_refused() -> None:
-    job = job_of(SoloGroup())
+    job = job_of(solo_group())
     step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
     with pytest.raises(BadInput, match="whole dataset in every step"):
         job.batches([samples(4).tensors])

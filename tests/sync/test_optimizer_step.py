@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.observe.trace import Recorder
@@ -109,7 +109,7 @@ def test_clipping_passes_over_parameters_without_a_gradient() -> None:
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan")])
 def test_a_bound_that_is_not_above_zero_is_refused(clip_norm: float) -> None:
-    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+    job = Job(parse("single"), solo_group(), device=torch.device("cpu"))
     with pytest.raises(BadInput, match="clip_norm has to be above 0"):
         job.step(mlp(), nn.CrossEntropyLoss(), optimizer=SGD, clip_norm=clip_norm)
 
@@ -172,7 +172,7 @@ def test_groups_by_name_train_alike_at_any_number_of_replicas(world: World) -> N
         return [p.detach().clone() for p in step.model.parameters()]
 
     models = [mlp() for _ in range(3)]
-    alone = train(SoloGroup(), mlp())
+    alone = train(solo_group(), mlp())
     for parameters in world(3, lambda g: train(g, models[g.rank])):
         for got, wanted in zip(parameters, alone, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)

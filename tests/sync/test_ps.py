@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput, PeerLost
 from shoal.strategy.strategy import parse
@@ -82,7 +82,7 @@ def test_exact_gives_the_same_bits(
 ) -> None:
     options = {"exact": True, "microbatches": microbatches, "clip_norm": 0.1}
     data = samples(64, (1, 4, 4))
-    alone = train(SoloGroup(), "single", convnet(), data, 24, **options)
+    alone = train(solo_group(), "single", convnet(), data, 24, **options)
     models = [convnet() for _ in range(size)]
     strategy = f'ps(placement="{placement}")'
     together = world(size, lambda g: train(g, strategy, models[g.rank], data, 24, **options))
@@ -108,7 +108,7 @@ class Unknown(torch.optim.SGD):
     ],
 )
 def test_an_optimizer_without_a_name_is_refused(optimizer: Any, words: str) -> None:
-    job = Job(parse('ps(placement="rank0")'), SoloGroup(), device=CPU)
+    job = Job(parse('ps(placement="rank0")'), solo_group(), device=CPU)
     with pytest.raises(BadInput, match=words):
         job.step(mlp(), F.cross_entropy, optimizer=optimizer)
 
@@ -135,7 +135,7 @@ def test_parameter_groups_keep_their_options_and_their_ratio_to_the_learning_rat
 
 
 def test_exact_without_waiting_is_refused() -> None:
-    job = Job(parse('ps(placement="rank0", mode="async")'), SoloGroup(), device=CPU)
+    job = Job(parse('ps(placement="rank0", mode="async")'), solo_group(), device=CPU)
     with pytest.raises(BadInput, match="exact=True needs every worker"):
         job.step(mlp(), F.cross_entropy, optimizer=SGD, exact=True)
 
@@ -246,7 +246,7 @@ def test_relaxed_rules_learn(world: World, strategy: str) -> None:
 
 def test_quorum_of_everybody_equals_one_device(world: World) -> None:
     """The sum over the admitted is divided by their share: 1 when all of them are there."""
-    alone = train(SoloGroup(), "single", mlp(), samples(50), 12)
+    alone = train(solo_group(), "single", mlp(), samples(50), 12)
     models = [mlp(), mlp()]
     strategy = 'ps(quorum=1, placement="rank0")'
 
@@ -352,7 +352,7 @@ def test_a_checkpoint_goes_on_under_another_strategy(
     world: World, tmp_path: Path, first: str, second: str, optimizer: Any
 ) -> None:
     data = samples(60)
-    whole = train(SoloGroup(), "single", mlp(), data, 12, epochs=2, optimizer=optimizer)
+    whole = train(solo_group(), "single", mlp(), data, 12, epochs=2, optimizer=optimizer)
 
     def go(group: Group, model: nn.Module, strategy: str, load: bool) -> dict[str, Tensor]:
         job = Job(parse(strategy), group, device=CPU, seed=3)

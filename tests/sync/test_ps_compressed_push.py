@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.compress.topk import BLOCK
 from shoal.errors import BadInput, ShoalError
@@ -207,7 +207,7 @@ def test_a_push_that_is_dropped_takes_nothing_of_earlier_steps_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = 'ps(quorum=1, placement="rank0", compress="topk(0.05)")'
-    job, step = start(SoloGroup(), text, mlp())
+    job, step = start(solo_group(), text, mlp())
     assert isinstance(step.sync, ParameterServer)
     packed = packed_of(step)
     client = step.sync.client
@@ -288,7 +288,7 @@ def test_a_checkpoint_without_the_worker_that_has_gone(
 
 def test_exact_and_compressed_exclude_each_other() -> None:
     with pytest.raises(BadInput, match="exact=True adds up every gradient in full"):
-        start(SoloGroup(), 'ps(placement="rank0", compress="int8")', mlp(), exact=True)
+        start(solo_group(), 'ps(placement="rank0", compress="int8")', mlp(), exact=True)
 
 
 def damaged(method: str) -> tuple[Tensor, Tensor]:

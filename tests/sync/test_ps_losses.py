@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
 from shoal.server.consistency import Rule
@@ -182,7 +182,7 @@ def test_the_first_that_is_left_saves(
 
     with launched(monkeypatch, 2):
         assert world(3, body) == [-1, 1, 1]
-    alone = Job(parse("single"), SoloGroup(), device=torch.device("cpu"), seed=3)
+    alone = Job(parse("single"), solo_group(), device=torch.device("cpu"), seed=3)
     step = alone.step(mlp(), F.cross_entropy, optimizer=adam)
     alone.load(saved)
     assert torch.equal(models[1][0].weight, step.model[0].weight)  # type: ignore[index]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -77,7 +77,7 @@ def test_rows_on_servers_train_as_on_one_device(
 ) -> None:
     models = [Clicks(OPTIMIZERS[optimizer]) for _ in range(size + 1)]
     options = {"lr": lambda step: 0.1 / (1 + step), "accumulate": 2}
-    alone = go(SoloGroup(), "single", models[-1], **options)
+    alone = go(solo_group(), "single", models[-1], **options)
     with launched(monkeypatch, count):
         strategy = f"ps(servers={count})"
         found = world(size, lambda g: go(g, strategy, models[g.rank], **options))
@@ -94,7 +94,7 @@ def test_rows_that_were_saved_go_on_elsewhere(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: str, second: str
 ) -> None:
     models = [Clicks(OPTIMIZERS["adam"]) for _ in range(5)]
-    alone = go(SoloGroup(), "single", models[0])
+    alone = go(solo_group(), "single", models[0])
     saved = tmp_path / "saved"
     size = {"single": 1, "ps(servers=2)": 2}
     with launched(monkeypatch, 2):

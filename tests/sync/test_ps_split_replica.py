@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.examples.gpt import next_token_loss
 from shoal.server.model.served_model import ServedModel
@@ -319,7 +319,7 @@ def test_the_first_replica_that_is_left_saves(
         found = world(6, body)
         assert all(server.wait_idle(10) for server in servers)
     assert [first for first, _ in found] == [-1, -1, 1, 1, 1, 1]
-    with job_of(SoloGroup(), "single", gpt(2), **GPT_OPTIONS) as (job, step):
+    with job_of(solo_group(), "single", gpt(2), **GPT_OPTIONS) as (job, step):
         job.load(saved)
         for name, tensor in whole(step).items():
             assert torch.equal(found[2][1][name], tensor), name

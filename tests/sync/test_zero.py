@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, Size, next_token_loss
@@ -121,7 +121,7 @@ def test_batchnorm_sees_the_global_batch(world: World, strategy: str) -> None:
 def test_exact_gives_the_same_bits(world: World, strategy: str) -> None:
     options: dict[str, Any] = {"exact": True, "microbatches": 6, "clip_norm": 0.1}
     data = samples(64, (1, 4, 4))
-    alone = train(SoloGroup(), "single", convnet(), data, 24, **options)
+    alone = train(solo_group(), "single", convnet(), data, 24, **options)
     models = [convnet() for _ in range(3)]
     for losses, state in world(
         3, lambda g: train(g, strategy, models[g.rank], data, 24, **options)
@@ -158,7 +158,7 @@ def train_gpt(group: Group, strategy: str, model: nn.Module) -> tuple[list[float
 
 @pytest.mark.parametrize("strategy", STAGES)
 def test_a_gpt_with_tied_weights_trains_and_is_evaluated(world: World, strategy: str) -> None:
-    alone = train_gpt(SoloGroup(), "single", gpt())
+    alone = train_gpt(solo_group(), "single", gpt())
     models = [gpt() for _ in range(2)]
     for losses, evaluated in world(2, lambda g: train_gpt(g, strategy, models[g.rank])):
         assert losses == pytest.approx(alone[0], abs=2e-5)
@@ -194,7 +194,7 @@ def test_saved_under_zero_loaded_under_ddp_and_back(
         with step.sync.full_weights():
             return {name: t.clone() for name, t in step.model.state_dict().items()}
 
-    alone = go(SoloGroup(), "single", mlp(), 6)
+    alone = go(solo_group(), "single", mlp(), 6)
     for strategy, size, until in [
         (f"zero({stage})", 3, 2),
         ("ddp", 2, 4),

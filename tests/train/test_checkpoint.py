@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput, CheckpointError, ShoalError
 from shoal.strategy.strategy import parse
@@ -148,7 +148,7 @@ def test_loading_keeps_parameters_in_the_buffer(saved: Path) -> None:
 
 def test_several_models_of_one_script_come_back(tmp_path: Path) -> None:
     def pair(seed: int) -> tuple[Job, list[Step]]:
-        job = Job(parse("single"), SoloGroup(), device=CPU)
+        job = Job(parse("single"), solo_group(), device=CPU)
         return job, [job.step(mlp(seed + i), F.cross_entropy, optimizer=MOMENTUM) for i in range(2)]
 
     job, steps = pair(0)
@@ -240,7 +240,7 @@ def test_saved_on_two_replicas_and_continued_on_three_and_on_one(
     fresh = [convnet(seed=5) for _ in range(3)]
     for losses in world(3, lambda g: losses_of(g, fresh[g.rank], batches, tmp_path)):
         assert losses == pytest.approx(whole[save_at:], abs=2e-5)
-    alone = losses_of(SoloGroup(), convnet(seed=6), batches, tmp_path)
+    alone = losses_of(solo_group(), convnet(seed=6), batches, tmp_path)
     assert alone == pytest.approx(whole[save_at:], abs=2e-5)
 
 
@@ -292,7 +292,7 @@ def test_another_number_of_models_is_refused(saved: Path) -> None:
 
 
 def test_there_has_to_be_a_model_to_load_into(saved: Path) -> None:
-    job = Job(parse("single"), SoloGroup(), device=CPU)
+    job = Job(parse("single"), solo_group(), device=CPU)
     with pytest.raises(ShoalError, match=r"job\.load comes after job\.step"):
         job.load(saved)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.elastic import ElasticSum
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput, ShoalError
 from shoal.strategy.strategy import parse
@@ -165,7 +165,7 @@ def test_evaluate_does_not_disturb_the_place_in_the_data() -> None:
 
 
 def test_a_metric_per_sample_is_refused() -> None:
-    job = Job(parse("single"), SoloGroup(), device=torch.device("cpu"))
+    job = Job(parse("single"), solo_group(), device=torch.device("cpu"))
     job.step(mlp(), F.cross_entropy, optimizer=SGD)
     with pytest.raises(BadInput, match="has to be one number"):
         job.evaluate(lambda outputs, targets: outputs.argmax(1) == targets, samples(10))
@@ -187,7 +187,7 @@ def test_evaluate_with_statistics_of_the_batch_equals_one_device(world: World) -
         found: float = job.evaluate(lambda out, y: F.cross_entropy(out, y), samples(12), 10)
         return found
 
-    alone = body(SoloGroup(), make())
+    alone = body(solo_group(), make())
     models = [make() for _ in range(3)]
     for found in world(3, lambda g: body(g, models[g.rank])):
         assert found == pytest.approx(alone, abs=1e-5)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput, NotBuilt, StrategyError
 from shoal.observe.progress import Lines
@@ -36,7 +36,7 @@ def test_a_job_knows_its_place(world: World) -> None:
 
 def test_what_has_no_runtime_or_no_sense_is_refused_at_once(world: World) -> None:
     with pytest.raises(NotBuilt, match="not built yet"):
-        Job(parse('gossip(mode="async") + pp(2)'), SoloGroup(), device=CPU)
+        Job(parse('gossip(mode="async") + pp(2)'), solo_group(), device=CPU)
     with pytest.raises(StrategyError):
         world(2, lambda group: Job(parse("single"), group, device=CPU))
 
@@ -99,7 +99,7 @@ def test_the_generator_differs_between_replicas_and_batches(world: World) -> Non
 
 def test_the_generator_is_reproducible(world: World) -> None:
     assert world(3, draws) == world(3, draws)
-    assert draws(SoloGroup(), seed=4) != draws(SoloGroup(), seed=3)
+    assert draws(solo_group(), seed=4) != draws(solo_group(), seed=3)
 
 
 def test_the_generator_continues_after_a_checkpoint(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_augmentation_may_replace_a_batch(world: World) -> None:
         step = job.step(model, F.cross_entropy, optimizer=SGD, accumulate=2)
         return [step((x + 1, y)).item() for x, y in job.batches(samples(23), 10)]
 
-    alone = body(SoloGroup(), mlp())
+    alone = body(solo_group(), mlp())
     models = [mlp() for _ in range(3)]
     for losses in world(3, lambda g: body(g, models[g.rank])):
         assert losses == pytest.approx(alone, abs=1e-5)
@@ -258,7 +258,7 @@ def test_a_part_that_counts_for_nothing_has_no_weight(world: World, loss: Any) -
         return step(batch).item(), torch.cat([p.detach().flatten() for p in model.parameters()])
 
     models = [mlp() for _ in range(2)]
-    wanted, parameters = body(SoloGroup(), mlp())
+    wanted, parameters = body(solo_group(), mlp())
     for got, got_parameters in world(2, lambda g: body(g, models[g.rank])):
         torch.testing.assert_close(got_parameters, parameters)
         assert got == pytest.approx(wanted, abs=1e-6)

@@ -14,7 +14,7 @@ import torch, shoal
 def train(job):
     data = torch.ones(3)
     job.group.all_reduce(data).wait()
-    job.print(type(job.group).__name__, data.tolist())
+    job.print(type(job.group.executor).__name__, data.tolist())
 
 shoal.run(train)
 """
@@ -43,5 +43,5 @@ def test_without_the_native_part_workers_go_over_gloo_and_say_so_once(tmp_path: 
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "TorchGroup [2.0, 2.0, 2.0]" in done.stdout
+    assert "Torch [2.0, 2.0, 2.0]" in done.stdout
     assert (done.stdout + done.stderr).count("no shared memory") == 1

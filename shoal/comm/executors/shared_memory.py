@@ -1,57 +1,111 @@
-"""A group on one host: its collectives run natively through shared memory.
+"""Collectives of the ranks of one host: they run natively through shared memory.
 
-    all_reduce    up to 16 KB: everybody reads all; 1 round of flags
-                  above: in chunks; everybody reduces a share of a chunk and takes the others'
-    the others    everybody writes what others need into its slot and reads what it needs
+    all_reduce    up to 16 KB: every rank reads all contributions; 1 round of flags
+                  above: in chunks; every rank reduces a slice of a chunk and takes the others'
+    the others    every rank writes what others need into its slot and reads what it needs
 
 Results of a reduction are the same bits on every rank: contributions go in the order of ranks.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal.comm.group import Op, check_all_to_all, check_pieces, check_root, check_subgroup
-from shoal.comm.native import (
-    KIND,
-    PLAIN,
-    UNEVEN,
-    NativeWork,
-    Pieces,
-    Side,
-    TracedWork,
+from shoal.comm.call import (
+    DTYPE_CODES,
+    KIND_CODES,
+    Call,
+    NativeType,
+    Op,
+    Operand,
+    fill_identity,
     moved_as,
-    reduced_as,
+    reduced_natively,
 )
+from shoal.comm.executor import AllReduce, Executor
+from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
-from shoal.comm.operator import fill_identity
-from shoal.comm.work_queue import Lane, LaneWork, OnLane
+from shoal.comm.staging import on_host, share_storage
+from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput, ShoalError
-from shoal.observe.trace import OFF, Tracer
 from shoal.transport.shm.messages import ShmTransport, ShmWork
-from shoal.transport.shm.segment import Segment, join
+from shoal.transport.shm.segment import Segment, is_built, join
+from shoal.transport.transport import Work
 
-_ALL_REDUCE = KIND["all_reduce"]
-_SUM = PLAIN[torch.float32, "sum"]
-_PLUS = Op.SUM
-_FLOAT = torch.float32
+if is_built():
+    from shoal.transport.shm import _shm
+
+_REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan")
+# kind, address in, address out, count, type, operator, root
+NativeArguments = tuple[int, int, int, int, int, int, int]
 
 
-class ShmGroup(OnLane):
-    """Collectives through a segment. Until they are waited for their tensors must be left alone."""
+class NativeWork(QueuedWork):
+    """One call of a native collective: light ones are begun in the call (see `WorkQueue`)."""
 
-    def __init__(self, segment: Segment, tracer: Tracer = OFF):
+    __slots__ = ("_after", "_args", "_keep", "_segment", "_table")
+
+    def __init__(
+        self,
+        queue: WorkQueue,
+        segment: Segment,
+        args: NativeArguments,
+        keep: object = None,
+        after: Callable[[], None] | None = None,
+        table: Tensor | None = None,
+    ):
+        """`keep` is what must stay in memory, `after` is done when the numbers have arrived."""
+        self.queue = queue
+        self.is_done = False
+        self.error = None
+        self._callbacks = None
+        self._segment = segment
+        self._args = args
+        self._after = after
+        self._keep = keep if table is None else (keep, table)
+        self._table = 0 if table is None else table.data_ptr()
+
+    def begin(self) -> bool:
+        return _shm.start(self._segment.handle, *self._args, self._table)
+
+    def run(self) -> None:
+        segment = self._segment
+        if self.begun:
+            outcome = _shm.finish(segment.handle, segment.timeout_ns)
+        else:
+            outcome = _shm.collective(segment.handle, *self._args, self._table, segment.timeout_ns)
+        if outcome:
+            segment.check(outcome)
+        if self._after is not None:
+            self._after()
+        self._keep = self._after = None
+
+
+class _Addresses(NamedTuple):
+    """Where the operands of a call lie, what must stay in memory, and what stores the result."""
+
+    source: int
+    target: int
+    keep: object
+    store: Callable[[], None] | None = None
+
+
+class SharedMemory(Executor):
+    """Collectives through a segment."""
+
+    any_source = True
+
+    def __init__(self, segment: Segment):
         self.segment = segment
         self.rank = segment.rank
         self.size = segment.size
         self.transport = ShmTransport(segment)
-        self._lane = Lane("shoal collectives")
-        self._children: list[ShmGroup] = []
-        self.tracer = tracer
+        self.queue = WorkQueue("shoal collectives")
+        self._children: list[SharedMemory] = []
 
     @property
     def timeout_s(self) -> float:
@@ -63,241 +117,195 @@ class ShmGroup(OnLane):
         self.segment.timeout_s = timeout_s
         self.segment.timeout_ns = int(timeout_s * 1e9)
 
-    def within(self, timeout_s: float) -> ShmGroup:
-        """This group for a call with a timeout of its own; it is not to be kept."""
-        other = copy.copy(self)
-        other.segment = self.segment.within(timeout_s)
-        return other
+    # ------------------------------------------------------------------ point to point
 
-    def send(self, data: Tensor, dst: int, tag: int = 0) -> ShmWork:
-        return self.transport.send(Side(data).host, dst, tag)
+    def send(self, data: Tensor, dst: int, tag: int) -> ShmWork:
+        return self.transport.send(on_host(data).flat, dst, tag)
 
-    def recv(self, into: Tensor, src: int, tag: int = 0) -> ShmWork:
-        """`src` may be `ANY_SOURCE` of `shoal.transport.shm.messages`."""
-        side = Side(into)
-        return self.transport.recv(side.host, src, tag, side.store)
+    def recv(self, into: Tensor, src: int, tag: int) -> ShmWork:
+        target = on_host(into)
+        return self.transport.recv(target.flat, src, tag, target.store)
 
-    def broadcast(self, data: Tensor, root: int = 0) -> LaneWork:
-        return self._move("broadcast", data, data, data.numel(), root)
+    # ------------------------------------------------------------------ collectives
 
-    def reduce(self, data: Tensor, root: int = 0, op: Op = Op.SUM) -> LaneWork:
-        """The result at the root; the other ranks' tensors are left as they were."""
-        return self.combine("reduce", data, data, data.numel(), op.value, root)
+    def bind_all_reduce(self, general: AllReduce) -> AllReduce:
+        """In place, plain numbers in the host's memory: straight to the native call."""
+        segment = self.segment
+        queue = self.queue
+        submit = queue.submit
+        kind = KIND_CODES["all_reduce"]
+        codes = DTYPE_CODES.get
+        total = Op.SUM
 
-    def all_reduce(self, data: Tensor, op: Op = Op.SUM, out: Tensor | None = None) -> LaneWork:
-        """Everybody's `data` combined, in its place or in `out`."""
-        if out is None and op is _PLUS and data.dtype is _FLOAT:
-            lane = self._lane
-            segment = self.segment
-            plain = data.is_cpu and data.is_contiguous() and not segment.closed
-            if plain and not lane.tracer.enabled:  # the shortest way for the most common call
+        def all_reduce(data: Tensor, op: Op = total, out: Tensor | None = None) -> Work:
+            code = codes(data.dtype)
+            plain = out is None and code is not None and (op is total or not op.is_bitwise)
+            if plain and data.is_cpu and data.is_contiguous() and not segment.closed:
                 at = data.data_ptr()
-                work = NativeWork(
-                    lane, segment, (_ALL_REDUCE, at, at, data.numel(), *_SUM, 0), data
-                )
-                lane.submit(work)
+                args = (kind, at, at, data.numel(), code, op.code, 0)
+                work = NativeWork(queue, segment, args, data)  # type: ignore[arg-type]
+                submit(work)
                 return work
-        return self.combine(
-            "all_reduce", data, data if out is None else out, data.numel(), op.value
-        )
+            return general(data, op, out)
 
-    def gather(self, out: Tensor | None, data: Tensor, root: int = 0) -> LaneWork:
-        if self.rank == root:
-            if out is None:
-                raise BadInput(f"rank {root} is the root of a gather and has not given the whole")
-            check_pieces("gather", out, data, self.size)
-        return self._move("gather", data, out if self.rank == root else None, data.numel(), root)
+        return all_reduce
 
-    def scatter(self, out: Tensor, data: Tensor | None, root: int = 0) -> LaneWork:
-        if self.rank == root:
-            if data is None:
-                raise BadInput(f"rank {root} is the root of a scatter and has not given the whole")
-            check_pieces("scatter", data, out, self.size)
-        source = out if data is None or self.rank != root else data
-        return self._move("scatter", source, out, out.numel(), root)
+    def submit(self, call: Call) -> QueuedWork:
+        if call.kind == "all_to_all_uneven":
+            return self._all_to_all_uneven(call)
+        if isinstance(call.data, list) or isinstance(call.out, list):
+            return self._with_lists(call)
+        if call.kind == "barrier":
+            return self._start(call, (0, 0, 0, 0, 0, 0, 0))
+        return self._with_tensors(call)
 
-    def all_gather(self, out: Tensor, data: Tensor) -> LaneWork:
-        check_pieces("all_gather", out, data, self.size)
-        return self._move("all_gather", data, out, data.numel())
+    def _with_tensors(self, call: Call) -> QueuedWork:
+        data = call.out if call.data is None else call.data
+        assert isinstance(data, Tensor) and not isinstance(call.out, list)
+        number = _number_type(call, data.dtype)
+        at = _addresses(data, call.out)
+        after = at.store
+        if call.kind == "exclusive_scan" and self.rank == 0:
+            into = call.out if call.out is not None else data
+            after = lambda: fill_identity(into.detach(), call.op)  # noqa: E731
+        count = self._count(call, data) * number.width
+        kind = KIND_CODES[call.kind]
+        args = (kind, at.source, at.target, count, number.code, number.op, call.root)
+        return self._start(call, args, at.keep, after)
 
-    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op = Op.SUM) -> LaneWork:
-        check_pieces("reduce_scatter", data, out, self.size)
-        return self.combine("reduce_scatter", data, out, out.numel(), op.value)
+    def _count(self, call: Call, data: Tensor) -> int:
+        """Elements of a vector, or of the piece of a rank."""
+        if call.kind in ("scatter", "reduce_scatter"):
+            assert isinstance(call.out, Tensor)
+            return call.out.numel()
+        return data.numel() // self.size if call.kind == "all_to_all" else data.numel()
 
-    def all_to_all(self, out: Tensor, data: Tensor) -> LaneWork:
-        check_all_to_all(out, data, self.size)
-        return self._move("all_to_all", data, out, data.numel() // self.size)
+    def _with_lists(self, call: Call) -> QueuedWork:
+        """Pieces that lie anywhere; the native call takes a table of their addresses."""
+        given = [on_host(piece) for piece in _listed(call.data)]
+        taken = [on_host(piece) for piece in _listed(call.out)]
+        lists = [
+            pieces
+            for pieces, operand in ((given, call.data), (taken, call.out))
+            if isinstance(operand, list)
+        ]
+        addresses = [piece.flat.data_ptr() for pieces in lists for piece in pieces]
+        like = (given or taken)[0].flat
+        number = _number_type(call, like.dtype)
+        source = given[0].flat.data_ptr() if given else 0
+        target = taken[0].flat.data_ptr() if taken else 0
+        kind = KIND_CODES[call.kind]
+        count = like.numel() * number.width
+        args = (kind, source, target, count, number.code, number.op, call.root)
 
-    def all_to_all_uneven(
-        self, out: Tensor, data: Tensor, taken: Sequence[int], given: Sequence[int]
-    ) -> LaneWork:
-        """Flat tensors; `given[r]` elements go to rank r and `taken[r]` come from it."""
-        longest = torch.tensor([max([*given, *taken, 0])])
-        self.all_reduce(longest, Op.MAX).wait()
-        code, scale = moved_as(data)
-        unit = data.element_size()
-        table = torch.tensor([_offsets(given, unit), given, _offsets(taken, unit), taken])
-        table[1::2] *= unit
-        source = Side(data)
-        target = Side(out)
-        args = (UNEVEN, source.host.data_ptr(), target.host.data_ptr(),
-                int(longest) * scale, code, 0, 0)  # fmt: skip
-        flat = table.t().contiguous()
-        return self._submit("all_to_all", data.nbytes, args, (source, target), target.store, flat)
+        def store() -> None:
+            for piece in taken:
+                piece.store()
 
-    def in_pieces(
+        return self._start(call, args, (given, taken), store, torch.tensor(addresses))
+
+    def _all_to_all_uneven(self, call: Call) -> QueuedWork:
+        assert isinstance(call.data, Tensor) and isinstance(call.out, Tensor)
+        longest = torch.tensor([max([*call.send_counts, *call.recv_counts, 0])])
+        self.submit(Call("all_reduce", longest, longest, Op.MAX, timeout_s=call.timeout_s)).wait()
+        unit = call.data.element_size()
+        number = moved_as(call.data.dtype)
+        rows = [
+            _offsets(call.send_counts),
+            call.send_counts,
+            _offsets(call.recv_counts),
+            call.recv_counts,
+        ]
+        table = (torch.tensor(rows) * unit).t().contiguous()
+        source = on_host(call.data)
+        target = on_host(call.out)
+        count = int(longest) * number.width
+        kind = KIND_CODES[call.kind]
+        args = (kind, source.flat.data_ptr(), target.flat.data_ptr(), count, number.code, 0, 0)
+        return self._start(call, args, (source, target), target.store, table)
+
+    def _start(
         self,
-        kind: str,
-        given: Sequence[Tensor],
-        taken: Sequence[Tensor],
-        op: str = "",
-        root: int = 0,
-    ) -> LaneWork:
-        """gather, scatter, all_gather, reduce_scatter, all_to_all between lists of tensors.
+        call: Call,
+        args: NativeArguments,
+        keep: object = None,
+        after: Callable[[], None] | None = None,
+        table: Tensor | None = None,
+    ) -> QueuedWork:
+        segment = self.segment
+        if segment.closed:
+            raise ShoalError(f"rank {self.rank} has closed this group")
+        if call.timeout_s is not None:
+            segment = segment.within(call.timeout_s)
+        work = NativeWork(self.queue, segment, args, keep, after, table)
+        self.queue.submit(work)
+        return work
 
-        A list of one tensor is the rank's own piece; pieces may lie anywhere.
-        """
-        check_root(root, self.size)
-        like = given[0] if given else taken[0]
-        for piece in (*given, *taken):
-            if piece.numel() != like.numel() or piece.dtype != like.dtype:
-                raise BadInput(f"{kind} needs pieces of one size and type")
-        code, scale, operator = reduced_as(like, op) if op else (*moved_as(like), 0)
-        source = Pieces(given)
-        target = Pieces(taken)
-        listed = {"all_to_all": (source, target), "scatter": (source,), "reduce_scatter": (source,)}
-        addresses = [a for side in listed.get(kind, (target,)) for a in side.addresses()]
-        own = [(*side.addresses(), 0)[0] for side in (source, target)]
-        args = (KIND[kind], own[0], own[1], like.numel() * scale, code, operator, root)
-        table = torch.tensor(addresses) if addresses else None
-        num_bytes = like.nbytes * max(len(given), len(taken))
-        return self._submit(kind, num_bytes, args, (source, target), target.store, table)
+    # ------------------------------------------------------------------ the life of a group
 
-    def scan(
-        self, data: Tensor, op: Op = Op.SUM, exclusive: bool = False, out: Tensor | None = None
-    ) -> LaneWork:
-        """Ranks 0 to r combined at rank r; exclusive: 0 to r-1, and at rank 0 nothing (0, 1, …)."""
-        into = data if out is None else out
-        kind = "exclusive_scan" if exclusive else "scan"
-        empty = exclusive and self.rank == 0
-        after = (lambda: fill_identity(into.detach(), op)) if empty else None
-        return self.combine(kind, data, into, data.numel(), op.value, after=after)
-
-    def barrier(self) -> LaneWork:
-        return self._submit("barrier", 0, (0, 0, 0, 0, 0, 0, 0))
-
-    def duplicate(self) -> ShmGroup:
-        found = self.subgroup(range(self.size))
-        assert found is not None
-        return found
-
-    def subgroup(self, ranks: Sequence[int]) -> ShmGroup | None:
+    def split(self, ranks: Sequence[int]) -> SharedMemory | None:
         ranks = list(ranks)
-        check_subgroup(ranks, self.size)
+        group = Group(self)
         if self.rank not in ranks:
-            for _ in range(2):
-                all_gather_bytes(self, b"")
+            for _ in range(2):  # `join` exchanges twice
+                all_gather_bytes(group, b"")
             return None
 
         def exchange(said: bytes) -> list[bytes]:
-            everything = all_gather_bytes(self, said)
+            everything = all_gather_bytes(group, said)
             return [everything[rank] for rank in ranks]
 
-        segment = join(
-            exchange,
-            ranks.index(self.rank), len(ranks), self.segment.timeout_s,
-        )  # fmt: skip
+        segment = join(exchange, ranks.index(self.rank), len(ranks), self.segment.timeout_s)
         if segment is None:
             raise BadInput("there is no memory left for another group of these ranks")
-        child = ShmGroup(segment, self.tracer)
+        child = SharedMemory(segment)
         self._children.append(child)
         return child
 
     def close(self) -> None:
-        """Leave. Operations that nobody has waited for are given up; safe to call twice."""
         for child in self._children:
             child.close()
         if not self.segment.closed:
             self.segment.leave()
-            self._lane.close()
+            self.queue.close()
             self.transport.close()
             self.segment.close()
 
-    def combine(
-        self,
-        kind: str,
-        data: Tensor,
-        out: Tensor,
-        count: int,
-        op: str,
-        root: int = 0,
-        after: Callable[[], None] | None = None,
-    ) -> LaneWork:
-        """A reduction by the name of its operator, which may also be and, or, xor."""
-        plain = PLAIN.get((data.dtype, op))
-        easy = plain and out is data and root == 0 and not self.tracer.enabled
-        if plain and easy and data.is_cpu and data.is_contiguous() and not self.segment.closed:
-            at = data.data_ptr()
-            args = (KIND[kind], at, at, count, *plain, 0)
-            work = NativeWork(self._lane, self.segment, args, data, after)
-            self._lane.submit(work)
-            return work
-        check_root(root, self.size)
-        code, scale, operator = reduced_as(data, op)
-        args, keep, store = self._sides(kind, data, out, count * scale, code, operator, root)
-        return self._submit(kind, data.nbytes, args, keep, after or store)
+    def describe(self, call: Call) -> str:
+        return f"{call.kind} shared memory {call.num_bytes} bytes"
 
-    def _move(
-        self, kind: str, data: Tensor, out: Tensor | None, count: int, root: int = 0
-    ) -> LaneWork:
-        check_root(root, self.size)
-        code, scale = moved_as(data)
-        args, keep, store = self._sides(kind, data, out, count * scale, code, 0, root)
-        return self._submit(kind, data.nbytes, args, keep, store)
-
-    def _sides(
-        self, kind: str, data: Tensor, out: Tensor | None, count: int, code: int, op: int, root: int
-    ) -> tuple[tuple[int, int, int, int, int, int, int], object, Callable[[], None] | None]:
-        """The numbers of a call, what it must keep, and what brings back a result."""
-        number = KIND[kind]
-        if out is data and data.is_cpu and data.is_contiguous():
-            at = data.data_ptr()
-            return (number, at, at, count, code, op, root), data, None
-        source = Side(data, copy=out is not None and out is not data and _overlap(out, data))
-        if out is None:
-            return (number, source.host.data_ptr(), 0, count, code, op, root), source, None
-        target = source if out is data else Side(out)
-        at = source.host.data_ptr()
-        to = target.host.data_ptr()
-        return (number, at, to, count, code, op, root), (source, target), target.store
-
-    def _submit(
-        self,
-        kind: str,
-        num_bytes: int,
-        args: tuple[int, int, int, int, int, int, int],
-        keep: object = None,
-        after: Callable[[], None] | None = None,
-        table: Tensor | None = None,
-    ) -> LaneWork:
-        if self.segment.closed:
-            raise ShoalError(f"rank {self.rank} has closed this group")
-        if self.tracer.enabled:
-            traced = TracedWork(self._lane, self.segment, args, keep, after, table)
-            traced.detail = f"{kind} shared memory {num_bytes} bytes"
-            self._lane.submit(traced)
-            return traced
-        work = NativeWork(self._lane, self.segment, args, keep, after, table)
-        self._lane.submit(work)
-        return work
+    def record_times(self) -> None:
+        self.queue.timed = True
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Parts of one storage that are not the same place; reading and writing could cross."""
-    if one.device.type != "cpu" or one.data_ptr() == other.data_ptr():
-        return False
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _number_type(call: Call, dtype: torch.dtype) -> NativeType:
+    if call.kind in _REDUCTIONS:
+        return reduced_natively(dtype, call.op)
+    return moved_as(dtype)
 
 
-def _offsets(counts: Sequence[int], unit: int) -> list[int]:
-    return [sum(counts[:rank]) * unit for rank in range(len(counts))]
+def _addresses(data: Tensor, out: Tensor | None) -> _Addresses:
+    if out is data and data.is_cpu and data.is_contiguous():
+        at = data.data_ptr()
+        return _Addresses(at, at, data)
+    source = on_host(data, copy=out is not None and _may_overlap(out, data))
+    if out is None:
+        return _Addresses(source.flat.data_ptr(), 0, source)
+    target = source if out is data else on_host(out)
+    keep = (source, target)
+    return _Addresses(source.flat.data_ptr(), target.flat.data_ptr(), keep, target.store)
+
+
+def _may_overlap(out: Tensor, data: Tensor) -> bool:
+    """Different parts of one storage; the native calls take the same part for both."""
+    return out.is_cpu and out.data_ptr() != data.data_ptr() and share_storage(out, data)
+
+
+def _listed(operand: Operand | None) -> list[Tensor]:
+    if operand is None:
+        return []
+    return [operand] if isinstance(operand, Tensor) else operand
+
+
+def _offsets(counts: Sequence[int]) -> list[int]:
+    return [sum(counts[:rank]) for rank in range(len(counts))]

@@ -1,32 +1,26 @@
-"""A group over any torch.distributed process group: Gloo, NCCL, MPI."""
+"""Collectives of any torch.distributed process group: Gloo, NCCL, MPI."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as meet
 
-from shoal.comm.group import Group, Op, check_subgroup
+from shoal.comm.call import TORCH_OPS, Call, Op, Operand, as_reduced, divide, fill_identity
+from shoal.comm.executor import Executor
+from shoal.comm.staging import FlatTensor
 from shoal.errors import BadInput, PeerLost, ShoalError, tells_of_lost_peer
-from shoal.observe.trace import OFF, Tracer
 from shoal.transport.transport import Work
 
-_OPS = {
-    Op.SUM: dist.ReduceOp.SUM,
-    Op.MEAN: dist.ReduceOp.SUM,  # Gloo has no average: divided when the work is done
-    Op.MAX: dist.ReduceOp.MAX,
-    Op.MIN: dist.ReduceOp.MIN,
-    Op.PROD: dist.ReduceOp.PRODUCT,
-}
 
-
-class TorchWork:
-    """Waits for a torch work; a lost connection becomes a `PeerLost` that says what broke."""
+class ProcessGroupWork:
+    """Waits for a torch work; a lost connection becomes a `PeerLost` that names the operation."""
 
     def __init__(
         self,
@@ -34,214 +28,249 @@ class TorchWork:
         rank: int,
         doing: str,
         finish: Callable[[], None] | None = None,
-        tracer: Tracer = OFF,
+        timeout_s: float | None = None,
     ):
         self._work = work
         self._rank = rank
         self._doing = doing
         self._finish = finish
-        self._tracer = tracer
+        self._timeout_s = timeout_s
+        self.times: tuple[int, int] | None = None
 
     def wait(self) -> None:
         if self._work is not None:
             try:
-                with self._tracer.span("wait", self._doing):
+                if self._timeout_s is None:
                     self._work.wait()
+                else:
+                    self._work.wait(timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                raise told(error, self._rank, self._doing) from error
+                raise as_shoal_error(error, self._rank, self._doing) from error
         finish = self._finish
         self._finish = None
         if finish is not None:
             finish()
 
-
-class TorchGroup:
-    """The collectives of a process group. `rank` and `size` count inside the group."""
-
-    def __init__(self, group: dist.ProcessGroup, tracer: Tracer = OFF):
-        self._group = group
-        self.tracer = tracer
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self._calls = 0
-
-    def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:
-        sent = data.cpu() if self._is_staged(data) else data
-        return self._start(
-            "send", data, lambda: dist.isend(sent, group=self._group, group_dst=dst, tag=tag)
-        )
-
-    def recv(self, into: Tensor, src: int, tag: int = 0) -> Work:
-        landing = torch.empty_like(into, device="cpu") if self._is_staged(into) else into
-
-        def finish() -> None:
-            into.copy_(landing)
-
-        return self._start(
-            "receive",
-            into,
-            lambda: dist.irecv(landing, group=self._group, group_src=src, tag=tag),
-            None if landing is into else finish,
-        )
-
-    def broadcast(self, data: Tensor, root: int = 0) -> Work:
-        return self._start(
-            "broadcast",
-            data,
-            lambda: dist.broadcast(data, group=self._group, group_src=root, async_op=True),
-        )
-
-    def reduce(self, data: Tensor, root: int = 0, op: Op = Op.SUM) -> Work:
-        return self._start(
-            "reduce",
-            data,
-            lambda: dist.reduce(
-                data, op=_OPS[op], group=self._group, group_dst=root, async_op=True
-            ),
-            self._mean(data, op),
-        )
-
-    def all_reduce(self, data: Tensor, op: Op = Op.SUM) -> Work:
-        return self._start(
-            "all_reduce",
-            data,
-            lambda: dist.all_reduce(data, op=_OPS[op], group=self._group, async_op=True),
-            self._mean(data, op),
-        )
-
-    def gather(self, out: Tensor | None, data: Tensor, root: int = 0) -> Work:
-        pieces = None if self.rank != root or out is None else self._pieces(out)
-        return self._start(
-            "gather",
-            data,
-            lambda: dist.gather(
-                data.flatten(), pieces, group=self._group, group_dst=root, async_op=True
-            ),
-        )
-
-    def scatter(self, out: Tensor, data: Tensor | None, root: int = 0) -> Work:
-        pieces = None if self.rank != root or data is None else self._pieces(data)
-        return self._start(
-            "scatter",
-            out,
-            lambda: dist.scatter(
-                out.view(-1), pieces, group=self._group, group_src=root, async_op=True
-            ),
-        )
-
-    def all_gather(self, out: Tensor, data: Tensor) -> Work:
-        return self._start(
-            "all_gather",
-            out,
-            lambda: dist.all_gather(
-                self._pieces(out), data.flatten(), group=self._group, async_op=True
-            ),
-        )
-
-    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op = Op.SUM) -> Work:
-        return self._start(
-            "reduce_scatter",
-            data,
-            lambda: dist.reduce_scatter_tensor(
-                out.view(-1), data.flatten(), op=_OPS[op], group=self._group, async_op=True
-            ),
-            self._mean(out, op),
-        )
-
-    def all_to_all(self, out: Tensor, data: Tensor) -> Work:
-        return self._start(
-            "all_to_all",
-            out,
-            lambda: dist.all_to_all_single(
-                out.view(-1), data.flatten(), group=self._group, async_op=True
-            ),
-        )
-
-    def scan(self, data: Tensor, op: Op = Op.SUM) -> Work:
-        everything = data.new_empty(self.size, data.numel())
-
-        def finish() -> None:
-            total = everything[0]
-            for rank in range(1, self.rank + 1):
-                op.combine(total, everything[rank])
-            data.copy_((total / (self.rank + 1) if op is Op.MEAN else total).view(data.shape))
-
-        gathered = self.all_gather(everything.view(-1), data)
-        return TorchWork(gathered, self.rank, "scan", finish)
-
-    def barrier(self) -> Work:
-        return self._start("barrier", None, lambda: dist.barrier(self._group, async_op=True))
-
-    def duplicate(self) -> Group:
-        found = self.subgroup(range(self.size))
-        assert found is not None
-        return found
-
-    def subgroup(self, ranks: Sequence[int]) -> Group | None:
-        """Ranks in ascending order, as torch keeps them."""
-        check_subgroup(ranks, self.size)
-        if list(ranks) != sorted(ranks):
-            raise BadInput(f"torch orders the ranks of a group: name them in order, not {ranks}")
-        everybody = dist.get_process_group_ranks(self._group)
-        # torch numbers groups in each process: either all processes make a group, or (with a name
-        # from its ranks) its members do, who then must have made equally many before
-        alone = len(everybody) < dist.get_world_size()
-        if alone and len(ranks) < self.size:
-            raise BadInput("over torch.distributed a group is cut out of the whole world")
-        group = dist.new_group(
-            [everybody[rank] for rank in ranks],
-            backend=dist.get_backend(self._group),
-            use_local_synchronization=alone,
-        )
-        return TorchGroup(group, self.tracer) if self.rank in ranks else None
-
-    def _is_staged(self, data: Tensor) -> bool:
-        """Gloo sends no messages from the memory of a GPU: they go by way of the host's."""
-        return data.is_cuda and dist.get_backend(self._group) == "gloo"
-
-    def _pieces(self, data: Tensor) -> list[Tensor]:
-        return list(data.view(self.size, -1))
-
-    def _mean(self, data: Tensor, op: Op) -> Callable[[], None] | None:
-        def divide() -> None:
-            data.div_(self.size)
-
-        return divide if op is Op.MEAN else None
-
-    def _start(
-        self,
-        name: str,
-        data: Tensor | None,
-        call: Callable[[], Any],
-        finish: Callable[[], None] | None = None,
-    ) -> Work:
-        self._calls += 1
-        doing = f"{name} #{self._calls}"
-        start_ns = time.monotonic_ns() if self.tracer.enabled else 0
-        try:
-            work = call()
-        except RuntimeError as error:
-            raise told(error, self.rank, doing) from error
-        if self.tracer.enabled and work is not None:
-            self._trace(work, name, start_ns, data)
-        return TorchWork(work, self.rank, doing, finish, self.tracer)
-
-    def _trace(self, work: Any, name: str, start_ns: int, data: Tensor | None) -> None:
-        kind = name if name in ("send", "receive") else "reduce"
-        size = 0 if data is None else data.numel() * data.element_size()
+    def time_from(self, start_ns: int) -> None:
+        """Note the times when torch tells of the end; some works carry no future for it."""
 
         def done(_: Any) -> None:
-            self.tracer.add(kind, start_ns, time.monotonic_ns(), "comm", f"{name} {size} bytes")
+            self.times = (start_ns, time.monotonic_ns())
 
-        # some works (point to point over Gloo) carry no future; they are then timed by `wait` spans
         try:
-            work.get_future().add_done_callback(done)
-        except RuntimeError:
+            self._work.get_future().add_done_callback(done)
+        except (AttributeError, RuntimeError):
             return
 
 
-def told(error: RuntimeError, rank: int, doing: str) -> ShoalError:
-    """torch's word for it, as ours: who, doing what."""
+class _Started(NamedTuple):
+    """A torch work, and what is to be done when it has ended."""
+
+    work: Any
+    finish: Callable[[], None] | None = None
+
+
+class Torch(Executor):
+    """The collectives of a process group. `rank` and `size` count inside the group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._calls = 0
+        self._timed = False
+
+    def send(self, data: Tensor, dst: int, tag: int) -> Work:
+        flat = FlatTensor(data, host=self._is_staged(data)).flat
+        return self._begin(
+            "send",
+            lambda: _Started(dist.isend(flat, group=self._group, group_dst=dst, tag=tag)),
+        )
+
+    def recv(self, into: Tensor, src: int, tag: int) -> Work:
+        target = FlatTensor(into, host=self._is_staged(into))
+
+        def start() -> _Started:
+            work = dist.irecv(target.flat, group=self._group, group_src=src, tag=tag)
+            return _Started(work, target.store)
+
+        return self._begin("receive", start)
+
+    def submit(self, call: Call) -> Work:
+        start = _STARTS[call.kind]
+        return self._begin(call.kind, lambda: start(self, call), call.timeout_s)
+
+    def split(self, ranks: Sequence[int]) -> Torch | None:
+        """Ranks in ascending order, as torch keeps them."""
+        if list(ranks) != sorted(ranks):
+            raise BadInput(f"torch orders the ranks of a group: name them in order, not {ranks}")
+        world_ranks = dist.get_process_group_ranks(self._group)
+        # torch numbers groups in each process: either all processes make a group, or (with a name
+        # from its ranks) its members do, which then must have made equally many before
+        alone = len(world_ranks) < dist.get_world_size()
+        if alone and len(ranks) < self.size:
+            raise BadInput("over torch.distributed a group is cut out of the whole world")
+        group = dist.new_group(
+            [world_ranks[rank] for rank in ranks],
+            backend=dist.get_backend(self._group),
+            use_local_synchronization=alone,
+        )
+        return Torch(group) if self.rank in ranks else None
+
+    def record_times(self) -> None:
+        self._timed = True
+
+    def _begin(
+        self, name: str, start: Callable[[], _Started], timeout_s: float | None = None
+    ) -> Work:
+        self._calls += 1
+        doing = f"{name} #{self._calls}"
+        start_ns = time.monotonic_ns() if self._timed else 0
+        try:
+            started = start()
+        except RuntimeError as error:
+            raise as_shoal_error(error, self.rank, doing) from error
+        work = ProcessGroupWork(started.work, self.rank, doing, started.finish, timeout_s)
+        if self._timed:
+            work.time_from(start_ns)
+        return work
+
+    def _is_staged(self, data: Tensor) -> bool:
+        """Gloo sends no messages from the memory of a GPU: they go through the host's."""
+        return data.is_cuda and dist.get_backend(self._group) == "gloo"
+
+    # ------------------------------------------------------------------ one method a collective
+
+    def _broadcast(self, call: Call) -> _Started:
+        target = FlatTensor(_given(call.data))
+        work = dist.broadcast(target.flat, group=self._group, group_src=call.root, async_op=True)
+        return _Started(work, target.store)
+
+    def _reduce(self, call: Call) -> _Started:
+        target = FlatTensor(_given(call.data))
+        numbers, op = as_reduced(target.flat, call.op)
+        work = dist.reduce(
+            numbers, op=TORCH_OPS[op], group=self._group, group_dst=call.root, async_op=True
+        )
+        return _Started(work, self._end(target, numbers, op))
+
+    def _all_reduce(self, call: Call) -> _Started:
+        target = self._in_out(call)
+        numbers, op = as_reduced(target.flat, call.op)
+        work = dist.all_reduce(numbers, op=TORCH_OPS[op], group=self._group, async_op=True)
+        return _Started(work, self._end(target, numbers, op))
+
+    def _gather(self, call: Call) -> _Started:
+        flat = FlatTensor(_given(call.data)).flat
+        target = None if call.out is None else FlatTensor(call.out)
+        pieces = None if target is None else list(target.rows(self.size))
+        work = dist.gather(flat, pieces, group=self._group, group_dst=call.root, async_op=True)
+        return _Started(work, None if target is None else target.store)
+
+    def _scatter(self, call: Call) -> _Started:
+        target = FlatTensor(_given(call.out))
+        pieces = None if call.data is None else list(FlatTensor(call.data).rows(self.size))
+        work = dist.scatter(
+            target.flat, pieces, group=self._group, group_src=call.root, async_op=True
+        )
+        return _Started(work, target.store)
+
+    def _all_gather(self, call: Call) -> _Started:
+        target = FlatTensor(_given(call.out))
+        flat = FlatTensor(_given(call.data)).flat
+        rows = list(target.rows(self.size))
+        work = dist.all_gather(rows, flat, group=self._group, async_op=True)
+        return _Started(work, target.store)
+
+    def _reduce_scatter(self, call: Call) -> _Started:
+        target = FlatTensor(_given(call.out))
+        numbers, op = as_reduced(target.flat, call.op)
+        source, _ = as_reduced(FlatTensor(_given(call.data)).flat, call.op)
+        work = dist.reduce_scatter_tensor(
+            numbers, source, op=TORCH_OPS[op], group=self._group, async_op=True
+        )
+        return _Started(work, self._end(target, numbers, op))
+
+    def _all_to_all(self, call: Call) -> _Started:
+        target = FlatTensor(_given(call.out))
+        source = FlatTensor(_given(call.data), copy=call.out is call.data).flat
+        work = dist.all_to_all_single(
+            target.flat,
+            source,
+            list(call.recv_counts) or None,
+            list(call.send_counts) or None,
+            group=self._group,
+            async_op=True,
+        )
+        return _Started(work, target.store)
+
+    def _scan(self, call: Call) -> _Started:
+        target = FlatTensor(_given(call.out))
+        flat = FlatTensor(_given(call.data)).flat
+        everything = flat.new_empty(self.size, flat.numel())
+        work = dist.all_gather(list(everything), flat, group=self._group, async_op=True)
+        last = self.rank + (call.kind == "scan")
+
+        def finish() -> None:
+            combine_rows(target.flat, everything[:last], call.op)
+            target.store()
+
+        return _Started(work, finish)
+
+    def _barrier(self, call: Call) -> _Started:
+        return _Started(dist.barrier(self._group, async_op=True))
+
+    def _in_out(self, call: Call) -> FlatTensor:
+        """The output, which begins with the input."""
+        target = FlatTensor(_given(call.out))
+        if call.out is not call.data:
+            target.flat.copy_(FlatTensor(_given(call.data)).flat)
+        return target
+
+    def _end(self, target: FlatTensor, numbers: Tensor, op: Op) -> Callable[[], None]:
+        def finish() -> None:
+            if op is Op.MEAN:
+                divide(numbers, self.size)
+            target.store()
+
+        return finish
+
+
+_STARTS: dict[str, Callable[[Torch, Call], _Started]] = {
+    "broadcast": Torch._broadcast,
+    "reduce": Torch._reduce,
+    "all_reduce": Torch._all_reduce,
+    "gather": Torch._gather,
+    "scatter": Torch._scatter,
+    "all_gather": Torch._all_gather,
+    "reduce_scatter": Torch._reduce_scatter,
+    "all_to_all": Torch._all_to_all,
+    "all_to_all_uneven": Torch._all_to_all,
+    "scan": Torch._scan,
+    "exclusive_scan": Torch._scan,
+    "barrier": Torch._barrier,
+}
+
+
+def _given(operand: Operand | None) -> Operand:
+    assert operand is not None
+    return operand
+
+
+def combine_rows(into: Tensor, rows: Tensor, op: Op) -> None:
+    """`into` = the rows combined in their order; without rows, the identity."""
+    if not len(rows):
+        fill_identity(into, op)
+        return
+    into.copy_(rows[0])
+    for row in rows[1:]:
+        op.combine(into, row)
+    if op is Op.MEAN:
+        divide(into, len(rows))
+
+
+def as_shoal_error(error: RuntimeError, rank: int, doing: str) -> ShoalError:
+    """An error of torch as one of ours, which names the rank and the operation."""
     if tells_of_lost_peer(str(error)):
         return PeerLost(rank, None, f"{doing} ({_first_line(error)})")
     return ShoalError(f"rank {rank} failed in {doing}: {_first_line(error)}")
@@ -254,7 +283,7 @@ def _first_line(error: BaseException) -> str:
 def join_world(
     rendezvous: str, rank: int, size: int, backend: str, name: str = "shoal"
 ) -> dist.ProcessGroup:
-    """Make (or take, if the script made one) the default process group of this process.
+    """Make the default process group of this process, or take the one that the script made.
 
     A process may join several worlds one after the other at the same rendezvous: `name` keeps
     what they leave in its store apart.

@@ -21,45 +21,38 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shoal.comm.call import TORCH_OPS, Op
 from shoal.comm.executors.hierarchical.any_source import Message
-from shoal.comm.executors.hierarchical.executor import HostsGroup
+from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.hierarchical.point_to_point import reserved_tag
-from shoal.comm.executors.shared_memory import ShmGroup
+from shoal.comm.executors.shared_memory import SharedMemory
+from shoal.comm.group import Group
 from shoal.comm.select import share_memory
 from shoal.comm.torch_backend.sparse import add_sparse
-from shoal.comm.work_queue import LaneWork
+from shoal.comm.work_queue import QueuedWork
 from shoal.errors import BadInput, PeerLost
 from shoal.transport.shm.messages import ANY_SOURCE
+from shoal.transport.transport import Work
 
-_OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "mean",
-    dist.ReduceOp.PRODUCT: "prod",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "and",
-    dist.ReduceOp.BOR: "or",
-    dist.ReduceOp.BXOR: "xor",
-}
+_OPS = [(dist.ReduceOp.AVG if op is Op.MEAN else torchs, op) for op, torchs in TORCH_OPS.items()]
 _NO_TIMEOUT = timedelta(0)  # torch has -1 ms for "that of the group"
 Tensors = Sequence[Tensor]
-AnyGroup = ShmGroup | HostsGroup
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """What torch calls for `init_process_group("shoal")` and `new_group`, on every member."""
-    group = share_memory(PrefixStore("shoal", store), rank, size, timeout.total_seconds())
-    if group is not None:
-        return ShoalProcessGroup(group, store)
+    executor = share_memory(PrefixStore("shoal", store), rank, size, timeout.total_seconds())
+    if executor is not None:
+        return ShoalProcessGroup(executor, store)
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 class BackendWork(dist.Work):
     """One or several operations as a torch Work. Messages have no future, as with Gloo."""
 
-    def __init__(self, works: Sequence[LaneWork | Message], tensors: Any):
+    def __init__(self, works: Sequence[Any], tensors: Any):
         super().__init__()
-        self._works = works
+        self._works: Sequence[QueuedWork | Message] = works
         self._tensors = tensors
         self._future: torch.futures.Future[Any] | None = None
 
@@ -80,7 +73,7 @@ class BackendWork(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
-        errors = [work.error for work in self._works if isinstance(work, LaneWork) and work.error]
+        errors = [work.error for work in self._works if isinstance(work, QueuedWork) and work.error]
         return errors[0] if errors else None
 
     def result(self) -> Any:
@@ -89,19 +82,19 @@ class BackendWork(dist.Work):
 
     def _source_rank(self) -> int:
         last = self._works[-1]
-        return -1 if isinstance(last, LaneWork) else last.source
+        return -1 if isinstance(last, QueuedWork) else last.source
 
     source_rank = _source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
             self._future = torch.futures.Future(devices=_gpus_of(self._tensors))
-            self._lane_work().when_done(self._fulfil)
+            self._queued_work().when_done(self._fulfil)
         return self._future
 
-    def _lane_work(self) -> LaneWork:
+    def _queued_work(self) -> QueuedWork:
         last = self._works[-1]
-        if not isinstance(last, LaneWork):
+        if not isinstance(last, QueuedWork):
             raise RuntimeError("point-to-point operations have no future: wait for the work")
         return last  # those before it are done when it is
 
@@ -115,11 +108,11 @@ class BackendWork(dist.Work):
 
     def _wait_until(self, timeout_s: float) -> None:
         last = self._works[-1]
-        if not isinstance(last, LaneWork):
+        if not isinstance(last, QueuedWork):
             last.wait(timeout_s)
             return
         arrived = threading.Event()
-        self._lane_work().when_done(arrived.set)
+        self._queued_work().when_done(arrived.set)
         if not arrived.wait(timeout_s):
             raise RuntimeError(f"Timed out waiting {timeout_s * 1e3:.0f}ms for an operation")
 
@@ -131,19 +124,23 @@ def _gpus_of(tensors: Any) -> list[Any]:
     return list(dict.fromkeys(gpu for each in tensors for gpu in _gpus_of(each)))
 
 
-def _named(op: Any) -> str:
-    for known, name in _OPS.items():
+def _op_of(opts: Any) -> Op:
+    if opts is None:
+        return Op.SUM
+    op = opts.reduceOp
+    for known, ours in _OPS:
         if op == known:
-            return name
+            return ours
     raise BadInput(f"the shoal backend has no {op}")
 
 
 class ShoalProcessGroup(dist.ProcessGroup):
-    """The collectives of torch.distributed, each one call of a `ShmGroup`."""
+    """The collectives of torch.distributed, each one call of a `Group`."""
 
-    def __init__(self, group: AnyGroup, store: Store | None = None):
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
-        self.group = group
+    def __init__(self, executor: SharedMemory | Hierarchical, store: Store | None = None):
+        super().__init__(executor.rank, executor.size)  # type: ignore[call-arg]
+        self.executor = executor
+        self.group = Group(executor)
         self._store = store
         self._name = ""
         self._barriers = 0
@@ -163,15 +160,15 @@ class ShoalProcessGroup(dist.ProcessGroup):
     getStore = get_group_store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.group.timeout_s = timeout.total_seconds()
+        self.executor.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
-    def _for(self, opts: Any) -> AnyGroup:
-        """The group, with the timeout that a call may have of its own."""
+    def _for(self, opts: Any) -> Group:
+        """The group, with the timeout of this call where it has one."""
         if opts is None or (timeout := opts.timeout) <= _NO_TIMEOUT:
             return self.group
-        return self.group.within(timeout.total_seconds())
+        return self.group.with_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
         self.group.close()
@@ -179,7 +176,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     abort = shutdown
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> BackendWork:
-        op = "sum" if opts is None else _named(opts.reduceOp)
+        op = _op_of(opts)
         group = self._for(opts)
         works = [_all_reduce(group, tensor, op) for tensor in tensors]
         return BackendWork(works, list(tensors))
@@ -192,10 +189,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return BackendWork([group.broadcast(t, root) for t in tensors], list(tensors))
 
     def reduce(self, tensors: Tensors, opts: Any) -> BackendWork:
-        op = _named(opts.reduceOp)
+        op = _op_of(opts)
         root = opts.rootRank
         group = self._for(opts)
-        works = [group.combine("reduce", t, t, t.numel(), op, root) for t in tensors]
+        works = [group.reduce(tensor, root, op) for tensor in tensors]
         return BackendWork(works, list(tensors))
 
     def allgather(
@@ -203,7 +200,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     ) -> BackendWork:
         pairs = zip(outputs, inputs, strict=True)
         group = self._for(opts)
-        works = [group.in_pieces("all_gather", [data], outs) for outs, data in pairs]
+        works = [group.all_gather(list(outs), data) for outs, data in pairs]
         return BackendWork(works, outputs)
 
     def allgather_coalesced(
@@ -228,22 +225,22 @@ class ShoalProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> BackendWork:
-        outs = outputs[0] if outputs else []
-        work = self._for(opts).in_pieces("gather", inputs, outs, root=opts.rootRank)
+        outs = list(outputs[0]) if outputs else None
+        work = self._for(opts).gather(outs, inputs[0], opts.rootRank)
         return BackendWork([work], outputs)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> BackendWork:
-        given = inputs[0] if inputs else []
-        work = self._for(opts).in_pieces("scatter", given, outputs, root=opts.rootRank)
+        given = list(inputs[0]) if inputs else None
+        work = self._for(opts).scatter(outputs[0], given, opts.rootRank)
         return BackendWork([work], outputs)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
     ) -> BackendWork:
-        op = "sum" if opts is None else _named(opts.reduceOp)
+        op = _op_of(opts)
         pairs = zip(outputs, inputs, strict=True)
         group = self._for(opts)
-        works = [group.in_pieces("reduce_scatter", given, [out], op) for out, given in pairs]
+        works = [group.reduce_scatter(out, list(given), op) for out, given in pairs]
         return BackendWork(works, outputs)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> BackendWork:
@@ -254,10 +251,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> BackendWork:
-        op = "sum" if opts is None else _named(opts.reduceOp)
+        op = _op_of(opts)
         pairs = zip(outputs, inputs, strict=True)
         group = self._for(opts)
-        works = [group.combine("reduce_scatter", data, out, out.numel(), op) for out, data in pairs]
+        works = [group.reduce_scatter(out, data, op) for out, data in pairs]
         return BackendWork(works, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -266,14 +263,14 @@ class ShoalProcessGroup(dist.ProcessGroup):
         sizes = {tensor.numel() for tensor in (*outputs, *inputs)}
         group = self._for(opts)
         if len(sizes) == 1:
-            return BackendWork([group.in_pieces("all_to_all", inputs, outputs)], outputs)
+            return BackendWork([group.all_to_all(list(outputs), list(inputs))], outputs)
         out = torch.empty(sum(t.numel() for t in outputs), dtype=outputs[0].dtype)
-        taken = [t.numel() for t in outputs]
-        given = [t.numel() for t in inputs]
+        recv_counts = [t.numel() for t in outputs]
+        send_counts = [t.numel() for t in inputs]
         data = torch.cat([t.detach().reshape(-1).cpu() for t in inputs])
-        group.all_to_all_uneven(out, data, taken, given).wait()
-        for tensor, part in zip(outputs, torch.split(out, taken), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        group.all_to_all_uneven(out, data, recv_counts, send_counts).wait()
+        for tensor, received in zip(outputs, torch.split(out, recv_counts), strict=True):
+            tensor.copy_(received.view(tensor.shape))
         return BackendWork([group.barrier()], outputs)
 
     def all_to_all_single(
@@ -286,9 +283,11 @@ class ShoalProcessGroup(dist.ProcessGroup):
     ) -> BackendWork:
         if not output_splits and not input_splits:
             return BackendWork([self._for(opts).all_to_all(output, data)], output)
-        taken = _elements(output, output_splits, self.group.size)
-        given = _elements(data, input_splits, self.group.size)
-        return BackendWork([self._for(opts).all_to_all_uneven(output, data, taken, given)], output)
+        recv_counts = _elements(output, output_splits, self.group.size)
+        send_counts = _elements(data, input_splits, self.group.size)
+        group = self._for(opts)
+        work = group.all_to_all_uneven(output, data, recv_counts, send_counts)
+        return BackendWork([work], output)
 
     alltoall_base = all_to_all_single
 
@@ -313,12 +312,12 @@ class ShoalProcessGroup(dist.ProcessGroup):
         self._barriers += 1
         tag = reserved_tag(self._barriers)
         token = torch.zeros(1)
-        limit_s = self.group.timeout_s if timeout is None else timeout.total_seconds()
+        limit_s = self.executor.timeout_s if timeout is None else timeout.total_seconds()
         if self.group.rank:
-            sent = self.group.send(token, 0, tag)
+            sent = self.executor.send(token, 0, tag)
             answer = torch.zeros(1)
             try:
-                self.group.recv(answer, 0, tag).wait(limit_s)
+                self.executor.recv(answer, 0, tag).wait(limit_s)
                 sent.wait(limit_s)
             except PeerLost as error:
                 raise RuntimeError(
@@ -333,14 +332,14 @@ class ShoalProcessGroup(dist.ProcessGroup):
                 f"{'Ranks' if wait_all_ranks else 'Rank'} {ranks} failed to pass monitoredBarrier "
                 f"in {limit_s * 1e3:.0f} ms"
             )
-        for going in [self.group.send(token, peer, tag) for peer in range(1, self.group.size)]:
+        for going in [self.executor.send(token, peer, tag) for peer in range(1, self.group.size)]:
             going.wait(limit_s)
 
     def _missing(self, tag: int, token: Tensor, limit_s: float, all_of_them: bool) -> list[int]:
         missing: list[int] = []
         deadline_s = time.monotonic() + limit_s
         peers = range(1, self.group.size)
-        calls = [self.group.recv(token.clone(), peer, tag) for peer in peers]
+        calls = [self.executor.recv(token.clone(), peer, tag) for peer in peers]
         for peer, call in zip(peers, calls, strict=True):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 and not missing:
@@ -356,11 +355,11 @@ class ShoalProcessGroup(dist.ProcessGroup):
     monitoredBarrier: Callable[..., None] = monitored_barrier
 
 
-def _all_reduce(group: AnyGroup, data: Tensor, op: str) -> LaneWork:
+def _all_reduce(group: Group, data: Tensor, op: Op) -> Work:
     if not data.is_sparse:
-        return group.combine("all_reduce", data, data, data.numel(), op)
-    if op != "sum":
-        raise BadInput(f"sparse tensors can be summed; the shoal backend has no {op} of them")
+        return group.all_reduce(data, op)
+    if op is not Op.SUM:
+        raise BadInput(f"sparse tensors can be summed; the shoal backend has no {op.value} of them")
     add_sparse(group, data)
     return group.barrier()
 

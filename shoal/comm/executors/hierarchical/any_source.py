@@ -1,11 +1,11 @@
 """Receives from any source, where sources are on this host and on others.
 
-Such a receive is posted twice: in the host's memory, where it can be taken back, and at Gloo,
-where it cannot. So what Gloo brings goes to the first of these that there is:
+Such a receive is posted twice: in the host's memory, where it can be withdrawn, and at Gloo,
+where it cannot. So a message that arrives over Gloo goes to the first of these:
 
-    a receive from that very rank, asked for since (a claim)
-    a receive from anybody that memory has nothing for: it is taken back there
-    else it is kept for the next receive that fits
+    a receive from that very rank that was posted since (a claim)
+    a receive from any source that can be withdrawn from memory
+    otherwise it is kept for the next receive that matches
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.comm.executors.hierarchical.topology import Places
-from shoal.comm.executors.shared_memory import ShmGroup
-from shoal.comm.executors.torch import told
-from shoal.comm.native import Side
+from shoal.comm.executors.hierarchical.topology import Topology
+from shoal.comm.executors.shared_memory import SharedMemory
+from shoal.comm.executors.torch import as_shoal_error
+from shoal.comm.staging import FlatTensor, on_host
 from shoal.errors import PeerLost, ShoalError
 from shoal.runtime.backoff import Pauses
-from shoal.transport.shm.messages import ANY_SOURCE
+from shoal.transport.shm.messages import ANY_SOURCE, ShmTransport
 
-_PAUSES_S = (0.00002, 0.001)
+_FIRST_PAUSE_S = 0.00002
+_LONGEST_PAUSE_S = 0.001
 
 
 class Message(Protocol):
@@ -42,24 +44,30 @@ class Message(Protocol):
     def wait(self, timeout_s: float | None = None) -> None: ...
 
 
-class Awaited:
-    """A receive that `Anybody` may fulfil. `look` is called with the lock of `changed` held."""
+@dataclass(frozen=True)
+class ReceiveContext:
+    """What all receives of one group share."""
 
-    def __init__(
-        self, side: Side, rank: int, doing: str, limit_s: float, changed: threading.Condition
-    ):
-        self.side = side
+    rank: int
+    timeout_s: float
+    changed: threading.Condition
+
+
+class PendingReceive:
+    """A receive that `AnySource` may fulfil. `look` is called with the lock of `changed` held."""
+
+    def __init__(self, target: FlatTensor, doing: str, context: ReceiveContext):
+        self.target = target
         self.source = ANY_SOURCE
         self.error: ShoalError | None = None
-        self._rank = rank
         self._doing = doing
-        self._limit_s = limit_s
-        self._changed = changed
+        self._context = context
+        self._changed = context.changed
         self._done = False
 
     def deliver(self, source: int, data: Tensor) -> None:
-        self.side.host.view(-1).view(torch.uint8).copy_(data)
-        self.side.store()
+        self.target.flat.view(torch.uint8).copy_(data)
+        self.target.store()
         self.source = source
         self._done = True
 
@@ -72,9 +80,9 @@ class Awaited:
             return self._done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        limit_s = self._limit_s if timeout_s is None else timeout_s
+        limit_s = self._context.timeout_s if timeout_s is None else timeout_s
         if not self._settles_within(limit_s):
-            raise PeerLost(self._rank, None, self._doing, limit_s)
+            raise PeerLost(self._context.rank, None, self._doing, limit_s)
         if self.error is not None:
             raise self.error
 
@@ -82,13 +90,13 @@ class Awaited:
         raise NotImplementedError
 
 
-class FromAnybody(Awaited):
+class AnySourceReceive(PendingReceive):
     """Posted in memory as well; `withdraw` takes that back."""
 
-    def post(self, inner: ShmGroup, tag: int, places: Places) -> None:
-        self._transport = inner.transport
-        self._local = places.local
-        self._work = inner.transport.recv(self.side.host, ANY_SOURCE, tag, self.side.store)
+    def post(self, transport: ShmTransport, tag: int, topology: Topology) -> None:
+        self._transport = transport
+        self._local = topology.local
+        self._work = transport.recv(self.target.flat, ANY_SOURCE, tag, self.target.store)
 
     def withdraw(self) -> bool:
         return not self._done and self._transport.withdraw(self._work)
@@ -102,9 +110,9 @@ class FromAnybody(Awaited):
         return self._work.is_done
 
     def _settles_within(self, limit_s: float) -> bool:
-        """By looking: it may come through memory as well, of which nothing tells."""
+        """By polling: a message in memory wakes no thread."""
         deadline_s = time.monotonic() + limit_s
-        pause = Pauses(*_PAUSES_S)
+        pause = Pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while not self.poll():
             if time.monotonic() > deadline_s:
                 return False
@@ -112,17 +120,24 @@ class FromAnybody(Awaited):
         return True
 
 
-class Claim(Awaited):
-    """A receive from one rank while Gloo may bring its message to the receive from anybody."""
+class ClaimReceive(PendingReceive):
+    """A receive from one rank while its message may arrive at a receive from any source."""
 
-    def __init__(self, src: int, post: Callable[[], Message], *rest: Any):
-        super().__init__(*rest)
+    def __init__(
+        self,
+        src: int,
+        post: Callable[[], Message],
+        target: FlatTensor,
+        doing: str,
+        context: ReceiveContext,
+    ):
+        super().__init__(target, doing, context)
         self.src = src
         self._post = post
         self._message: Message | None = None
 
     def give_up(self) -> None:
-        """Its message did not come that way: ask for it as usual."""
+        """Its message did not arrive there: post an ordinary receive."""
         try:
             self._message = self._post()
         except ShoalError as error:
@@ -142,49 +157,59 @@ class Claim(Awaited):
             return self._changed.wait_for(lambda: self._message is not None or self.poll(), limit_s)
 
 
-class Anybody:
-    """The receives from anybody of one group, by tag."""
+class AnySource:
+    """The receives from any source of one group, by tag."""
 
-    def __init__(self, places: Places, inner: ShmGroup, post: Callable[[Tensor, int], Any]):
-        self._places = places
-        self._inner = inner
+    def __init__(
+        self,
+        topology: Topology,
+        shared_memory: SharedMemory,
+        post: Callable[[Tensor, int], Any],
+    ):
+        self._topology = topology
+        self._shared_memory = shared_memory
         self._post = post
         self._changed = threading.Condition()
-        self._waiting: dict[int, list[FromAnybody]] = defaultdict(list)
-        self._claims: dict[int, list[Claim]] = {}  # for every tag that Gloo has been asked for
+        self._waiting: dict[int, list[AnySourceReceive]] = defaultdict(list)
+        self._claims: dict[int, list[ClaimReceive]] = {}  # for every tag that is posted at Gloo
         self._kept: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
     def recv(self, into: Tensor, tag: int) -> Message:
-        message = FromAnybody(*self._about(Side(into), f"recv from anybody, tag {tag}"))
+        doing = f"recv from any source, tag {tag}"
+        message = AnySourceReceive(on_host(into), doing, self._context())
         with self._changed:
             if self._kept[tag]:
-                message.deliver(*self._kept[tag].pop(0))
+                source, data = self._kept[tag].pop(0)
+                message.deliver(source, data)
                 return message
-            message.post(self._inner, tag, self._places)
+            message.post(self._shared_memory.transport, tag, self._topology)
             self._waiting[tag] = [*self._open(tag), message]
             if tag not in self._claims:
-                self._ask(tag, message.side.host.nbytes)
+                self._post_at_gloo(tag, message.target.flat.nbytes)
         return message
 
-    def claim(self, side: Side, src: int, tag: int, post: Callable[[], Message]) -> Message | None:
-        """A receive from one rank of another host; None where nothing is in its way."""
+    def claim(
+        self, target: FlatTensor, src: int, tag: int, post: Callable[[], Message]
+    ) -> Message | None:
+        """A receive from one rank of another host; None where an ordinary one will do."""
         with self._changed:
             kept = [entry for entry in self._kept.get(tag, ()) if entry[0] == src]
             if not kept and tag not in self._claims:
                 return None
-            claim = Claim(src, post, *self._about(side, f"recv from {src}, tag {tag}"))
+            doing = f"recv from {src}, tag {tag}"
+            claim = ClaimReceive(src, post, target, doing, self._context())
             if kept:
                 self._kept[tag].remove(kept[0])
-                claim.deliver(*kept[0])
+                claim.deliver(src, kept[0][1])
             else:
                 self._claims[tag].append(claim)
             return claim
 
-    def _about(self, side: Side, doing: str) -> tuple[Side, int, str, float, threading.Condition]:
-        return side, self._places.rank, doing, self._inner.timeout_s, self._changed
+    def _context(self) -> ReceiveContext:
+        return ReceiveContext(self._topology.rank, self._shared_memory.timeout_s, self._changed)
 
-    def _ask(self, tag: int, num_bytes: int) -> None:
-        """Nothing can interrupt the thread that waits for it, so it does not hold up the end."""
+    def _post_at_gloo(self, tag: int, num_bytes: int) -> None:
+        """Nothing can interrupt the thread that waits for it, so it is a daemon."""
         data = torch.empty(num_bytes, dtype=torch.uint8)
         self._claims[tag] = []
         work = self._post(data, tag)
@@ -193,19 +218,25 @@ class Anybody:
         ).start()
 
     def _await(self, tag: int, work: Any, data: Tensor) -> None:
-        error = None
+        error: ShoalError | None = None
         try:
             work.wait()
         except RuntimeError as cause:
-            error = told(cause, self._places.rank, f"recv from anybody, tag {tag}")
+            doing = f"recv from any source, tag {tag}"
+            error = as_shoal_error(cause, self._topology.rank, doing)
         with self._changed:
             claims = self._claims.pop(tag)
-            if not self._inner.segment.closed:
+            if not self._shared_memory.segment.closed:
                 self._settle(tag, claims, work, data, error)
                 self._changed.notify_all()
 
     def _settle(
-        self, tag: int, claims: list[Claim], work: Any, data: Tensor, error: ShoalError | None
+        self,
+        tag: int,
+        claims: list[ClaimReceive],
+        work: Any,
+        data: Tensor,
+        error: ShoalError | None,
     ) -> None:
         self._waiting[tag] = self._open(tag)
         if error is not None:
@@ -217,14 +248,14 @@ class Anybody:
             if claim is not taken:
                 claim.give_up()
         if self._waiting[tag]:
-            self._ask(tag, self._waiting[tag][0].side.host.nbytes)
+            self._post_at_gloo(tag, self._waiting[tag][0].target.flat.nbytes)
 
-    def _open(self, tag: int) -> list[FromAnybody]:
+    def _open(self, tag: int) -> list[AnySourceReceive]:
         return [message for message in self._waiting[tag] if not message.look()]
 
     def _hand_over(
-        self, tag: int, claims: list[Claim], source: int, data: Tensor
-    ) -> Awaited | None:
+        self, tag: int, claims: list[ClaimReceive], source: int, data: Tensor
+    ) -> PendingReceive | None:
         for claim in claims:
             if claim.src == source:
                 claim.deliver(source, data)

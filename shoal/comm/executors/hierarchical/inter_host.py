@@ -1,4 +1,4 @@
-"""Collectives of Gloo among one rank of each host. Every call returns when it is done."""
+"""Gloo's collectives among one rank of each host. Every call returns when it is done."""
 
 from __future__ import annotations
 
@@ -11,21 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from shoal.comm.call import TORCH_OPS, Op
 from shoal.errors import ShoalError
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "prod": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "and": dist.ReduceOp.BAND,
-    "or": dist.ReduceOp.BOR,
-    "xor": dist.ReduceOp.BXOR,
-}
 
-
-class Between:
-    """Flat tensors in the host's memory; ranks here are those of hosts."""
+class InterHost:
+    """Flat tensors in the host's memory; rank h here is one rank of host h."""
 
     def __init__(self, gloo: Any):
         self._open = gloo  # a ProcessGroupGloo; torch's stubs know few of its methods
@@ -41,10 +32,10 @@ class Between:
         self._gloo.set_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
-        """Without its last user Gloo closes its connections, which wakes up the other side."""
+        """Without a reference Gloo closes its connections, which wakes up the other side."""
         self._open = None
 
-    def within(self, timeout_s: float) -> Between:
+    def with_timeout(self, timeout_s: float) -> InterHost:
         other = copy.copy(self)
         other._timeout_s = timeout_s
         return other
@@ -64,28 +55,28 @@ class Between:
         options = self._limited(AllgatherOptions())
         self._gloo.allgather([rows], [_as_bytes(data)], options).wait()
 
-    def all_reduce(self, data: Tensor, op: str) -> None:
+    def all_reduce(self, data: Tensor, op: Op) -> None:
         options = self._limited(dist.AllreduceOptions())
-        options.reduceOp = _OPS[op]
+        options.reduceOp = TORCH_OPS[op]
         given = _widened(data)
         self._gloo.allreduce([given], options).wait()
-        _brought_back(data, given)
+        _copy_back(data, given)
 
-    def reduce(self, data: Tensor, op: str, root: int) -> None:
+    def reduce(self, data: Tensor, op: Op, root: int) -> None:
         options = self._limited(dist.ReduceOptions())
-        options.reduceOp = _OPS[op]
+        options.reduceOp = TORCH_OPS[op]
         options.rootRank = root
         options.rootTensor = 0
         given = _widened(data)
         self._gloo.reduce([given], options).wait()
-        _brought_back(data, given)
+        _copy_back(data, given)
 
-    def reduce_scatter(self, out: Tensor, data: Tensor, op: str) -> None:
+    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op) -> None:
         options = self._limited(dist.ReduceScatterOptions())
-        options.reduceOp = _OPS[op]
+        options.reduceOp = TORCH_OPS[op]
         taken = _widened(out)
         self._gloo._reduce_scatter_base(taken, _widened(data).view(-1), options).wait()
-        _brought_back(out, taken)
+        _copy_back(out, taken)
 
     def _limited(self, options: Any) -> Any:
         if self._timeout_s:
@@ -98,10 +89,10 @@ def _as_bytes(data: Tensor) -> Tensor:
 
 
 def _widened(data: Tensor) -> Tensor:
-    """Gloo does not know numbers of 16 bits that are whole."""
+    """Gloo has no integers of 16 bits."""
     return data.int() if data.dtype == torch.int16 else data
 
 
-def _brought_back(data: Tensor, result: Tensor) -> None:
+def _copy_back(data: Tensor, result: Tensor) -> None:
     if result is not data:
         data.copy_(result)

@@ -1,4 +1,4 @@
-"""Messages among ranks of several hosts: through memory on a host, over Gloo between hosts."""
+"""Messages among ranks of several hosts: shared memory on a host, Gloo between hosts."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.executors.hierarchical.any_source import Anybody, Message
-from shoal.comm.executors.hierarchical.topology import Places
-from shoal.comm.executors.shared_memory import ShmGroup
-from shoal.comm.executors.torch import told
-from shoal.comm.native import Side
+from shoal.comm.executors.hierarchical.any_source import AnySource, Message
+from shoal.comm.executors.hierarchical.topology import Topology
+from shoal.comm.executors.shared_memory import SharedMemory
+from shoal.comm.executors.torch import as_shoal_error
+from shoal.comm.staging import FlatTensor, on_host
 from shoal.errors import BadInput, Desync, PeerLost, ShoalError
 from shoal.transport.shm.messages import ANY_SOURCE, ShmWork
 
 # Gloo's tags have 31 bits
 _USER_TAGS = 1 << 30
-_RESERVED = 1 << 62  # tags from here on are the group's own, on every transport
+_RESERVED = 1 << 62  # tags from here on belong to the group itself, on every transport
 _SHORT = (1 << 29) - 1
 
 
-class LocalMessage:
-    """A message on this host, told with the ranks of the whole group."""
+class IntraHostMessage:
+    """A message on this host; its errors name the ranks of the whole group."""
 
-    def __init__(self, work: ShmWork, places: Places):
+    def __init__(self, work: ShmWork, topology: Topology):
         self._work = work
-        self._places = places
+        self._topology = topology
 
     @property
     def source(self) -> int:
-        return self._places.local[self._work.source]
+        return self._topology.local[self._work.source]
 
     def poll(self) -> bool:
         return self._work.poll()
@@ -40,18 +40,18 @@ class LocalMessage:
         try:
             self._work.wait(timeout_s)
         except ShoalError as error:
-            raise as_global(error, self._places) from error
+            raise with_global_ranks(error, self._topology) from error
 
 
-class FarMessage:
+class InterHostMessage:
     """A message from or to another host."""
 
-    def __init__(self, work: Any, rank: int, peer: int, doing: str, side: Side | None):
+    def __init__(self, work: Any, rank: int, peer: int, doing: str, target: FlatTensor | None):
         self._work = work
         self._rank = rank
         self.source = peer
         self._doing = doing
-        self._side = side
+        self._target = target
         self._done = False
 
     def poll(self) -> bool:
@@ -68,25 +68,25 @@ class FarMessage:
         except RuntimeError as error:
             if "Timed out waiting" in str(error):
                 raise PeerLost(self._rank, self.source, self._doing, timeout_s) from error
-            raise told(error, self._rank, self._doing) from error
+            raise as_shoal_error(error, self._rank, self._doing) from error
         self._done = True
-        if self._side is not None:
-            self._side.store()
+        if self._target is not None:
+            self._target.store()
 
 
-class Mail:
-    """Sends and receives by the ranks of the whole group."""
+class PointToPoint:
+    """Sends and receives between any two ranks."""
 
-    def __init__(self, places: Places, inner: ShmGroup, mesh: Any):
-        self._places = places
-        self._inner = inner
+    def __init__(self, topology: Topology, shared_memory: SharedMemory, mesh: Any):
+        self._topology = topology
+        self._shared_memory = shared_memory
         self._open = mesh  # a ProcessGroupGloo of all ranks
-        self._anybody = Anybody(places, inner, self._post_for_anybody)
+        self._any_source = AnySource(topology, shared_memory, self._post_any_source)
 
     @property
     def _mesh(self) -> Any:
         if self._open is None:
-            raise ShoalError(f"rank {self._places.rank} has closed this group")
+            raise ShoalError(f"rank {self._topology.rank} has closed this group")
         return self._open
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -96,39 +96,49 @@ class Mail:
         self._open = None
 
     def send(self, data: Tensor, dst: int, tag: int) -> Message:
-        if dst in self._places.local:
-            return LocalMessage(self._inner.send(data, self._index(dst), tag), self._places)
-        host = Side(data).host
-        return self._far(dst, lambda: self._mesh.send([host], dst, short_tag(tag)), "send to", tag)
+        if dst in self._topology.local:
+            return IntraHostMessage(
+                self._shared_memory.send(data, self._index(dst), tag), self._topology
+            )
+        flat = on_host(data).flat
+        post = lambda: self._mesh.send([flat], dst, short_tag(tag))  # noqa: E731
+        return self._between_hosts(dst, post, "send to", tag)
 
     def recv(self, into: Tensor, src: int, tag: int) -> Message:
         if src == ANY_SOURCE:
-            return self._anybody.recv(into, tag)
-        if src in self._places.local:
-            return LocalMessage(self._inner.recv(into, self._index(src), tag), self._places)
-        side = Side(into)
+            return self._any_source.recv(into, tag)
+        if src in self._topology.local:
+            return IntraHostMessage(
+                self._shared_memory.recv(into, self._index(src), tag), self._topology
+            )
+        target = on_host(into)
 
         def post() -> Message:
-            call = lambda: self._mesh.recv([side.host], src, short_tag(tag))  # noqa: E731
-            return self._far(src, call, "recv from", tag, side)
+            call = lambda: self._mesh.recv([target.flat], src, short_tag(tag))  # noqa: E731
+            return self._between_hosts(src, call, "recv from", tag, target)
 
-        return self._anybody.claim(side, src, tag, post) or post()
+        return self._any_source.claim(target, src, tag, post) or post()
 
-    def _far(
-        self, peer: int, post: Callable[[], Any], verb: str, tag: int, side: Side | None = None
+    def _between_hosts(
+        self,
+        peer: int,
+        post: Callable[[], Any],
+        verb: str,
+        tag: int,
+        target: FlatTensor | None = None,
     ) -> Message:
         doing = f"{verb} {peer}, tag {tag}"
-        rank = self._places.rank
+        rank = self._topology.rank
         try:
-            return FarMessage(post(), rank, peer, doing, side)
+            return InterHostMessage(post(), rank, peer, doing, target)
         except RuntimeError as error:
-            raise told(error, rank, doing) from error
+            raise as_shoal_error(error, rank, doing) from error
 
-    def _post_for_anybody(self, into: Tensor, tag: int) -> Any:
+    def _post_any_source(self, into: Tensor, tag: int) -> Any:
         return self._mesh.recv_anysource([into], short_tag(tag))
 
     def _index(self, rank: int) -> int:
-        return self._places.local.index(rank)
+        return self._topology.local.index(rank)
 
 
 def reserved_tag(number: int) -> int:
@@ -143,15 +153,15 @@ def short_tag(tag: int) -> int:
     return tag
 
 
-def as_global(error: Exception, places: Places, doing: str = "") -> Exception:
-    """An error of the ranks of one host, with their ranks in the whole group."""
+def with_global_ranks(error: Exception, topology: Topology, doing: str = "") -> Exception:
+    """An error that names ranks of one host, with their ranks in the whole group."""
     within = f"{doing}, " if doing else ""
     if isinstance(error, PeerLost) and error.peer is not None:
-        peer = places.local[error.peer]
+        peer = topology.local[error.peer]
         what = within + error.doing
-        return PeerLost(places.rank, peer, what, error.after_s, error.exit_status)
+        return PeerLost(topology.rank, peer, what, error.after_s, error.exit_status)
     if isinstance(error, Desync):
-        rank = places.local[error.rank]
-        peer = places.local[error.peer]
+        rank = topology.local[error.rank]
+        peer = topology.local[error.peer]
         return Desync(rank, within + error.call, peer, within + error.peer_call)
     return error

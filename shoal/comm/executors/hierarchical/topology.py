@@ -14,7 +14,7 @@ from pathlib import Path
 def host_id() -> bytes:
     """Equal on ranks that can share memory: one kernel, one user, one set of process numbers.
 
-    SHOAL_HOST_ID says it instead: for tests, and for containers that share a kernel but no memory.
+    SHOAL_HOST_ID overrides it: for tests, and for containers that share a kernel but no memory.
     """
     words = [os.environ.get("SHOAL_HOST_ID", "")]
     if not words[0]:
@@ -26,12 +26,12 @@ def _kernel() -> list[str]:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return [boot, str(os.stat("/proc/self/ns/pid").st_ino)]
-    except OSError:  # not Linux: its name must do
+    except OSError:  # not Linux: only its name is known
         return []
 
 
 @dataclass(frozen=True)
-class Places:
+class Topology:
     """The ranks of each host, and which of all ranks this one is.
 
     hosts ((0, 1), (2, 3)), rank 2:  host 1, index 0
@@ -41,12 +41,12 @@ class Places:
     rank: int
 
     @classmethod
-    def of(cls, ids: Sequence[bytes], rank: int) -> Places:
-        """`ids` says for every rank where it is; hosts are in the order of their first ranks."""
-        found: dict[bytes, list[int]] = {}
+    def of(cls, ids: Sequence[bytes], rank: int) -> Topology:
+        """`ids` has the host of every rank; hosts are in the order of their first ranks."""
+        ranks_of: dict[bytes, list[int]] = {}
         for peer, name in enumerate(ids):
-            found.setdefault(name, []).append(peer)
-        return cls(tuple(tuple(ranks) for ranks in found.values()), rank)
+            ranks_of.setdefault(name, []).append(peer)
+        return cls(tuple(tuple(ranks) for ranks in ranks_of.values()), rank)
 
     @cached_property
     def host(self) -> int:
@@ -72,3 +72,9 @@ class Places:
 
     def host_of(self, rank: int) -> int:
         return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
+
+    def of_subset(self, ranks: Sequence[int]) -> Topology:
+        """The topology of some ranks, numbered in their order; this rank is among them."""
+        numbers = {rank: number for number, rank in enumerate(ranks)}
+        hosts = [[numbers[rank] for rank in ranks if rank in host] for host in self.hosts]
+        return Topology(tuple(tuple(host) for host in hosts if host), numbers[self.rank])

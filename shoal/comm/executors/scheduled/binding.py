@@ -1,209 +1,175 @@
 """How the tensors of a call become the slots of a schedule, and what is done after it.
 
-A `Call` knows three things that the interpreter does not: which tensor holds which unit, what
-is copied before, and what is divided or copied back after. Everything else is the schedule's.
+A `Binding` knows what the interpreter does not: which tensor holds which unit, what is copied
+before, and what is divided or copied back after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from shoal.comm.executors.scheduled.buffers import Memory
-from shoal.comm.group import Op, check_all_to_all, check_pieces
-from shoal.comm.operator import check_operator, divide, fill_identity
-from shoal.errors import BadInput
+from shoal.comm.call import Call, Op, Operand, divide, fill_identity, num_bytes
+from shoal.comm.executors.scheduled.buffers import SlotBuffers
+from shoal.comm.staging import FlatTensor, share_storage
 
 
-@dataclass(frozen=True)
-class Place:
-    """Who calls: a rank among `size`, and the root where there is one."""
+class Binding:
+    """One call on one rank; `num_bytes` is V of the price.
 
-    rank: int
-    size: int
-    root: int = 0
+    `load` gives the tensors of the call to the slots, `store` takes the result from them. Both
+    run when the operation is carried out, not when it is called.
+    """
 
-    @property
-    def is_root(self) -> bool:
-        return self.rank == self.root
+    def __init__(self, call: Call, rank: int, size: int):
+        self.call = call
+        self.rank = rank
+        self.size = size
+        self.like = self._piece()
+        self.unit_numel = self.like.numel()
+        self.num_bytes = self.like.nbytes * size
 
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a collective on one rank; `num_bytes` is V of the price."""
-
-    kind: str
-    like: Tensor
-    unit_numel: int
-    num_bytes: int
-    bind: Callable[[Memory], None]
-    finish: Callable[[], None]
-    root: int = 0
-    op: Op = Op.SUM
-
-
-class Flat:
-    """A tensor as a flat one: a view where it is contiguous, otherwise a copy to be put back."""
-
-    def __init__(self, tensor: Tensor):
-        self._tensor = tensor.detach()
-        self.data = self._tensor.new_empty(0)
-
-    def load(self, copy: bool = False) -> Tensor:
-        whole = self._tensor.clone() if copy else self._tensor
-        self.data = whole.contiguous().view(-1)
-        return self.data
+    def load(self, slots: SlotBuffers) -> None:
+        raise NotImplementedError
 
     def store(self) -> None:
-        if self.data.data_ptr() != self._tensor.data_ptr():
-            self._tensor.copy_(self.data.view(self._tensor.shape))
+        raise NotImplementedError
+
+    def _piece(self) -> Tensor:
+        """What one rank gives or gets."""
+        piece = self.call.out if self.call.data is None else self.call.data
+        return _tensor(piece)
+
+    @property
+    def _is_root(self) -> bool:
+        return self.rank == self.call.root
+
+    def _bind_rows(self, slots: SlotBuffers, buffer: FlatTensor) -> Tensor:
+        """Piece r of the buffer is unit r; returns the pieces as rows."""
+        rows = buffer.rows(self.size)
+        for rank in range(self.size):
+            slots.bind(rank, rows[rank])
+        return rows
 
 
-def whole(kind: str, data: Tensor, op: Op, place: Place, out: Tensor | None = None) -> Call:
-    """broadcast, reduce, all_reduce, scan, barrier: the vector is changed where it lies."""
-    check_operator(op, data.dtype)
-    target = Flat(data if out is None else out)
-    keeps = kind == "reduce" and not place.is_root
+class VectorBinding(Binding):
+    """broadcast, reduce, all_reduce, scan: the vector is changed where it lies."""
 
-    def bind(memory: Memory) -> None:
-        if out is not None:
-            out.detach().copy_(data.detach().reshape(out.shape))
-        memory.bind(0, target.load(copy=keeps))
+    def __init__(self, call: Call, rank: int, size: int):
+        super().__init__(call, rank, size)
+        self.num_bytes = self.like.nbytes
+        self._is_input_kept = call.kind == "reduce" and not self._is_root
 
-    def finish() -> None:
-        if keeps:
+    def load(self, slots: SlotBuffers) -> None:
+        out = _tensor(self.call.out)
+        if self.call.out is not self.call.data:
+            out.detach().copy_(self.like.detach().reshape(out.shape))
+        self._target = FlatTensor(out, copy=self._is_input_kept)
+        slots.bind(0, self._target.flat)
+
+    def store(self) -> None:
+        if self._is_input_kept:
             return
-        if kind == "exclusive_scan" and place.rank == 0:
-            fill_identity(target.data, op)
-        elif op is Op.MEAN:
-            divide(target.data, _contributions(kind, place))
-        target.store()
-
-    return Call(kind, data, data.numel(), _bytes(data), bind, finish, place.root, op)
-
-
-def _contributions(kind: str, place: Place) -> int:
-    return {"scan": place.rank + 1, "exclusive_scan": place.rank, "broadcast": 1}.get(
-        kind, place.size
-    )
+        kind = self.call.kind
+        if kind == "exclusive_scan" and self.rank == 0:
+            fill_identity(self._target.flat, self.call.op)
+        elif self.call.op is Op.MEAN:
+            counts = {"scan": self.rank + 1, "exclusive_scan": self.rank, "broadcast": 1}
+            divide(self._target.flat, counts.get(kind, self.size))
+        self._target.store()
 
 
-def gather(out: Tensor | None, data: Tensor, place: Place) -> Call:
-    target = Flat(_root_has("gather", out, data, place))
+class GatherBinding(Binding):
+    def load(self, slots: SlotBuffers) -> None:
+        given = FlatTensor(self.like).flat
+        if self.call.out is None:
+            slots.bind(self.rank, given)
+            return
+        self._target = FlatTensor(self.call.out)
+        self._bind_rows(slots, self._target)[self.rank].copy_(given)
 
-    def bind(memory: Memory) -> None:
-        own = Flat(data).load()
-        if place.is_root:
-            _bind_all(memory, target.load(), place.size)[place.rank].copy_(own)
+    def store(self) -> None:
+        if self.call.out is not None:
+            self._target.store()
+
+
+class ScatterBinding(Binding):
+    def load(self, slots: SlotBuffers) -> None:
+        self._target = FlatTensor(self.like)
+        if self.call.data is None:
+            slots.bind(self.rank, self._target.flat)
         else:
-            memory.bind(place.rank, own)
+            rows = self._bind_rows(slots, FlatTensor(self.call.data))
+            self._target.flat.copy_(rows[self.rank])
 
-    def finish() -> None:
-        if place.is_root:
-            target.store()
+    def store(self) -> None:
+        self._target.store()
 
-    return _pieces("gather", data, place, bind, finish)
-
-
-def scatter(out: Tensor, data: Tensor | None, place: Place) -> Call:
-    source = Flat(_root_has("scatter", data, out, place))
-    target = Flat(out)
-
-    def bind(memory: Memory) -> None:
-        flat = target.load()
-        if place.is_root:
-            flat.copy_(_bind_all(memory, source.load(), place.size)[place.rank])
-        else:
-            memory.bind(place.rank, flat)
-
-    return _pieces("scatter", out, place, bind, target.store)
+    def _piece(self) -> Tensor:
+        return _tensor(self.call.out)
 
 
-def all_gather(out: Tensor, data: Tensor, place: Place) -> Call:
-    check_pieces("all_gather", out, data, place.size)
-    target = Flat(out)
-
-    def bind(memory: Memory) -> None:
-        own = Flat(data).load()
-        _bind_all(memory, target.load(), place.size)[place.rank].copy_(own)
-
-    return _pieces("all_gather", data, place, bind, target.store)
-
-
-def reduce_scatter(out: Tensor, data: Tensor, op: Op, place: Place) -> Call:
+class ReduceScatterBinding(Binding):
     """`data` is left as it was: the sums grow in a copy of it."""
-    check_operator(op, data.dtype)
-    check_pieces("reduce_scatter", data, out, place.size)
-    source = Flat(data)
 
-    def bind(memory: Memory) -> None:
-        _bind_all(memory, source.load(copy=True), place.size)
+    def load(self, slots: SlotBuffers) -> None:
+        assert self.call.data is not None
+        self._rows = self._bind_rows(slots, FlatTensor(self.call.data, copy=True))
 
-    def finish() -> None:
-        own = _rows(source.data, place.size)[place.rank]
-        if op is Op.MEAN:
-            divide(own, place.size)
-        out.detach().copy_(own.view(out.shape))
+    def store(self) -> None:
+        total = self._rows[self.rank]
+        if self.call.op is Op.MEAN:
+            divide(total, self.size)
+        self.like.detach().copy_(total.view(self.like.shape))
 
-    return _pieces("reduce_scatter", out, place, bind, finish, op)
-
-
-def all_to_all(out: Tensor, data: Tensor, place: Place) -> Call:
-    check_all_to_all(out, data, place.size)
-    source = Flat(data)
-    target = Flat(out)
-
-    def bind(memory: Memory) -> None:
-        given = _rows(source.load(copy=_overlap(out, data)), place.size)
-        taken = _rows(target.load(), place.size)
-        for peer in range(place.size):
-            memory.bind(place.rank * place.size + peer, given[peer])
-            if peer != place.rank:
-                memory.bind(peer * place.size + place.rank, taken[peer])
-        taken[place.rank].copy_(given[place.rank])
-
-    unit = data.numel() // place.size
-    return Call("all_to_all", data, unit, _bytes(data), bind, target.store)
+    def _piece(self) -> Tensor:
+        return _tensor(self.call.out)
 
 
-def _pieces(
-    kind: str,
-    piece: Tensor,
-    place: Place,
-    bind: Callable[[Memory], None],
-    finish: Callable[[], None],
-    op: Op = Op.SUM,
-) -> Call:
-    num_bytes = _bytes(piece) * place.size
-    return Call(kind, piece, piece.numel(), num_bytes, bind, finish, place.root, op)
+class AllToAllBinding(Binding):
+    def __init__(self, call: Call, rank: int, size: int):
+        super().__init__(call, rank, size)
+        self.num_bytes = num_bytes(call.data)
+        self.unit_numel = self.num_bytes // self.like.element_size() // size
+
+    def load(self, slots: SlotBuffers) -> None:
+        assert self.call.data is not None and self.call.out is not None
+        copy = _share_storage(self.call.out, self.call.data)
+        given = FlatTensor(self.call.data, copy).rows(self.size)
+        self._target = FlatTensor(self.call.out)
+        taken = self._target.rows(self.size)
+        for peer in range(self.size):
+            slots.bind(self.rank * self.size + peer, given[peer])
+            if peer != self.rank:
+                slots.bind(peer * self.size + self.rank, taken[peer])
+        taken[self.rank].copy_(given[self.rank])
+
+    def store(self) -> None:
+        self._target.store()
+
+    def _piece(self) -> Tensor:
+        data = self.call.data
+        return data if isinstance(data, Tensor) else _tensor(data[0] if data else None)
 
 
-def _bind_all(memory: Memory, flat: Tensor, size: int) -> Tensor:
-    """Piece r of `flat` is unit r; gives back the pieces as rows."""
-    pieces = _rows(flat, size)
-    for rank in range(size):
-        memory.bind(rank, pieces[rank])
-    return pieces
+_BINDINGS: dict[str, type[Binding]] = {
+    "gather": GatherBinding,
+    "all_gather": GatherBinding,
+    "scatter": ScatterBinding,
+    "reduce_scatter": ReduceScatterBinding,
+    "all_to_all": AllToAllBinding,
+}
 
 
-def _rows(flat: Tensor, size: int) -> Tensor:
-    return flat.view(size, flat.numel() // size)
+def bind(call: Call, rank: int, size: int) -> Binding:
+    return _BINDINGS.get(call.kind, VectorBinding)(call, rank, size)
 
 
-def _root_has(kind: str, whole: Tensor | None, piece: Tensor, place: Place) -> Tensor:
-    if not place.is_root:
-        return piece
-    if whole is None:
-        raise BadInput(f"rank {place.rank} is the root of a {kind} and has not given the whole")
-    check_pieces(kind, whole, piece, place.size)
-    return whole
+def _tensor(operand: Operand | None) -> Tensor:
+    assert isinstance(operand, Tensor)
+    return operand
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _share_storage(out: Operand, data: Operand) -> bool:
+    if isinstance(out, Tensor) and isinstance(data, Tensor):
+        return share_storage(out, data)
+    return False  # lists are copied in any case

@@ -16,19 +16,19 @@ _LARGE = 1 << 20
 _TRIES = 5
 
 
-def measure_link(transport: Transport, tag: int, tell: Callable[[Tensor], None]) -> Link:
-    """All ranks call it. `tell` is a broadcast from rank 0, so that all know the same numbers.
+def measure_link(transport: Transport, tag: int, broadcast: Callable[[Tensor], None]) -> Link:
+    """All ranks call it. `broadcast` goes from rank 0, so that all ranks use the same numbers.
 
     Two sizes, the best of a few tries each: alpha is the time of the small message, beta what
     every further byte adds, gamma the time to add a byte to another. A few milliseconds.
     """
-    found = torch.zeros(3, dtype=torch.float64)
+    measured = torch.zeros(3, dtype=torch.float64)
     if transport.size > 1 and transport.rank < 2:
         small_s, large_s = (_one_way_s(transport, tag, size) for size in (_SMALL, _LARGE))
         beta = max(large_s - small_s, 0.0) / (_LARGE - _SMALL)
-        found = torch.tensor([small_s, beta, _gamma()], dtype=torch.float64)
-    tell(found)
-    alpha_s, beta, gamma = found.tolist()
+        measured = torch.tensor([small_s, beta, _gamma()], dtype=torch.float64)
+    broadcast(measured)
+    alpha_s, beta, gamma = measured.tolist()
     return Link(alpha_s, beta, gamma)
 
 

@@ -1,23 +1,23 @@
-"""A group whose collectives are schedules: chosen, proven, and run by one interpreter."""
+"""Collectives as schedules: selected, proven, and run by one interpreter over any transport."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from shoal.comm.executors.scheduled import binding
-from shoal.comm.executors.scheduled.binding import Call, Place
-from shoal.comm.executors.scheduled.buffers import Memory
+from shoal.comm.call import Call, Op
+from shoal.comm.executor import Executor
+from shoal.comm.executors.scheduled.binding import Binding, bind
+from shoal.comm.executors.scheduled.buffers import SlotBuffers
 from shoal.comm.executors.scheduled.calibration import measure_link
 from shoal.comm.executors.scheduled.interpreter import SEGMENT_BYTES, Interpreter, segments_for
 from shoal.comm.executors.scheduled.program import Program, compile_for
-from shoal.comm.executors.scheduled.selection import Choosable, Chooser
-from shoal.comm.group import Group, Op, check_root, check_subgroup
-from shoal.comm.queue import OrderedQueue
-from shoal.observe.trace import OFF, Tracer
+from shoal.comm.executors.scheduled.selection import AlgorithmChoice, AlgorithmSelector
+from shoal.comm.staging import FlatTensor
+from shoal.comm.work_queue import QueuedWork, WorkQueue
+from shoal.errors import BadInput
 from shoal.schedules.collectives.catalog import build
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.subset import SubsetTransport
@@ -29,165 +29,159 @@ _COLLECTIVES = 1 << 39
 _MEASURE = 0  # collectives are numbered from 1
 
 
-class ScheduledGroup:
+class Scheduled(Executor):
     """Collectives by schedule over any transport.
 
-    `algorithm` is described at `Chooser`. `link` is what messages cost here; where the algorithm
-    is open and `link` is not given, it is measured at the first use. Operations run in the order
-    of the calls: when one of them is waited for, or with `background` on a thread from the call
-    on, beside the computation. Until they are waited for their tensors must be left alone.
+    `algorithm` is described at `AlgorithmSelector`. `link` is the cost of a message; where the
+    algorithm is open and `link` is not given, it is measured at the first use. Operations run in
+    the order of the calls: when one of them is waited for, or with `background` on a thread from
+    the call on, beside the computation.
     """
 
     def __init__(
         self,
         transport: Transport,
-        algorithm: Choosable = "auto",
+        algorithm: AlgorithmChoice = "auto",
         link: Link | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         background: bool = False,
-        tracer: Tracer = OFF,
-        space: int = 0,
+        tag_space: int = 0,
     ):
         self._transport = transport
         self._algorithm = algorithm
-        self._space = space
+        self._tag_space = tag_space
         self.rank = transport.rank
         self.size = transport.size
         self.link = link
         self._segment_bytes = segment_bytes
-        self._chooser = Chooser(algorithm, self.rank, self.size)
+        self._selector = AlgorithmSelector(algorithm, self.rank, self.size)
         self._background = background
-        self._queue = OrderedQueue(background)
-        self.tracer = tracer
-        self._calls = self._children = 0
+        self.queue = WorkQueue("collectives", background, idle_s=0.0)
+        self._calls = 0
+        self._children = 0
 
-    def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:
-        """Push: `data` to rank `dst`, which calls `recv` with the same tag."""
-        return self._transport.send(data.detach().contiguous(), dst, self._space * _SPACE + tag)
+    def send(self, data: Tensor, dst: int, tag: int) -> Work:
+        tag += self._tag_space * _SPACE
+        return self._transport.send(data.detach().contiguous(), dst, tag)
 
-    def recv(self, into: Tensor, src: int, tag: int = 0) -> Work:
-        """Pull: what rank `src` sends with this tag."""
-        whole = into.detach()
-        landing = whole if whole.is_contiguous() else torch.empty_like(whole).contiguous()
-        work = self._transport.recv(landing, src, self._space * _SPACE + tag)
-        if landing is whole:
+    def recv(self, into: Tensor, src: int, tag: int) -> Work:
+        target = into.detach()
+        landing = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+        work = self._transport.recv(landing, src, self._tag_space * _SPACE + tag)
+        if landing is target:
             return work
 
         def finish() -> None:
             work.wait()
-            whole.copy_(landing)
+            target.copy_(landing)
 
         return PendingWork(finish)
 
-    def broadcast(self, data: Tensor, root: int = 0) -> Work:
-        return self._start(binding.whole("broadcast", data, Op.SUM, self._place(root)))
+    def submit(self, call: Call) -> QueuedWork:
+        if call.timeout_s is not None:
+            raise BadInput(
+                "a scheduled group has no timeout for one call: set that of its transport"
+            )
+        self._calls += 1
+        tag = self._tag(self._calls)
+        if call.kind == "all_to_all_uneven":
+            return self.queue.call(lambda: self._exchange(call, tag))
+        binding = bind(_with_token(call), self.rank, self.size)
+        return self.queue.call(lambda: self._carry_out(binding, tag))
 
-    def reduce(self, data: Tensor, root: int = 0, op: Op = Op.SUM) -> Work:
-        """The result at the root; the other ranks' tensors are left as they were."""
-        return self._start(binding.whole("reduce", data, op, self._place(root)))
-
-    def all_reduce(self, data: Tensor, op: Op = Op.SUM, out: Tensor | None = None) -> Work:
-        """Everybody's `data` combined, in its place or in `out`."""
-        return self._start(binding.whole("all_reduce", data, op, self._place(), out))
-
-    def gather(self, out: Tensor | None, data: Tensor, root: int = 0) -> Work:
-        return self._start(binding.gather(out, data, self._place(root)))
-
-    def scatter(self, out: Tensor, data: Tensor | None, root: int = 0) -> Work:
-        return self._start(binding.scatter(out, data, self._place(root)))
-
-    def all_gather(self, out: Tensor, data: Tensor) -> Work:
-        return self._start(binding.all_gather(out, data, self._place()))
-
-    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op = Op.SUM) -> Work:
-        return self._start(binding.reduce_scatter(out, data, op, self._place()))
-
-    def all_to_all(self, out: Tensor, data: Tensor) -> Work:
-        return self._start(binding.all_to_all(out, data, self._place()))
-
-    def scan(
-        self, data: Tensor, op: Op = Op.SUM, exclusive: bool = False, out: Tensor | None = None
-    ) -> Work:
-        """Ranks 0 to r combined at rank r; exclusive: 0 to r-1, and at rank 0 nothing (0, 1, …)."""
-        kind = "exclusive_scan" if exclusive else "scan"
-        return self._start(binding.whole(kind, data, op, self._place(), out))
-
-    def barrier(self) -> Work:
-        token = torch.zeros(1, dtype=torch.int32)
-        return self._start(binding.whole("barrier", token, Op.MAX, self._place()))
-
-    def duplicate(self) -> Group:
-        return self._child(self._transport)
-
-    def subgroup(self, ranks: Sequence[int]) -> ScheduledGroup | None:
-        check_subgroup(ranks, self.size)
-        if self.rank not in ranks:
-            self._children += 1
-            return None
-        return self._child(SubsetTransport(self._transport, ranks))
-
-    def sends(self, kind: str, num_bytes: int) -> int | None:
-        """Bytes that this rank sends in such a call; None where the algorithm is left open."""
-        if self._chooser.is_auto(kind):
-            return None
-        collective = self._chooser.program(kind, num_bytes, self.link or Link()).collective
-        times = sum(transfer.src == self.rank for row in collective.rounds for transfer in row)
-        return round(times * collective.chunk_bytes(num_bytes))
-
-    def calibrate(self) -> Link:
-        """Measure what a message costs here, and let `auto` go by it. All ranks call it."""
-        self._queue.submit(self._measure).wait()
-        assert self.link is not None
-        return self.link
-
-    def _child(self, transport: Transport) -> ScheduledGroup:
+    def split(self, ranks: Sequence[int]) -> Scheduled | None:
         self._children += 1
-        space = self._space << 20 | self._children
-        return ScheduledGroup(
+        if self.rank not in ranks:
+            return None
+        transport = self._transport
+        if list(ranks) != list(range(self.size)):
+            transport = SubsetTransport(transport, ranks)
+        tag_space = (self._tag_space << 20) | self._children
+        return Scheduled(
             transport,
             self._algorithm,
             self.link,
             self._segment_bytes,
             self._background,
-            self.tracer,
-            space,
+            tag_space,
         )
 
-    def _place(self, root: int = 0) -> Place:
-        check_root(root, self.size)
-        return Place(self.rank, self.size, root)
+    def close(self) -> None:
+        self.queue.close()
 
-    def _start(self, call: Call) -> Work:
-        self._calls += 1
-        tag = self._tag(self._calls)
-        return self._queue.submit(lambda: self._carry_out(call, tag))
+    def describe(self, call: Call) -> str:
+        if call.kind == "all_to_all_uneven":
+            return f"{call.kind} {call.num_bytes} bytes"
+        binding = bind(_with_token(call), self.rank, self.size)
+        return f"{call.kind} {self._program(binding).collective.name} {binding.num_bytes} bytes"
 
-    def _carry_out(self, call: Call, tag: int) -> None:
-        if self.link is None and self._chooser.is_auto(call.kind):
+    def bytes_sent(self, call: Call) -> int | None:
+        if call.kind == "all_to_all_uneven" or self._selector.is_auto(call.kind):
+            return None
+        num_bytes = bind(_with_token(call), self.rank, self.size).num_bytes
+        program = self._selector.program(call.kind, num_bytes, self.link or Link())
+        rounds = program.collective.rounds
+        times = sum(transfer.src == self.rank for row in rounds for transfer in row)
+        return round(times * program.collective.chunk_bytes(num_bytes))
+
+    def record_times(self) -> None:
+        self.queue.timed = True
+
+    def calibrate(self) -> Link:
+        """Measure what a message costs here, for the choices of "auto". All ranks call it."""
+        self.queue.call(self._measure).wait()
+        assert self.link is not None
+        return self.link
+
+    def _carry_out(self, binding: Binding, tag: int) -> None:
+        if self.link is None and self._selector.is_auto(binding.call.kind):
             self._measure()
-        link = self.link or Link()
-        program = self._chooser.program(call.kind, call.num_bytes, link, call.root)
-        start_ns = time.monotonic_ns()
-        self._run(program, call, tag)
-        detail = f"{call.kind} {program.collective.name} {call.num_bytes} bytes"
-        self.tracer.add("reduce", start_ns, time.monotonic_ns(), "comm", detail)
+        self._run(self._program(binding), binding, tag)
 
-    def _run(self, program: Program, call: Call, tag: int) -> None:
-        memory = Memory(program.collective, call.unit_numel, call.like)
-        call.bind(memory)
-        chunk_bytes = int(program.collective.chunk_bytes(call.num_bytes))
+    def _program(self, binding: Binding) -> Program:
+        call = binding.call
+        link = self.link or Link()
+        return self._selector.program(call.kind, binding.num_bytes, link, call.root)
+
+    def _run(self, program: Program, binding: Binding, tag: int) -> None:
+        slots = SlotBuffers(program.collective, binding.unit_numel, binding.like)
+        binding.load(slots)
+        chunk_bytes = int(program.collective.chunk_bytes(binding.num_bytes))
         segments = segments_for(chunk_bytes, self._segment_bytes)
-        Interpreter(program, memory, self._transport, tag, call.op, segments).run()
-        call.finish()
+        Interpreter(program, slots, self._transport, tag, binding.call.op, segments).run()
+        binding.store()
+
+    def _exchange(self, call: Call, tag: int) -> None:
+        """Pieces of any size: each goes straight to its rank."""
+        assert call.data is not None and call.out is not None
+        target = FlatTensor(call.out)
+        given = torch.split(FlatTensor(call.data, copy=True).flat, list(call.send_counts))
+        taken = torch.split(target.flat, list(call.recv_counts))
+        taken[self.rank].copy_(given[self.rank])
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        works = [self._transport.recv(taken[p], p, tag) for p in peers if taken[p].numel()]
+        works += [self._transport.send(given[p], p, tag) for p in peers if given[p].numel()]
+        for work in works:
+            work.wait()
+        target.store()
 
     def _measure(self) -> None:
         program = compile_for(build("broadcast", "tree", self.size), self.rank)
         tag = self._tag(_MEASURE)
 
-        def tell(found: Tensor) -> None:
-            self._run(program, binding.whole("broadcast", found, Op.SUM, self._place()), tag)
+        def broadcast(measured: Tensor) -> None:
+            call = Call("broadcast", measured, measured)
+            self._run(program, bind(call, self.rank, self.size), tag)
 
-        self.link = measure_link(self._transport, tag, tell)
+        self.link = measure_link(self._transport, tag, broadcast)
 
     def _tag(self, number: int) -> int:
-        return self._space * _SPACE + _COLLECTIVES + number
+        return self._tag_space * _SPACE + _COLLECTIVES + number
+
+
+def _with_token(call: Call) -> Call:
+    """A barrier as a collective on one number."""
+    if call.kind != "barrier":
+        return call
+    token = torch.zeros(1, dtype=torch.int32)
+    return call._replace(data=token, out=token, op=Op.MAX)

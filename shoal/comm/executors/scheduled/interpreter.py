@@ -1,16 +1,16 @@
 """The one interpreter that carries out any schedule on any transport.
 
-Every chunk is cut into segments, and all segments of a chunk take the same way. A rank works
+Every chunk is divided into segments, and all segments of a chunk take the same path. A rank works
 through (round, segment) in order: before it issues segment s of round r it finishes segment s
 of round r-1. So while it adds one segment, the next ones are on the wire, and a long vector
-runs down a chain or a tree like water through a pipe:
+is pipelined along a chain or a tree:
 
     rank 0   send 0   send 1   send 2
     rank 1            0 -> on  1 -> on  2 -> on
     rank 2                     0 -> on  1 -> on   …
 
-Where several contributions reach a slot in one round they are added in the order of ranks, the
-own one in its place, so that every rank gets the same bits.
+Where several contributions reach a slot in one round they are added in the order of ranks,
+including that of this rank, so that every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shoal.comm.executors.scheduled.buffers import Memory
-from shoal.comm.executors.scheduled.program import Program, Step
-from shoal.comm.group import Op
+from shoal.comm.call import Op
+from shoal.comm.executors.scheduled.buffers import SlotBuffers
+from shoal.comm.executors.scheduled.program import Program, ProgramStep
 from shoal.errors import PeerLost
 from shoal.transport.transport import Transport, Work
 
@@ -32,7 +32,7 @@ _MOST_SEGMENTS = 64
 
 @dataclass
 class _Flight:
-    """What one segment of one step has under way."""
+    """The messages of one segment of one step."""
 
     sends: list[Work] = field(default_factory=list)
     receives: list[Work] = field(default_factory=list)
@@ -41,10 +41,10 @@ class _Flight:
 
 @dataclass
 class Interpreter:
-    """One execution of a program: its memory, its operator, its tag on the wire."""
+    """One execution of a program: its buffers, its operator, its tag on the wire."""
 
     program: Program
-    memory: Memory
+    slots: SlotBuffers
     transport: Transport
     tag: int
     op: Op = Op.SUM
@@ -60,47 +60,47 @@ class Interpreter:
                 flight = self._issue(step, segment)
                 flights[segment : segment + 1] = [flight]
             if number:
-                self.memory.forget(steps[number - 1].last_use)
+                self.slots.release(steps[number - 1].last_use)
         for segment, flight in enumerate(flights):
             self._finish(steps[-1], segment, flight)
 
-    def _issue(self, step: Step, segment: int) -> _Flight:
-        """Send what goes out, and say where to put what comes in."""
+    def _issue(self, step: ProgramStep, segment: int) -> _Flight:
+        """Post the sends and the receives of one segment."""
         flight = _Flight()
         for dst, slots in step.sends.items():
-            data = self.memory.parts(slots, segment, self.segments)
+            data = self.slots.joined(slots, segment, self.segments)
             if data.numel():
                 flight.sends.append(self.transport.send(data, dst, self.tag))
         for src, slots_in in step.receives.items():
-            into, staged = self._landing(step, slots_in, segment)
+            into, staged = self._receive_buffer(step, slots_in, segment)
             if into.numel():
                 flight.receives.append(self.transport.recv(into, src, self.tag))
                 if staged:
                     flight.staged.append((src, into, slots_in))
         return flight
 
-    def _landing(
-        self, step: Step, slots: list[tuple[int, bool]], segment: int
+    def _receive_buffer(
+        self, step: ProgramStep, slots: list[tuple[int, bool]], segment: int
     ) -> tuple[Tensor, bool]:
-        """Where a message lands: in its slot if nothing there is needed, or else beside it."""
+        """Where a message is received: in its slot if that is free, otherwise in a new tensor."""
         if len(slots) == 1 and not slots[0][1] and slots[0][0] not in step.read:
-            return self.memory.part(slots[0][0], segment, self.segments), False
-        parts = [self.memory.part(slot, segment, self.segments) for slot, _ in slots]
-        return parts[0].new_empty(sum(part.numel() for part in parts)), True
+            return self.slots.segment(slots[0][0], segment, self.segments), False
+        views = [self.slots.segment(slot, segment, self.segments) for slot, _ in slots]
+        return views[0].new_empty(sum(view.numel() for view in views)), True
 
-    def _finish(self, step: Step, segment: int, flight: _Flight) -> None:
-        """Wait for the segment's messages, then write what they brought."""
+    def _finish(self, step: ProgramStep, segment: int, flight: _Flight) -> None:
+        """Wait for the messages of the segment, then write what has arrived."""
         self._wait(step, flight)
         arrived = self._arrived(step, segment, flight)
         for slot, values in arrived.items():
-            into = self.memory.part(slot, segment, self.segments)
+            into = self.slots.segment(slot, segment, self.segments)
             replaced = [value for _, value, reduce in values if not reduce]
             if replaced:
                 into.copy_(replaced[0])
             else:
                 self._add(into, [(rank, value) for rank, value, _ in values])
 
-    def _wait(self, step: Step, flight: _Flight) -> None:
+    def _wait(self, step: ProgramStep, flight: _Flight) -> None:
         try:
             for work in (*flight.receives, *flight.sends):
                 work.wait()
@@ -109,20 +109,20 @@ class Interpreter:
             raise PeerLost(lost.rank, lost.peer, doing, lost.after_s, lost.exit_status) from lost
 
     def _arrived(
-        self, step: Step, segment: int, flight: _Flight
+        self, step: ProgramStep, segment: int, flight: _Flight
     ) -> dict[int, list[tuple[int, Tensor, bool]]]:
         """By slot: (source, value, reduce)."""
-        found: dict[int, list[tuple[int, Tensor, bool]]] = defaultdict(list)
+        arrived: dict[int, list[tuple[int, Tensor, bool]]] = defaultdict(list)
         for src, data, slots in flight.staged:
             start = 0
             for slot, reduce in slots:
-                numel = self.memory.part(slot, segment, self.segments).numel()
-                found[slot].append((src, data[start : start + numel], reduce))
+                numel = self.slots.segment(slot, segment, self.segments).numel()
+                arrived[slot].append((src, data[start : start + numel], reduce))
                 start += numel
         for chunk, into, reduce in step.local:
-            value = self.memory.part(chunk, segment, self.segments).clone()
-            found[into].append((self.program.rank, value, reduce))
-        return found
+            value = self.slots.segment(chunk, segment, self.segments).clone()
+            arrived[into].append((self.program.rank, value, reduce))
+        return arrived
 
     def _add(self, into: Tensor, values: list[tuple[int, Tensor]]) -> None:
         if len(values) == 1:

@@ -1,4 +1,4 @@
-"""One rank's part of a schedule: what it sends, receives and adds, step by step."""
+"""A schedule for one rank: what it sends, receives and adds, step by step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shoal.schedules.collectives.collective import Collective
 
 
 @dataclass
-class Step:
-    """One round as one rank sees it; rounds in which it has no part are left out.
+class ProgramStep:
+    """One round as one rank sees it; rounds in which it does nothing are left out.
 
     `sends` and `receives` go by peer: the slots of one message in the order in which they lie
     in it. `local` are (from slot, into slot, reduce) within the rank.
@@ -21,7 +21,7 @@ class Step:
     sends: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     receives: dict[int, list[tuple[int, bool]]] = field(default_factory=lambda: defaultdict(list))
     local: list[tuple[int, int, bool]] = field(default_factory=list)
-    last_use: list[int] = field(default_factory=list)  # slots that nobody asks for afterwards
+    last_use: list[int] = field(default_factory=list)  # slots that are not used afterwards
 
     @cached_property
     def read(self) -> set[int]:
@@ -41,17 +41,17 @@ class Program:
 
     collective: Collective
     rank: int
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
 
 
 def compile_for(collective: Collective, rank: int) -> Program:
     """Read the rank's rows out of the schedule's table."""
     table = collective.table
     mine = table.only((table.src == rank) | (table.dst == rank))
-    steps: dict[int, Step] = {}
+    steps: dict[int, ProgramStep] = {}
     columns = (mine.round, mine.src, mine.dst, mine.chunk, mine.into, mine.reduce)
     for number, src, dst, chunk, into, reduce in zip(*(c.tolist() for c in columns), strict=True):
-        step = steps.setdefault(number, Step(number))
+        step = steps.setdefault(number, ProgramStep(number))
         if src == dst:
             step.local.append((chunk, into, reduce))
         elif src == rank:
@@ -63,7 +63,7 @@ def compile_for(collective: Collective, rank: int) -> Program:
     return Program(collective, rank, ordered)
 
 
-def _mark_last_uses(steps: tuple[Step, ...]) -> None:
+def _mark_last_uses(steps: tuple[ProgramStep, ...]) -> None:
     seen: set[int] = set()
     for step in reversed(steps):
         fresh = step.touched - seen

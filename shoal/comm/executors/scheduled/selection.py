@@ -13,34 +13,37 @@ from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.kinds import kind_named, nearest
 from shoal.schedules.collectives.proof import prove
 
-Maker = Callable[[int], Collective]
-Choosable = str | Maker | Mapping[str, str | Maker]
+# a user's own schedule: from the number of ranks to a Collective
+ScheduleFunction = Callable[[int], Collective]
+Algorithm = str | ScheduleFunction
+AlgorithmChoice = Algorithm | Mapping[str, Algorithm]
 AUTO = "auto"
 
 
-class Chooser:
-    """Picks and keeps the programs of one rank. Every rank picks the same, from the same facts.
+class AlgorithmSelector:
+    """Selects and keeps the programs of one rank. Every rank selects the same ones.
 
-    `algorithm` is "auto"; or a name, for the kinds that know it; or a function from ranks to a
-    `Collective`, for its kind; or any of these by kind. What is left open is "auto".
+    The choice is "auto"; or a name, for the kinds that have such an algorithm; or a function from
+    the number of ranks to a `Collective`, for its kind; or any of these by kind. A kind that is
+    left open is "auto". A function is called and its schedule is proven here, before any use.
     """
 
-    def __init__(self, algorithm: Choosable, rank: int, ranks: int):
+    def __init__(self, choice: AlgorithmChoice, rank: int, ranks: int):
         self._rank = rank
         self._ranks = ranks
-        self._own: dict[str, Collective] = {}
-        self._named: dict[str, str] = {}
+        self._user_schedules: dict[str, Collective] = {}
+        self._names: dict[str, str] = {}
         self._programs: dict[tuple[str, str, int], Program] = {}
-        self._settle(algorithm)
+        self._settle(choice)
 
     def is_auto(self, kind: str) -> bool:
-        return self._ranks > 1 and kind not in self._own and kind not in self._named
+        return self._ranks > 1 and kind not in self._user_schedules and kind not in self._names
 
     def program(self, kind: str, num_bytes: int, link: Link, root: int = 0) -> Program:
-        """The program for `num_bytes` of data; the size only matters where the choice is open."""
-        name = self._named.get(kind, AUTO)
-        if kind in self._own:
-            name = self._own[kind].name
+        """The program for `num_bytes` of data; the size matters for "auto" only."""
+        name = self._names.get(kind, AUTO)
+        if kind in self._user_schedules:
+            name = self._user_schedules[kind].name
         elif name == AUTO:
             name = cheapest(kind, self._ranks, _rounded_up(num_bytes), link)
         key = (kind, name, root)
@@ -49,42 +52,49 @@ class Chooser:
         return self._programs[key]
 
     def _schedule(self, kind: str, name: str, root: int) -> Collective:
-        if kind in self._own:
-            return rooted_at(self._own[kind], root)
+        if kind in self._user_schedules:
+            return rooted_at(self._user_schedules[kind], root)
         return build(kind, name, self._ranks, root)
 
-    def _settle(self, algorithm: Choosable) -> None:
-        if isinstance(algorithm, Mapping):
-            for kind, choice in algorithm.items():
-                self._settle_one(kind_named(kind).name, choice)
-        elif isinstance(algorithm, str):
-            known = [kind for kind, family in CATALOG.items() if algorithm in family]
-            if algorithm != AUTO and not known:
-                names = dict.fromkeys(name for family in CATALOG.values() for name in family)
-                raise BadInput(f"there is no algorithm {algorithm!r}; {nearest(algorithm, names)}")
-            self._named = dict.fromkeys(known, algorithm)
+    def _settle(self, choice: AlgorithmChoice) -> None:
+        if isinstance(choice, Mapping):
+            for kind, algorithm in choice.items():
+                self._settle_kind(kind_named(kind).name, algorithm)
+        elif isinstance(choice, str):
+            self._names = dict.fromkeys(_kinds_with(choice), choice)
         else:
-            self._settle_one(None, algorithm)
+            self._add_function(None, choice)
 
-    def _settle_one(self, kind: str | None, choice: str | Maker) -> None:
-        if not isinstance(choice, str):
-            own = self._proven(choice)
-            if kind is not None and own.kind != kind:
-                raise BadInput(f"the schedule {own.name!r} is for {own.kind}, not for {kind}")
-            self._own[own.kind] = own
-        elif kind is not None and choice != AUTO:
-            build(kind, choice, 1)
-            self._named[kind] = choice
+    def _settle_kind(self, kind: str, algorithm: Algorithm) -> None:
+        if not isinstance(algorithm, str):
+            self._add_function(kind, algorithm)
+        elif algorithm != AUTO:
+            build(kind, algorithm, 1)  # refuses a name that the kind does not have
+            self._names[kind] = algorithm
 
-    def _proven(self, maker: Maker) -> Collective:
-        own = maker(self._ranks)
-        if own.ranks != self._ranks:
+    def _add_function(self, kind: str | None, function: ScheduleFunction) -> None:
+        schedule = self._proven(function)
+        if kind is not None and schedule.kind != kind:
+            raise BadInput(f"the schedule {schedule.name!r} is for {schedule.kind}, not for {kind}")
+        self._user_schedules[schedule.kind] = schedule
+
+    def _proven(self, function: ScheduleFunction) -> Collective:
+        schedule = function(self._ranks)
+        if schedule.ranks != self._ranks:
             raise BadInput(
-                f"the schedule {own.name!r} is for {own.ranks} ranks, and the group has "
+                f"the schedule {schedule.name!r} is for {schedule.ranks} ranks, and the group has "
                 f"{self._ranks}"
             )
-        prove(own)
-        return replace(own, name=f"{own.name} (own)")
+        prove(schedule)
+        return replace(schedule, name=f"{schedule.name} (own)")
+
+
+def _kinds_with(name: str) -> list[str]:
+    kinds = [kind for kind, family in CATALOG.items() if name in family]
+    if name != AUTO and not kinds:
+        names = dict.fromkeys(name for family in CATALOG.values() for name in family)
+        raise BadInput(f"there is no algorithm {name!r}; {nearest(name, names)}")
+    return kinds
 
 
 def _rounded_up(num_bytes: int) -> int:

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.comm.executors.solo import SoloGroup
+from shoal.comm.executors.deferred import Deferred
+from shoal.comm.executors.solo import Solo
 from shoal.comm.group import Group
-from shoal.comm.loose import LooseGroup
 from shoal.errors import Desync
 
 
 def on_ranks(
-    folder: Path, size: int, body: Callable[[LooseGroup], Tensor], gone: set[int]
+    folder: Path, size: int, body: Callable[[Group], Tensor], gone: set[int]
 ) -> list[Tensor]:
     def work(rank: int) -> Tensor:
-        return body(LooseGroup(folder, rank, size, lambda r: r in gone, SoloGroup))
+        return body(Group(Deferred(folder, rank, size, lambda r: r in gone, Solo)))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, [r for r in range(size) if r not in gone], timeout=20))
@@ -48,7 +48,7 @@ def test_the_root_gives_or_else_the_first_that_is_left(
 
 def test_what_was_given_counts_though_the_giver_is_gone(tmp_path: Path) -> None:
     gone: set[int] = set()
-    groups = [LooseGroup(tmp_path, r, 3, lambda r: r in gone, SoloGroup) for r in range(3)]
+    groups = [Group(Deferred(tmp_path, r, 3, lambda r: r in gone, Solo)) for r in range(3)]
     found = [torch.tensor([float(r)]) for r in range(3)]
     groups[0].broadcast(found[0]).wait()
     gone.add(0)
@@ -58,20 +58,20 @@ def test_what_was_given_counts_though_the_giver_is_gone(tmp_path: Path) -> None:
 
 
 def test_tensors_of_different_size_are_told(tmp_path: Path) -> None:
-    groups = [LooseGroup(tmp_path, r, 2, lambda r: False, SoloGroup) for r in range(2)]
+    groups = [Group(Deferred(tmp_path, r, 2, lambda r: False, Solo)) for r in range(2)]
     groups[0].broadcast(torch.zeros(3)).wait()
     with pytest.raises(Desync, match=r"a broadcast of 8 bytes while rank 0 called .* 12 bytes"):
         groups[1].broadcast(torch.zeros(2)).wait()
 
 
 def test_everything_else_is_done_by_a_whole_group_that_is_made_once(tmp_path: Path) -> None:
-    made: list[Group] = []
+    made: list[Solo] = []
 
-    def make() -> Group:
-        made.append(SoloGroup())
+    def make() -> Solo:
+        made.append(Solo())
         return made[-1]
 
-    group = LooseGroup(tmp_path, 0, 1, lambda r: False, make)
+    group = Group(Deferred(tmp_path, 0, 1, lambda r: False, make))
     out = torch.zeros(2)
     group.all_gather(out, torch.ones(2)).wait()
     group.barrier().wait()

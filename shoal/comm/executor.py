@@ -1,0 +1,72 @@
+"""What carries out the calls of a group: the interface of every executor."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from shoal.comm.call import Call, Op
+from shoal.transport.transport import Work
+
+
+class Executor(Protocol):
+    """Carries out the collectives and messages of ranks 0..size-1.
+
+    All ranks submit the same collectives in the same order. Arguments have been checked by
+    `Group`. Executors derive from this class, so that they get the defaults below.
+    """
+
+    rank: int
+    size: int
+    any_source: bool = False  # whether `recv` takes ANY_SOURCE for a source
+
+    @abstractmethod
+    def submit(self, call: Call) -> Work:
+        """Start a collective."""
+
+    @abstractmethod
+    def send(self, data: Tensor, dst: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def recv(self, into: Tensor, src: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def split(self, ranks: Sequence[int]) -> Executor | None:
+        """An executor of some of the ranks, in that order, with its own order of operations.
+
+        All ranks call it; a rank that is not among them gets None.
+        """
+
+    def close(self) -> None:
+        """Leave. Operations that have not been waited for are abandoned; safe to call twice."""
+        return None
+
+    def describe(self, call: Call) -> str:
+        """How a call is carried out, for traces."""
+        return f"{call.kind} {call.num_bytes} bytes"
+
+    def bytes_sent(self, call: Call) -> int | None:
+        """Bytes that this rank sends, where a named algorithm decides it; otherwise None."""
+        return None
+
+    def record_times(self) -> None:
+        """From now on note when operations start and end, for traces."""
+        return None
+
+
+class AllReduce(Protocol):
+    """The signature of `Group.all_reduce`."""
+
+    def __call__(self, data: Tensor, op: Op = Op.SUM, out: Tensor | None = None) -> Work: ...
+
+
+@runtime_checkable
+class BindsAllReduce(Protocol):
+    """An executor with a shorter way for the most common call."""
+
+    def bind_all_reduce(self, general: AllReduce) -> AllReduce:
+        """The `all_reduce` of a group; it calls `general` for what the short way cannot do."""
+        ...

@@ -1,0 +1,105 @@
+"""An executor that records a span for every operation and for every wait.
+
+    comm   ··[ reduce: all_reduce ring 4096 bytes ]····     when the operation ran
+    main   [ backward ]··········[ wait ]·[ update ]···     when the computation waited for it
+
+A wait is communication that is exposed; an operation beside computation is hidden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from shoal.comm.call import Call
+from shoal.comm.executor import Executor
+from shoal.observe.trace import WAIT, Tracer
+from shoal.transport.transport import Work
+
+
+@runtime_checkable
+class _Timed(Protocol):
+    @property
+    def times(self) -> tuple[int, int] | None: ...
+
+
+class TracedWork:
+    """Records the wait, and when the operation itself ran; the first time that it ends."""
+
+    def __init__(
+        self, work: Work, tracer: Tracer, kind: str, describe: Callable[[], str], start_ns: int
+    ):
+        """`start_ns` counts where the work does not know its times; 0: it is not recorded."""
+        self._work = work
+        self._tracer = tracer
+        self._kind = kind
+        self._describe = describe
+        self._start_ns = start_ns
+        self._is_recorded = False
+
+    def wait(self) -> None:
+        if self._is_recorded:
+            self._work.wait()
+            return
+        wait_ns = time.monotonic_ns()
+        detail = ""
+        try:
+            self._work.wait()
+            detail = self._describe()
+            self._record(detail)
+        finally:
+            self._is_recorded = True
+            self._tracer.add(WAIT, wait_ns, time.monotonic_ns(), "main", detail)
+
+    def _record(self, detail: str) -> None:
+        times = self._work.times if isinstance(self._work, _Timed) else None
+        if times is None and self._start_ns:
+            times = (self._start_ns, time.monotonic_ns())
+        if times is not None:
+            start_ns, end_ns = times
+            self._tracer.add(self._kind, start_ns, end_ns, "comm", detail)
+
+
+class Traced(Executor):
+    """Passes calls on and records them with `tracer`."""
+
+    def __init__(self, executor: Executor, tracer: Tracer):
+        executor.record_times()
+        self._executor = executor
+        self._tracer = tracer
+        self.rank = executor.rank
+        self.size = executor.size
+        self.any_source = executor.any_source
+
+    def submit(self, call: Call) -> Work:
+        start_ns = time.monotonic_ns()
+        work = self._executor.submit(call)
+        return TracedWork(
+            work, self._tracer, "reduce", lambda: self._executor.describe(call), start_ns
+        )
+
+    def send(self, data: Tensor, dst: int, tag: int) -> Work:
+        work = self._executor.send(data, dst, tag)
+        detail = f"send {data.nbytes} bytes to {dst}"
+        return TracedWork(work, self._tracer, "send", lambda: detail, 0)
+
+    def recv(self, into: Tensor, src: int, tag: int) -> Work:
+        work = self._executor.recv(into, src, tag)
+        detail = f"receive {into.nbytes} bytes from {src}"
+        return TracedWork(work, self._tracer, "receive", lambda: detail, 0)
+
+    def split(self, ranks: Sequence[int]) -> Traced | None:
+        child = self._executor.split(ranks)
+        return None if child is None else Traced(child, self._tracer)
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def describe(self, call: Call) -> str:
+        return self._executor.describe(call)
+
+    def bytes_sent(self, call: Call) -> int | None:
+        return self._executor.bytes_sent(call)
