@@ -10,6 +10,7 @@ import typer
 from rich.table import Table as Grid
 
 from shoal.commands import options
+from shoal.commands.output import wide_console, write_text
 from shoal.commands.units import (
     parse_bytes,
     parse_s_per_byte,
@@ -17,7 +18,6 @@ from shoal.commands.units import (
     show_bytes,
     show_seconds,
 )
-from shoal.commands.user_schedule import call_own, wide_console, write_text
 from shoal.errors import BadInput
 from shoal.plan.price import Price, price_all
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
@@ -93,7 +93,7 @@ def show(
     """
     asked = {"node": node, "rack": rack, "inner": inner, "outer": outer}
     given = {key: value for key, value in asked.items() if value is not None}
-    collective = _own(kind, name, ranks) if ":" in name else build(kind, name, ranks, root, **given)
+    collective = build(kind, name, ranks, root, **given)
     proof = prove(collective) if prove_it or svg is not None or as_json else None
     if svg is not None:
         write_text(svg, animated_svg(collective))
@@ -108,17 +108,6 @@ def show(
         )
     else:
         draw(collective, wide_console())
-
-
-def _own(kind: str, name: str, ranks: int) -> Collective:
-    """A schedule of the user's own: a function of a file, from ranks to a Collective."""
-    path, _, function = name.rpartition(":")
-    collective = call_own(name, ranks)
-    if not isinstance(collective, Collective):
-        raise BadInput(f"{path} has no function {function} to make a Collective of {ranks} ranks")
-    if collective.kind != kind_named(kind).name:
-        raise BadInput(f"{name} is a schedule for {collective.kind}, not for {kind}")
-    return collective
 
 
 def _grid(kind: str, prices: list[Price], num_bytes: int) -> Grid:

@@ -20,8 +20,8 @@ import typer
 
 from shoal.commands import options
 from shoal.commands.launching import command_for, environment, strategy_for
+from shoal.commands.output import wide_console
 from shoal.commands.units import show_bytes
-from shoal.commands.user_schedule import wide_console
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import launch
 from shoal.observe.comparison import BEGUN, ComparedRun, RunOutcome, losses_of, outcome_of

@@ -19,8 +19,8 @@ from shoal.commands.launching import (
     run_quietly,
     strategy_for,
 )
+from shoal.commands.output import wide_console
 from shoal.commands.units import show_bytes
-from shoal.commands.user_schedule import wide_console
 from shoal.strategy.strategy import Strategy, as_strategy
 
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")

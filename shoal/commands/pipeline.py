@@ -10,12 +10,12 @@ import typer
 from rich.table import Table as Grid
 
 from shoal.commands import options
-from shoal.commands.user_schedule import call_own, wide_console, write_text
+from shoal.commands.output import wide_console, write_text
 from shoal.errors import BadInput
 from shoal.plan.gantt import draw
 from shoal.plan.gantt_svg import staircase_svg
 from shoal.plan.timeline import Time, Timeline, Times, simulate
-from shoal.schedules.pipelines.actions import Action, Pipeline, check_sizes
+from shoal.schedules.pipelines.actions import check_sizes
 from shoal.schedules.pipelines.catalog import CATALOG, build
 from shoal.schedules.pipelines.proof import PipelineProof, prove
 
@@ -84,10 +84,7 @@ def show(
     """
     times = _times(forward, backward, weight, transfer)
     _check_size(stages, microbatches, chunks or 2)
-    if ":" in name:
-        pipeline = _own(name, stages, microbatches, chunks)
-    else:
-        pipeline = build(name, stages, microbatches, chunks)
+    pipeline = build(name, stages, microbatches, chunks)
     proof = prove(pipeline)
     timeline = simulate(pipeline, times)
     if svg is not None:
@@ -125,18 +122,6 @@ def _time(option: str, text: str) -> Time:
         what = f"--{option} takes a number, or one for each stage as 1,2,1"
         raise BadInput(f"{what}, not {text!r}") from error
     return numbers if "," in text else numbers[0]
-
-
-def _own(name: str, stages: int, microbatches: int, chunks: int | None) -> Pipeline:
-    """A schedule of the user's own: a function of a file, as those of `shoal.schedules` are."""
-    path, _, function = name.rpartition(":")
-    looped = () if chunks is None else (chunks,)
-    made = [call_own(name, stages, stage, microbatches, *looped) for stage in range(stages)]
-    for actions in made:
-        is_list = isinstance(actions, list | tuple)
-        if not is_list or not all(isinstance(action, Action) for action in actions):
-            raise BadInput(f"{path} has no function {function} to make a list of Action")
-    return Pipeline(function, microbatches, chunks or 1, made)
 
 
 def _grid(found: list[tuple[Timeline, PipelineProof]], stages: int, microbatches: int) -> Grid:

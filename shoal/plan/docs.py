@@ -53,7 +53,7 @@ def pipeline_document() -> str:
     return "".join([_PIPELINES_HEAD, *map(_pipeline_section, pipelines.CATALOG.values())])
 
 
-def _pipeline_section(entry: pipelines.Entry) -> str:
+def _pipeline_section(entry: pipelines.PipelineSchedule) -> str:
     picture = staircase(simulate(pipelines.build(entry.name, 4, 4)))
     text = f"\n## {entry.name}\n\n{entry.description}\n\n```\n{picture}\n```\n\n"
     text += "| stages | micro-batches | chunks | time | bubble | idle | holds | room |\n"

@@ -110,9 +110,9 @@ def test_a_schedule_of_ones_own_is_drawn_or_refused(tmp_path: Path) -> None:
     wrong = run("show", f"{file}:forgetful")
     assert wrong.exit_code == 1 and "stage 0 never does B0" in wrong.stderr
     for name, sentence in (
-        ("words", "no function words to make a list of Action"),
-        ("nothing", "no function nothing to make a list of Action"),
-        ("fails", "raised ZeroDivisionError"),
+        ("words", "words must return a list of Action, and a str is in it"),
+        ("nothing", "own.py has no function nothing"),
+        ("fails", "fails raised ZeroDivisionError: division by zero (line 19)"),
     ):
         refused = run("show", f"{file}:{name}")
         assert refused.exit_code == 2 and sentence in refused.stderr

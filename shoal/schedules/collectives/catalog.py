@@ -23,7 +23,9 @@ from shoal.schedules.collectives import (
 from shoal.schedules.collectives.collective import Collective, rooted_at
 from shoal.schedules.collectives.double_tree import double_tree_all_reduce
 from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce, torus_all_reduce
-from shoal.schedules.collectives.kinds import KINDS, kind_named, nearest
+from shoal.schedules.collectives.kinds import KINDS, kind_named
+from shoal.schedules.suggest import nearest
+from shoal.schedules.user import is_user_function, load_collective
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,10 @@ def algorithms(kind: str) -> list[str]:
 
 
 def algorithm(kind: str, name: str) -> Algorithm:
+    """The algorithm of this name; FILE.py:FUNCTION loads the user's own."""
     family = CATALOG[kind_named(kind).name]
+    if is_user_function(name):
+        return Algorithm(kind, name, load_collective(name))
     if name not in family:
         raise BadInput(f"there is no algorithm {name!r} for {kind}; {nearest(name, family)}")
     return family[name]
@@ -139,4 +144,8 @@ def build(kind: str, name: str, ranks: int, root: int = 0, **options: Any) -> Co
         made = entry.make(ranks, **options)
     except TypeError as wrong:
         raise BadInput(f"{kind} {name} has no such option: {wrong}") from wrong
+    if made.kind != kind:
+        raise BadInput(f"{name} is a schedule for {made.kind}, not for {kind}")
+    if made.ranks != ranks:
+        raise BadInput(f"{name} made a schedule for {made.ranks} ranks, not for {ranks}")
     return rooted_at(made, root) if kind_named(kind).rooted else made

@@ -16,8 +16,7 @@ barrier         rank r: "I am here"    all: everybody is here
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import BadInput
+from shoal.schedules.suggest import nearest
 
 Where = Callable[[Any, Any, int, int], Any]  # (rank, unit, ranks, root) -> bool, or arrays of it
 
@@ -104,10 +104,3 @@ def kind_named(name: str) -> CollectiveKind:
     if name not in KINDS:
         raise BadInput(f"there is no collective {name!r}; {nearest(name, KINDS)}")
     return KINDS[name]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What to say to someone who wrote a name that nobody knows."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"

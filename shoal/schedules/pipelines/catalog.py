@@ -1,8 +1,9 @@
-"""Every pipeline schedule by the name that `pp(n, schedule=…)` knows it by."""
+"""Every pipeline schedule by the name that `pp(n, schedule=…)` knows it by, or the user's own."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,64 +17,97 @@ from shoal.schedules.pipelines.actions import (
 )
 from shoal.schedules.pipelines.gpipe import bfs, gpipe, inter_op
 from shoal.schedules.pipelines.one_f_one_b import interleaved, one_f_one_b
+from shoal.schedules.pipelines.proof import prove
 from shoal.schedules.pipelines.zero_bubble import zb_h1, zb_h2
+from shoal.schedules.suggest import nearest
+from shoal.schedules.user import is_user_function, load_pipeline
 
 DEFAULT_CHUNKS = 2
 
 
 @dataclass(frozen=True)
-class Entry:
+class PipelineSchedule:
     """A schedule. `looped`: a stage has several chunks, and `make` takes their number."""
 
     name: str
     make: Schedule | LoopedSchedule
     looped: bool = False
+    default_chunks: int = 1
 
     @property
     def description(self) -> str:
         return inspect.getdoc(self.make) or ""
 
     def actions(self, stages: int, stage: int, microbatches: int, chunks: int) -> list[Action]:
-        """What one stage does; the numbers have been checked."""
+        """The actions of one stage; the numbers have been checked."""
         if self.looped:
             return cast(LoopedSchedule, self.make)(stages, stage, microbatches, chunks)
         return cast(Schedule, self.make)(stages, stage, microbatches)
 
 
-CATALOG: dict[str, Entry] = {
+def _looped(name: str, make: LoopedSchedule) -> PipelineSchedule:
+    return PipelineSchedule(name, make, looped=True, default_chunks=DEFAULT_CHUNKS)
+
+
+CATALOG: dict[str, PipelineSchedule] = {
     entry.name: entry
     for entry in (
-        Entry("inter-op", inter_op),
-        Entry("gpipe", gpipe),
-        Entry("1f1b", one_f_one_b),
-        Entry("interleaved", interleaved, looped=True),
-        Entry("zb-h1", zb_h1),
-        Entry("zb-h2", zb_h2),
-        Entry("bfs", bfs, looped=True),
+        PipelineSchedule("inter-op", inter_op),
+        PipelineSchedule("gpipe", gpipe),
+        PipelineSchedule("1f1b", one_f_one_b),
+        _looped("interleaved", interleaved),
+        PipelineSchedule("zb-h1", zb_h1),
+        PipelineSchedule("zb-h2", zb_h2),
+        _looped("bfs", bfs),
     )
 }
 
 
 def schedules() -> list[str]:
+    """The names of the schedules that Shoal has."""
     return list(CATALOG)
 
 
-def schedule(name: str) -> Entry:
+def schedule(name: str) -> PipelineSchedule:
+    """The schedule of this name; FILE.py:FUNCTION loads the user's own."""
+    if is_user_function(name):
+        return _of_user(name)
     if name not in CATALOG:
-        from shoal.schedules.collectives.kinds import nearest  # numpy: only where it is needed
-
         raise BadInput(f"there is no pipeline schedule {name!r}; {nearest(name, CATALOG)}")
     return CATALOG[name]
 
 
 def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Pipeline:
-    """The schedule of all stages. Without a word the looped ones have two chunks a stage."""
+    """The schedule of all stages; a user's own is proven. Looped ones have 2 chunks by default."""
     entry = schedule(name)
     if chunks is None:
-        chunks = DEFAULT_CHUNKS if entry.looped else 1
+        chunks = entry.default_chunks
     check_sizes(stages, microbatches, chunks)
     if chunks > 1 and not entry.looped:
         looped = " and ".join(one.name for one in CATALOG.values() if one.looped)
         raise BadInput(f"{name} has one chunk a stage, not {chunks}: {looped} take chunks")
     actions = [entry.actions(stages, stage, microbatches, chunks) for stage in range(stages)]
-    return Pipeline(name, microbatches, chunks, actions)
+    pipeline = Pipeline(entry.name, microbatches, chunks, actions)
+    if is_user_function(name):
+        prove(pipeline)
+    return pipeline
+
+
+def _of_user(name: str) -> PipelineSchedule:
+    make = load_pipeline(name)
+    function_name = name.rpartition(":")[2]
+    chunks = _chunks_of(make)
+    return PipelineSchedule(function_name, make, chunks is not None, chunks or 1)
+
+
+def _chunks_of(function: Callable[..., list[Action]]) -> int | None:
+    """The default number of chunks; None if the function does not take a number of chunks."""
+    by_position = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(by_position) < 4:
+        return None
+    default = by_position[3].default
+    return default if isinstance(default, int) else DEFAULT_CHUNKS

@@ -10,8 +10,9 @@ from shoal.errors import BadInput
 from shoal.schedules.collectives.catalog import CATALOG, build
 from shoal.schedules.collectives.collective import Collective, rooted_at
 from shoal.schedules.collectives.cost import Link, cheapest
-from shoal.schedules.collectives.kinds import kind_named, nearest
+from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
+from shoal.schedules.suggest import nearest
 
 # a user's own schedule: from the number of ranks to a Collective
 ScheduleFunction = Callable[[int], Collective]
