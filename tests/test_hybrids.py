@@ -18,7 +18,8 @@ from shoal.examples.gpt import next_token_loss
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.strategy.strategy import parse
 from shoal.sync.ddp_compressed import CompressedReduce
-from shoal.sync.ps.worker import ParameterServer
+from shoal.sync.ps.compressed_push import CompressedPush
+from shoal.sync.ps.worker import PsWorker
 from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import samples
@@ -315,8 +316,8 @@ def test_what_is_left_to_send_moves_to_another_cut(world: World, tmp_path: Path,
 def _left_to_send(step: Step) -> Tensor:
     if isinstance(step.sync, CompressedReduce):
         return step.sync.exchange.residual
-    assert isinstance(step.sync, ParameterServer) and step.sync.packed is not None
-    return step.sync.packed.residual
+    assert isinstance(step.sync, PsWorker) and isinstance(step.sync.push, CompressedPush)
+    return step.sync.push.residual
 
 
 # ---- around training ----------------------------------------------------------------------------

@@ -46,22 +46,22 @@ class PullResult:
     version: int
     slowest: int | None  # clocks of the slowest and the fastest live worker
     fastest: int | None
-    head: Tensor
+    loss_flags: Tensor
 
 
 class PendingPull:
     """A pull that is under way on all servers."""
 
-    def __init__(self, replies: Sequence[Future[Reply]], head: Tensor):
+    def __init__(self, replies: Sequence[Future[Reply]], loss_flags: Tensor):
         self._replies = replies
-        self._head = head
+        self._loss_flags = loss_flags
 
     def wait(self, timeout_s: float | None = None) -> PullResult:
         """The leader's answer, when all servers have answered."""
         metas = [reply.result(timeout_s).meta for reply in self._replies]
         answers = [decode(meta, Pulled) for meta in metas]
         leader = answers[0]
-        return PullResult(leader.version, leader.slowest, leader.fastest, self._head)
+        return PullResult(leader.version, leader.slowest, leader.fastest, self._loss_flags)
 
 
 class Client:
@@ -84,7 +84,7 @@ class Client:
         self.sequence = 0
         self.shared_bytes = 0  # written to shared memory for servers to read
         self.links: list[ServerLink] = []
-        self._head_dtype = DTYPES[first.loss_flags_dtype]
+        self._loss_flags_dtype = DTYPES[first.loss_flags_dtype]
         self._sums_per_push = partial_sums(first)
         self._barriers = 0
         self._settling: list[Future[Reply]] = []
@@ -141,28 +141,28 @@ class Client:
                     link.post("push", request)
 
     def commit(
-        self, commit: Commit, heads: Tensor, meanwhile: Callable[[], None] | None = None
+        self, commit: Commit, loss_flags: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> Ack:
         """The push is complete: stage it with all followers, then let the leader decide.
 
         `meanwhile` runs before the leader has answered, and may give it what it needs.
         """
-        self.stage(commit, heads)
-        decision = self._post_commit(self.links[0], commit, heads)
+        self.stage(commit, loss_flags)
+        decision = self._post_commit(self.links[0], commit, loss_flags)
         if meanwhile is not None:
             meanwhile()
         return decode(decision.result().meta, Ack)
 
-    def stage(self, commit: Commit, heads: Tensor) -> None:
+    def stage(self, commit: Commit, loss_flags: Tensor) -> None:
         """The push is complete: all followers have it when this returns."""
         self.sequence += 1
-        staged = [self._post_commit(link, commit, heads) for link in self._followers]
+        staged = [self._post_commit(link, commit, loss_flags) for link in self._followers]
         for reply in staged:
             reply.result()
 
-    def decide(self, commit: Commit, heads: Tensor) -> Ack:
+    def decide(self, commit: Commit, loss_flags: Tensor) -> Ack:
         """The leader's decision about the push that was staged."""
-        return decode(self._post_commit(self.links[0], commit, heads).result().meta, Ack)
+        return decode(self._post_commit(self.links[0], commit, loss_flags).result().meta, Ack)
 
     @property
     def includes_leader(self) -> bool:
@@ -187,7 +187,7 @@ class Client:
     def norms(self) -> dict[int, float]:
         """The norm of each parameter's gradient in the current step, by parameter index."""
         values = decode(self.request(self.links[0], FrameKind.NORMS), Norms).values
-        parameters = [cut.parameter for spec in self.specs for cut in spec.slices]
+        parameters = [rows.parameter for spec in self.specs for rows in spec.slices]
         norms: dict[int, float] = {}
         for parameter, norm in zip(parameters, values, strict=True):
             norms[parameter] = math.hypot(norms[parameter], norm) if parameter in norms else norm
@@ -202,14 +202,16 @@ class Client:
     def pull(self, step: int | None, version: int) -> PendingPull:
         """Ask all servers at once for weights that are at least as new as `version`."""
         meta = encode(Pull(step, version))
-        heads = [torch.empty(1 + s.parameters, dtype=self._head_dtype) for s in self.specs]
+        headers = [
+            torch.empty(1 + spec.parameters, dtype=self._loss_flags_dtype) for spec in self.specs
+        ]
         replies = []
-        for link, spec, head in zip(self.links, self.specs, heads, strict=True):
-            into = [bytes_of(head)]
+        for link, spec, header in zip(self.links, self.specs, headers, strict=True):
+            into = [bytes_of(header)]
             if not link.shares_memory:
                 into.append(bytes_of(self.inbox[spec.start : spec.stop]))
             replies.append(link.post("pull", Request(FrameKind.PULL, meta, into=tuple(into))))
-        return PendingPull(replies, heads[0])
+        return PendingPull(replies, headers[0])
 
     def get_state(self) -> list[tuple[ShardState, list[Tensor]]]:
         """The optimizer state of every server."""
@@ -302,8 +304,8 @@ class Client:
             )
         return requests
 
-    def _post_commit(self, link: ServerLink, commit: Commit, heads: Tensor) -> Future[Reply]:
-        payload = (bytes_of(heads),)
+    def _post_commit(self, link: ServerLink, commit: Commit, loss_flags: Tensor) -> Future[Reply]:
+        payload = (bytes_of(loss_flags),)
         request = Request(FrameKind.COMMIT, encode(commit), payload, sequence=self.sequence)
         return link.post("push", request)
 

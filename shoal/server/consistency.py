@@ -54,6 +54,10 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether every push is a step of its own: bounded staleness and asynchronous."""
         return self.asynchronous or self.staleness is not None
 
+    def version_for(self, step: int) -> int:
+        """The version that weights for `step` have at least."""
+        return 0 if self.applies_each_push else step
+
     def is_too_late(self, step: int, version: int, fastest: int) -> bool:
         """Whether a worker should skip `step`, as far as its latest pull shows."""
         if self.asynchronous:

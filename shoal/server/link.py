@@ -24,8 +24,7 @@ from shoal.server.lane import Lane as WorkQueue
 from shoal.server.protocol.connection import CONNECT_S, Closed, Connection, connect
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, decode
 from shoal.server.protocol.handshake import RECONNECT_S, authenticate
-from shoal.server.protocol.messages import Channel as Channel
-from shoal.server.protocol.messages import ErrorReply
+from shoal.server.protocol.messages import Channel, ErrorReply
 
 START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
 RETRY_S = 0.02

@@ -17,9 +17,9 @@ from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.protocol.handshake import fresh_secret
-from shoal.server.protocol.messages import UNSPLIT, Commit
+from shoal.server.protocol.messages import Commit
 from shoal.server.server import Server
-from shoal.sync.ps.connect import specs_of
+from shoal.sync.ps.connect import ServedOptions, specs_of
 
 SECRET = fresh_secret()
 MODEL = 7
@@ -55,20 +55,9 @@ def client_of(
     found: list[Server], rank: int, rule: Rule, secret: bytes = SECRET, **options: Any
 ) -> Client:
     flat = flat_of()
-    named = options.get("named", NamedOptimizer("SGD", {"lr": 1.0}))
+    served = ServedOptions(rule, **{"optimizer": NamedOptimizer("SGD", {"lr": 1.0}), **options})
     addresses = [server.address for server in found]
-    leads = [addresses[0]] * len(addresses)
-    specs = specs_of(
-        flat,
-        rule,
-        leads,
-        named,
-        options.get("clip_norm"),
-        None,
-        options.get("compress"),
-        options.get("norm_from_workers", False),
-        options.get("split", UNSPLIT),
-    )
+    specs = specs_of(flat, [addresses[0]] * len(addresses), served)
     return Client(rank, MODEL, addresses, secret, specs)
 
 

@@ -12,7 +12,7 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.server import discovery as finding
 from shoal.strategy.strategy import parse
-from shoal.sync.ps.worker import ParameterServer
+from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import mlp, samples
@@ -53,7 +53,7 @@ def test_memory_inside_a_host_and_tcp_between_hosts(
         job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
         step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD, clip_norm=None)
         found = [float(step(b)) for b in job.batches(data, 12)]
-        assert isinstance(step.sync, ParameterServer)
+        assert isinstance(step.sync, PsWorker)
         links = step.sync.client.links
         kinds = "".join("m" if link.shares_memory else "-" for link in links)
         assert all(link.is_unix == link.shares_memory for link in links)

@@ -18,7 +18,7 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput, PeerLost
 from shoal.strategy.strategy import parse
-from shoal.sync.ps.worker import ParameterServer
+from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
 from shoal.train.step import Step
 from tests.conftest import World
@@ -29,8 +29,8 @@ from tests.test_equal import ADAMW, SGD, Halting, assert_equal_to_single, train
 CPU = torch.device("cpu")
 
 
-def sync_of(step: Step) -> ParameterServer:
-    assert isinstance(step.sync, ParameterServer)
+def sync_of(step: Step) -> PsWorker:
+    assert isinstance(step.sync, PsWorker)
     return step.sync
 
 
@@ -102,9 +102,9 @@ class Unknown(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (lambda named: Unknown(named, lr=0.1), "Unknown is none of torch.optim"),
+        (lambda named: Unknown(named, lr=0.1), "Unknown is not a class of torch.optim"),
         (partial(torch.optim.SGD, lr=torch.tensor(0.1)), "not a plain number"),
-        (partial(torch.optim.SparseAdam, lr=0.1), "SparseAdam is none of torch.optim"),
+        (partial(torch.optim.SparseAdam, lr=0.1), "SparseAdam is not a class of torch.optim"),
     ],
 )
 def test_an_optimizer_without_a_name_is_refused(optimizer: Any, words: str) -> None:
@@ -136,7 +136,7 @@ def test_parameter_groups_keep_their_options_and_their_ratio_to_the_learning_rat
 
 def test_exact_without_waiting_is_refused() -> None:
     job = Job(parse('ps(placement="rank0", mode="async")'), solo_group(), device=CPU)
-    with pytest.raises(BadInput, match="exact=True needs every worker"):
+    with pytest.raises(BadInput, match="exact=True needs the gradients of every worker"):
         job.step(mlp(), F.cross_entropy, optimizer=SGD, exact=True)
 
 
@@ -160,7 +160,7 @@ class Slow(nn.Module):
 
 def run(
     group: Group, strategy: str, model: nn.Module, steps: int, each: Any = None
-) -> tuple[ParameterServer, list[float]]:
+) -> tuple[PsWorker, list[float]]:
     """Learn which of the first three features is the largest."""
     job = Job(parse(strategy), group, device=CPU)
     step = job.step(model, F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.5))

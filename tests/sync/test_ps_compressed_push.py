@@ -22,8 +22,8 @@ from shoal.server.link import Request
 from shoal.server.model.compression import PushCompression
 from shoal.server.protocol.frames import FrameKind
 from shoal.server.shared_memory import bytes_of
-from shoal.sync.ps.compressed_push import PackedPush
-from shoal.sync.ps.worker import ParameterServer
+from shoal.sync.ps.compressed_push import CompressedPush
+from shoal.sync.ps.worker import PsWorker
 from shoal.train.checkpoint import read
 from shoal.train.step import Step
 from tests.conftest import World
@@ -41,9 +41,9 @@ from tests.sync.compressing import (
 )
 
 
-def packed_of(step: Step) -> PackedPush:
-    assert isinstance(step.sync, ParameterServer) and step.sync.packed is not None
-    return step.sync.packed
+def packed_of(step: Step) -> CompressedPush:
+    assert isinstance(step.sync, PsWorker) and isinstance(step.sync.push, CompressedPush)
+    return step.sync.push
 
 
 # ---- learning -----------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_a_push_that_is_dropped_takes_nothing_of_earlier_steps_with_it(
 ) -> None:
     text = 'ps(quorum=1, placement="rank0", compress="topk(0.05)")'
     job, step = start(solo_group(), text, mlp())
-    assert isinstance(step.sync, ParameterServer)
+    assert isinstance(step.sync, PsWorker)
     packed = packed_of(step)
     client = step.sync.client
     batches = iter(job.batches(samples(40), 10))
@@ -268,7 +268,7 @@ def test_a_checkpoint_without_the_worker_that_has_gone(
     def body(group: Group) -> None:
         text = 'ps(mode="async", compress="topk(0.05)")'
         job, step = start(group, text, models[group.rank])
-        assert isinstance(step.sync, ParameterServer)
+        assert isinstance(step.sync, PsWorker)
         for batch in job.batches(samples(40), 10):
             if group.rank == 1 and step.steps == 2:
                 step.sync.client.close()  # as a process that is killed

@@ -19,7 +19,7 @@ from shoal.errors import PeerLost
 from shoal.server.consistency import Rule
 from shoal.server.protocol.messages import ReplicaSplit
 from shoal.strategy.strategy import parse
-from shoal.sync.ps.worker import ParameterServer
+from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
 from tests import forked
 from tests.conftest import World
@@ -170,7 +170,7 @@ def test_the_first_that_is_left_saves(
     def body(group: Group) -> int:
         job = Job(parse(f"ps({rule}, servers=2)"), group, device=torch.device("cpu"), seed=3)
         step = job.step(models[group.rank], F.cross_entropy, optimizer=adam)
-        assert isinstance(step.sync, ParameterServer)
+        assert isinstance(step.sync, PsWorker)
         for batch in job.batches(samples(60), 12, epochs=2):
             step(batch)
             if group.rank == 0 and job.steps == 3:

@@ -22,8 +22,8 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.messages import PushDecided
 from shoal.server.server import Server
 from shoal.strategy.strategy import parse
-from shoal.sync.ps.split_replica import ServedPart
-from shoal.sync.ps.worker import ParameterServer
+from shoal.sync.ps.relaxed import RelaxedPs
+from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
 from shoal.train.step import Step
 from tests.conftest import World
@@ -38,8 +38,8 @@ SPLITS = ["pp(2)", "tp(2)"]
 Each = Callable[[Job, Step], None]
 
 
-def sync_of(step: Step) -> ServedPart:
-    assert isinstance(step.sync, ServedPart)
+def sync_of(step: Step) -> RelaxedPs:
+    assert isinstance(step.sync, RelaxedPs)
     return step.sync
 
 
@@ -273,7 +273,7 @@ def test_one_norm_clips_all_parts_where_pushes_are_compressed(
     def body(group: Group) -> None:
         strategy = f'ps(compress="topk(0.1)", placement="rank0") + {split}'
         with job_of(group, strategy, models[group.rank], **GPT_OPTIONS) as (job, step):
-            assert isinstance(step.sync, ParameterServer)
+            assert isinstance(step.sync, PsWorker)
             client = step.sync.client
             set_norm = client.set_norm
 

@@ -1,18 +1,19 @@
-"""How a worker comes to its servers: finds them, tells them what they hold, and joins."""
+"""How a worker joins its servers: find or start them, give them the model, choose the sync."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.discovery import find_hosts
+from shoal.server.discovery import Hosts, find_hosts, tell_all
 from shoal.server.model.named_optimizer import NamedOptimizer, name_of
 from shoal.server.model.partition import FlatParameter, partition
 from shoal.server.model.shard import NAMES
@@ -20,115 +21,72 @@ from shoal.server.protocol.messages import UNSPLIT, ModelSpec, ReplicaSplit
 from shoal.strategy.terms import Ps
 from shoal.sync.base import Copies, Replica
 from shoal.sync.optimizer_step import OptimizerStep
-from shoal.sync.ps.split_replica import ServedPart
-from shoal.sync.ps.worker import ParameterServer
+from shoal.sync.ps.compressed_push import CompressedPush
+from shoal.sync.ps.push import ExactPush, GradientPush, InPlacePush, StagedPush
+from shoal.sync.ps.relaxed import PullAheadPs, RelaxedPs
+from shoal.sync.ps.split_replica import NormExchange, SharedLeader
+from shoal.sync.ps.synchronous import SynchronousPs
+from shoal.sync.ps.updates import UpdateInPlace, UpdateOnServers, UpdateOnWorkers, Updates
+from shoal.sync.ps.worker import PsContext, PsWorker
 
 
-def join_servers(part: Ps, replica: Replica) -> ParameterServer:
-    """Find the servers, tell them what they hold, and give them the weights.
+def join_servers(term: Ps, replica: Replica) -> PsWorker:
+    """Find or start the servers, give them the model, and join as a worker.
 
-    Where everybody is waited for, each part of a split replica is a model of its own; else one
-    lead decides for all of them.
+    A replica may be split into shards. Under the synchronous rule each shard is a model of its
+    own; under all others one leader decides for all shards.
     """
-    flat = replica.flat
-    update = replica.update
-    group = replica.group
-    microbatches = replica.exact_microbatches
-    replica_group = replica.replica_group
-    copies = replica.copies
-    rule = Rule.of(part, group.size)
-    named = _named(part, update)
-    if microbatches is not None and not rule.is_synchronous:
-        raise BadInput(f"exact=True needs every worker in every step, and {part} does not wait")
-    has_one_lead = replica_group.size > 1 and not rule.is_synchronous
-    hosts = find_hosts(part, group, replica_group)
+    rule = Rule.of(term, replica.group.size)
+    served = _served_model(term, replica, rule)
+    servers = find_hosts(term, replica.group, replica.replica_group)
     try:
-        model = torch.tensor([secrets.randbits(62)])
-        group.broadcast(model).wait()
-        place = ReplicaSplit(replica_group.rank, replica_group.size)
-        if has_one_lead:
-            hosts.follow(replica_group)
-            place = _place(flat, replica_group, int(model), copies)
-        specs = specs_of(
-            flat,
-            rule,
-            hosts.leads,
-            named,
-            update.clip_norm,
-            microbatches,
-            part.compress,
-            norm_from_workers=update.total_norm is not None and rule.is_synchronous,
-            place=place,
-        )
-        if has_one_lead and not replica_group.is_leader:
-            replica_group.barrier()  # a server follows a lead that is there
-        client = Client(group.rank, int(model), hosts.addresses, hosts.secret, specs)
-        if has_one_lead and replica_group.is_leader:
-            replica_group.barrier()
+        client = _join(replica, served, servers)
     except BaseException:
-        hosts.close(failed=True)
+        servers.close(failed=True)
         raise
-    kind = ServedPart if has_one_lead else ParameterServer
-    evened = copies if has_one_lead or part.compress is not None else None
-    return kind(flat, update, group, client, hosts, rule, microbatches, evened, replica_group)
+    context = PsContext(
+        replica.flat, replica.update, replica.group, replica.replica_group, client, servers, rule
+    )
+    if rule.is_synchronous:
+        return _synchronous(context, replica, served)
+    return _relaxed(context, replica, served)
 
 
-def _place(
-    flat: FlatParams, replica_group: ReplicaGroup, model: int, copies: Copies | None
-) -> ReplicaSplit:
-    (followed,) = replica_group.broadcast_integers([model])
-    held_elsewhere = [
-        i for i, p in enumerate(flat.params) if copies is not None and copies.is_duplicate(p)
-    ]
-    follows = None if replica_group.is_leader else followed
-    return ReplicaSplit(replica_group.rank, replica_group.size, follows, tuple(held_elsewhere))
+# ---- what the servers are to hold ---------------------------------------------------------------
 
 
-def specs_of(
-    flat: FlatParams,
-    rule: Rule,
-    leads: Sequence[str],
-    named: NamedOptimizer | None,
-    clip_norm: float | None,
-    microbatches: int | None,
-    compress: str | None = None,
-    norm_from_workers: bool = False,
-    place: ReplicaSplit = UNSPLIT,
-) -> list[ModelSpec]:
-    """What each server holds; `leads` says for each how it reaches the one that leads."""
-    places = [
-        FlatParameter(piece.name, piece.start, tuple(p.shape))
-        for piece, p in zip(flat.ranges, flat.params, strict=True)
-    ]
-    by_rows = microbatches is None and (named is None or named.is_elementwise)
-    parts = 1 if rule.is_synchronous else place.shards
-    before = 0 if rule.is_synchronous else place.shard * len(leads)
-    return [
-        ModelSpec(
-            before + index,
-            parts * len(leads),
-            leads[index],
-            rule,
-            NAMES[flat.dtype],  # type: ignore[arg-type]
-            NAMES[flat.grads.header.dtype],  # type: ignore[arg-type]
-            flat.size,
-            held.start,
-            held.stop,
-            len(flat.params),
-            held.slices,
-            microbatches,
-            named,
-            clip_norm if named is not None else None,
-            compress,
-            norm_from_workers,
-            place,
+@dataclass(frozen=True)
+class ServedOptions:
+    """How servers treat a model; the same for all of them."""
+
+    rule: Rule
+    optimizer: NamedOptimizer | None = None  # None: the workers update
+    clip_norm: float | None = None
+    microbatches: int | None = None
+    compress: str | None = None
+    norm_from_workers: bool = False
+    split: ReplicaSplit = UNSPLIT
+
+
+def _served_model(term: Ps, replica: Replica, rule: Rule) -> ServedOptions:
+    if replica.exact_microbatches is not None and not rule.is_synchronous:
+        raise BadInput(
+            f"exact=True needs the gradients of every worker in every step; {term} does not "
+            "wait for them"
         )
-        for index, held in enumerate(partition(places, flat.size, len(leads), by_rows))
-    ]
+    return ServedOptions(
+        rule,
+        _served_optimizer(term, replica.update),
+        replica.update.clip_norm,
+        replica.exact_microbatches,
+        term.compress,
+        norm_from_workers=replica.update.total_norm is not None and rule.is_synchronous,
+        split=ReplicaSplit(replica.replica_group.rank, replica.replica_group.size),
+    )
 
 
-def _named(part: Ps, update: OptimizerStep) -> NamedOptimizer | None:
-    if part.update == "worker":
+def _served_optimizer(term: Ps, update: OptimizerStep) -> NamedOptimizer | None:
+    if term.update == "worker":
         return None
     if update.scaler is not None:
         raise BadInput(
@@ -136,3 +94,125 @@ def _named(part: Ps, update: OptimizerStep) -> NamedOptimizer | None:
             'ps(update="worker") or precision="bf16"'
         )
     return name_of(update.optimizer, update.params)
+
+
+def specs_of(flat: FlatParams, leaders: Sequence[str], served: ServedOptions) -> list[ModelSpec]:
+    """What each server holds; `leaders` has the leader's address as each server reaches it."""
+    ranges = [
+        FlatParameter(piece.name, piece.start, tuple(p.shape))
+        for piece, p in zip(flat.ranges, flat.params, strict=True)
+    ]
+    optimizer = served.optimizer
+    by_rows = served.microbatches is None and (optimizer is None or optimizer.is_elementwise)
+    shards = 1 if served.rule.is_synchronous else served.split.shards
+    first_index = 0 if served.rule.is_synchronous else served.split.shard * len(leaders)
+    return [
+        ModelSpec(
+            first_index + index,
+            shards * len(leaders),
+            leaders[index],
+            served.rule,
+            NAMES[flat.dtype],  # type: ignore[arg-type]
+            NAMES[flat.grads.header.dtype],  # type: ignore[arg-type]
+            flat.size,
+            held.start,
+            held.stop,
+            len(flat.params),
+            held.slices,
+            served.microbatches,
+            optimizer,
+            served.clip_norm if optimizer is not None else None,
+            served.compress,
+            served.norm_from_workers,
+            served.split,
+        )
+        for index, held in enumerate(partition(ranges, flat.size, len(leaders), by_rows))
+    ]
+
+
+# ---- joining ------------------------------------------------------------------------------------
+
+
+def _join(replica: Replica, served: ServedOptions, servers: Hosts) -> Client:
+    """Connect to all servers. A shard of a split replica waits for the leader of shard 0."""
+    model = torch.tensor([secrets.randbits(62)])
+    replica.group.broadcast(model).wait()
+    shares_leader = _shares_leader(replica, served.rule)
+    if shares_leader:
+        servers.follow(replica.replica_group)
+        served = replace(served, split=_following(replica, int(model)))
+    specs = specs_of(replica.flat, servers.leads, served)
+    if shares_leader and not replica.replica_group.is_leader:
+        replica.replica_group.barrier()  # followers connect to a leader that listens already
+    client = Client(replica.group.rank, int(model), servers.addresses, servers.secret, specs)
+    if shares_leader and replica.replica_group.is_leader:
+        replica.replica_group.barrier()
+    return client
+
+
+def _shares_leader(replica: Replica, rule: Rule) -> bool:
+    return replica.replica_group.size > 1 and not rule.is_synchronous
+
+
+def _following(replica: Replica, model: int) -> ReplicaSplit:
+    """This shard as a follower of shard 0, without parameters that other shards count."""
+    group = replica.replica_group
+    (leading,) = group.broadcast_integers([model])
+    copies = replica.copies
+    duplicates = [
+        index
+        for index, p in enumerate(replica.flat.params)
+        if copies is not None and copies.is_duplicate(p)
+    ]
+    follows = None if group.is_leader else leading
+    return ReplicaSplit(group.rank, group.size, follows, tuple(duplicates))
+
+
+# ---- choosing -----------------------------------------------------------------------------------
+
+
+def _synchronous(context: PsContext, replica: Replica, served: ServedOptions) -> SynchronousPs:
+    copies = replica.copies if served.compress is not None else None
+    push = _push_of(context, served, copies)
+    updates = _updates_of(context, served, copies)
+    spec = context.client.specs[0]
+    exchange_norm = None
+    if spec.norm_from_workers and spec.clip_norm is not None and context.group.rank == 0:
+        exchange_norm = NormExchange(context, is_unequal=copies is not None)
+    return SynchronousPs(context, push, updates, exchange_norm)
+
+
+def _relaxed(context: PsContext, replica: Replica, served: ServedOptions) -> RelaxedPs:
+    client = context.client
+    shares_leader = _shares_leader(replica, served.rule)
+    copies = replica.copies if shares_leader or served.compress is not None else None
+    push = _push_of(context, served, copies)
+    updates = UpdateOnServers(context.flat, context.update, client, copies)
+    if shares_leader:
+        return RelaxedPs(context, push, updates, SharedLeader(client, context.replica_group))
+    if served.rule.staleness is not None and not client.shares_memory:
+        return PullAheadPs(context, push, updates, client)
+    return RelaxedPs(context, push, updates, client)
+
+
+def _push_of(context: PsContext, served: ServedOptions, copies: Copies | None) -> GradientPush:
+    flat = context.flat
+    client = context.client
+    if served.compress is not None:
+        return CompressedPush(flat, client, copies)
+    if served.microbatches is not None:
+        return ExactPush(flat, client, served.microbatches)
+    if flat.device.type == "cpu":
+        return InPlacePush(flat, client)
+    return StagedPush(flat, client)
+
+
+def _updates_of(context: PsContext, served: ServedOptions, copies: Copies | None) -> Updates:
+    flat = context.flat
+    update = context.update
+    client = context.client
+    if served.optimizer is None:
+        return UpdateOnWorkers(flat, update, client, copies)
+    if flat.device.type == "cpu" and copies is None:
+        return UpdateInPlace(flat, update, client, partial(tell_all, context.group))
+    return UpdateOnServers(flat, update, client, copies)

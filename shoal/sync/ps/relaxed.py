@@ -1,0 +1,129 @@
+"""Quorum, bounded staleness, asynchronous: no step waits for all workers.
+
+    ps(quorum=q)      the update is the mean over the samples of the workers that pushed in time.
+                      A step that the others have completed is skipped
+    ps(staleness=k)   each push is applied at once, weighted with its share of the global batch:
+                      the pushes of one step make up one synchronous step
+    ps(mode="async")  the same without a bound. A worker that is far behind skips steps
+
+In shared memory a pull is a copy, and is made after the push. Over a network the next weights are
+pulled while backward runs, so they lack the push of that step (`PullAheadPs`).
+
+The loss is that of this worker's own samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+from shoal.errors import ShoalError
+from shoal.observe.trace import WAIT
+from shoal.sync.ps.push import GradientPush
+from shoal.sync.ps.updates import Updates
+from shoal.sync.ps.worker import Leader, Pending, PsContext, PsWorker
+
+T = TypeVar("T")
+
+
+class RelaxedPs(PsWorker):
+    """Pulls after each push, and uses the weights when the next step begins."""
+
+    synchronous = False
+
+    def __init__(self, context: PsContext, push: GradientPush, updates: Updates, leader: Leader):
+        self._rule = context.rule
+        self._pending: Pending | None = None
+        self._fastest = 0  # the clock of the fastest worker, as of the latest pull
+        self._in_step = False
+        super().__init__(context, push, updates, leader)
+
+    def begin(self) -> None:
+        self._in_step = True
+        self._receive()
+        self._wait_settled()
+        self.is_skipped = self._rule.is_too_late(self.update.steps, self._version, self._fastest)
+        self.push.begin()
+
+    def finish(self) -> None:
+        step = self.update.steps
+        ack = self._commit(step)
+        if ack.verdict == "dropped":
+            self.push.withdraw()
+        self.client.settle(ack.position)
+        self._pull_next(step)
+        self.flat.zero_grad()
+        self._updates.finish_step()
+        self._in_step = False
+
+    def skip(self) -> Tensor:
+        self.skipped += 1
+        self.update.steps += 1
+        self._in_step = False
+        return self._loss.clone()
+
+    def loss(self, local_loss: Tensor) -> Tensor:
+        self._loss = local_loss / self.batch_fraction if self.batch_fraction else local_loss
+        return self._loss.clone()
+
+    def _pull_next(self, step: int) -> None:
+        self._pending = self._leader.pull(step + 1, self._rule.version_for(step + 1))
+
+    def _receive(self) -> None:
+        """Take the pull that is under way, if there is one."""
+        if self._pending is None:
+            return
+        result = self._take(self._pending)
+        self._pending = None
+        self._fastest = result.fastest or 0
+
+    def _wait_settled(self) -> None:
+        with self._tracer.span(WAIT, "settle"):
+            self.client.wait_settled()
+
+    def _take_latest(self) -> None:
+        self._receive()
+        self._wait_settled()
+        self._barrier()
+        self._pull_latest()
+
+    def _pull_latest(self) -> None:
+        self._receive()
+        self._pending = self._leader.pull(None, 0)
+        self._receive()
+
+    def _on_lowest_survivor(self, action: Callable[[], T]) -> T | None:
+        """Repeats if that worker was lost meanwhile: until all agree which one it is."""
+        result = None
+        actor = None
+        while actor != self.lowest_survivor:
+            actor = self.lowest_survivor
+            if self._is_lowest_survivor:
+                result = action()
+            self._barrier()
+        return result
+
+    def _send_state(self) -> None:
+        self._fastest = self.update.steps
+        self._barrier()
+        super()._send_state()
+
+    def _leave(self) -> None:
+        if self._in_step and self.context.replica_group.size > 1:
+            raise ShoalError("a step failed: the other workers of this replica may not end with it")
+        self._pull_latest()
+        super()._leave()
+
+
+class PullAheadPs(RelaxedPs):
+    """Pulls the weights of the next step while backward runs."""
+
+    def reduce(self, bucket: slice) -> None:
+        if self._pending is None:
+            self._pending = self._leader.pull(self.update.steps + 1, 0)
+        self.push.reduce(bucket)
+
+    def _pull_next(self, step: int) -> None:
+        return None

@@ -1,0 +1,46 @@
+"""The counters of the servers, in sentences for the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.server.consistency import Rule
+
+
+def summarize(
+    stats: Sequence[dict[str, Any]],
+    rule: Rule,
+    shares_memory: bool = False,
+    counted: str = "worker",
+) -> list[str]:
+    """`stats` has one entry per server, the leader's first; `counted` is what pushes are of."""
+    if not stats:
+        return []
+    leader = stats[0]
+    sentences = []
+    if not rule.is_synchronous and "workers" in leader:
+        sentences += [
+            f"{counted} {worker}: {_pushes_of(leader, worker, rule)}"
+            for worker in leader["workers"]
+        ]
+        missed = ", ".join(f"{k}: {v}" for k, v in leader["missed_updates"].items())
+        sentences.append(f"updates between a pull and its push, and how often: {missed}")
+    transport = " by sockets; gradients and weights by shared memory" if shares_memory else ""
+    return sentences + [
+        f"server {index}: {server['updates']} updates, {server['requests']} requests, "
+        f"{server['received_bytes'] / 1e6:.1f} MB in, {server['sent_bytes'] / 1e6:.1f} MB out"
+        + transport
+        for index, server in enumerate(stats)
+    ]
+
+
+def _pushes_of(leader: dict[str, Any], worker: str, rule: Rule) -> str:
+    counts = leader["workers"][worker]
+    phrases = [f"{counts['admitted']} pushes counted"]
+    if rule.quorum is not None:
+        phrases.append(f"{counts['folded']} folded into a later step")
+        phrases.append(f"{counts['dropped']} dropped as late")
+    if leader["left_out"][worker]:
+        phrases.append(f"{leader['left_out'][worker]} steps left out")
+    return ", ".join(phrases)

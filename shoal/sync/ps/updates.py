@@ -1,0 +1,119 @@
+"""Where the optimizer runs, and what a pull brings.
+
+UpdateOnServers   ps(update="server"): weights, which are copied into the model
+UpdateInPlace     the same; the model lies in the memory that servers write to
+UpdateOnWorkers   ps(update="worker"): the sum of the gradients, to which a worker applies its own
+                  optimizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from shoal.observe.trace import WAIT
+from shoal.replica.flat_params import FlatParams
+from shoal.server.client import Client, PullResult
+from shoal.sync.base import Copies
+from shoal.sync.compressed_sum import synchronize_copies
+from shoal.sync.optimizer_step import OptimizerStep
+
+Tell = Callable[[str], list[str]]
+
+
+class Updates(Protocol):
+    """Chosen once, when the worker is built."""
+
+    @property
+    def served_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose state the servers keep."""
+        ...
+
+    def learning_rate(self, step: int) -> float | None:
+        """What the servers update with in this step; None: as before."""
+        ...
+
+    def take(self, result: PullResult) -> None:
+        """Use what a pull has brought."""
+        ...
+
+    def finish_step(self) -> None:
+        """The step was pushed."""
+        ...
+
+
+class UpdateOnServers(Updates):
+    def __init__(
+        self, flat: FlatParams, update: OptimizerStep, client: Client, copies: Copies | None = None
+    ):
+        """`copies` are parameters of which the servers of several shards hold one each."""
+        self.flat = flat
+        self.update = update
+        self.client = client
+        self.copies = copies
+
+    @property
+    def served_optimizer(self) -> torch.optim.Optimizer:
+        return self.update.optimizer
+
+    def learning_rate(self, step: int) -> float | None:
+        if self.update.lr is None:
+            return None
+        lr = float(self.update.lr(step))
+        self.update.set_lr(lr)
+        return lr
+
+    def take(self, result: PullResult) -> None:
+        with self.update.tracer.span(WAIT, f"copy weights of version {result.version}"):
+            params = slice(self.flat.offset, self.flat.size)
+            self.flat.data[params].copy_(self.client.inbox[params])
+            synchronize_copies(self.flat, self.flat.data, self.copies)
+        self.flat.zero_grad()
+
+    def finish_step(self) -> None:
+        self.update.steps += 1
+
+
+class UpdateInPlace(UpdateOnServers):
+    """Servers write only while this worker waits for them. On one host all workers share memory."""
+
+    def __init__(self, flat: FlatParams, update: OptimizerStep, client: Client, tell: Tell):
+        super().__init__(flat, update, client)
+        is_shared = client.share_weights(tell)
+        flat.move_to(client.inbox, copy=not is_shared or client.rank == 0)
+
+    def take(self, result: PullResult) -> None:
+        self.flat.zero_grad()
+
+
+class UpdateOnWorkers(Updates):
+    def __init__(
+        self, flat: FlatParams, update: OptimizerStep, client: Client, copies: Copies | None
+    ):
+        self.flat = flat
+        self.update = update
+        self.client = client
+        self.copies = copies
+
+    @property
+    def served_optimizer(self) -> None:
+        return None
+
+    def learning_rate(self, step: int) -> float | None:
+        return None
+
+    def take(self, result: PullResult) -> None:
+        grads = self.flat.grads
+        with self.update.tracer.span(WAIT, f"copy gradients of version {result.version}"):
+            params = slice(self.flat.offset, self.flat.size)
+            grads.buffer[params].copy_(self.client.inbox[params])
+            synchronize_copies(self.flat, grads.buffer, self.copies)
+        grads.header.copy_(result.loss_flags)
+        grads.publish()
+        self.update.apply()
+        self.flat.zero_grad()
+
+    def finish_step(self) -> None:
+        return None  # `OptimizerStep.apply` has counted it
