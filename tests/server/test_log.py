@@ -1,0 +1,300 @@
+"""The log: a snapshot and the entries after it reproduce the state, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.embedding.spec import RowOptimizer, TableSpec
+from shoal.server.consistency import Rule
+from shoal.server.model import log as log_module
+from shoal.server.model.named_optimizer import NamedOptimizer
+from shoal.server.model.push_buffer import RowPush
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model.snapshot import TableSnapshot
+from shoal.server.protocol.frames import Refused, decode, encode
+from shoal.server.protocol.messages import (
+    Commit,
+    LogEntry,
+    ModelSpec,
+    ParameterSlice,
+    PushDecided,
+    StepApplied,
+    WorkerLeft,
+)
+
+SIZE = 12
+TABLE = TableSpec("t", 10, 2, optimizer=RowOptimizer("adam", 0.1))
+OPTIMIZERS = [
+    NamedOptimizer("SGD", {"lr": 0.1, "momentum": 0.9}),
+    NamedOptimizer("AdamW", {"lr": 0.01}),
+]
+
+
+def spec_of(rule: Rule, optimizer: NamedOptimizer | None, clip_norm: float | None) -> ModelSpec:
+    """Two parameters, the first of them a matrix."""
+    slices = (ParameterSlice(0, 0, 0, (2, 4)), ParameterSlice(1, 8, 0, (4,)))
+    return ModelSpec(
+        index=0,
+        servers=1,
+        leader="",
+        rule=rule,
+        dtype="float32",
+        loss_flags_dtype="float32",
+        size=SIZE,
+        start=0,
+        stop=SIZE,
+        parameters=2,
+        slices=slices,
+        optimizer=optimizer,
+        clip_norm=None if optimizer is None else clip_norm,
+    )
+
+
+def model_of(spec: ModelSpec, is_leader: bool) -> ServedModel:
+    """All workers have joined; gradients travel over connections."""
+    model = ServedModel(spec, is_leader)
+    model.tables.make(TABLE)
+    for worker in range(spec.rule.workers):
+        model.join(worker, worker, None)
+    return model
+
+
+class Push(NamedTuple):
+    """What one worker sends."""
+
+    worker: int
+    sequence: int
+    commit: Commit
+    gradients: Tensor
+    loss_flags: Tensor
+    rows: RowPush | None
+
+
+def send(model: ServedModel, push: Push) -> str:
+    """As the handlers do: gradients, rows, commit."""
+    buffer = model.membership.members[push.worker].pushes
+    buffer.expect(push.sequence)
+    buffer.gradients[0].copy_(push.gradients)
+    buffer.loss_flags[0].copy_(push.loss_flags)
+    if push.rows is not None:
+        model.tables.stage(buffer, push.sequence, push.rows)
+    return model.commit(push.worker, push.sequence, push.commit).verdict
+
+
+# ---- random runs --------------------------------------------------------------------------------
+
+rules = st.integers(1, 3).flatmap(
+    lambda n: st.one_of(
+        st.just(Rule(n)),
+        st.builds(Rule, st.just(n), quorum=st.integers(1, n), fold=st.booleans()),
+        st.builds(Rule, st.just(n), staleness=st.integers(1, 3)),
+        st.just(Rule(n, asynchronous=True)),
+    )
+)
+specs = st.builds(
+    spec_of, rules, st.sampled_from([*OPTIMIZERS, None]), st.sampled_from([None, 0.5])
+)
+
+
+def next_steps(model: ServedModel, worker: int) -> list[int]:
+    """The steps that a worker may push now; none if it has to wait or has left."""
+    ledger = model.state.ledger
+    clock = ledger.clocks[worker]
+    if worker not in ledger.live or not ledger.may_start(clock):
+        return []
+    if ledger.rule.asynchronous:
+        return sorted({clock, max(clock, ledger.fastest)})
+    if ledger.rule.quorum is not None:
+        return list(range(clock, ledger.version + 1))
+    return [clock]
+
+
+def draw_push(data: st.DataObject, model: ServedModel, worker: int, step: int) -> Push:
+    seed = data.draw(st.integers(0, 1 << 30))
+    generator = torch.Generator().manual_seed(seed)
+    flags = data.draw(st.sampled_from([(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)]))
+    loss_flags = torch.tensor([0.5, *flags])
+    rows = None
+    if data.draw(st.booleans()):
+        ids = torch.randint(0, TABLE.num_rows, (3,), generator=generator)
+        rows = RowPush("t", ids, torch.randn(3, TABLE.dim, generator=generator), 0.1)
+    lr = data.draw(st.sampled_from([None, 0.05, 0.2]))
+    commit = Commit(step, model.version, 1 / model.spec.rule.workers, lr)
+    sequence = model.membership.members[worker].pushes.committed + 1
+    return Push(worker, sequence, commit, torch.randn(SIZE, generator=generator), loss_flags, rows)
+
+
+def one_action(data: st.DataObject, model: ServedModel) -> Push | None:
+    """A push that the rule allows, or a worker that leaves; the push is not sent yet."""
+    choices = [
+        (worker, step)
+        for worker in range(model.spec.rule.workers)
+        for step in next_steps(model, worker)
+    ]
+    leavers = sorted(model.state.ledger.live) if not model.spec.rule.is_synchronous else []
+    if leavers and (not choices or data.draw(st.integers(0, 9)) == 0):
+        model.membership.leave(data.draw(st.sampled_from(leavers)))
+        return None
+    if not choices:
+        return None
+    worker, step = data.draw(st.sampled_from(choices))
+    return draw_push(data, model, worker, step)
+
+
+def state_of(model: ServedModel) -> dict[str, Any]:
+    """Everything that has to be equal, with tensors as bytes."""
+    snapshot = model.snapshot()
+    tables = [(table.steps, rows_of(table)) for table in snapshot.tables]
+    rows = [(w, p.table, raw(p.ids), raw(p.grads), p.lr) for w, p in snapshot.counted_rows]
+    is_open = bool(snapshot.counted) and not model.spec.rule.is_synchronous
+    return {
+        "position": (snapshot.position, snapshot.epoch),
+        "version": model.version,
+        "weights": raw(snapshot.weights),
+        "optimizer": (snapshot.optimizer, [raw(t) for t in snapshot.optimizer_tensors]),
+        "ledger": snapshot.ledger,
+        "pushes": (snapshot.decided, snapshot.counted, snapshot.fraction),
+        "sum": (raw(snapshot.sum), raw(snapshot.loss_flags)) if is_open else None,
+        "rows": rows,
+        "tables": tables,
+    }
+
+
+def rows_of(table: TableSnapshot) -> dict[int, dict[str, bytes]]:
+    """By id: where a row is stored depends on the order of first use."""
+    return {
+        int(row): {key: raw(values[i]) for key, values in chunk.items()}
+        for chunk in table.chunks
+        for i, row in enumerate(chunk["ids"])
+    }
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+@given(specs, st.integers(0, 10), st.integers(1, 6), st.data())
+def test_a_snapshot_and_the_entries_after_it_reproduce_the_state(
+    spec: ModelSpec, before: int, after: int, data: st.DataObject
+) -> None:
+    """Pushes are staged on both models; the copy decides nothing, and gets entries as bytes.
+
+    Without pushes `before`, the log from its start reproduces the state.
+    """
+    leader = model_of(spec, is_leader=True)
+    copy = model_of(spec, is_leader=False)
+    pushes: dict[tuple[int, int], Push] = {}
+    for _ in range(before):
+        push = one_action(data, leader)
+        if push is not None:
+            send(leader, push)
+            pushes[push.worker, push.sequence] = push
+    snapshot = leader.snapshot()
+    for push in pushes.values():
+        stage_open(copy, push, snapshot.decided, [p.worker for p in snapshot.counted])
+    copy.install(snapshot)
+    assert state_of(copy) == state_of(leader)
+    for _ in range(after):
+        position = leader.log.position
+        push = one_action(data, leader)
+        if push is not None:
+            assert send(copy, push) == "staged"
+            send(leader, push)
+        for entry in leader.log.entries_after(position):
+            copy.replay(decode(encode(entry), LogEntry))
+    assert state_of(copy) == state_of(leader)
+
+
+def stage_open(model: ServedModel, push: Push, decided: dict[int, int], counted: list[int]) -> None:
+    """A synchronous step needs the gradients of its pushes: the worker has staged them here."""
+    is_open = push.worker in counted and decided[push.worker] == push.sequence
+    if is_open and model.spec.rule.is_synchronous:
+        buffer = model.membership.members[push.worker].pushes
+        buffer.gradients[0].copy_(push.gradients)
+        buffer.loss_flags[0].copy_(push.loss_flags)
+        buffer.committed = push.sequence
+
+
+# ---- positions and epochs -----------------------------------------------------------------------
+
+
+def left(position: int, epoch: int = 1, worker: int = 0) -> LogEntry:
+    return LogEntry(position, epoch, WorkerLeft(worker))
+
+
+def test_entries_have_positions_from_1_on_and_an_epoch() -> None:
+    model = model_of(spec_of(Rule(2, quorum=1), OPTIMIZERS[0], None), is_leader=True)
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(SIZE, generator=generator)
+    push = Push(0, 1, Commit(0, 0, 0.5, 0.1), gradients, torch.ones(3), None)
+    assert send(model, push) == "admitted"
+    model.membership.leave(1)
+    assert model.log.entries_after(0) == [
+        LogEntry(1, 1, PushDecided(0, 1, 0, "admitted", 0.5, 0.1)),
+        LogEntry(2, 1, StepApplied(1, 0.1, 0.5, None)),
+        LogEntry(3, 1, WorkerLeft(1)),
+    ]
+
+
+def test_an_entry_out_of_order_is_refused() -> None:
+    model = model_of(spec_of(Rule(2, quorum=1), OPTIMIZERS[0], None), is_leader=False)
+    for position in range(1, 6):
+        model.replay(left(position))
+    before = state_of(model)
+    with pytest.raises(Refused, match="entry 7 is out of order: expected 6"):
+        model.replay(left(7))
+    with pytest.raises(Refused, match="entry 5 is out of order: expected 6"):
+        model.replay(left(5))
+    assert state_of(model) == before
+
+
+def test_an_entry_of_a_lower_epoch_is_refused() -> None:
+    model = model_of(spec_of(Rule(2, quorum=1), OPTIMIZERS[0], None), is_leader=False)
+    model.replay(left(1, epoch=3))
+    with pytest.raises(Refused, match="entry 2 has epoch 2: expected at least 3"):
+        model.replay(left(2, epoch=2))
+    model.replay(left(2, epoch=3))
+    assert (model.log.position, model.log.epoch) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("push", "reason"),
+    [
+        (PushDecided(0, 1, 0, "admitted", 1.0, None), "push 1 of worker 0 is not staged here"),
+        (PushDecided(1, 2, 0, "admitted", 1.0, None), "is out of order: expected 1"),
+    ],
+)
+def test_a_decision_about_a_push_that_is_not_here_is_refused(
+    push: PushDecided, reason: str
+) -> None:
+    model = model_of(spec_of(Rule(2, quorum=1), OPTIMIZERS[0], None), is_leader=False)
+    before = state_of(model)
+    with pytest.raises(Refused, match=reason):
+        model.replay(LogEntry(1, 1, push))
+    assert state_of(model) == before
+
+
+def test_a_log_keeps_the_latest_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "MAX_ENTRIES", 3)
+    model = model_of(spec_of(Rule(2, quorum=1), OPTIMIZERS[0], None), is_leader=False)
+    for position in range(1, 6):
+        model.replay(left(position))
+    assert [entry.position for entry in model.log.entries_after(2)] == [3, 4, 5]
+    assert model.log.entries_after(5) == []
+    with pytest.raises(Refused, match="entry 2 is not in the log, which has entries 3 to 5"):
+        model.log.entries_after(1)
+    with pytest.raises(Refused, match="entry 7 is not in the log"):
+        model.log.entries_after(6)
+
+
+def test_a_decision_of_an_unknown_type_is_no_entry() -> None:
+    entry = {"position": 1, "epoch": 1, "decision": {"type": "restart"}}
+    with pytest.raises(Refused, match="LogEntry"):
+        decode(msgspec.msgpack.encode(entry), LogEntry)
