@@ -117,21 +117,22 @@ def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, spli
             flat = step.flat
             peak = 0
             assert isinstance(flat, ShardedParams)
-            arrive = flat._arrive
+            wait = flat.unit_gather._wait
 
             def noting(*args: Any) -> None:
                 nonlocal peak
-                arrive(*args)
+                wait(*args)
                 peak = max(peak, flat.resident_bytes())
 
             batches = job.batches(texts(16), 8)
             step(next(batches))  # on the first batch the stages are compared with the model
-            flat._arrive = noting  # type: ignore[method-assign]
+            flat.unit_gather._wait = noting  # type: ignore[method-assign]
             step(next(batches))
-            part_bytes = flat.size * flat.own.element_size()
-            assert part_bytes < 0.65 * whole_bytes
-            assert 0.4 * part_bytes < flat.own.nbytes == flat.resident_bytes() < 0.6 * part_bytes
-            assert flat.own.nbytes < peak < 0.8 * part_bytes
+            stage_bytes = flat.size * flat.shard_data.element_size()
+            shard_bytes = flat.shard_data.nbytes
+            assert stage_bytes < 0.65 * whole_bytes
+            assert 0.4 * stage_bytes < shard_bytes == flat.resident_bytes() < 0.6 * stage_bytes
+            assert shard_bytes < peak < 0.8 * stage_bytes
 
     world(4, body)
 

@@ -34,7 +34,7 @@ from shoal.data.sampling import num_rows, take
 from shoal.observe.capture import StopTraining
 from shoal.pytree import map_tensors
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.fsdp.wrapping import find_units
+from shoal.replica.fsdp.wrapping import wrap_modules
 from shoal.replica.microbatch import Loss, call_model, fork_rng
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.strategy import Strategy, as_strategy
@@ -156,7 +156,7 @@ def sizes_of(
     except Exception as error:  # whatever the user's model does with a fake tensor
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
-    units = [sum(p.nbytes for p in unit.params) for unit in find_units(model, trained)]
+    units = [sum(p.nbytes for p in unit.params) for unit in wrap_modules(model, trained)]
     ids = {id(p) for p in trained}
     others = [*(p for p in model.parameters() if id(p) not in ids), *model.buffers()]
     meta = [

@@ -89,7 +89,7 @@ class _Model:
         fresh = bytes_of(p.grad for p in flat.params if p.grad is not None)
         self.gradients = max(self.gradients, fresh + self.step.sync.gradient_bytes())
         if isinstance(flat, ShardedParams):
-            self.gathered = max(self.gathered, flat.resident_bytes() - flat.own.nbytes)
+            self.gathered = max(self.gathered, flat.resident_bytes() - flat.shard_data.nbytes)
 
     def _note(self, tensor: Tensor) -> Tensor:
         self.saved.note(tensor)

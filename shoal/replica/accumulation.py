@@ -74,7 +74,7 @@ class StepAccumulation:
             if self._reduce_tied is not None:
                 self._reduce_tied()
             self._flat.grads.flush()
-            self._flat.rest()
+            self._flat.reshard()
 
     def finish(self) -> Tensor:
         assert self._total is not None
@@ -105,7 +105,7 @@ class NoAccumulation:
     def after(self, action: Action, is_last: bool) -> None:
         if action.kind in _ENDS_BACKWARD:
             self._flat.grads.flush()
-            self._flat.rest()
+            self._flat.reshard()
 
     def finish(self) -> Tensor:
         return self._loss
@@ -150,5 +150,5 @@ class OrderedAccumulation:
             self._reduce_tied()
             self._flat.grads.arm(self._on_bucket)
             self._flat.grads.flush()
-            self._flat.rest()
+            self._flat.reshard()
         return loss

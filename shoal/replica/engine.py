@@ -168,7 +168,7 @@ class Engine:
         self._split[_key(action)] = split
         with self._span("backward", str(action)):
             grads = split.input_grads(roots.inputs)
-        self.flat.rest()
+        self.flat.reshard()
         self.stage.send_grads(action, grads)
 
     def _backward_weight(self, action: Action) -> None:
@@ -179,7 +179,7 @@ class Engine:
             for weight, grad in split.weight_grads():
                 # tensors that autograd hands out may be shared between weights
                 weight.grad = grad.clone() if weight.grad is None else weight.grad.add_(grad)
-        self.flat.rest()
+        self.flat.reshard()
 
     def _skips(self, action: Action) -> bool:
         """Whether no rank has rows of this micro-batch; its loss is then 0."""

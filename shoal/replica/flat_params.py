@@ -45,16 +45,16 @@ class FlatParams(FlatLayout):
         for p in self.params:
             p.grad = None
 
-    def computing(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Around a forward: the parameters that it uses are here."""
         return nullcontext()
 
-    def assembled(self, only: int | None = None) -> AbstractContextManager[None]:
+    def full_params(self, only: int | None = None) -> AbstractContextManager[None]:
         """While the block runs all parameters are here, on all ranks or on one; for reading."""
         return nullcontext()
 
-    def rest(self) -> None:
-        """Release parameters that are here only while they are used."""
+    def reshard(self) -> None:
+        """Release parameters that are gathered only while they are used."""
 
     def _move(self) -> Tensor:
         """Take the parameters into one buffer; returns it."""

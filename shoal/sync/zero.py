@@ -96,7 +96,7 @@ class ShardedUpdate:
         self.update.apply()
         self.flat.zero_grad()
         if isinstance(self.flat, ShardedParams):
-            self.flat.rest()
+            self.flat.reshard()
             return
         parts = [(r, self.flat.data[s]) for r, s in enumerate(self.shards) if s.start < s.stop]
         for work in [self.group.broadcast(part, root=rank) for rank, part in parts]:
@@ -106,7 +106,7 @@ class ShardedUpdate:
     def full_weights(self, optimizer: bool) -> Iterator[None]:
         with ExitStack() as stack:
             if isinstance(self.flat, ShardedParams):
-                stack.enter_context(self.flat.assembled(only=0 if optimizer else None))
+                stack.enter_context(self.flat.full_params(only=0 if optimizer else None))
             if optimizer:
                 stack.enter_context(self._whole_optimizer())
             yield

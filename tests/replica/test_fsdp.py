@@ -6,19 +6,19 @@ import torch
 from torch import nn
 
 from shoal.examples.gpt import GPT, Size
-from shoal.replica.fsdp.wrapping import find_units
+from shoal.replica.fsdp.wrapping import wrap_modules
 from tests.models import mlp
 
 
 def names(model: nn.Module) -> list[str]:
-    return [unit.name for unit in find_units(model, list(model.parameters()))]
+    return [unit.name for unit in wrap_modules(model, list(model.parameters()))]
 
 
 def test_blocks_are_units_and_small_modules_join_the_root() -> None:
     with torch.device("meta"):
         model = GPT(Size(layers=12, width=64, heads=2, context=32, lr=1e-3))
     assert names(model) == ["", *(f"blocks.{i}" for i in range(12))]
-    root = find_units(model, list(model.parameters()))[0]
+    root = wrap_modules(model, list(model.parameters()))[0]
     assert {tuple(p.shape) for p in root.params} == {(98, 64), (32, 64), (64,)}
 
 
@@ -31,7 +31,7 @@ def test_blocks_that_are_large_beside_the_model_are_divided() -> None:
 
 def test_every_parameter_is_in_one_unit() -> None:
     for model in (mlp(), nn.Linear(3, 3), nn.TransformerEncoderLayer(8, 2, 16)):
-        units = find_units(model, list(model.parameters()))
+        units = wrap_modules(model, list(model.parameters()))
         found = [id(p) for unit in units for p in unit.params]
         assert sorted(found) == sorted(id(p) for p in model.parameters())
 

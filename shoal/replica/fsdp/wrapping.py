@@ -1,8 +1,8 @@
-"""What is gathered together where parameters are sharded: a block of the model, as a rule.
+"""Which modules are FSDP units: their parameters are all-gathered together.
 
 Walking down from the model, a module becomes a unit when it is small enough or cannot be divided
-(it has parameters of its own besides those of its children). What is left over, and the smallest
-modules, make up the root unit, which stays from the start of forward to the end of backward.
+(it has parameters of its own besides those of its children). The rest, and the smallest modules,
+make up the root unit, which stays gathered from the start of forward to the end of backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = 16  # ... as long as that is smaller than this part
 
 
 @dataclass(frozen=True)
-class UnitOf:
+class WrappedModule:
     """A module that is gathered as one, and the parameters that it is the first to have."""
 
     name: str
@@ -26,38 +26,55 @@ class UnitOf:
     params: tuple[nn.Parameter, ...]
 
 
-def find_units(model: nn.Module, trained: Collection[nn.Parameter]) -> list[UnitOf]:
+def wrap_modules(model: nn.Module, trained: Collection[nn.Parameter]) -> list[WrappedModule]:
     """The root unit, then the others in the order of the model; each parameter is in one."""
-    ids = {id(p) for p in trained}
-    total = sum(p.numel() for p in trained)
-    seen: set[int] = set()
-    found: list[UnitOf] = []
-    root: list[nn.Parameter] = []
+    walk = _Walk(model, trained)
+    walk.visit("", model)
+    return [WrappedModule("", model, tuple(walk.root)), *walk.wrapped]
 
-    def fresh(module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
-        return [p for p in module.parameters(recurse) if id(p) in ids and id(p) not in seen]
 
-    def walk(name: str, module: nn.Module) -> None:
-        params = fresh(module)
-        size = _numel(params)
+class _Walk:
+    def __init__(self, model: nn.Module, trained: Collection[nn.Parameter]):
+        self.root: list[nn.Parameter] = []
+        self.wrapped: list[WrappedModule] = []
+        self._model = model
+        self._total = _numel(trained)
+        self._left = {id(p) for p in trained}
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        params = self._unassigned(module)
         if not params:
             return
-        divisible = not fresh(module, recurse=False) and any(True for _ in module.children())
-        if module is model or not _has_forward(module) or (divisible and size * LARGEST > total):
-            own = fresh(module, recurse=False)
-            root.extend(own)
-            seen.update(map(id, own))
-            for child_name, child in module.named_children():
-                walk(f"{name}.{child_name}" if name else child_name, child)
+        if self._is_divided(module, params):
+            self._divide(name, module)
             return
-        seen.update(map(id, params))
-        if size * SMALLEST <= total and (_numel(root) + size) * ROOT <= total:
-            root.extend(params)
+        self._assign(params)
+        size = _numel(params)
+        is_small = size * SMALLEST <= self._total
+        if is_small and (_numel(self.root) + size) * ROOT <= self._total:
+            self.root.extend(params)
         else:
-            found.append(UnitOf(name, module, tuple(params)))
+            self.wrapped.append(WrappedModule(name, module, tuple(params)))
 
-    walk("", model)
-    return [UnitOf("", model, tuple(root)), *found]
+    def _is_divided(self, module: nn.Module, params: list[nn.Parameter]) -> bool:
+        if module is self._model or not _has_forward(module):
+            return True
+        has_children = any(True for _ in module.children())
+        is_divisible = has_children and not self._unassigned(module, recurse=False)
+        return is_divisible and _numel(params) * LARGEST > self._total
+
+    def _divide(self, name: str, module: nn.Module) -> None:
+        direct = self._unassigned(module, recurse=False)
+        self.root.extend(direct)
+        self._assign(direct)
+        for child_name, child in module.named_children():
+            self.visit(f"{name}.{child_name}" if name else child_name, child)
+
+    def _unassigned(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
+        return [p for p in module.parameters(recurse) if id(p) in self._left]
+
+    def _assign(self, params: list[nn.Parameter]) -> None:
+        self._left.difference_update(map(id, params))
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -65,5 +82,5 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _numel(params: list[nn.Parameter]) -> int:
+def _numel(params: Collection[nn.Parameter]) -> int:
     return sum(p.numel() for p in params)

@@ -143,7 +143,7 @@ class PipelineStage:
     def compute(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
         names, _ = self.stages.arrange(micro.inputs)
         self._seed(action, micro.seed)
-        with self._flat.computing():
+        with self._flat.forward_context():
             return self.stages.compute(self.messages.virtual(action), names, inputs)
 
     def send_outputs(self, action: Action, outputs: Tree) -> None:
@@ -173,7 +173,7 @@ class PipelineStage:
             source = pipeline.producer(self.messages.stage, action)
             target = pipeline.consumer(self.messages.stage, action)
             received = values if source is None else channel.recv(source.stage, _tag(virtual, 0))
-            with self._flat.computing():
+            with self._flat.forward_context():
                 outputs = self.stages.compute(virtual, names, received)
             if target is None:
                 values = outputs

@@ -1,0 +1,186 @@
+"""All-gather, reshard and prefetch of FSDP units.
+
+    forward     gather 0 │ compute 0 │ compute 1 │ compute 2
+                         │ gather 1  │ gather 2  │           ← prefetch, in the order of last time
+
+Gathered memory is never resized or reused. It is released by dropping references, so a tensor
+that is still held elsewhere stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Group
+from shoal.replica.flat_layout import ParamRange
+from shoal.replica.fsdp.wrapping import WrappedModule
+from shoal.transport.transport import Work
+
+
+@dataclass
+class Run:
+    """Parameters of a unit that lie side by side in one shard: one message."""
+
+    owner: int
+    where: slice
+    members: list[int]
+    memory: Tensor | None = None
+
+
+@dataclass
+class Unit:
+    """`stays_gathered` from its first use to the end of backward.
+
+    `missing_grads` have not come yet in the backward of one forward.
+    """
+
+    name: str
+    members: list[int]
+    runs: list[Run]
+    stays_gathered: bool
+    works: list[Work] = field(default_factory=list)
+    is_requested: bool = False
+    is_gathered: bool = False
+    missing_grads: int = 0
+
+
+class Sharded(Protocol):
+    """What gathering needs to know of the parameters and this rank's shard."""
+
+    group: Group
+    params: list[nn.Parameter]
+    ranges: list[ParamRange]
+    owners: list[int]
+    shard: slice
+    shard_data: Tensor
+    splits_backward: bool
+
+    def round_up(self, elements: int) -> int: ...
+
+    def view(self, i: int, memory: Tensor, start: int) -> Tensor: ...
+
+    def shard_view(self, where: slice) -> Tensor: ...
+
+    def reshard_param(self, i: int) -> None: ...
+
+
+class UnitGather:
+    """The units of a model. Every rank gathers the same units in the same order."""
+
+    def __init__(self, flat: Sharded, wrapped: Sequence[WrappedModule]):
+        self._flat = flat
+        self.units: list[Unit] = []
+        self.unit_of = [0] * len(flat.params)
+        index_of = {id(p): i for i, p in enumerate(flat.params)}
+        for number, module in enumerate(wrapped):
+            members = sorted(index_of[id(p)] for p in module.params)
+            runs = self._runs_of(members)
+            self.units.append(Unit(module.name, members, runs, stays_gathered=number == 0))
+            for i in members:
+                self.unit_of[i] = number
+        self.by_storage: dict[int, tuple[int, Run]] = {}  # gathered memory, by its address
+        self._latest: dict[bool, int | None] = {True: None, False: None}
+        self._next: dict[tuple[bool, int], int] = {}
+
+    def gather(self, number: int) -> None:
+        """The unit is here when this returns, and the next one is on its way."""
+        unit = self.units[number]
+        backward = in_backward()
+        self._request(unit)
+        if not unit.is_gathered:
+            self._wait(number, unit)
+        last = self._latest[backward]
+        # a unit that stays gathered comes between any two others
+        if last == number or (backward and unit.stays_gathered):
+            return
+        if last is not None:
+            self._next[backward, last] = number
+            if backward and self._flat.splits_backward:  # no hook reports its gradients
+                self.reshard(self.units[last])
+        self._latest[backward] = number
+        self._prefetch_after(backward, number)
+
+    def begin_forward(self) -> None:
+        """The root unit; what was computed before is no predecessor of it."""
+        self._latest[False] = None
+        self.gather(0)
+
+    def reshard(self, unit: Unit) -> None:
+        """Release gathered memory; a tensor that is held elsewhere stays valid."""
+        if not unit.is_requested:
+            return
+        _wait_all(unit)
+        for run in unit.runs:
+            if run.memory is not None:
+                self.by_storage.pop(run.memory.untyped_storage().data_ptr(), None)
+                run.memory = None
+                for i in run.members:
+                    self._flat.reshard_param(i)
+        unit.is_requested = False
+        unit.is_gathered = False
+
+    def reshard_all(self) -> None:
+        for unit in self.units:
+            self.reshard(unit)
+        self._latest = {True: None, False: None}
+
+    def memory_of(self, run: Run) -> Tensor:
+        return self._flat.shard_view(run.where) if run.memory is None else run.memory
+
+    def gathered_bytes(self) -> int:
+        runs = [run for unit in self.units for run in unit.runs]
+        return sum(run.memory.nbytes for run in runs if run.memory is not None)
+
+    def _runs_of(self, members: list[int]) -> list[Run]:
+        runs: list[Run] = []
+        for i in members:
+            param = self._flat.ranges[i]
+            owner = self._flat.owners[i]
+            stop = self._flat.round_up(param.stop)
+            if runs and runs[-1].owner == owner and runs[-1].where.stop == param.start:
+                runs[-1].where = slice(runs[-1].where.start, stop)
+                runs[-1].members.append(i)
+            else:
+                runs.append(Run(owner, slice(param.start, stop), [i]))
+        return runs
+
+    def _request(self, unit: Unit) -> None:
+        """Start gathering: the owner of each run broadcasts it."""
+        if unit.is_requested:
+            return
+        unit.is_requested = True
+        for run in unit.runs:
+            if run.owner != self._flat.group.rank:
+                run.memory = self._flat.shard_data.new_empty(run.where.stop - run.where.start)
+            unit.works.append(self._flat.group.broadcast(self.memory_of(run), root=run.owner))
+
+    def _wait(self, number: int, unit: Unit) -> None:
+        _wait_all(unit)
+        for run in unit.runs:
+            if run.memory is not None:
+                self.by_storage[run.memory.untyped_storage().data_ptr()] = (number, run)
+                for i in run.members:
+                    self._flat.params[i].data = self._flat.view(i, run.memory, run.where.start)
+        unit.is_gathered = True
+        if not in_backward():  # there, some of its gradients may have come before
+            unit.missing_grads = len(unit.members)
+
+    def _prefetch_after(self, backward: bool, number: int) -> None:
+        following = self._next.get((backward, number))
+        if following is not None:
+            self._request(self.units[following])
+
+
+def _wait_all(unit: Unit) -> None:
+    for work in unit.works:
+        work.wait()
+    unit.works = []
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
