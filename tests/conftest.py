@@ -64,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.fixture(scope="session")
+def whole_suite(request: pytest.FixtureRequest) -> bool:
+    """Whether --whole was given: then proofs and prices take all numbers of ranks."""
+    return bool(request.config.getoption("--whole"))
+
+
 World = Callable[[int, Callable[[Group], Any]], list[Any]]
 
 

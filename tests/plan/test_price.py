@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -18,6 +18,12 @@ GAMMA = 5e-10
 V = 64 * 63 * 61 * 5  # any number will do
 EVERY = [(kind, name) for kind in kinds() for name in algorithms(kind)]
 RANKS = range(2, 65)
+CHOSEN_RANKS = (*range(2, 10), 12, 15, 16, 17, 31, 32, 33, 35, 64)
+
+
+@pytest.fixture(scope="module")
+def ranks_priced(whole_suite: bool) -> Sequence[int]:
+    return RANKS if whole_suite else CHOSEN_RANKS
 
 
 def priced(kind: str, name: str, ranks: int, gamma: float = 0.0) -> Price:
@@ -75,8 +81,10 @@ CLOSED: dict[tuple[str, str], Callable[[int], tuple[int, int, float]]] = {
 
 
 @pytest.mark.parametrize(("kind", "name"), CLOSED)
-def test_rounds_and_time_are_the_closed_form(kind: str, name: str) -> None:
-    for ranks in RANKS:
+def test_rounds_and_time_are_the_closed_form(
+    kind: str, name: str, ranks_priced: Sequence[int]
+) -> None:
+    for ranks in ranks_priced:
         rounds, messages, volume = CLOSED[kind, name](ranks)
         found = priced(kind, name, ranks)
         assert found.rounds == rounds, ranks
@@ -101,8 +109,8 @@ def test_logarithmic_algorithms_on_powers_of_two(ranks: int) -> None:
     assert bruck.time_s == pytest.approx(levels * (ALPHA + V / 2 * BETA))
 
 
-def test_halving_on_other_numbers_of_ranks_adds_a_fold() -> None:
-    for ranks in (n for n in RANKS if folds(n)):
+def test_halving_on_other_numbers_of_ranks_adds_a_fold(ranks_priced: Sequence[int]) -> None:
+    for ranks in (n for n in ranks_priced if folds(n)):
         found = priced("all_reduce", "halving", ranks)
         inner = 1 << floor2(ranks)
         assert found.rounds == 2 * floor2(ranks) + 2
@@ -118,8 +126,8 @@ def test_torus_has_the_bytes_of_the_ring_in_fewer_rounds() -> None:
         assert found.sent_largest_bytes == pytest.approx(2 * (ranks - 1) / ranks * V)
 
 
-def test_ring_sends_2_p_minus_1_over_p_v_bytes() -> None:
-    for ranks in RANKS:
+def test_ring_sends_2_p_minus_1_over_p_v_bytes(ranks_priced: Sequence[int]) -> None:
+    for ranks in ranks_priced:
         found = priced("all_reduce", "ring", ranks)
         exact = 2 * (ranks - 1) / ranks * V
         assert found.sent_largest_bytes == pytest.approx(exact)
@@ -128,9 +136,9 @@ def test_ring_sends_2_p_minus_1_over_p_v_bytes() -> None:
         assert found.ratio == pytest.approx(1.0)
 
 
-def test_ring_without_chunks_costs_what_the_notes_say() -> None:
+def test_ring_without_chunks_costs_what_the_notes_say(ranks_priced: Sequence[int]) -> None:
     """All links busy: (N-1)Z a rank, md/b in all. One at a time: most links are idle."""
-    for ranks in RANKS:
+    for ranks in ranks_priced:
         whole = priced("all_reduce", "whole_ring", ranks)
         slow = build("all_reduce", "slow_ring", ranks)
         assert whole.sent_largest_bytes == pytest.approx((ranks - 1) * V)
@@ -139,23 +147,25 @@ def test_ring_without_chunks_costs_what_the_notes_say() -> None:
         assert all(len(transfers) == 1 for transfers in slow.rounds)
 
 
-def test_naive_moves_p_p_minus_1_v_bytes() -> None:
-    for ranks in RANKS:
+def test_naive_moves_p_p_minus_1_v_bytes(ranks_priced: Sequence[int]) -> None:
+    for ranks in ranks_priced:
         for name in ("naive", "sequential", "direct"):
             total = priced("all_reduce", name, ranks).sent_total_bytes
             assert total == pytest.approx(ranks * (ranks - 1) * V)
 
 
-def test_star_moves_what_the_ring_moves_and_its_root_carries_n_times_as_much() -> None:
-    for ranks in RANKS:
+def test_star_moves_what_the_ring_moves_and_its_root_carries_n_times_as_much(
+    ranks_priced: Sequence[int],
+) -> None:
+    for ranks in ranks_priced:
         ring = priced("all_reduce", "ring", ranks)
         star = priced("all_reduce", "star", ranks)
         assert star.sent_total_bytes == pytest.approx(ring.sent_total_bytes)
         assert star.busiest_bytes == pytest.approx(ranks * ring.busiest_bytes)
 
 
-def test_reduction_costs_gamma_per_byte() -> None:
-    for ranks in RANKS:
+def test_reduction_costs_gamma_per_byte(ranks_priced: Sequence[int]) -> None:
+    for ranks in ranks_priced:
         free = priced("all_reduce", "ring", ranks)
         paid = priced("all_reduce", "ring", ranks, GAMMA)
         assert paid.time_s - free.time_s == pytest.approx((ranks - 1) / ranks * V * GAMMA)
@@ -169,16 +179,16 @@ def test_what_is_sent_is_received_and_no_bound_is_beaten(kind: str, name: str) -
         assert found.ratio is None or found.ratio > 1 - 1e-9
 
 
-def test_redundancy_is_what_the_notes_say() -> None:
-    for ranks in RANKS:
+def test_redundancy_is_what_the_notes_say(ranks_priced: Sequence[int]) -> None:
+    for ranks in ranks_priced:
         ring = priced("all_reduce", "ring", ranks)
         assert ring.redundant_bytes == (ranks - 1) * V  # the same as one half of the traffic
         assert ring.sent_total_bytes == pytest.approx(2 * ring.redundant_bytes)
         assert priced("reduce_scatter", "ring", ranks).redundant_bytes == 0
 
 
-def test_extra_memory_is_what_must_be_staged() -> None:
-    for ranks in RANKS:
+def test_extra_memory_is_what_must_be_staged(ranks_priced: Sequence[int]) -> None:
+    for ranks in ranks_priced:
         assert priced("all_reduce", "ring", ranks).extra_memory_bytes == pytest.approx(V / ranks)
         assert priced("all_reduce", "star", ranks).extra_memory_bytes == (ranks - 1) * V
         assert priced("all_reduce", "naive", ranks).extra_memory_bytes == 2 * V
@@ -200,6 +210,7 @@ def test_a_schedule_of_ones_own_is_priced_too() -> None:
     assert found.time_s == pytest.approx(ALPHA + 1000 * BETA)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_1024_ranks_are_generated_and_priced_in_under_2_s(kind: str, name: str) -> None:
     start = time.process_time()
