@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 COMPUTE = ("forward", "backward", "update")
-COMMUNICATE = ("reduce", "send", "receive")
+COMMUNICATE = ("reduce", "send", "receive", "push", "pull")
 WAIT = "wait"
 
 

@@ -10,7 +10,6 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shoal.observe.trace import OFF, Tracer
 from shoal.server import shared_memory as shared
-from shoal.server.link import Reply, Request, ServerLink
+from shoal.server.link import PostedRequest, Reply, Request, ServerLink
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.protocol.frames import FrameKind, Header, decode, encode
 from shoal.server.protocol.messages import (
@@ -52,13 +52,13 @@ class PullResult:
 class PendingPull:
     """A pull that is under way on all servers."""
 
-    def __init__(self, replies: Sequence[Future[Reply]], loss_flags: Tensor):
+    def __init__(self, replies: Sequence[PostedRequest], loss_flags: Tensor):
         self._replies = replies
         self._loss_flags = loss_flags
 
-    def wait(self, timeout_s: float | None = None) -> PullResult:
+    def wait(self) -> PullResult:
         """The leader's answer, when all servers have answered."""
-        metas = [reply.result(timeout_s).meta for reply in self._replies]
+        metas = [reply.result().meta for reply in self._replies]
         answers = [decode(meta, Pulled) for meta in metas]
         leader = answers[0]
         return PullResult(leader.version, leader.slowest, leader.fastest, self._loss_flags)
@@ -74,10 +74,12 @@ class Client:
         addresses: Sequence[str],
         secret: bytes,
         specs: Sequence[ModelSpec],
+        tracer: Tracer = OFF,
     ):
         first = specs[0]
         self.rank = rank
         self.specs = list(specs)
+        self.tracer = tracer
         self.dtype = DTYPES[first.dtype]
         self.size = first.size
         self.lowest_survivor = 0  # the lowest surviving worker, as of the latest barrier
@@ -87,12 +89,12 @@ class Client:
         self._loss_flags_dtype = DTYPES[first.loss_flags_dtype]
         self._sums_per_push = partial_sums(first)
         self._barriers = 0
-        self._settling: list[Future[Reply]] = []
+        self._settling: list[PostedRequest] = []
         self._descriptor: int | None = None
         header = Header(FrameKind.HELLO, rank, model, secrets.randbits(63))
         try:
             for index, address in enumerate(addresses):
-                link = ServerLink(index, address, secret, header, first.split.rank)
+                link = ServerLink(index, address, secret, header, first.split.rank, tracer)
                 self.links.append(link)
             self._make_memory()
             for link, spec in zip(self.links, self.specs, strict=True):
@@ -304,7 +306,7 @@ class Client:
             )
         return requests
 
-    def _post_commit(self, link: ServerLink, commit: Commit, loss_flags: Tensor) -> Future[Reply]:
+    def _post_commit(self, link: ServerLink, commit: Commit, loss_flags: Tensor) -> PostedRequest:
         payload = (bytes_of(loss_flags),)
         request = Request(FrameKind.COMMIT, encode(commit), payload, sequence=self.sequence)
         return link.post("push", request)

@@ -1,8 +1,8 @@
 """The connections of one worker to one server.
 
 There is one connection per channel: control, push, pull and rows. Small messages do not wait
-behind large ones. Requests of one channel are carried out in order by one thread, beside the
-computation (`post`), or at once by the caller (`call`).
+behind large ones. Requests of one channel are carried out in order: in the background (`post`),
+or at once by the caller (`call`).
 
 A TCP connection that breaks is opened again, and requests that were not acknowledged are sent
 again. The server numbers pushes and skips those that it already has. A Unix socket breaks only
@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
+from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import PeerLost, ShoalError
-from shoal.server.lane import Lane as WorkQueue
+from shoal.observe.trace import OFF, Tracer
 from shoal.server.protocol.connection import CONNECT_S, Closed, Connection, connect
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, decode
 from shoal.server.protocol.handshake import RECONNECT_S, authenticate
@@ -28,7 +27,10 @@ from shoal.server.protocol.messages import Channel, ErrorReply
 
 START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
 RETRY_S = 0.02
+CLOSE_TIMEOUT_S = 5.0
 MAX_RECONNECTS = 100  # while one request is carried out
+
+_SPANS: dict[Channel, str] = {"control": "send", "push": "push", "pull": "pull", "rows": "pull"}
 
 
 class Broken(PeerLost):
@@ -59,6 +61,26 @@ class Reply(NamedTuple):
     payload: bytearray
 
 
+class PostedRequest(QueuedWork):
+    """A request that is carried out in the background."""
+
+    __slots__ = ("_channel", "_link", "_reply", "_request")
+
+    def __init__(self, queue: WorkQueue, link: ServerLink, channel: Channel, request: Request):
+        super().__init__(queue)
+        self._link = link
+        self._channel = channel
+        self._request = request
+
+    def run(self) -> None:
+        self._reply = self._link.call(self._channel, self._request)
+
+    def result(self) -> Reply:
+        """Wait for the answer."""
+        self.wait()
+        return self._reply
+
+
 @dataclass
 class _OpenChannel:
     connection: Connection
@@ -76,6 +98,7 @@ class ServerLink:
         secret: bytes,
         header: Header,
         rank_of: Callable[[int], int],
+        tracer: Tracer = OFF,
     ):
         """`rank_of` turns the number of a worker, as servers count them, into its rank."""
         self.index = index
@@ -85,6 +108,7 @@ class ServerLink:
         self._secret = secret
         self._header = header
         self._rank_of = rank_of
+        self._tracer = tracer
         self._channels: dict[Channel, _OpenChannel] = {}
         self._replaced: list[Connection] = []
         self._failure: PeerLost | None = None
@@ -111,12 +135,27 @@ class ServerLink:
     def connection(self, channel: Channel) -> Connection:
         return self._channels[channel].connection
 
-    def post(self, channel: Channel, request: Request) -> Future[Reply]:
+    def post(self, channel: Channel, request: Request) -> PostedRequest:
         """Carry out a request in the background, after those posted before it."""
-        return self._channels[channel].queue.do(partial(self.call, channel, request))
+        queue = self._channels[channel].queue
+        posted = PostedRequest(queue, self, channel, request)
+        queue.submit(posted)
+        return posted
 
     def call(self, channel: Channel, request: Request) -> Reply:
-        """Carry out a request now; reconnect and resend if the connection breaks."""
+        """Carry out a request now."""
+        if not self._tracer.enabled:
+            return self._call(channel, request)
+        start_ns = time.monotonic_ns()
+        try:
+            return self._call(channel, request)
+        finally:
+            track = f"{channel} server {self.index}"
+            end_ns = time.monotonic_ns()
+            self._tracer.add(_SPANS[channel], start_ns, end_ns, track, request.kind.name)
+
+    def _call(self, channel: Channel, request: Request) -> Reply:
+        """Reconnect and resend if the connection breaks."""
         unacknowledged = self._channels[channel].unacknowledged
         to_send = [request]
         for attempts_left in reversed(range(MAX_RECONNECTS)):
@@ -149,7 +188,7 @@ class ServerLink:
         for channel in channels:
             channel.connection.cut()
         for channel in channels:
-            channel.queue.close()
+            channel.queue.close(CLOSE_TIMEOUT_S)
         for channel in channels:
             channel.connection.close()
 

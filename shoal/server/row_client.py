@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.store import RowStore
+from shoal.observe.trace import WAIT
 from shoal.server.client import Client
 from shoal.server.handlers.rows import MAX_ROW_BYTES
 from shoal.server.link import Reply, Request, ServerLink
@@ -62,9 +63,10 @@ class ServerStore(RowStore):
                     into=(bytes_of(pulled),),
                 )
                 pending.append((owned.link.post("rows", request), positions, pulled))
-        for reply, positions, pulled in pending:
-            reply.result()
-            rows[positions] = pulled
+        with self.client.tracer.span(WAIT, f"pull {len(ids)} rows of {table}"):
+            for reply, positions, pulled in pending:
+                reply.result()
+                rows[positions] = pulled
         return rows
 
     def push(self, table: str, ids: Tensor, grads: Tensor, lr: float, step: int) -> None:

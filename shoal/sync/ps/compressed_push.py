@@ -7,7 +7,6 @@ uncompressed: they are the same for all workers, whichever are late or lost.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
-from shoal.server.link import Reply, Request
+from shoal.server.link import PostedRequest, Request
 from shoal.server.model.compression import PushCompression
 from shoal.server.protocol.frames import FrameKind, decode
 from shoal.server.protocol.messages import SavedResidual
@@ -105,7 +104,7 @@ class CompressedPush(GradientPush):
             if basis is not None and basis.shape == packing.basis.shape:
                 packing.basis = basis.to(self.flat.device)
 
-    def _deposit_slice(self, index: int) -> Future[Reply]:
+    def _deposit_slice(self, index: int) -> PostedRequest:
         tensors = [self.residual[self._slice(index)].cpu(), self.packings[index].basis.cpu()]
         request = Request(FrameKind.RESIDUAL_SET, payload=tuple(map(bytes_of, tensors)))
         return self.client.links[index].post("push", request)

@@ -144,7 +144,14 @@ def _join(replica: Replica, served: ServedOptions, servers: Hosts) -> Client:
     specs = specs_of(replica.flat, servers.leads, served)
     if shares_leader and not replica.replica_group.is_leader:
         replica.replica_group.barrier()  # followers connect to a leader that listens already
-    client = Client(replica.group.rank, int(model), servers.addresses, servers.secret, specs)
+    client = Client(
+        replica.group.rank,
+        int(model),
+        servers.addresses,
+        servers.secret,
+        specs,
+        replica.update.tracer,
+    )
     if shares_leader and replica.replica_group.is_leader:
         replica.replica_group.barrier()
     return client

@@ -169,11 +169,13 @@ class PsWorker(Sync):
         optimizer = self._updates.served_optimizer
         params = self.flat.params
         steps = self.update.steps
-        states = [shard_state(optimizer, params, spec, steps) for spec in self.client.specs]
-        self.client.set_state(states, self.flat.data.detach().cpu())
+        with self._tracer.span(WAIT, "send state"):
+            states = [shard_state(optimizer, params, spec, steps) for spec in self.client.specs]
+            self.client.set_state(states, self.flat.data.detach().cpu())
 
     def _fetch_state(self) -> None:
-        states = self.client.get_state()
+        with self._tracer.span(WAIT, "fetch state"):
+            states = self.client.get_state()
         join_state(self.update.optimizer, self.flat.params, self.client.specs, states)
 
     @property
