@@ -18,6 +18,7 @@ from shoal.launch.output import OnProgress, Write, print_lines
 from shoal.launch.report import account
 from shoal.observe.progress import Bar
 from shoal.runtime.faults import fault_variables
+from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
 
 EXAMPLES = ("digits", "gpt", "clicks")
@@ -41,7 +42,7 @@ def strategy_for(text: str | None, workers: int, to_run: bool = True) -> Strateg
     if to_run:
         strategy.require_built()
     algorithm = strategy.sync_for(workers).collective_algorithm
-    if algorithm is not None:
+    if algorithm is not None and not is_user_function(algorithm):
         from shoal.schedules.collectives.catalog import build  # numpy: only where it is needed
 
         build("all_reduce", algorithm, 1)  # refuses an unknown name

@@ -28,7 +28,7 @@ from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.replica.tensor.plan import plan_of
 from shoal.replica.tensor.sharded_tensor import whole_tensors
 from shoal.schedules.pipelines.actions import ActionKind, Pipeline, accumulate
-from shoal.schedules.pipelines.catalog import build
+from shoal.schedules.pipelines.catalog import build, schedule
 from shoal.strategy.strategy import Strategy
 from shoal.strategy.terms import Pp
 
@@ -126,7 +126,7 @@ class StageShard(ReplicaShard):
         seconds = None
         if pp.balance == "measured" and pp.cuts is None:
             seconds = measured_by_rank_0(model, example, pp, mesh.world, device, bool(deferred))
-        chunks = build(pp.schedule, self.group.size, 1, pp.chunks).chunks
+        chunks = schedule(pp.schedule).num_chunks(pp.chunks)
         self.stages = Stages(model, self.group.size, chunks, pp.cuts, seconds)
         self._check_same_cuts(device)
         index_of = {p: index for index, p in enumerate(model.parameters())}

@@ -4,13 +4,17 @@
     pipeline     (stages, stage, microbatches[, chunks]) -> list of Action
 
 Loading runs the file. What the functions return is checked here for its type; `prove` checks the
-schedule itself.
+schedule itself. A relative path is that of the directory in which the process first uses it, which
+is the launching directory, even if the script changes directory later.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
+import re
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +28,12 @@ if TYPE_CHECKING:
     from shoal.schedules.collectives.collective import Collective
 
 
+PATTERN = r".+\.py:[A-Za-z_][A-Za-z0-9_]*"
+
+
 def is_user_function(name: str) -> bool:
     """Whether a name is FILE.py:FUNCTION instead of one of a catalog."""
-    return ":" in name
+    return re.fullmatch(PATTERN, name) is not None
 
 
 def load_collective(name: str) -> Callable[[int], Collective]:
@@ -74,15 +81,23 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def _load_module(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("user_schedule", path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
+    file = _absolute(path)
+    name = f"shoal_user_schedule_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or not file.is_file():
         raise BadInput(f"there is no Python file {path}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up the module that defines them
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise BadInput(f"{path} cannot be loaded: {_describe(error, path)}") from error
     return module
+
+
+@functools.cache
+def _absolute(path: str) -> Path:
+    return Path(path).absolute()
 
 
 def _call(name: str, function: Callable[..., Any], *arguments: int) -> Any:
@@ -98,9 +113,9 @@ def _describe(error: Exception, path: str) -> str:
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} (line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == path]
+    lines = [frame.lineno for frame in frames if frame.filename == str(_absolute(path))]
     where = f" (line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
 
 
 def _a(value: object) -> str:

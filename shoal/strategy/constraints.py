@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 MAX_NUMBER = 10**9  # bounds every option, so that what was accepted can be printed and read back
@@ -38,6 +38,15 @@ def positive(most: int) -> Constraint:
         return int(value) if value == int(value) else float(value)
 
     return Constraint(f"a number above 0 and at most {most}", accepts, keep)
+
+
+def one_of_or_like(allowed: str, names: Sequence[str], pattern: str) -> Constraint:
+    """One of `names`, or a text of the form `pattern`, which is `allowed` in words."""
+    known = one_of(*names)
+    like = text_like(allowed, pattern)
+    return Constraint(
+        f"{known.allowed}, or {allowed}", lambda v: known.accepts(v) or like.accepts(v)
+    )
 
 
 def text_like(allowed: str, pattern: str) -> Constraint:

@@ -124,6 +124,8 @@ class Strategy:
             raise StrategyError(f"{self} needs a multiple of {needed} workers, and {there}")
         replicas = workers // needed
         self.sync_for(replicas).check(replicas)
+        if self.pp is not None:
+            self.pp.check()
         return Layout(replicas, self.tp.size if self.tp else 1, self.pp.size if self.pp else 1)
 
     def sync_for(self, replicas: int) -> SyncTerm:

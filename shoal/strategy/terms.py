@@ -10,8 +10,10 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Annotated, ClassVar
 
 from shoal.errors import NotBuilt, StrategyError
+from shoal.schedules import user
 from shoal.schedules.gossip import graphs as edges
 from shoal.schedules.pipelines.catalog import schedules
+from shoal.schedules.user_proof import proven_collective, proven_pipeline
 from shoal.strategy.base import Batches, SyncTerm, Term
 from shoal.strategy.constraints import (
     MAX_NUMBER,
@@ -19,6 +21,7 @@ from shoal.strategy.constraints import (
     is_names,
     is_plan,
     one_of,
+    one_of_or_like,
     optional,
     positive,
     text_like,
@@ -37,7 +40,12 @@ _SETTING = r"[a-z][a-z0-9_]*=[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"
 _FRACTION = r"(1|0\.0{0,9}[1-9][0-9]{0,9}|[1-9](\.[0-9]{1,9})?e-[1-9][0-9]?)"
 _SYNC_OR_ASYNC = one_of("sync", "async")
 _FLAG = Constraint("True or False", lambda value: isinstance(value, bool))
-_ALGORITHM = text_like('a name such as "ring" or "tree"', r"[A-Za-z_][A-Za-z0-9_-]*")
+_USER_SCHEDULE = '"FILE.py:FUNCTION"'
+_ALGORITHM = text_like(
+    f'a name such as "ring" or "tree", or {_USER_SCHEDULE}',
+    rf"[A-Za-z_][A-Za-z0-9_-]*|{user.PATTERN}",
+)
+_SCHEDULE = one_of_or_like(_USER_SCHEDULE, schedules(), user.PATTERN)
 _COMPRESS = text_like(
     '"fp16", "bf16", "int8", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
     rf"fp16|bf16|int8|onebit|topk\({_FRACTION}\)|powersgd\(rank=[1-9][0-9]{{0,5}}\)",
@@ -96,6 +104,10 @@ class Ddp(SyncTerm):
     @property
     def collective_algorithm(self) -> str | None:
         return None if self.algorithm == "auto" else self.algorithm
+
+    def check(self, replicas: int) -> None:
+        if replicas > 1 and user.is_user_function(self.algorithm):
+            proven_collective(self.algorithm, "all_reduce", replicas)
 
 
 @dataclass(frozen=True)
@@ -299,12 +311,21 @@ class Pp(Term, role="pp"):
 
     size: Annotated[int, whole(1)]
     _: KW_ONLY
-    schedule: Annotated[str, one_of(*schedules())] = "1f1b"
+    schedule: Annotated[str, _SCHEDULE] = "1f1b"
     microbatches: Annotated[int | None, optional(whole(1))] = None
     chunks: Annotated[int | None, optional(whole(1))] = None
     recompute: Annotated[bool, _FLAG] = False
     cuts: Annotated[Sequence[str] | None, optional(_NAMES)] = None
     balance: Annotated[str, one_of("weights", "measured")] = "weights"
+
+    def check(self) -> None:
+        """Refuse a user's schedule that is wrong, as far as its micro-batches are known."""
+        if not user.is_user_function(self.schedule):
+            return
+        if self.microbatches is None:
+            user.load_function(self.schedule)
+        else:
+            proven_pipeline(self.schedule, self.size, self.microbatches, self.chunks)
 
 
 single = Single

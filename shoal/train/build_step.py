@@ -37,6 +37,7 @@ from shoal.sync.registry import plan_for
 from shoal.train.cut_batch import BatchCutter
 from shoal.train.options import StepFunctions, StepOptions
 from shoal.train.step import Step
+from shoal.train.user_schedules import check_user_schedules
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def build_step(
     term = context.strategy.sync_for(mesh.dp.size)
     plan = plan_for(term)
     plan.check(options, mesh.dp.size)
+    microbatches = options.local_microbatches(mesh.dp.size)
+    check_user_schedules(context.strategy, mesh, microbatches, device)
     if options.exact:
         _make_deterministic(device)
 

@@ -38,6 +38,15 @@ class PipelineSchedule:
     def description(self) -> str:
         return inspect.getdoc(self.make) or ""
 
+    def num_chunks(self, chunks: int | None) -> int:
+        """The chunks of a stage: those given, or the default."""
+        if chunks is None:
+            return self.default_chunks
+        if chunks > 1 and not self.looped:
+            looped = " and ".join(one.name for one in CATALOG.values() if one.looped)
+            raise BadInput(f"{self.name} has one chunk a stage, not {chunks}: {looped} take chunks")
+        return chunks
+
     def actions(self, stages: int, stage: int, microbatches: int, chunks: int) -> list[Action]:
         """The actions of one stage; the numbers have been checked."""
         if self.looped:
@@ -80,12 +89,8 @@ def schedule(name: str) -> PipelineSchedule:
 def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Pipeline:
     """The schedule of all stages; a user's own is proven. Looped ones have 2 chunks by default."""
     entry = schedule(name)
-    if chunks is None:
-        chunks = entry.default_chunks
+    chunks = entry.num_chunks(chunks)
     check_sizes(stages, microbatches, chunks)
-    if chunks > 1 and not entry.looped:
-        looped = " and ".join(one.name for one in CATALOG.values() if one.looped)
-        raise BadInput(f"{name} has one chunk a stage, not {chunks}: {looped} take chunks")
     actions = [entry.actions(stages, stage, microbatches, chunks) for stage in range(stages)]
     pipeline = Pipeline(entry.name, microbatches, chunks, actions)
     if is_user_function(name):

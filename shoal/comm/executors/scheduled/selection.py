@@ -13,6 +13,8 @@ from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
 from shoal.schedules.suggest import nearest
+from shoal.schedules.user import is_user_function
+from shoal.schedules.user_proof import proven_collective
 
 # a user's own schedule: from the number of ranks to a Collective
 ScheduleFunction = Callable[[int], Collective]
@@ -55,6 +57,8 @@ class AlgorithmSelector:
     def _schedule(self, kind: str, name: str, root: int) -> Collective:
         if kind in self._user_schedules:
             return rooted_at(self._user_schedules[kind], root)
+        if is_user_function(name):
+            return rooted_at(proven_collective(name, kind, self._ranks), root)
         return build(kind, name, self._ranks, root)
 
     def _settle(self, choice: AlgorithmChoice) -> None:
@@ -69,6 +73,9 @@ class AlgorithmSelector:
     def _settle_kind(self, kind: str, algorithm: Algorithm) -> None:
         if not isinstance(algorithm, str):
             self._add_function(kind, algorithm)
+        elif is_user_function(algorithm):
+            if self._ranks > 1:  # proven before its first use
+                self._names[kind] = algorithm
         elif algorithm != AUTO:
             build(kind, algorithm, 1)  # refuses a name that the kind does not have
             self._names[kind] = algorithm
