@@ -19,7 +19,7 @@ from shoal.server.protocol.messages import Channel, ErrorReply
 
 
 class Peer:
-    """The other end of a connection: who it is, and its place among the workers of a model."""
+    """The other end of a connection: which worker it is, and its channel in a model."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
 """Memory that workers share with the servers of their host.
 
-    a worker's own    [ gradients, once a part | inbox ]     elements of its flat buffer
-    everybody's       [ weights ]                            the same elements
+    per worker     [ gradients, once per partial sum | inbox ]   elements of its flat buffer
+    all workers    [ weights ]                                   the same elements
 
-It has no name: a worker makes it and passes it on with a frame. A server accepts it only with
-exactly the size it expects and with the seals, so that nobody can cut it off under the server's
-hands. Weights that all workers see are there where everybody waits for everybody: then nobody
-reads while the servers write.
+It is a memfd: a worker makes it and passes its descriptor with a frame. A server accepts it only
+with the expected size and sealed, so that no process can truncate it while the server uses it.
+Workers map the weights only where the rule is synchronous: then no worker reads them while the
+servers write.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from torch import Tensor
 from shoal.server.protocol.frames import Refused
 from shoal.transport.shm import memfd
 
-Tell = Callable[[str], list[str]]  # what every rank says, by rank; all ranks call it
+Tell = Callable[[str], list[str]]  # an all-gather of short texts, by rank
 
 
 class WorkerSegment:
-    """`parts` x `size` elements to push, and `size` to pull into."""
+    """`sums` x `size` elements to push, and `size` to pull into."""
 
-    def __init__(self, memory: mmap.mmap, dtype: torch.dtype, size: int, parts: int):
-        whole = torch.frombuffer(memory, dtype=dtype)
-        self.out = whole[: parts * size].view(parts, size)
-        self.inbox = whole[parts * size : (parts + 1) * size]
+    def __init__(self, memory: mmap.mmap, dtype: torch.dtype, size: int, sums: int):
+        elements = torch.frombuffer(memory, dtype=dtype)
+        self.out = elements[: sums * size].view(sums, size)
+        self.inbox = elements[sums * size : (sums + 1) * size]
 
 
-def make(dtype: torch.dtype, size: int, parts: int) -> tuple[WorkerSegment, int] | None:
-    """A segment and its descriptor, which the caller closes; None where there is no such memory."""
-    num_bytes = segment_bytes(dtype, size, parts)
-    handle = memfd.make("shoal-worker", num_bytes)
-    if handle < 0:
+def make(dtype: torch.dtype, size: int, sums: int) -> tuple[WorkerSegment, int] | None:
+    """A segment and its descriptor, which the caller closes; None where memfd is unavailable."""
+    num_bytes = segment_bytes(dtype, size, sums)
+    descriptor = memfd.make("shoal-worker", num_bytes)
+    if descriptor < 0:
         return None
     try:
-        return WorkerSegment(memfd.map_all(handle, num_bytes), dtype, size, parts), handle
+        return WorkerSegment(memfd.map_all(descriptor, num_bytes), dtype, size, sums), descriptor
     except OSError:
-        os.close(handle)
+        os.close(descriptor)
         return None
 
 
-def attach(handle: int, dtype: torch.dtype, size: int, parts: int) -> WorkerSegment:
-    """The segment that a worker has passed on; refused unless it is what the server expects."""
-    return WorkerSegment(_map(handle, segment_bytes(dtype, size, parts)), dtype, size, parts)
+def attach(descriptor: int, dtype: torch.dtype, size: int, sums: int) -> WorkerSegment:
+    """The segment of a worker; Refused if it is not sealed or has another size."""
+    return WorkerSegment(_map(descriptor, segment_bytes(dtype, size, sums)), dtype, size, sums)
 
 
-def attach_weights(handle: int, dtype: torch.dtype, size: int) -> Tensor:
-    """The memory for everybody's weights, as above."""
-    return torch.frombuffer(_map(handle, size * dtype.itemsize), dtype=dtype)
+def attach_weights(descriptor: int, dtype: torch.dtype, size: int) -> Tensor:
+    """The memory for the weights of all workers; Refused as above."""
+    return torch.frombuffer(_map(descriptor, size * dtype.itemsize), dtype=dtype)
 
 
 def share(tell: Tell, rank: int, num_bytes: int | None) -> int | None:
     """A descriptor, which the caller closes, of memory that rank 0 makes and all others open.
 
-    None on all of them if one cannot, or does not want to (`num_bytes` is None).
+    None on all ranks if one of them cannot open it, or gives `num_bytes=None`. A collective call.
     """
 
     def exchange(text: bytes) -> list[bytes]:
@@ -75,17 +75,17 @@ def share(tell: Tell, rank: int, num_bytes: int | None) -> int | None:
     return memfd.rendezvous(exchange, fd, attach, os.close)
 
 
-def _map(handle: int, num_bytes: int) -> mmap.mmap:
-    if not memfd.is_sealed(handle, num_bytes):
-        raise Refused(f"shared memory has to be sealed and of {num_bytes} bytes")
+def _map(descriptor: int, num_bytes: int) -> mmap.mmap:
+    if not memfd.is_sealed(descriptor, num_bytes):
+        raise Refused(f"expected sealed shared memory of {num_bytes} bytes")
     try:
-        return memfd.map_all(handle, num_bytes)
+        return memfd.map_all(descriptor, num_bytes)
     except OSError as error:
-        raise Refused(f"shared memory that cannot be mapped: {error}") from error
+        raise Refused(f"shared memory cannot be mapped: {error}") from error
 
 
-def segment_bytes(dtype: torch.dtype, size: int, parts: int) -> int:
-    return (parts + 1) * size * dtype.itemsize
+def segment_bytes(dtype: torch.dtype, size: int, sums: int) -> int:
+    return (sums + 1) * size * dtype.itemsize
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -77,14 +77,13 @@ class ServedModel:
 
     def join(self, worker: int, incarnation: int, segment: WorkerSegment | None) -> Member:
         """A worker joins, with memory that it shares or without."""
-        gradients, loss_flags = self.state.shard.push_buffers()
-        inbox = None
-        if segment is not None:
-            elements = slice(self.spec.start, self.spec.stop)
-            inbox = segment.inbox[elements]
-            if self.compression is None:
-                gradients = segment.out[:, elements]
-        pushes = PushBuffer(gradients, loss_flags)
+        elements = slice(self.spec.start, self.spec.stop)
+        inbox = None if segment is None else segment.inbox[elements]
+        if segment is None or self.compression is not None:
+            gradients = self.state.shard.new_gradients()
+        else:
+            gradients = segment.out[:, elements]
+        pushes = PushBuffer(gradients, self.state.shard.new_loss_flags())
         member = Member(worker, incarnation, pushes, PullBuffer(inbox))
         with self.lock:
             self.membership.join(member)

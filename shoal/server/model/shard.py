@@ -54,11 +54,13 @@ class Shard:
         """What workers pull: weights, or the summed gradient if the workers update."""
         return self.data if self.spec.optimizer is not None else self.sum
 
-    def push_buffers(self) -> tuple[Tensor, Tensor]:
-        """Memory for the gradients and the loss and flags of one push, by partial sums."""
-        sums = partial_sums(self.spec)
-        gradients = torch.zeros(sums, self.size, dtype=self.dtype)
-        return gradients, self.loss_flags.new_zeros(sums, len(self.loss_flags))
+    def new_gradients(self) -> Tensor:
+        """Memory for the gradients of one push, by partial sum."""
+        return torch.zeros(partial_sums(self.spec), self.size, dtype=self.dtype)
+
+    def new_loss_flags(self) -> Tensor:
+        """Memory for the loss and flags of one push, by partial sum."""
+        return self.loss_flags.new_zeros(partial_sums(self.spec), len(self.loss_flags))
 
     def move_to(self, data: Tensor) -> None:
         """Keep the weights in this memory from now on; their values stay."""

@@ -1,6 +1,6 @@
-"""A connection that carries frames, and where to find the other side.
+"""A connection that carries frames, and the addresses of servers.
 
-    unix:/path/of/socket      one host, which is the default
+    unix:/path/of/socket      one host (default)
     tcp:host:port             several hosts
 
 Payloads go straight from and to the memory of tensors (sendmsg, recv_into). Beyond loopback a
@@ -23,12 +23,12 @@ from shoal.errors import BadInput
 from shoal.server.protocol.frames import HEADER_BYTES, Header, Refused, pack, unpack, verify
 
 CONNECT_S = 30.0
-_PIECE_BYTES = 1 << 20
-SILENT_PEER_MS = 30_000  # a host that has vanished is noticed after so long
+_CHUNK_BYTES = 1 << 20
+SILENT_PEER_MS = 30_000  # a host that does not respond is lost after so long
 
 
 class Closed(ConnectionError):
-    """The other side has gone."""
+    """The connection has ended."""
 
 
 class Connection:
@@ -44,7 +44,7 @@ class Connection:
         self._descriptors: list[int] = []
 
     def send(self, header: Header, meta: bytes = b"", *payload: memoryview) -> None:
-        size = sum(part.nbytes for part in payload)
+        size = sum(view.nbytes for view in payload)
         head = pack(header._replace(payload_bytes=size), meta)
         with self._writing:
             try:
@@ -54,7 +54,7 @@ class Connection:
         self.sent_bytes += len(head) + size
 
     def send_descriptor(self, header: Header, meta: bytes, descriptor: int) -> None:
-        """A frame without payload, and an open file with it (Unix sockets)."""
+        """A frame without payload, with the descriptor of an open file (Unix sockets)."""
         head = pack(header, meta)
         with self._writing:
             try:
@@ -64,24 +64,24 @@ class Connection:
             except OSError as error:
                 raise Closed(str(error)) from error
 
-    def receive(self, most_meta: int) -> tuple[Header, bytes]:
-        """The next header and its metadata; the payload is still to be taken."""
+    def receive(self, max_meta: int) -> tuple[Header, bytes]:
+        """The next header and its metadata; the caller reads the payload."""
         self.read_into(memoryview(self._head))
         header = unpack(self._head)
-        if header.meta_bytes > most_meta:
-            raise Refused(f"{header.meta_bytes} bytes of metadata, and {most_meta} are allowed")
+        if header.meta_bytes > max_meta:
+            raise Refused(f"{header.meta_bytes} bytes of metadata: at most {max_meta} are allowed")
         meta = self._read(header.meta_bytes)
         verify(self._head, meta, header)
         self.requests += 1
         return header, meta
 
     def _read(self, count: int) -> bytes:
-        """As it comes: what was only announced takes no memory."""
+        """In chunks: an announced length alone allocates nothing."""
         data = bytearray()
         while len(data) < count:
-            part = bytearray(min(_PIECE_BYTES, count - len(data)))
-            self.read_into(memoryview(part))
-            data += part
+            chunk = bytearray(min(_CHUNK_BYTES, count - len(data)))
+            self.read_into(memoryview(chunk))
+            data += chunk
         return bytes(data)
 
     def read_into(self, view: memoryview) -> None:
@@ -100,25 +100,25 @@ class Connection:
 
     def skip(self, count: int) -> None:
         """Read and discard a payload."""
-        scratch = memoryview(bytearray(min(count, 1 << 20)))
+        scratch = memoryview(bytearray(min(count, _CHUNK_BYTES)))
         while count:
-            part = scratch[: min(count, scratch.nbytes)]
-            self.read_into(part)
-            count -= part.nbytes
+            chunk = scratch[: min(count, scratch.nbytes)]
+            self.read_into(chunk)
+            count -= chunk.nbytes
 
     def take_descriptor(self) -> int | None:
-        """The open file that came with the latest frame, if one did; the caller closes it."""
-        found = self._descriptors.pop() if self._descriptors else None
+        """The descriptor that came with the latest frame, if one did; the caller closes it."""
+        descriptor = self._descriptors.pop() if self._descriptors else None
         self._drop_descriptors()
-        return found
+        return descriptor
 
     def cut(self) -> None:
-        """End it from another thread than the one that reads.
+        """End the connection from another thread than the one that reads.
 
-        The descriptor stays: were it closed here, the reader might find another file under its
-        number. The reader closes it.
+        The reader closes the descriptor. If it were closed here, the reader could read from
+        another file that has got the same number.
         """
-        with suppress(OSError):  # that of ssl.SSLSocket would make it a plain one meanwhile
+        with suppress(OSError):  # SSLSocket.shutdown would turn it into a plain socket
             socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -133,20 +133,20 @@ class Connection:
         count, ancillary, _, _ = self.sock.recvmsg_into([view], space, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                found = array.array("i")
-                found.frombytes(data[: len(data) - len(data) % found.itemsize])
-                self._drop_descriptors()  # one at a time: nobody fills the table
-                self._descriptors += found
+                descriptors = array.array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                self._drop_descriptors()  # keep one frame's at most: the table cannot fill up
+                self._descriptors += descriptors
         return count
 
     def _drop_descriptors(self) -> None:
-        # another thread may close the connection: nobody closes a descriptor twice
+        # another thread may close the connection: pop, so that each is closed once
         while self._descriptors:
             with suppress(IndexError):
                 os.close(self._descriptors.pop())
 
-    def _send_all(self, parts: list[memoryview]) -> None:
-        views = [part.cast("B") for part in parts if part.nbytes]
+    def _send_all(self, buffers: list[memoryview]) -> None:
+        views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         if not self._scatters:
             for view in views:
                 self.sock.sendall(view)
@@ -264,7 +264,7 @@ class Listener:
 
 
 def tune(sock: socket.socket) -> None:
-    """Small frames at once; a host that has vanished is noticed."""
+    """Send small frames without delay; notice a host that does not respond."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
