@@ -1,9 +1,9 @@
 """What a parameter server costs: Shoal's, Ray's example and torch.distributed.rpc.
 
-Run by `shoal bench ps` in each of the workers of one run. Each peer is measured alternately with
-Shoal and then closed, so that what it does when idle (torch's agents poll) burdens nobody else. A
-dense round is a push of gradients by every worker, one SGD step, and a pull of the new weights by
-every worker. A sparse pull asks for rows of a table; all workers ask at once.
+Run by `shoal bench ps` in each worker of one run. Each peer is measured alternately with Shoal and
+then closed, because an idle peer still takes CPU time (torch's agents poll). A dense round is a
+push of gradients by every worker, one SGD step, and a pull of the new weights by every worker. A
+sparse pull asks for rows of a table; all workers ask at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Ways = dict[str, Callable[[], Any]]
 
 
 class Ours:
-    """One worker of Shoal's parameter server, without a model around it."""
+    """One worker of Shoal's parameter server, with one tensor for a model."""
 
     def __init__(self, job: shoal.Job, numel: int):
         self.parameter = nn.Parameter(torch.zeros(numel))
@@ -83,7 +83,7 @@ def _beside(
     """Shoal and one peer, or Shoal alone."""
     dense: Ways = {"shoal": ours.dense}
     sparse: Ways = {"shoal": lambda: ours.sparse(ids)}
-    barrier = partial(_meet, job)
+    barrier = partial(_barrier, job)
     with ExitStack() as stack:
         if peer is not None:
             _ADD[peer](stack, job, args.bytes // 4, ids, dense, sparse)
@@ -94,18 +94,18 @@ def _beside(
         }
 
 
-def _meet(job: shoal.Job) -> None:
+def _barrier(job: shoal.Job) -> None:
     job.group.barrier().wait()
 
 
 def _medians(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Both ways, and the peer's time over ours, round by round."""
-    found: dict[str, Any] = {"shoal": asdict(Timing.of(times["shoal"]))}
+    """Both times, and the ratio of the peer's time to Shoal's, round by round."""
+    medians: dict[str, Any] = {"shoal": asdict(Timing.of(times["shoal"]))}
     if "peer" in times:
         ratio = ratios(times["shoal"], times["peer"])
-        found["theirs"] = asdict(Timing.of(times["peer"]))
-        found["ratio"] = {"median": ratio.median_ms, "low": ratio.low_ms, "high": ratio.high_ms}
-    return found
+        medians["theirs"] = asdict(Timing.of(times["peer"]))
+        medians["ratio"] = {"median": ratio.median_ms, "low": ratio.low_ms, "high": ratio.high_ms}
+    return medians
 
 
 def _add_rpc(
@@ -128,7 +128,7 @@ def _add_rpc(
 def _add_ray(
     stack: ExitStack, job: shoal.Job, numel: int, ids: torch.Tensor, dense: Ways, sparse: Ways
 ) -> None:
-    """Ray's workers are its own processes; rank 0 drives them, and the others stand by."""
+    """Ray starts its own workers; rank 0 drives them, and the other ranks do nothing."""
     dense["peer"] = lambda: None
     sparse["peer"] = lambda: None
     if job.rank == 0:
@@ -158,9 +158,9 @@ def main() -> None:
         return
 
     def train(job: shoal.Job) -> None:
-        found = measure(job, args)
+        results = measure(job, args)
         if job.rank == 0:
-            args.result.write_text(json.dumps(found))
+            args.result.write_text(json.dumps(results))
 
     shoal.run(train)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.observe.trace import OFF, Tracer
 from shoal.server import shared_memory as shared
-from shoal.server.link import PostedRequest, Reply, Request, ServerLink
+from shoal.server.link import PostedRequest, ServerLink
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.protocol.frames import FrameKind, Header, decode, encode
 from shoal.server.protocol.messages import (
@@ -36,6 +36,7 @@ from shoal.server.protocol.messages import (
     TotalNorm,
     WireMessage,
 )
+from shoal.server.request import Reply, Request
 from shoal.server.shared_memory import bytes_of
 
 
@@ -196,7 +197,7 @@ class Client:
         return norms
 
     def set_norm(self, value: float) -> None:
-        """The norm of the gradient of the whole model, of which these servers hold a shard."""
+        """The norm of the gradient over all shards of the replica."""
         self.request(self.links[0], FrameKind.TOTAL_NORM, TotalNorm(value))
 
     # ------------------------------------------------------------------ pulling

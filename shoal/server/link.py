@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import PeerLost, ShoalError
@@ -24,6 +23,7 @@ from shoal.server.protocol.connection import CONNECT_S, Closed, Connection, conn
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, decode
 from shoal.server.protocol.handshake import RECONNECT_S, authenticate
 from shoal.server.protocol.messages import Channel, ErrorReply
+from shoal.server.request import Reply, Request
 
 START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
 RETRY_S = 0.02
@@ -35,30 +35,6 @@ _SPANS: dict[Channel, str] = {"control": "send", "push": "push", "pull": "pull",
 
 class Broken(PeerLost):
     """A connection ended before a request was answered."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One frame to a server, and where the payload of its answer goes.
-
-    `into=None` accepts an answer of any length. A request without an answer is acknowledged by
-    the answer to a later request of the same channel.
-    """
-
-    kind: FrameKind
-    meta: bytes = b""
-    payload: tuple[memoryview, ...] = ()
-    into: tuple[memoryview, ...] | None = ()
-    sequence: int = 0
-    argument: int = 0
-    is_answered: bool = True
-
-
-class Reply(NamedTuple):
-    """The answer to a request. `payload` is empty if the request had a place for it."""
-
-    meta: bytes
-    payload: bytearray
 
 
 class PostedRequest(QueuedWork):

@@ -13,9 +13,10 @@ from shoal.embedding.store import RowStore
 from shoal.observe.trace import WAIT
 from shoal.server.client import Client
 from shoal.server.handlers.rows import MAX_ROW_BYTES
-from shoal.server.link import Reply, Request, ServerLink
+from shoal.server.link import ServerLink
 from shoal.server.protocol.frames import FrameKind, Refused, decode, encode
 from shoal.server.protocol.messages import RowBatch, RowChunk
+from shoal.server.request import Reply, Request
 from shoal.server.shared_memory import bytes_of
 
 

@@ -1,4 +1,4 @@
-"""How much a replica has sent, beside what ddp would have sent."""
+"""Bytes that a replica has sent, compared with those of ddp."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepTraffic:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is sent in the block is no part of training."""
+        """Do not count what is sent in the block, such as for a checkpoint."""
         with ExitStack() as stack:
             for counter in self.counters:
                 stack.enter_context(counter.uncounted())
@@ -42,8 +42,8 @@ class StepTraffic:
     def summary(self) -> list[str]:
         if not self.sent or not self.steps:
             return []
-        each = self.sent / self.steps
+        num_bytes = self.sent / self.steps
         return [
-            f"each worker sent {each:,.0f} bytes a step, where ddp sends {self.plain_bytes:,}: "
-            f"{self.plain_bytes / each:.1f} times less"
+            f"each worker sent {num_bytes:,.0f} bytes a step, where ddp sends "
+            f"{self.plain_bytes:,}: {self.plain_bytes / num_bytes:.1f} times less"
         ]

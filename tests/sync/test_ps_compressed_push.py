@@ -18,9 +18,9 @@ from shoal.comm.group import Group
 from shoal.compress.topk import BLOCK
 from shoal.errors import BadInput, ShoalError
 from shoal.server.consistency import Rule
-from shoal.server.link import Request
 from shoal.server.model.compression import PushCompression
 from shoal.server.protocol.frames import FrameKind
+from shoal.server.request import Request
 from shoal.server.shared_memory import bytes_of
 from shoal.sync.ps.compressed_push import CompressedPush
 from shoal.sync.ps.worker import PsWorker

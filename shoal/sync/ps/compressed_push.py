@@ -14,10 +14,11 @@ from torch import Tensor
 
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
-from shoal.server.link import PostedRequest, Request
+from shoal.server.link import PostedRequest
 from shoal.server.model.compression import PushCompression
 from shoal.server.protocol.frames import FrameKind, decode
 from shoal.server.protocol.messages import SavedResidual
+from shoal.server.request import Request
 from shoal.server.shared_memory import bytes_of
 from shoal.sync.base import Copies
 from shoal.sync.compressed_sum import take_residual, unused_places

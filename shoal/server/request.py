@@ -1,0 +1,32 @@
+"""What a worker asks a server, as a value that can be sent again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.server.protocol.frames import FrameKind
+
+
+@dataclass(frozen=True)
+class Request:
+    """One frame to a server, and where the payload of its answer goes.
+
+    `into=None` accepts an answer of any length. A request without an answer is acknowledged by
+    the answer to a later request of the same channel.
+    """
+
+    kind: FrameKind
+    meta: bytes = b""
+    payload: tuple[memoryview, ...] = ()
+    into: tuple[memoryview, ...] | None = ()
+    sequence: int = 0
+    argument: int = 0
+    is_answered: bool = True
+
+
+class Reply(NamedTuple):
+    """The answer to a request. `payload` is empty if the request had a place for it."""
+
+    meta: bytes
+    payload: bytearray
