@@ -13,7 +13,7 @@ from shoal.commands import options
 from shoal.commands.output import wide_console, write_text
 from shoal.errors import BadInput
 from shoal.plan.gantt import draw
-from shoal.plan.gantt_svg import staircase_svg
+from shoal.plan.gantt_svg import gantt_svg
 from shoal.plan.timeline import Time, Timeline, Times, simulate
 from shoal.schedules.pipelines.actions import check_sizes
 from shoal.schedules.pipelines.catalog import CATALOG, build
@@ -88,7 +88,7 @@ def show(
     proof = prove(pipeline)
     timeline = simulate(pipeline, times)
     if svg is not None:
-        write_text(svg, staircase_svg(timeline, proof))
+        write_text(svg, gantt_svg(timeline, proof))
     if as_json:
         typer.echo(json.dumps(_document(timeline, proof, times, with_actions=True)))
     elif svg is not None:

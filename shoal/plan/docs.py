@@ -1,4 +1,4 @@
-"""Writes docs/algorithms.md and docs/pipelines.md: `python -m shoal.plan.document`."""
+"""Writes docs/algorithms.md and docs/pipelines.md: `python -m shoal.plan.docs`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
-from shoal.plan.gantt import staircase
+from shoal.plan.gantt import gantt
 from shoal.plan.price import Price, price
 from shoal.plan.timeline import simulate
 from shoal.schedules.collectives.catalog import CATALOG, Algorithm, build
@@ -18,17 +18,17 @@ PIPELINES = Path("docs/pipelines.md")
 RANKS = (4, 7, 8, 16)
 _HEAD = """# Collective algorithms
 
-This file is generated from the schedules: `python -m shoal.plan.document`.
+This file is generated from the schedules: `python -m shoal.plan.docs`.
 
 V is the size of a rank's whole vector. *Rounds* are those in which something is sent.
 *Busiest port* is what the busiest rank carries, in V: per round the larger of what it sends and
 what it receives. *Total* is what all ranks send together, in V. *Extra memory* is room beyond
 input and output, in V, on the rank that needs the most. The time model is described in
-`shoal/schedules/cost.py`.
+`shoal/schedules/collectives/cost.py`.
 """
 _PIPELINES_HEAD = """# Pipeline schedules
 
-This file is generated from the schedules: `python -m shoal.plan.document`.
+This file is generated from the schedules: `python -m shoal.plan.docs`.
 
 p stages, stage s of them, m micro-batches, v chunks a stage. F is forward, B the whole backward,
 I the gradient of the input and W that of the weights. The pictures are of 4 stages and 4
@@ -54,7 +54,7 @@ def pipeline_document() -> str:
 
 
 def _pipeline_section(entry: pipelines.PipelineSchedule) -> str:
-    picture = staircase(simulate(pipelines.build(entry.name, 4, 4)))
+    picture = gantt(simulate(pipelines.build(entry.name, 4, 4)))
     text = f"\n## {entry.name}\n\n{entry.description}\n\n```\n{picture}\n```\n\n"
     text += "| stages | micro-batches | chunks | time | bubble | idle | holds | room |\n"
     text += "|---|---|---|---|---|---|---|---|\n"

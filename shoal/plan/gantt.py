@@ -1,4 +1,4 @@
-"""A pipeline in the terminal: a line for each stage, a column for each moment.
+"""A Gantt chart of a pipeline in the terminal: a line for each stage, a column for each moment.
 
 stage 0  F0 F1 F2 ·  ·  B0─── B1─── B2───
 stage 1  ·  F0 F1 F2 B0─── B1─── B2───       (· is the bubble)
@@ -41,14 +41,14 @@ class _Cell(NamedTuple):
     style: str
 
 
-def staircase(timeline: Timeline) -> str:
-    """The plain lines, one for each stage, however long they are."""
+def gantt(timeline: Timeline) -> str:
+    """The plain lines, one for each stage, of any length."""
     rows = _rows(timeline, _tick(timeline))
     return "\n".join("".join(cell.text for cell in row).rstrip() for row in rows)
 
 
 def draw(timeline: Timeline, proof: PipelineProof, console: Console) -> None:
-    """Print the staircase, folded to the width of the console, and what it costs."""
+    """Print the chart, folded to the width of the console, and what the schedule costs."""
     tick = _tick(timeline)
     rows = _rows(timeline, tick)
     names = [f"stage {stage}" for stage in range(len(rows))]
@@ -115,7 +115,7 @@ def _tick(timeline: Timeline) -> Fraction:
     """The time of one column: one that all actions are whole multiples of, or the shortest."""
     if timeline.pipeline.stages > MOST_STAGES:
         raise BadInput(
-            f"a drawing of {timeline.pipeline.stages} stages helps nobody: "
+            f"a drawing of {timeline.pipeline.stages} stages is unreadable: "
             f"ask for {MOST_STAGES} or fewer, or for --json"
         )
     shortest = min(s.end - s.start for spans in timeline.spans for s in spans if s.end > s.start)
@@ -153,7 +153,7 @@ def _rows(timeline: Timeline, tick: Fraction) -> list[list[_Cell]]:
 
 
 def _column(moment: float, tick: Fraction) -> int:
-    """To the nearest, halves up: what is at least a tick long has a column."""
+    """To the nearest, half a column rounds up: what is at least a tick long has a column."""
     return math.floor(Fraction(moment) / tick + Fraction(1, 2))
 
 

@@ -1,4 +1,4 @@
-"""A pipeline as an SVG: a band for each stage, a box for each action, to the scale of time.
+"""A Gantt chart of a pipeline as SVG: a band for each stage, a box for each action, to scale.
 
 Under each band is what the stage holds: the number of micro-batches (of a chunk) that are forward
 and not yet backward.
@@ -63,7 +63,7 @@ class _Sheet:
         return _TOP + stage * (_BAND + _HELD + _GAP)
 
 
-def staircase_svg(timeline: Timeline, proof: PipelineProof) -> str:
+def gantt_svg(timeline: Timeline, proof: PipelineProof) -> str:
     """The whole picture as text."""
     if proof.actions > MOST_ACTIONS:
         raise BadInput(
@@ -111,15 +111,15 @@ def _stage(sheet: _Sheet, timeline: Timeline, proof: PipelineProof, stage: int) 
 
 
 def _box(sheet: _Sheet, timeline: Timeline, span: ActionSpan, y: float) -> str:
-    """Later chunks are paler. Whoever points at a box reads what it is."""
+    """Later chunks are paler. The tooltip of a box names its action."""
     action = span.action
     wide = (span.end - span.start) * sheet.per_time
     strength = 1 - 0.65 * action.chunk / max(1, timeline.pipeline.chunks - 1)
     pale = strength < 0.7 or action.kind is ActionKind.WEIGHT
     label = f"{action.microbatch}" if len(str(action.microbatch)) * 7 + 4 <= wide else ""
-    told = f"{action}: {span.start:.6g} to {span.end:.6g}"
+    tooltip = f"{action}: {span.start:.6g} to {span.end:.6g}"
     return (
-        f'<g class="{"pale" if pale else "full"}"><title>{told}</title>'
+        f'<g class="{"pale" if pale else "full"}"><title>{tooltip}</title>'
         f'<rect class="box" x="{sheet.x(span.start):.1f}" y="{y:.1f}" width="{wide:.1f}" '
         f'height="{_BAND}" rx="3" fill="{_HUES[action.kind]}" fill-opacity="{strength:.2f}"/>'
         f'<text class="one" x="{sheet.x(span.start) + wide / 2:.1f}" y="{y + 22:.1f}">{label}'

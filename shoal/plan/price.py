@@ -47,24 +47,24 @@ def price(
     beta_s_per_byte: float,
     gamma_s_per_byte: float = 0.0,
 ) -> Price:
-    """Price one call on vectors of `num_bytes`; the time model is that of `schedules/cost.py`.
+    """Price one call on vectors of `num_bytes`; the time model is that of `cost.Link`.
 
     `num_bytes` is V, the whole vector of one rank: for gather, scatter, all_gather and
     reduce_scatter all pieces together, for all_to_all the p pieces that a rank sends.
     """
-    found = traffic(collective)
+    counted = traffic(collective)
     chunk = collective.chunk_bytes(num_bytes)
-    sent = found.by_rank(found.sent_chunks)
-    received = found.by_rank(found.received_chunks)
+    sent = counted.by_rank(counted.sent_chunks)
+    received = counted.by_rank(counted.received_chunks)
     bound = collective.pattern.bound(collective.ranks) * num_bytes
-    busiest = found.busiest_chunks * chunk
+    busiest = counted.busiest_chunks * chunk
     return Price(
         kind=collective.kind,
         algorithm=collective.name,
         ranks=collective.ranks,
         num_bytes=num_bytes,
-        rounds=found.rounds,
-        time_s=found.time_s(chunk, Link(alpha_s, beta_s_per_byte, gamma_s_per_byte)),
+        rounds=counted.rounds,
+        time_s=counted.time_s(chunk, Link(alpha_s, beta_s_per_byte, gamma_s_per_byte)),
         sent_largest_bytes=float(sent.max()) * chunk,
         sent_total_bytes=float(sent.sum()) * chunk,
         received_largest_bytes=float(received.max()) * chunk,
@@ -72,7 +72,7 @@ def price(
         busiest_bytes=busiest,
         bound_bytes=bound,
         ratio=busiest / bound if bound else None,
-        extra_memory_bytes=memory_chunks(collective, found) * chunk,
+        extra_memory_bytes=memory_chunks(collective, counted) * chunk,
         redundant_bytes=float(collective.pattern.copies(collective.ranks) * num_bytes),
     )
 

@@ -1,4 +1,4 @@
-"""How long a pipeline takes: every action's begin and end, the bubble, from its schedule alone.
+"""Simulates a pipeline: begin and end of every action, and the bubble, from its schedule alone.
 
 A stage does its actions in their order, each as soon as the one before has ended and its input has
 arrived. An input from another stage arrives `transfer` after the action that made it; sending and
@@ -22,11 +22,11 @@ Time = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Times:
-    """What one micro-batch takes, in any unit.
+    """The time of one micro-batch, in any unit.
 
-    A number holds for every stage: for all its chunks together, each of which takes an equal part.
-    A list has a number for each stage, or for each virtual stage. `backward` is the gradient of the
-    input alone and `weight` that of the weights; a whole backward takes both.
+    A number is the time of every stage; its chunks take equal fractions of it. A list has a number
+    for each stage, or for each virtual stage. `backward` is the gradient of the input alone and
+    `weight` that of the weights; a full backward takes both.
     """
 
     forward: Time = 1.0
@@ -35,15 +35,15 @@ class Times:
     transfer: float = 0.0
 
     def table(self, pipeline: Pipeline) -> dict[ActionKind, list[float]]:
-        """Of every kind, for each virtual stage."""
+        """The time of each kind of action, by virtual stage."""
         forward = _spread("forward", self.forward, pipeline)
         backward = _spread("backward", self.backward, pipeline)
         weight = _spread("weight", self.weight, pipeline)
         _check("transfer", self.transfer)
-        whole = [one + other for one, other in zip(backward, weight, strict=True)]
+        full = [one + other for one, other in zip(backward, weight, strict=True)]
         return {
             ActionKind.FORWARD: forward,
-            ActionKind.BACKWARD: whole,
+            ActionKind.BACKWARD: full,
             ActionKind.INPUT: backward,
             ActionKind.WEIGHT: weight,
         }
@@ -76,7 +76,7 @@ class ActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every stage does what."""
+    """Begin and end of every action, by stage."""
 
     pipeline: Pipeline
     spans: tuple[tuple[ActionSpan, ...], ...]
@@ -98,7 +98,7 @@ class Timeline:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The share of each stage's length in which it does not compute."""
+        """The fraction of each stage's length in which it does not compute."""
         return tuple(
             1 - work / length if length else 0.0
             for work, length in zip(self.work, self.lengths, strict=True)
@@ -108,19 +108,19 @@ class Timeline:
     def bubble(self) -> float:
         """1 - ideal / cost: the work of the busiest stage against the longest length of a stage.
 
-        That is how the zero-bubble paper counts. Where stages begin one after the other and end so
-        too, the next step can begin in time, and the makespan would count that as lost.
+        As the zero-bubble paper counts. Where stages begin and end one after the other, the next
+        step can begin in time, which the makespan would count as lost.
         """
         return 1 - max(self.work) / max(self.lengths)
 
     @property
     def idle(self) -> float:
-        """The share of all stages' time in which they do not compute, over the whole makespan."""
+        """The fraction of all stages' time in which they do not compute, over the makespan."""
         return 1 - sum(self.work) / (self.makespan * len(self.work))
 
 
 def simulate(pipeline: Pipeline, times: Times | None = None) -> Timeline:
-    """Begin and end of every action; a schedule that hangs is refused as `prove` does it."""
+    """Begin and end of every action; a schedule that hangs raises what `prove` raises."""
     times = times or Times()
     table = times.table(pipeline)
     if not any(map(sum, table.values())):
@@ -133,7 +133,7 @@ def simulate(pipeline: Pipeline, times: Times | None = None) -> Timeline:
         waiting |= _advance(pipeline, stage, spans[stage], ends, table, times.transfer)
     done = [len(one) for one in spans]
     if 0 in done or done != [len(one) for one in pipeline.actions]:
-        prove(pipeline)  # tells what is wrong
+        prove(pipeline)  # raises an error that names the fault
     return Timeline(pipeline, tuple(map(tuple, spans)))
 
 
@@ -145,8 +145,8 @@ def _advance(
     table: dict[ActionKind, list[float]],
     transfer: float,
 ) -> set[int]:
-    """As far as the stage can go; which stages may go on because of it."""
-    stirred: set[int] = set()
+    """Simulate a stage until it waits; the stages that may continue because of it."""
+    unblocked: set[int] = set()
     actions = pipeline.actions[stage]
     while len(spans) < len(actions):
         action = actions[len(spans)]
@@ -164,5 +164,5 @@ def _advance(
         spans.append(span)
         if consumer is not None:
             ends[virtual, is_forward, action.microbatch] = span.end
-            stirred.add(consumer.stage)
-    return stirred - {stage}
+            unblocked.add(consumer.stage)
+    return unblocked - {stage}

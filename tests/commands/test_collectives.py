@@ -124,7 +124,7 @@ def test_a_schedule_of_ones_own_is_proven_or_refused_with_1(tmp_path: Path) -> N
         (("--kind", "allreduce"), "did you mean 'all_reduce'?"),
         (("show", "all_reduce", "rong"), "did you mean 'ring'?"),
         (("show", "broadcast", "tree", "--root", "9"), "ranks 0 to 3, not 9"),
-        (("show", "all_reduce", "ring", "--ranks", "99"), "helps nobody"),
+        (("show", "all_reduce", "ring", "--ranks", "99"), "is unreadable"),
         (("show", "all_reduce", "ring", "--node", "2"), "no such option"),
         (("show", "all_reduce", "nowhere.py:f"), "no Python file nowhere.py"),
         (("show", "all_reduce", "ring", "--svg", "/nowhere/a.svg"), "cannot write /nowhere/a.svg"),

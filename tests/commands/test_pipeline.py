@@ -16,7 +16,7 @@ def run(*arguments: str) -> Answer:
     return shoal("pipeline", *arguments)
 
 
-def test_show_draws_the_staircase() -> None:
+def test_show_draws_a_gantt_chart() -> None:
     shown = run("show", "1f1b", "--stages", "3", "--microbatches", "4")
     assert shown.exit_code == 0
     assert shown.stdout == (
@@ -130,7 +130,7 @@ def test_a_schedule_of_ones_own_is_drawn_or_refused(tmp_path: Path) -> None:
         (("show", "1f1b", "--weight", "1,2"), "weight has 2 times"),
         (("show", "1f1b", "--weight", "-1"), "weight takes a time of 0 or more, not -1"),
         (("show", "1f1b", "--transfer", "1,2"), "--transfer takes one number"),
-        (("show", "1f1b", "--stages", "99"), "99 stages helps nobody"),
+        (("show", "1f1b", "--stages", "99"), "99 stages is unreadable"),
         (("show", "1f1b", "--microbatches", "999999999"), "more than 500,000 actions"),
         (("show", "1f1b", "--svg", "/nowhere/a.svg"), "cannot write /nowhere/a.svg"),
         (("show", "nowhere.py:f"), "no Python file nowhere.py"),

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from shoal.errors import BadInput
-from shoal.plan.gantt import draw, staircase
+from shoal.plan.gantt import draw, gantt
 from shoal.plan.timeline import Times, simulate
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import prove
@@ -68,8 +68,8 @@ F0   F1   F2   F3   F0.1 F1.1 F2.1 F3.1 ·    ·    ·    ·    ·    ·    ·  
         ("bfs", 4, BFS),
     ],
 )
-def test_the_staircase_of_four_stages_is_this(name: str, microbatches: int, picture: str) -> None:
-    assert staircase(simulate(build(name, 4, microbatches))) == picture.strip("\n")
+def test_the_chart_of_four_stages_is_this(name: str, microbatches: int, picture: str) -> None:
+    assert gantt(simulate(build(name, 4, microbatches))) == picture.strip("\n")
 
 
 def shown(name: str, stages: int, microbatches: int, times: Times, width: int = 120) -> str:
@@ -80,7 +80,7 @@ def shown(name: str, stages: int, microbatches: int, times: Times, width: int = 
 
 
 def test_a_transfer_and_unequal_times_have_their_columns() -> None:
-    assert staircase(simulate(build("1f1b", 2, 2), Times(2, 2, 1, transfer=1))) == (
+    assert gantt(simulate(build("1f1b", 2, 2), Times(2, 2, 1, transfer=1))) == (
         "F0─── F1─── ·  ·  ·  ·  ·  B0────── ·  ·  B1──────\n"
         "·  ·  ·  F0─── B0────── F1─── B1────── ·  ·  ·  ·"
     )
@@ -99,9 +99,9 @@ def test_nothing_wider_than_the_console_is_printed() -> None:
         assert all(line == line.rstrip() for line in wide if line.startswith("stage"))
 
 
-def test_the_bands_of_a_narrow_console_join_to_the_whole_staircase() -> None:
+def test_the_bands_of_a_narrow_console_join_to_the_whole_chart() -> None:
     lines = shown("1f1b", 2, 6, Times(), width=40).splitlines()
-    for stage, whole in enumerate(staircase(simulate(build("1f1b", 2, 6))).splitlines()):
+    for stage, whole in enumerate(gantt(simulate(build("1f1b", 2, 6))).splitlines()):
         bands = [line[9:] for line in lines if line.startswith(f"stage {stage}")]
         assert "".join(band.ljust(30) for band in bands).rstrip() == whole
 
@@ -117,8 +117,8 @@ def test_the_costs_stand_below() -> None:
     assert "holds    at most 4 3 2 1 micro-batches\n" in shown("1f1b", 4, 8, Times())
 
 
-def test_what_nobody_could_read_is_refused() -> None:
-    with pytest.raises(BadInput, match="65 stages helps nobody"):
-        staircase(simulate(build("gpipe", 65, 1)))
+def test_what_is_unreadable_is_refused() -> None:
+    with pytest.raises(BadInput, match="65 stages is unreadable"):
+        gantt(simulate(build("gpipe", 65, 1)))
     with pytest.raises(BadInput, match="columns long, too long to draw"):
-        staircase(simulate(build("gpipe", 2, 2), Times(forward=1e-6)))
+        gantt(simulate(build("gpipe", 2, 2), Times(forward=1e-6)))

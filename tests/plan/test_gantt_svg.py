@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shoal.errors import BadInput
-from shoal.plan.gantt_svg import staircase_svg
+from shoal.plan.gantt_svg import gantt_svg
 from shoal.plan.timeline import Times, simulate
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import prove
@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def picture(name: str, stages: int, microbatches: int, times: Times | None = None) -> str:
     pipeline = build(name, stages, microbatches)
-    return staircase_svg(simulate(pipeline, times), prove(pipeline))
+    return gantt_svg(simulate(pipeline, times), prove(pipeline))
 
 
 def boxes(text: str) -> list[ElementTree.Element]:

@@ -1,4 +1,4 @@
-"""Nobody leaves before everybody has come."""
+"""Barriers: no rank leaves before all have arrived."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.schedules.collectives.transfer_table import EMPTY, rows
 
 
 def dissemination_barrier(ranks: int) -> Collective:
-    """In round k rank i tells rank i + 2^k who has come: ceil(log2 p) rounds, no root.
+    """In round k rank i tells rank i + 2^k which ranks have arrived: ceil(log2 p) rounds, no root.
 
     round 0   i -> i+1     round 1   i -> i+2     round 2   i -> i+4   (mod p)
     """
@@ -24,5 +24,5 @@ def dissemination_barrier(ranks: int) -> Collective:
 
 
 def ring_barrier(ranks: int) -> Collective:
-    """A token collects everybody round the ring, and goes round again: 2(p-1) rounds."""
+    """A token visits all ranks of the ring, and then goes round again: 2(p-1) rounds."""
     return Collective("ring", ranks, 1, slow_ring_all_reduce(ranks).table, "barrier", one_port=True)

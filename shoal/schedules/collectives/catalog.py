@@ -1,4 +1,4 @@
-"""Every algorithm by kind and name. The first of a kind is the one to show to a newcomer."""
+"""Every algorithm by kind and name, or the user's own. The simplest of a kind is first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shoal.schedules.user import is_user_function, load_collective
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A way to carry out a kind. `for_show`: correct, but never the right choice."""
+    """An algorithm of a kind. `for_show`: correct, but never the right choice."""
 
     kind: str
     name: str
@@ -127,7 +127,7 @@ def algorithm(kind: str, name: str) -> Algorithm:
 
 
 def build(kind: str, name: str, ranks: int, root: int = 0, **options: Any) -> Collective:
-    """The schedule of an algorithm for so many ranks.
+    """The schedule of an algorithm for a number of ranks.
 
     Options are the algorithm's own: `node`, `rack`, `inner` and `outer` (a name, or a function
     from ranks to a schedule) for hierarchical, `columns` for torus, `segments` for double_tree,

@@ -6,8 +6,8 @@ transfer carries one slot of one rank to the same slot (or to `into`) of another
 - All transfers of a round read what their slots held *before* the round; then they write. So two
   ranks can exchange a chunk in one round, and the order of transfers within it has no meaning.
 - Transfers of a round with the same source and destination travel as one message.
-- Slots `chunks` to `chunks + scratch - 1` are scratch: empty at first, gone at the end; scratch
-  slot `chunks + i` is as large as chunk `i % chunks`.
+- Slots `chunks` to `chunks + scratch - 1` are scratch: empty at first, discarded at the end;
+  scratch slot `chunks + i` is as large as chunk `i % chunks`.
 
 What chunk c is depends on the kind, since some kinds divide the data among ranks. A kind has
 *units* (see `kinds.py`), every unit is cut into the same number of chunks, and chunk c is part
@@ -89,7 +89,7 @@ class Collective:
 
 
 def rooted_at(collective: Collective, root: int) -> Collective:
-    """The same schedule with its ranks turned round, so that rank 0's part falls to `root`."""
+    """The same schedule with its ranks rotated, so that `root` takes the role of rank 0."""
     if root == collective.root:
         return collective
     ranks = collective.ranks
@@ -97,6 +97,6 @@ def rooted_at(collective: Collective, root: int) -> Collective:
     turn = (np.arange(ranks) + root - collective.root) % ranks
     slots = np.arange(collective.slots)
     if collective.pattern.units(ranks) == ranks and ranks > 1:
-        unit, part = np.divmod(slots[: collective.chunks], per_unit)
-        slots[: collective.chunks] = turn[unit] * per_unit + part
+        unit, offset = np.divmod(slots[: collective.chunks], per_unit)
+        slots[: collective.chunks] = turn[unit] * per_unit + offset
     return replace(collective, root=root, rounds=collective.table.relabelled(turn, slots))

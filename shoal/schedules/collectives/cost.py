@@ -93,12 +93,12 @@ def traffic(collective: Collective) -> ScheduleTraffic:
     )
 
 
-def memory_chunks(collective: Collective, found: ScheduleTraffic) -> float:
+def memory_chunks(collective: Collective, counted: ScheduleTraffic) -> float:
     """The chunks a rank must have room for beyond its input and output, at the worst moment.
 
     Scratch slots, what arrives in one round to be added, and pieces on their way to others.
     """
-    arriving = float(found.reduced_chunks.max(initial=0.0))
+    arriving = float(counted.reduced_chunks.max(initial=0.0))
     return collective.scratch + arriving + _passing(collective)
 
 
@@ -112,10 +112,10 @@ def _passing(collective: Collective) -> float:
     unit = table.chunk // collective.chunks_per_unit
     root = collective.root
     cell = table.round.astype(np.int64) * ranks
-    taken = (cell + table.dst)[~kind.ends(table.dst, unit, ranks, root)]
-    given = (cell + table.src)[~kind.begins(table.src, unit, ranks, root)]
+    received = (cell + table.dst)[~kind.ends(table.dst, unit, ranks, root)]
+    sent = (cell + table.src)[~kind.begins(table.src, unit, ranks, root)]
     size = len(table) * ranks
-    change = np.bincount(taken, minlength=size) - np.bincount(given, minlength=size)
+    change = np.bincount(received, minlength=size) - np.bincount(sent, minlength=size)
     return float(np.cumsum(change.reshape(-1, ranks), axis=0).max(initial=0))
 
 
@@ -131,8 +131,8 @@ def cheapest(kind: str, ranks: int, num_bytes: int, link: Link) -> str:
 
 
 def predicted_s(kind: str, name: str, ranks: int, num_bytes: int, link: Link) -> float:
-    chunk, found = _counted(kind, name, ranks)
-    return found.time_s(num_bytes * chunk, link)
+    chunk, counted = _counted(kind, name, ranks)
+    return counted.time_s(num_bytes * chunk, link)
 
 
 @lru_cache(maxsize=64)

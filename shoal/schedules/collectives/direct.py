@@ -1,4 +1,4 @@
-"""Everybody to everybody at once: one round, and p-1 messages in and out of every port.
+"""Every rank to every other at once: one round, and p-1 messages in and out of every port.
 
 0 <-> 1
 | \\ / |      the lowest latency where ports are many, the most traffic where they are few
@@ -27,7 +27,7 @@ def direct_reduce_scatter(ranks: int) -> Collective:
 
 
 def direct_all_gather(ranks: int) -> Collective:
-    """Each rank sends its piece to everybody: 1 round; each rank sends (p-1)V/p bytes."""
+    """Each rank sends its piece to all others: 1 round; each rank sends (p-1)V/p bytes."""
     src, dst = _pairs(ranks)
     return Collective("direct", ranks, ranks, rows(0, src, dst, src, False), "all_gather")
 

@@ -5,9 +5,9 @@
     | | | |     | | | |     2. between: shard s is all-reduced among the ranks that answer for it
     +-+-+-+-----+-+-+-+     3. inside: all-gather
 
-With `inner="star"` or `"tree"` a node reduces to its first rank, only these leaders talk to
-each other, and the node is told by its leader. The last node may be smaller than the others;
-its ranks then answer for several shards.
+With `inner="star"` or `"tree"` a node reduces to its first rank, only these leaders
+communicate, and each broadcasts the result in its node. The last node may be smaller than
+the others; its ranks then answer for several shards.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def torus_all_reduce(ranks: int, columns: int | None = None) -> Collective:
     """A 2-D torus: reduce-scatter along the rows, all-reduce along the columns, and back.
 
     r x c ranks: 2(r-1) + 2(c-1) rounds instead of 2(p-1); each rank sends 2(p-1)V/p bytes, to
-    its two right-hand neighbours only. As square as p allows; for a prime it is the ring.
+    its two right neighbours only. As square as p allows; for a prime it is the ring.
 
         0 - 1 - 2        rows:     0-1-2  3-4-5
         |   |   |        columns:  0-3    1-4    2-5
@@ -118,8 +118,8 @@ def _inside(
 ) -> TransferTable:
     """`make`'s schedule in every node at once."""
     tables = [EMPTY]
-    whole = [members for members in nodes if members.size == nodes[0].size]
-    for group in (whole, nodes[len(whole) :]):
+    full = [members for members in nodes if members.size == nodes[0].size]
+    for group in (full, nodes[len(full) :]):
         if group and group[0].size > 1:
             tables.append(_embed(make(group[0].size), np.stack(group), shards, per_shard))
     return tables[0].beside(*tables[1:])

@@ -11,7 +11,7 @@ reduce_scatter  rank r: x_r            rank r: piece r of the sum
 all_to_all      rank r: p pieces       rank r: piece r of every rank
 scan            rank r: x_r            rank r: x_0 + … + x_r
 exclusive_scan  rank r: x_r            rank r: x_0 + … + x_(r-1), rank 0: nothing
-barrier         rank r: "I am here"    all: everybody is here
+barrier         rank r: has arrived    all: all have arrived
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CollectiveKind:
     bound: Callable[[int], float] = lambda p: (p - 1) / p  # least bytes of the busiest rank, in V
 
     def copies(self, ranks: int) -> int:
-        """How many whole vectors are held at the end beyond the first of their like."""
+        """How many copies of the whole vector are held at the end, beyond the first."""
         alike = self.ends is _all and self.prefix is None and not self.overlap
         return ranks - 1 if alike else 0
 

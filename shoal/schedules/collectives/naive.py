@@ -23,7 +23,7 @@ def naive_all_reduce(ranks: int) -> Collective:
 
         round 0   0 -> 1      round 2   1 -> 0      …      the wire is never used by two at once
     """
-    src, dst = (part.ravel() for part in np.indices((ranks, ranks)))
+    src, dst = (column.ravel() for column in np.indices((ranks, ranks)))
     wire = src != dst
     when = np.maximum(np.cumsum(wire) - 1, 0)  # a rank's own contribution rides along for free
     sums = rows(when, src, dst, _OWN, src > 0, _DATA)
@@ -31,7 +31,7 @@ def naive_all_reduce(ranks: int) -> Collective:
 
 
 def sequential_all_reduce(ranks: int) -> Collective:
-    """One rank after the other reduces: in round r everybody sends its vector to rank r.
+    """One rank after the other reduces: in round r all ranks send their vectors to rank r.
 
     p rounds of p-1 messages to one rank: time p(p-1)(alpha + V beta), O(p) steps where the
     receiver can listen to all at once; traffic p(p-1)V.
@@ -45,6 +45,6 @@ def sequential_all_reduce(ranks: int) -> Collective:
 
 
 def _with_copy(name: str, ranks: int, sums: TransferTable, one_port: bool = False) -> Collective:
-    everyone = np.arange(ranks)
-    copy = rows(0, everyone, everyone, _DATA, False, _OWN)
+    every_rank = np.arange(ranks)
+    copy = rows(0, every_rank, every_rank, _DATA, False, _OWN)
     return Collective(name, ranks, 1, copy.then(sums), one_port=one_port, scratch=1)

@@ -1,7 +1,7 @@
 """How algorithms for powers of two serve any number of ranks.
 
-With p = 2^k + e ranks, the first 2e ranks pair up. The odd one of a pair hands its data to the
-even one before the algorithm runs on 2^k ranks, and is told the result after it:
+With p = 2^k + e ranks, the first 2e ranks pair up. The odd one of a pair sends its data to the
+even one before the algorithm runs on 2^k ranks, and receives the result after it:
 
     p = 6:   1 -> 0   3 -> 2      0 2 4 5 run      0 -> 1   2 -> 3
 

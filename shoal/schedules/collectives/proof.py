@@ -1,10 +1,10 @@
-"""Run a schedule with names instead of numbers, and see that everything arrives exactly once.
+"""Proves a collective: run with sets instead of numbers, every contribution arrives exactly once.
 
 Every slot holds the set of ranks whose contributions are in it, as the bits of an integer. A
 transfer reads the set before its round and joins it to, or puts it in place of, another. A
 schedule is refused in the first round where
 
-- a rank sends what it has not got, or adds to what it has not got;
+- a rank sends a slot that it does not hold, or adds to one that it does not hold;
 - a contribution would be added twice;
 - a slot is overwritten while something else is written to it;
 - a rank sends or receives two messages although the schedule claims one port;
@@ -28,7 +28,7 @@ State = list[dict[int, int]]  # for every rank: slot -> contributions as bits of
 
 
 class ProofFailed(CheckFailed):
-    """A schedule is wrong. `round` counts from 0; None: the end was reached, and is not right."""
+    """A schedule is wrong. `round` counts from 0; it is None if the result at the end is wrong."""
 
     def __init__(self, collective: Collective, round: int | None, rank: int, what: str):
         self.round = round
@@ -40,7 +40,7 @@ class ProofFailed(CheckFailed):
 
 @dataclass(frozen=True)
 class Proof:
-    """What was shown: so many rounds and transfers, all of them in order."""
+    """What was proven: the number of rounds and transfers."""
 
     rounds: int
     transfers: int
@@ -78,17 +78,17 @@ def states(collective: Collective, state: State | None = None) -> Iterator[State
         last = first
         while last < count and listed[0][last] == number:
             last += 1
-        part = [column[first:last] for column in listed[1:]]
+        columns_of_round = [column[first:last] for column in listed[1:]]
         if collective.one_port:
-            _check_ports(collective, number, part[0], part[1])
-        _apply(collective, number, state, part)
+            _check_ports(collective, number, columns_of_round[0], columns_of_round[1])
+        _apply(collective, number, state, columns_of_round)
         first = last
         yield state
 
 
-def _apply(collective: Collective, number: int, state: State, part: list[list[int]]) -> None:
+def _apply(collective: Collective, number: int, state: State, columns: list[list[int]]) -> None:
     """One round: read everything first, then write."""
-    srcs, dsts, chunks, intos, reduces = part
+    srcs, dsts, chunks, intos, reduces = columns
     values = [state[src].get(chunk) for src, chunk in zip(srcs, chunks, strict=True)]
     replaced: set[tuple[int, int]] = set()
     added: set[tuple[int, int]] = set()
@@ -108,16 +108,16 @@ def _apply(collective: Collective, number: int, state: State, part: list[list[in
             state[rank][slot] = held
             continue
         added.add(key)
-        own = state[rank].get(slot)
-        if own is None:
+        present = state[rank].get(slot)
+        if present is None:
             what = f"adds to {_slot(collective, slot)} before it has it"
             raise ProofFailed(collective, number, rank, what)
-        if own & held and not overlap:
-            twice = _ranks(own & held)
+        if present & held and not overlap:
+            twice = _ranks(present & held)
             where = _slot(collective, slot)
             what = f"adds the contribution of {twice} to {where} twice"
             raise ProofFailed(collective, number, rank, what)
-        state[rank][slot] = own | held
+        state[rank][slot] = present | held
 
 
 def _check_ports(collective: Collective, number: int, srcs: list[int], dsts: list[int]) -> None:
@@ -153,8 +153,8 @@ def _holders(collective: Collective, where: Where) -> Iterator[tuple[int, int]]:
     ranks = collective.ranks
     units = collective.pattern.units(collective.ranks)
     held = where(np.arange(ranks)[:, None], np.arange(units)[None, :], ranks, collective.root)
-    found = np.nonzero(np.broadcast_to(held, (ranks, units)))
-    yield from zip(found[0].tolist(), found[1].tolist(), strict=True)
+    pairs = np.nonzero(np.broadcast_to(held, (ranks, units)))
+    yield from zip(pairs[0].tolist(), pairs[1].tolist(), strict=True)
 
 
 def _check_slot(collective: Collective, state: State, rank: int, chunk: int, wanted: int) -> None:
@@ -203,6 +203,6 @@ def _slot(collective: Collective, slot: int) -> str:
 
 
 def _ranks(bits: int) -> str:
-    found = [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
-    listed = ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
-    return f"rank {listed}" if len(found) == 1 else f"ranks {listed}"
+    ranks = [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
+    listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

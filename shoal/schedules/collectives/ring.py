@@ -1,4 +1,4 @@
-"""Rings: every rank hears from its left neighbour only, and talks to its right one only.
+"""Rings: every rank receives from its left neighbour only, and sends to its right one only.
 
 0 -> 1 -> 2 -> 3 -+
 ^                 |     all links busy in every round, each with 1/p of the data
@@ -46,7 +46,7 @@ def slow_ring_all_reduce(ranks: int) -> Collective:
 
     2(p-1) rounds of V bytes, and in each of them p-1 of the p links are idle.
 
-        0 -> 1 -> 2 -> 3   the sum grows           3 -> 0 -> 1 -> 2   the result is handed on
+        0 -> 1 -> 2 -> 3   the sum grows           3 -> 0 -> 1 -> 2   the result is passed on
     """
     step = np.arange(ranks - 1)
     grow = rows(step, step, step + 1, 0, True)
@@ -63,14 +63,14 @@ def whole_ring_all_reduce(ranks: int) -> Collective:
     """
     data = 0
     visitor = 1
-    own = np.arange(ranks)
+    rank = np.arange(ranks)
     right = (np.arange(ranks) + 1) % ranks
     step = np.arange(1, ranks)[:, None]
-    first = rows(0, own, right, data, False, visitor, num_rounds=int(ranks > 1))
+    first = rows(0, rank, right, data, False, visitor, num_rounds=int(ranks > 1))
     if ranks == 1:
         return Collective("whole_ring", 1, 1, EMPTY, scratch=1)
-    travel = rows(step[:-1], own, right, visitor, False, num_rounds=ranks)
-    add = rows(step, own, own, visitor, True, data)
+    travel = rows(step[:-1], rank, right, visitor, False, num_rounds=ranks)
+    add = rows(step, rank, rank, visitor, True, data)
     table = first.beside(travel, add)
     return Collective("whole_ring", ranks, 1, table, one_port=True, scratch=1, same_bits=ranks < 3)
 
@@ -96,7 +96,7 @@ def _chain(ranks: int, chunks: int) -> TransferTable:
 
 
 def _round_the_ring(ranks: int, first: int, reduce: bool) -> TransferTable:
-    """In round k rank i hands chunk i+first-k to its right neighbour."""
+    """In round k rank i sends chunk i+first-k to its right neighbour."""
     step = np.arange(ranks - 1)[:, None]
     src = np.arange(ranks)
     return rows(step, src, (src + 1) % ranks, (src + first - step) % ranks, reduce)

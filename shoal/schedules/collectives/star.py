@@ -16,13 +16,13 @@ from shoal.schedules.collectives.transfer_table import rows
 
 
 def star_broadcast(ranks: int) -> Collective:
-    """The root sends the vector to everybody: 1 round; the root sends (p-1)V bytes."""
+    """The root sends the vector to all ranks: 1 round; the root sends (p-1)V bytes."""
     leaves = np.arange(1, ranks)
     return Collective("star", ranks, 1, rows(0, 0, leaves, 0, False), "broadcast")
 
 
 def star_reduce(ranks: int) -> Collective:
-    """Everybody sends its vector to the root: 1 round; the root receives (p-1)V bytes."""
+    """Every rank sends its vector to the root: 1 round; the root receives (p-1)V bytes."""
     leaves = np.arange(1, ranks)
     return Collective("star", ranks, 1, rows(0, leaves, 0, 0, True), "reduce")
 
@@ -40,11 +40,11 @@ def star_scatter(ranks: int) -> Collective:
 
 
 def star_gather(ranks: int) -> Collective:
-    """Everybody sends its piece to the root: 1 round; the root receives (p-1)V/p bytes."""
+    """Every rank sends its piece to the root: 1 round; the root receives (p-1)V/p bytes."""
     leaves = np.arange(1, ranks)
     return Collective("star", ranks, ranks, rows(0, leaves, 0, leaves, False), "gather")
 
 
 def star_barrier(ranks: int) -> Collective:
-    """Report to the root, and hear from it when all have: 2 rounds of p-1 messages."""
+    """Every rank reports to the root, which answers when all have: 2 rounds of p-1 messages."""
     return Collective("star", ranks, 1, star_all_reduce(ranks).table, "barrier")

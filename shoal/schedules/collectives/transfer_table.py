@@ -1,4 +1,4 @@
-"""The transfers of a schedule as columns of numbers, so that 1,024 ranks are no burden.
+"""The transfers of a schedule as columns of numbers, so that 1,024 ranks are cheap.
 
 A ring over 1,024 ranks has two million transfers. As Python objects they would take seconds to
 make and gigabytes to hold; as columns they take milliseconds. A `TransferTable` still reads like a
@@ -73,9 +73,11 @@ class TransferTable(Sequence[tuple[Transfer, ...]]):
         return hash(tuple(self))
 
     def _transfers(self, first: int, last: int) -> Iterator[Transfer]:
-        part = slice(first, last)
+        selected = slice(first, last)
         columns = (self.src, self.dst, self.chunk, self.reduce, self.into)
-        for src, dst, chunk, reduce, into in zip(*(c[part].tolist() for c in columns), strict=True):
+        for src, dst, chunk, reduce, into in zip(
+            *(c[selected].tolist() for c in columns), strict=True
+        ):
             yield Transfer(src, dst, chunk, reduce, None if into == chunk else into)
 
     @property
@@ -100,7 +102,7 @@ class TransferTable(Sequence[tuple[Transfer, ...]]):
         return self._with(self.num_rounds + num_rounds, round=self.round + np.int32(num_rounds))
 
     def reversed(self, reduce: bool) -> TransferTable:
-        """Last round first, every transfer turned round: broadcast to reduce."""
+        """Last round first, every transfer reversed: broadcast to reduce."""
         flags = np.full_like(self.reduce, reduce)
         last = np.int32(self.num_rounds - 1)
         turned = self._with(
@@ -127,14 +129,14 @@ class TransferTable(Sequence[tuple[Transfer, ...]]):
         )
 
     def embedded(self, members: ArrayLike, chunks: ArrayLike) -> TransferTable:
-        """The same schedule in many places at once.
+        """The same schedule in many groups of ranks at once.
 
-        `members[g, r]` is who plays rank r in place g; `chunks[g, c, :]` are the chunks that
-        play chunk c there.
+        `members[g, r]` takes the role of rank r in group g; `chunks[g, c, :]` are the chunks that
+        take the role of chunk c there.
         """
         rank_of = np.asarray(members, np.int32).T
         chunk_of = np.asarray(chunks, np.int32)
-        chunk_of = chunk_of.swapaxes(0, 1)  # by chunk, place, part
+        chunk_of = chunk_of.swapaxes(0, 1)  # by chunk, group, index
         return rows(
             self.round[:, None, None],
             rank_of[self.src][:, :, None],
@@ -177,7 +179,7 @@ def rows(
 
 
 def from_rounds(rounds: Iterable[Iterable[Transfer]]) -> TransferTable:
-    """A table from rounds that were written out."""
+    """A table from rounds as lists of `Transfer`."""
     listed = [list(transfers) for transfers in rounds]
     flat = [(i, t) for i, transfers in enumerate(listed) for t in transfers]
     return rows(

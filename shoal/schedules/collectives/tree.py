@@ -15,7 +15,7 @@ from shoal.schedules.collectives.transfer_table import EMPTY, TransferTable, row
 
 
 def tree_broadcast(ranks: int) -> Collective:
-    """Everybody who has it passes it on: ceil(log2 p) rounds of V bytes."""
+    """Every rank that has it passes it on: ceil(log2 p) rounds of V bytes."""
     return Collective("tree", ranks, 1, _spread(ranks), "broadcast", one_port=True)
 
 
@@ -38,12 +38,12 @@ def tree_scatter(ranks: int) -> Collective:
     round 1   0 -[2 3]-> 2      4 -[6 7]-> 6
     round 2   0 -[1]-> 1   2 -[3]-> 3   4 -[5]-> 5   6 -[7]-> 7
     """
-    return Collective("tree", ranks, ranks, _halves(ranks), "scatter", one_port=True)
+    return Collective("tree", ranks, ranks, _halving_tree(ranks), "scatter", one_port=True)
 
 
 def tree_gather(ranks: int) -> Collective:
     """The scatter backwards: ceil(log2 p) rounds; the root receives (p-1)V/p bytes."""
-    table = _halves(ranks).reversed(reduce=False)
+    table = _halving_tree(ranks).reversed(reduce=False)
     return Collective("tree", ranks, ranks, table, "gather", one_port=True)
 
 
@@ -52,7 +52,7 @@ def scatter_gather_broadcast(ranks: int) -> Collective:
 
     ceil(log2 p) + p-1 rounds; no rank sends or receives more than about 2V.
     """
-    table = _halves(ranks).then(ring_all_gather(ranks).table)
+    table = _halving_tree(ranks).then(ring_all_gather(ranks).table)
     return Collective("scatter_gather", ranks, ranks, table, "broadcast", one_port=True)
 
 
@@ -71,7 +71,7 @@ def _spread(ranks: int) -> TransferTable:
     return rows(level, dst - (1 << level), dst, 0, False)
 
 
-def _halves(ranks: int) -> TransferTable:
+def _halving_tree(ranks: int) -> TransferTable:
     depth = (ranks - 1).bit_length()
     levels = [EMPTY]
     for half in (1 << level for level in reversed(range(depth))):

@@ -1,4 +1,4 @@
-"""When things happen in an animated picture: SMIL attributes over one endless loop.
+"""The timing of an animated picture: SMIL attributes over one endless loop.
 
 | start | round 1: wait, move, settle | round 2 … | end |
 """
@@ -15,21 +15,23 @@ _ARRIVE = 0.75  # of a round
 
 
 @dataclass(frozen=True)
-class Film:
+class Animation:
+    """The loop of a schedule with so many rounds."""
+
     rounds: int
 
     @property
     def length_s(self) -> float:
         return START_S + self.rounds * ROUND_S + END_S
 
-    def during(self, part: int) -> str:
-        """Visible in one part only: 0 is the start, 1 the first round, rounds + 1 the end."""
-        begin = 0.0 if part == 0 else START_S + (part - 1) * ROUND_S
-        end = self.length_s if part == self.rounds + 1 else START_S + part * ROUND_S
+    def during(self, number: int) -> str:
+        """Visible in one section only: 0 is the start, 1 the first round, rounds + 1 the end."""
+        begin = 0.0 if number == 0 else START_S + (number - 1) * ROUND_S
+        end = self.length_s if number == self.rounds + 1 else START_S + number * ROUND_S
         return self._visible(begin, end)
 
     def states(self, shown: list[bool]) -> str | None:
-        """Lit or not: at the start, and from the arrival in each round. None: always the same."""
+        """Lit or not: at the start, and after the arrival in each round. None if constant."""
         changes = [(0.0, shown[0])]
         for number, lit in enumerate(shown[1:]):
             if lit != changes[-1][1]:
@@ -42,7 +44,7 @@ class Film:
         return self._animate("animate", kind, values, times)
 
     def journey(self, number: int, start: tuple[float, float], end: tuple[float, float]) -> str:
-        """From one place to another in the middle of a round, and seen only then."""
+        """Moves from `start` to `end` in the middle of a round, and is visible only then."""
         begin = START_S + number * ROUND_S
         leave = begin + _LEAVE * ROUND_S
         arrive = begin + _ARRIVE * ROUND_S
@@ -64,8 +66,8 @@ class Film:
         """A bar that grows through the loop, with a mark at the beginning of every round."""
         begins = [(START_S + i * ROUND_S) / self.length_s for i in range(self.rounds + 1)]
         marks = "".join(
-            f'<rect x="{x + width * part:.1f}" y="{y}" width="2" height="5" fill="#fbfcfd"/>'
-            for part in begins
+            f'<rect x="{x + width * begin:.1f}" y="{y}" width="2" height="5" fill="#fbfcfd"/>'
+            for begin in begins
         )
         grow = self._animate("animate", 'attributeName="width"', f"0;{width:.0f}", "0;1")
         return (

@@ -1,6 +1,6 @@
-"""A schedule told round by round: what moves, and what everybody holds then.
+"""The frames of a schedule: what moves in each round, and what every rank holds afterwards.
 
-The terminal drawing and the animated picture are both made from this.
+The terminal drawing and the animated picture are both made of these.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _ENDS = {
 
 
 @dataclass(frozen=True)
-class Scene:
-    """One round: its transfers, one sentence about them, and the holdings before and after."""
+class Frame:
+    """One round: its transfers, one sentence about them, and the state before and after."""
 
     title: str
     text: str
@@ -46,10 +46,10 @@ class Scene:
     after: State
 
 
-def tell(collective: Collective) -> list[Scene]:
-    """The scenes of a schedule; it is refused like a proof where it goes wrong."""
+def frames_of(collective: Collective) -> list[Frame]:
+    """The frames of a schedule; a wrong schedule raises `ProofFailed`."""
     state = initial(collective)
-    scenes = []
+    frames = []
     running = states(collective, state)
     total = len(collective.table)
     for number, transfers in enumerate(collective.rounds):
@@ -58,14 +58,14 @@ def tell(collective: Collective) -> list[Scene]:
         after = [dict(slots) for slots in state]
         title = f"Round {number + 1} of {total}"
         text = _sentence(collective, transfers)
-        scenes.append(Scene(title, text, tuple(transfers), before, after))
-    return scenes
+        frames.append(Frame(title, text, tuple(transfers), before, after))
+    return frames
 
 
 def opening(collective: Collective) -> str:
     plural = "chunk" if collective.chunks == 1 else "chunks"
-    cut = f"Every rank has a vector of its own, in {collective.chunks} {plural}."
-    return _STARTS.get(collective.kind, cut)
+    vectors = f"Every rank has a vector of its own, in {collective.chunks} {plural}."
+    return _STARTS.get(collective.kind, vectors)
 
 
 def ending(collective: Collective) -> str:

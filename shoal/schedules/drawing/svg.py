@@ -2,7 +2,7 @@
 
 Every rank is a box with its chunks. A chunk has a lamp for every rank, which is lit where that
 rank's contribution is in it. In a round copies of chunks travel along arrows and light lamps
-where they arrive. The film runs in a loop; a viewer without animation sees the start.
+where they arrive. The animation runs in a loop; a viewer without SMIL shows the start.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from shoal.errors import BadInput
 from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.proof import State, initial
 from shoal.schedules.collectives.transfer_table import Transfer
-from shoal.schedules.drawing.animation import Film
-from shoal.schedules.drawing.frames import Scene, ending, opening, slot_label, tell
+from shoal.schedules.drawing.animation import Animation
+from shoal.schedules.drawing.frames import Frame, ending, frames_of, opening, slot_label
 
 MOST_RANKS = 16
 MOST_TRANSFERS = 1500
@@ -66,12 +66,12 @@ def animated_svg(collective: Collective) -> str:
             f"ask for fewer ranks"
         )
     plan = _plan(collective)
-    scenes = tell(collective)
-    film = Film(len(scenes))
-    body = [_captions(plan, scenes, film), _legend(plan)]
-    body += [_arrows(plan, number, scene, film) for number, scene in enumerate(scenes)]
-    body += [_box(plan, rank, scenes, film) for rank in range(collective.ranks)]
-    body += [_tokens(plan, number, scene, film) for number, scene in enumerate(scenes)]
+    frames = frames_of(collective)
+    animation = Animation(len(frames))
+    body = [_captions(plan, frames, animation), _legend(plan)]
+    body += [_arrows(plan, number, frame, animation) for number, frame in enumerate(frames)]
+    body += [_box(plan, rank, frames, animation) for rank in range(collective.ranks)]
+    body += [_tokens(plan, number, frame, animation) for number, frame in enumerate(frames)]
     width, height = plan.size
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
@@ -107,20 +107,20 @@ def _plan(collective: Collective) -> _Plan:
     return _Plan(collective, columns, corners, (width, height))
 
 
-def _captions(plan: _Plan, scenes: list[Scene], film: Film) -> str:
+def _captions(plan: _Plan, frames: list[Frame], animation: Animation) -> str:
     c = plan.collective
     name = f"{c.kind.replace('_', '-')} by {c.name.replace('_', ' ')} over {c.ranks} ranks"
     parts = [f'<text class="title" x="{_MARGIN}" y="36">{escape(name)}</text>']
-    lines = [("Start", opening(c)), *((s.title, s.text) for s in scenes), ("End", ending(c))]
+    lines = [("Start", opening(c)), *((s.title, s.text) for s in frames), ("End", ending(c))]
     for number, (title, text) in enumerate(lines):
-        shown = film.during(number)
+        shown = animation.during(number)
         first = "1" if number == 0 else "0"
         parts.append(
             f'<g opacity="{first}">{shown}<text class="text" x="{_MARGIN}" y="66">'
             f'<tspan font-weight="700">{escape(title)}</tspan></text>'
             f'<text class="text" x="{_MARGIN}" y="88">{escape(text)}</text></g>'
         )
-    return "".join(parts) + film.progress(_MARGIN, 100, plan.size[0] - 2 * _MARGIN)
+    return "".join(parts) + animation.progress(_MARGIN, 100, plan.size[0] - 2 * _MARGIN)
 
 
 def _legend(plan: _Plan) -> str:
@@ -137,7 +137,7 @@ def _legend(plan: _Plan) -> str:
     )
 
 
-def _box(plan: _Plan, rank: int, scenes: list[Scene], film: Film) -> str:
+def _box(plan: _Plan, rank: int, frames: list[Frame], animation: Animation) -> str:
     (x, y) = plan.corners[rank]
     slots = plan.collective.slots
     wide = 34 + plan.columns * (plan.cell[0] + 34) - 22
@@ -147,17 +147,19 @@ def _box(plan: _Plan, rank: int, scenes: list[Scene], film: Film) -> str:
         f'<circle cx="{x + 16:.1f}" cy="{y + 15:.1f}" r="6" fill="{_hue(rank)}"/>'
         f'<text class="rank" x="{x + 28:.1f}" y="{y + 20:.1f}">rank {rank}</text>'
     ]
-    history = [initial(plan.collective), *(scene.after for scene in scenes)]
-    parts += [_slot(plan, rank, slot, history, film) for slot in range(slots)]
+    history = [initial(plan.collective), *(frame.after for frame in frames)]
+    parts += [_slot(plan, rank, slot, history, animation) for slot in range(slots)]
     return "".join(parts)
 
 
-def _slot(plan: _Plan, rank: int, slot: int, history: list[State], film: Film) -> str:
+def _slot(plan: _Plan, rank: int, slot: int, history: list[State], animation: Animation) -> str:
     x, y = plan.at(rank, slot)
     wide, high = plan.cell
     held = [state[rank].get(slot, 0) for state in history]
-    everyone = (1 << plan.collective.ranks) - 1
-    full = film.states([bits == everyone and plan.collective.pattern.reduces for bits in held])
+    all_ranks = (1 << plan.collective.ranks) - 1
+    full = animation.states(
+        [bits == all_ranks and plan.collective.pattern.reduces for bits in held]
+    )
     label = escape(slot_label(plan.collective, slot))
     parts = [
         f'<text class="slot" x="{x - 5:.1f}" y="{y + high / 2 + 4:.1f}" text-anchor="end">{label}'
@@ -169,7 +171,7 @@ def _slot(plan: _Plan, rank: int, slot: int, history: list[State], film: Film) -
             f'opacity="0">{full}</rect>'
         )
     for peer in range(plan.collective.ranks):
-        lit = film.states([bool(bits >> peer & 1) for bits in held])
+        lit = animation.states([bool(bits >> peer & 1) for bits in held])
         parts.append(_lamp(x, y, peer, held[0] >> peer & 1, lit))
     return "".join(parts)
 
@@ -185,8 +187,8 @@ def _lamp(x: float, y: float, peer: int, first: int, changes: str | None) -> str
     return off + f'<circle {spot} fill="{_hue(peer)}" opacity="{first}">{changes or ""}</circle>'
 
 
-def _arrows(plan: _Plan, number: int, scene: Scene, film: Film) -> str:
-    ways = {(t.src, t.dst): t.reduce for t in scene.transfers if t.src != t.dst}
+def _arrows(plan: _Plan, number: int, frame: Frame, animation: Animation) -> str:
+    ways = {(t.src, t.dst): t.reduce for t in frame.transfers if t.src != t.dst}
     lines = []
     for (src, dst), reduce in ways.items():
         (x0, y0), (x1, y1) = _between(plan, src, dst)
@@ -195,7 +197,7 @@ def _arrows(plan: _Plan, number: int, scene: Scene, film: Film) -> str:
             f'<line class="{kind}" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" '
             'marker-end="url(#tip)"/>'
         )
-    return f'<g opacity="0">{film.during(number + 1)}{"".join(lines)}</g>'
+    return f'<g opacity="0">{animation.during(number + 1)}{"".join(lines)}</g>'
 
 
 def _between(plan: _Plan, src: int, dst: int) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -218,22 +220,22 @@ def _between(plan: _Plan, src: int, dst: int) -> tuple[tuple[float, float], tupl
     return start, (bx - dx * reach + side_x, by - dy * reach + side_y)
 
 
-def _tokens(plan: _Plan, number: int, scene: Scene, film: Film) -> str:
-    return "".join(_token(plan, number, scene, t, film) for t in scene.transfers)
+def _tokens(plan: _Plan, number: int, frame: Frame, animation: Animation) -> str:
+    return "".join(_token(plan, number, frame, t, animation) for t in frame.transfers)
 
 
-def _token(plan: _Plan, number: int, scene: Scene, t: Transfer, film: Film) -> str:
+def _token(plan: _Plan, number: int, frame: Frame, t: Transfer, animation: Animation) -> str:
     """A copy of a chunk that travels from one slot to another."""
     wide, high = plan.cell
     start = plan.at(t.src, t.chunk)
     end = plan.at(t.dst, t.chunk if t.into is None else t.into)
-    bits = scene.before[t.src].get(t.chunk, 0)
+    bits = frame.before[t.src].get(t.chunk, 0)
     lamps = "".join(
         _lamp(0, 0, peer, bits >> peer & 1, None) for peer in range(plan.collective.ranks)
     )
     label = escape(slot_label(plan.collective, t.chunk))
     return (
-        f'<g opacity="0">{film.journey(number, start, end)}<rect class="token" width="{wide}" '
+        f'<g opacity="0">{animation.journey(number, start, end)}<rect class="token" width="{wide}" '
         f'height="{high}" rx="4"/>{lamps}<text class="slot" x="-5" y="{high / 2 + 4:.1f}" '
         f'text-anchor="end">{label}</text></g>'
     )

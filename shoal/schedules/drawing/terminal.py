@@ -9,7 +9,7 @@ from rich.text import Text
 from shoal.errors import BadInput
 from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.proof import State, initial, prove
-from shoal.schedules.drawing.frames import Scene, ending, opening, slot_label, tell
+from shoal.schedules.drawing.frames import Frame, ending, frames_of, opening, slot_label
 
 MOST_RANKS = 32
 _WIDEST = 16  # slots that still fit side by side
@@ -18,7 +18,7 @@ _WIDEST = 16  # slots that still fit side by side
 def draw(collective: Collective, console: Console) -> None:
     """Print every round: its messages, then a grid of ranks and chunks.
 
-    A cell lists the ranks whose contributions are in it; what has just changed stands out.
+    A cell lists the ranks whose contributions are in it; what has just changed is highlighted.
 
         round 1   0 -c3+-> 1   1 -c0+-> 2   …        (+ adds, without it replaces)
                   c0   c1   c2   c3
@@ -26,25 +26,25 @@ def draw(collective: Collective, console: Console) -> None:
     """
     if collective.ranks > MOST_RANKS:
         raise BadInput(
-            f"a drawing of {collective.ranks} ranks helps nobody: ask for {MOST_RANKS} or fewer"
+            f"a drawing of {collective.ranks} ranks is unreadable: ask for {MOST_RANKS} or fewer"
         )
     console.print(Text(str(collective), style="bold"), highlight=False)
     console.print(opening(collective), highlight=False)
     console.print(_grid(collective, initial(collective), None))
-    for scene in tell(collective):
-        console.print(_scene(collective, scene), highlight=False)
-    prove(collective)  # a picture shows what is written; that it is done has to be so
+    for frame in frames_of(collective):
+        console.print(_frame(collective, frame), highlight=False)
+    prove(collective)  # before the drawing says that it is done
     console.print(Text(ending(collective), style="bold green"), highlight=False)
 
 
-def _scene(collective: Collective, scene: Scene) -> RenderableType:
-    head = Text.assemble("\n", (scene.title, "bold"), "  ", scene.text)
-    return Group(head, _messages(collective, scene), _grid(collective, scene.after, scene.before))
+def _frame(collective: Collective, frame: Frame) -> RenderableType:
+    head = Text.assemble("\n", (frame.title, "bold"), "  ", frame.text)
+    return Group(head, _messages(collective, frame), _grid(collective, frame.after, frame.before))
 
 
-def _messages(collective: Collective, scene: Scene) -> Text:
+def _messages(collective: Collective, frame: Frame) -> Text:
     by_pair: dict[tuple[int, int], list[str]] = {}
-    for t in scene.transfers:
+    for t in frame.transfers:
         label = slot_label(collective, t.chunk)
         if t.into is not None:
             label += f"→{slot_label(collective, t.into)}"

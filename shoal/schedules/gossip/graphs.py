@@ -67,33 +67,33 @@ def _file(path: Path) -> Iterator[tuple[Edge, bool]]:
         line = line.partition("#")[0].strip()
         if not line:
             continue
-        found = _LINE.fullmatch(line)
-        if found is None:
+        match = _LINE.fullmatch(line)
+        if match is None:
             raise StrategyError(
                 f"line {number} of {path} is no edge: write two workers and perhaps a weight, "
                 "such as 0 1 0.25"
             )
-        source, one_way, target, weight = found.groups()
+        source, one_way, target, weight = match.groups()
         yield Edge(int(source), int(target), float(weight) if weight else None), one_way is not None
 
 
 def _both_directions(lines: list[tuple[Edge, bool]], where: str) -> list[Edge]:
     if len({edge.weight is None for edge, _ in lines}) > 1:
         raise StrategyError(f"{where}: some edges have a weight and some have none")
-    found: dict[tuple[int, int], Edge] = {}
+    by_ends: dict[tuple[int, int], Edge] = {}
     for edge, _ in lines:
-        if edge[:2] in found:
+        if edge[:2] in by_ends:
             raise StrategyError(f"{where}: the edge from {edge[0]} to {edge[1]} is given twice")
-        found[edge[:2]] = edge
+        by_ends[edge[:2]] = edge
     for edge, one_way in lines:
         if not one_way:
             back = Edge(edge.target, edge.source, edge.weight)
-            found.setdefault(back[:2], back)
-    return list(found.values())
+            by_ends.setdefault(back[:2], back)
+    return list(by_ends.values())
 
 
 def is_networkx(value: object) -> bool:
-    """Told by what it can do, so that nothing has to load networkx to ask."""
+    """Decided by its attributes, without loading networkx."""
     return all(hasattr(value, name) for name in ("nodes", "edges", "is_directed", "is_multigraph"))
 
 
@@ -103,7 +103,9 @@ def write_edges(graph: Any) -> str:
         raise StrategyError("gossip takes a graph with one edge between two nodes, no multigraph")
     alone = [node for node in graph if graph.degree(node) == 0]
     if alone:
-        raise StrategyError(f"node {alone[0]!r} of the graph has no edge: nobody would hear it")
+        raise StrategyError(
+            f"node {alone[0]!r} of the graph has no edge: no worker would average with it"
+        )
     nodes = list(graph.nodes)
     if set(nodes) == set(range(len(nodes))):
         nodes.sort()
@@ -124,5 +126,5 @@ def _words(
     for source, target, weight in edges:
         if weight is not None and not (isinstance(weight, Real) and 0 <= float(weight) <= 1):
             raise StrategyError(f"the weights of a graph are numbers from 0 to 1, not {weight!r}")
-        share = "" if weight is None else f":{float(weight)!r}"
-        yield f"{ranks[source]}{mark}{ranks[target]}{share}"
+        suffix = "" if weight is None else f":{float(weight)!r}"
+        yield f"{ranks[source]}{mark}{ranks[target]}{suffix}"

@@ -1,4 +1,4 @@
-"""Who averages with whom, with which weights, and how fast that makes replicas agree.
+"""Mixing matrices: which replicas average with which weights, and how fast they agree.
 
 A step of gossip is x_i = sum over j of w[i, j] x_j, where w[i, j] is 0 unless i hears j. Rows
 that add up to 1 make it an average, columns that do keep the mean of all replicas. The distance
@@ -97,8 +97,8 @@ def mixing_for(graph: str, workers: int) -> Mixing:
     elif graph == "one-peer":
         mixing = Mixing(f"a one-peer exponential graph of {workers}", _one_peer(workers))
     else:
-        name, found = _named(graph, workers)
-        mixing = Mixing(name, (shares(found.to_directed()),))
+        name, undirected = _named(graph, workers)
+        mixing = Mixing(name, (metropolis_weights(undirected.to_directed()),))
     if mixing.second_eigenvalue > 1 - 1e-9:
         raise StrategyError(
             f"gossip over {mixing.name} cannot converge: its second eigenvalue is 1, so workers "
@@ -107,7 +107,7 @@ def mixing_for(graph: str, workers: int) -> Mixing:
     return mixing
 
 
-def shares(graph: nx.DiGraph) -> Matrix:
+def metropolis_weights(graph: nx.DiGraph) -> Matrix:
     """Doubly stochastic weights for a graph without weights; edges point at who hears."""
     for node in graph:
         heard = graph.out_degree(node)
@@ -139,7 +139,7 @@ def _of_edges(edges: Sequence[Edge], where: str, workers: int) -> Mixing:
     graph.add_edges_from((a, b) for a, b, weight in edges if a != b and weight != 0)
     _check_connected(graph, name)
     if edges[0].weight is None:
-        return Mixing(name, (shares(graph),))
+        return Mixing(name, (metropolis_weights(graph),))
     return Mixing(name, (_given(edges, name, workers),))
 
 
@@ -161,13 +161,13 @@ def _given(edges: Sequence[Edge], name: str, workers: int) -> Matrix:
 
 
 def _check_connected(graph: nx.DiGraph, name: str) -> None:
-    parts = sorted(sorted(part) for part in nx.strongly_connected_components(graph))
-    if len(parts) == 1:
+    components = sorted(sorted(nodes) for nodes in nx.strongly_connected_components(graph))
+    if len(components) == 1:
         return
     apart = nx.number_weakly_connected_components(graph) > 1
     if apart:
-        parts = sorted(sorted(part) for part in nx.weakly_connected_components(graph))
-    shown = ", ".join(_show_part(part) for part in parts[:8]) + (", …" if len(parts) > 8 else "")
+        components = sorted(sorted(nodes) for nodes in nx.weakly_connected_components(graph))
+    shown = ", ".join(map(_show, components[:8])) + (", …" if len(components) > 8 else "")
     why = (
         "no path leads from one to another, so each would train a model of its own"
         if apart
@@ -180,8 +180,8 @@ def _check_connected(graph: nx.DiGraph, name: str) -> None:
     )
 
 
-def _show_part(part: Sequence[int]) -> str:
-    return "{" + ", ".join(map(str, part[:8])) + (", …" if len(part) > 8 else "") + "}"
+def _show(workers: Sequence[int]) -> str:
+    return "{" + ", ".join(map(str, workers[:8])) + (", …" if len(workers) > 8 else "") + "}"
 
 
 def _named(graph: str, workers: int) -> tuple[str, nx.Graph]:
@@ -229,9 +229,9 @@ def _random_regular(graph: str, workers: int) -> tuple[str, nx.Graph]:
             "neighbours: take a degree from 2 to one less than the replicas, and one of both even"
         )
     for attempt in range(1000):  # most of them are connected
-        found = nx.random_regular_graph(degree, workers, seed=given.get("seed", 0) + attempt)
-        if nx.is_connected(found):
-            return name, found
+        candidate = nx.random_regular_graph(degree, workers, seed=given.get("seed", 0) + attempt)
+        if nx.is_connected(candidate):
+            return name, candidate
     raise StrategyError(f"{name} was not connected in 1000 attempts: take a larger degree")
 
 

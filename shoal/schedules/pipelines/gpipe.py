@@ -1,4 +1,4 @@
-"""Schedules that finish all forwards of a part before its backwards: breadth first."""
+"""Schedules that finish all forwards of a chunk before its backwards: breadth first."""
 
 from __future__ import annotations
 

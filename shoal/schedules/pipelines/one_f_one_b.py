@@ -42,7 +42,7 @@ def interleaved(stages: int, stage: int, microbatches: int, chunks: int) -> list
 
 
 def in_turn(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards; a forward and a backward in turn; the backwards that are left.
+    """`warm_up` forwards; a forward and a backward in turn; the remaining backwards.
 
     The first backward comes after one more forward than `warm_up`, if there is one.
     """
@@ -52,7 +52,7 @@ def in_turn(forward: list[Action], backward: list[Action], warm_up: int) -> list
 
 
 def _groups(microbatches: int, count: int) -> list[range]:
-    """So many runs of micro-batches, the larger ones first."""
+    """`count` runs of micro-batches, the larger ones first."""
     size, larger = divmod(microbatches, count)
     starts = [size * index + min(index, larger) for index in range(count + 1)]
     return [range(*ends) for ends in pairwise(starts)]

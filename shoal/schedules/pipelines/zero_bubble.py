@@ -1,6 +1,6 @@
 """Zero-bubble schedules: the backward is split, and gradients of weights fill the bubble.
 
-As told by Qi et al., "Zero Bubble Pipeline Parallelism": I, the gradient of the input, is what the
+After Qi et al., "Zero Bubble Pipeline Parallelism": I, the gradient of the input, is what the
 stage before waits for; W, that of the weights, can run at any later time.
 """
 
