@@ -328,7 +328,7 @@ def refused(world: World, strategy: str, make: Callable[[], nn.Module], **option
 
 def test_what_cannot_be_split_is_refused(world: World) -> None:
     one = refused(world, "pp(2)", lambda: nn.Sequential(nn.Linear(6, 3)))
-    assert "Sequential cannot be cut into 2 parts: its forward calls 1 modules with some" in one
+    assert "Sequential cannot be split into 2 stages: its forward calls 1 modules with some" in one
     assert "stage 1 has no parameter to train" in refused(
         world, 'pp(2, cuts=["1"])', lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh())
     )
@@ -336,7 +336,7 @@ def test_what_cannot_be_split_is_refused(world: World) -> None:
 
 def test_wrong_cuts_are_refused(world: World) -> None:
     assert "the model has no such module" in refused(world, 'pp(2, cuts=["blocks.9"])', gpt)
-    assert "2 parts need 1 cuts, and there are 2" in refused(
+    assert "2 stages need 1 cuts, got 2" in refused(
         world, 'pp(2, cuts=["blocks.1", "blocks.2"])', gpt
     )
 

@@ -153,7 +153,7 @@ class StageShard(ReplicaShard):
 
     @property
     def compute_module(self) -> nn.Module | None:
-        virtual_stages = range(self.group.rank, self.stages.parts, self.group.size)
+        virtual_stages = range(self.group.rank, self.stages.virtual_stages, self.group.size)
         segments = [self.stages.segment(virtual) for virtual in virtual_stages]
         modules = [segment for segment in segments if isinstance(segment, nn.Module)]
         return nn.ModuleList(modules) if len(modules) == len(segments) else self.model

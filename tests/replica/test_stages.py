@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, Block, Size
-from shoal.replica.pipeline.balance import cut_evenly
+from shoal.replica.pipeline.balance import balanced_split
 from shoal.replica.pipeline.stages import Stages
 
 
@@ -33,7 +33,7 @@ def gpt(layers: int = 4) -> GPT:
 def test_no_cut_has_a_cheaper_dearest_part(case: tuple[list[int], list[int], int]) -> None:
     costs, places, parts = case
     places = [p for p in places if p < len(costs)]
-    found = cut_evenly(costs, places, [1.0] * len(places), parts)
+    found = balanced_split(costs, places, [1.0] * len(places), parts)
 
     def dearest(cuts: tuple[int, ...]) -> int:
         edges = [0, *cuts, len(costs)]
@@ -48,7 +48,7 @@ def test_no_cut_has_a_cheaper_dearest_part(case: tuple[list[int], list[int], int
 
 
 def test_among_equals_the_cheapest_cut_is_taken() -> None:
-    assert cut_evenly([5, 0, 0, 5], [1, 2, 3], [3.0, 1.0, 2.0], 2) == [2]
+    assert balanced_split([5, 0, 0, 5], [1, 2, 3], [3.0, 1.0, 2.0], 2) == [2]
 
 
 def test_a_gpt_is_cut_between_blocks() -> None:
@@ -133,7 +133,7 @@ def test_a_trunk_inside_a_module_is_found(size: int, chunks: int) -> None:
     assert stages.holders["transformer.scale"] == tuple(range(size))
     x = torch.randn(3, 4)
     values: tuple[Tensor, ...] = (x,)
-    for virtual in range(stages.parts):
+    for virtual in range(stages.virtual_stages):
         values = stages.segment(virtual)(*values)
     for found, wanted in zip(values, model(x), strict=True):
         assert torch.equal(found, wanted)
@@ -174,8 +174,8 @@ def test_a_cut_may_open_a_block() -> None:
     [
         (["blocks.9"], "the model has no such module; it has positions, blocks.0, blocks.1"),
         ([""], "no such module"),
-        ([], "2 parts need 1 cuts, and there are 0"),
-        (["blocks.1", "blocks.2"], "2 parts need 1 cuts, and there are 2"),
+        ([], "2 stages need 1 cuts, got 0"),
+        (["blocks.1", "blocks.2"], "2 stages need 1 cuts, got 2"),
     ],
 )
 def test_cuts_that_make_no_sense_are_refused(cuts: list[str], said: str) -> None:
@@ -191,4 +191,4 @@ def test_cuts_are_in_the_order_of_the_forward() -> None:
 
 def test_inputs_that_the_model_does_not_take_are_refused() -> None:
     with pytest.raises(BadInput, match="cannot be called with this batch"):
-        Stages(gpt(), 2).arrange({"words": torch.zeros(1)})
+        Stages(gpt(), 2).bind_inputs({"words": torch.zeros(1)})

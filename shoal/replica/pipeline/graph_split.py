@@ -1,233 +1,146 @@
-"""A model's forward as a list of operations, and the places where it can be cut.
-
-The forward of the model is traced (torch.fx). Modules are left whole, except those that only hold
-others: the model itself, containers, and modules around a trunk of repeated blocks.
-
-    tokens  positions  add  dropout  blocks.0  blocks.1 | blocks.2  blocks.3  norm  linear
-    └───────────────────── stage 0 ───────────────────┘ └────────── stage 1 ─────────────┘
-
-Whatever is computed before a cut and used behind it goes from stage to stage.
-"""
+"""A model whose forward can be traced, split between its operations."""
 
 from __future__ import annotations
 
-import inspect
-import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-import torch
-from torch import fx, nn
+from torch import Tensor, nn
 
 from shoal.errors import BadInput
-from shoal.replica.deferred_init import full_name
+from shoal.pytree import Tree
+from shoal.replica.deferred_init import tensor_slots
+from shoal.replica.pipeline.balance import balanced_split, largest_cost
+from shoal.replica.pipeline.traced_forward import (
+    TracedForward,
+    modules_to_open,
+    required_arguments,
+)
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-_tracing = threading.Lock()  # torch.fx changes nn.Module while it traces, for all threads
+_DEEPEST = 3  # levels of blocks to look into
+_MUCH_CHEAPER = 0.85
+_SLACK = 0.02  # how much more a stage may cost where fewer values cross the split points
 
 
-class Untraceable(BadInput):
-    """A forward that torch.fx cannot follow."""
+class _Choice(NamedTuple):
+    cost: float  # of the most expensive stage
+    cuts: tuple[str, ...]
+    opened: set[str]
 
 
-class Operations:
-    """The operations of one forward, in order; `given` are the arguments that a batch has."""
+class GraphSplit:
+    """Split points of a traced forward; `cuts` are the modules that begin a virtual stage."""
 
-    def __init__(self, model: nn.Module, opened: set[str], given: tuple[str, ...]):
+    def __init__(
+        self,
+        model: nn.Module,
+        virtual_stages: int,
+        cuts: Sequence[str] | None = None,
+        seconds: Mapping[str, float] | None = None,
+    ):
+        """Raises `Untraceable` where torch.fx cannot follow the forward."""
         self.model = model
-        graph = _trace(model, opened, given)
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        self.inputs = [node for node in placeholders if node.target in given]
-        if len(self.inputs) != len(given):
-            known = [str(node.target) for node in placeholders]
-            raise BadInput(f"the batch has inputs {list(given)}, and the model takes {known}")
-        unused = set(placeholders) - set(self.inputs)
-        for node in graph.nodes:  # fx asserts the values of arguments that are not given
-            if unused & set(node.all_input_nodes):
-                unused.add(node)
-        self.nodes = [
-            node
-            for node in graph.nodes
-            if node not in unused and node.op not in ("placeholder", "get_attr")
-        ]
-        self._place = {node: place for place, node in enumerate(self.nodes)}
-        self._last_use = {
-            node: max((self._place[user] for user in node.users if user in self._place), default=-1)
-            for node in [*self.inputs, *self.nodes]
-        }
+        self.virtual_stages = virtual_stages
+        self._seconds = seconds
+        self._required = required_arguments(model)
+        self._opened = modules_to_open(model, cuts or ())
+        self._traced: dict[tuple[tuple[str, ...], bool], TracedForward] = {}
+        self.cuts = self._check(cuts) if cuts is not None else self._choose()
 
-    def place_of(self, name: str) -> int | None:
-        """Where the module `name`, or the first one inside it, is called for the first time."""
-        for place, node in enumerate(self.nodes):
-            if node.op == "call_module" and _is_in(str(node.target), name):
-                return place
-        return None
+    def segment(self, virtual: int, given: tuple[str, ...]) -> Callable[..., Tree]:
+        """What a virtual stage computes, for batches with these inputs, as training is now."""
+        traced = self._trace(given)
+        points = [self._split_point(traced, name) for name in self.cuts]
+        edges = [0, *points, len(traced.nodes)]
+        return traced.segment(edges[virtual], edges[virtual + 1])
 
-    def crossing(self, place: int) -> list[fx.Node]:
-        """The values that are known before `place` and used there or behind."""
-        before = [*self.inputs, *self.nodes[:place]]
-        return [node for node in before if self._last_use[node] >= place]
+    def tensors_of(self, virtual: int) -> Iterator[Tensor]:
+        """The tensors that a virtual stage uses, as training is now."""
+        segment = self.segment(virtual, self._required)
+        assert isinstance(segment, nn.Module)
+        for slot in tensor_slots(segment):
+            yield slot.tensor
 
-    def cost(self, node: fx.Node, seconds: Mapping[str, float] | None = None) -> float:
-        """Multiplications of one position, about: the weights that are not only looked up.
+    def _trace(self, given: tuple[str, ...]) -> TracedForward:
+        key = (given, self.model.training)
+        if key not in self._traced:
+            self._traced[key] = TracedForward(self.model, self._opened, given)
+        return self._traced[key]
 
-        Where they are known, the seconds that a module takes.
+    def _split_point(self, traced: TracedForward, name: str) -> int:
+        index = traced.first_call(name)
+        if index is None:
+            raise BadInput(f"the model cannot be split at {name!r}: the forward does not call it")
+        return index
+
+    # ------------------------------------------------------------------ cuts of the user
+
+    def _check(self, cuts: Sequence[str]) -> tuple[str, ...]:
+        modules = dict(self.model.named_modules())
+        for name in cuts:
+            if name not in modules or not name:
+                raise BadInput(
+                    f"cuts={list(cuts)} names {name!r}, and the model has no such module; "
+                    f"it has {', '.join(self._candidates())}"
+                )
+        if len(cuts) != self.virtual_stages - 1:
+            raise BadInput(
+                f"{self.virtual_stages} stages need {self.virtual_stages - 1} cuts, got "
+                f"{len(cuts)}: each names the module that begins a stage"
+            )
+        traced = self._trace(self._required)
+        points = [self._split_point(traced, name) for name in cuts]
+        if points != sorted(set(points)) or 0 in points:
+            raise BadInput(f"cuts={list(cuts)} are not in the order in which forward calls them")
+        return tuple(cuts)
+
+    # ------------------------------------------------------------------ chosen cuts
+
+    def _candidates(self) -> dict[str, int]:
+        """The modules that can begin a stage, each with the index of its first call.
+
+        Each has something to train, and so has what is before the first of them.
         """
-        if seconds is not None:
-            return seconds.get(str(node.target), 0.0) if node.op == "call_module" else 0.0
-        if node.op == "call_module":
-            module = self.model.get_submodule(str(node.target))
-            return sum(weights_of(module))
-        if node.target is torch.nn.functional.embedding:
-            return 0
-        used = [self._attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
-        return sum(value.numel() for value in used if isinstance(value, nn.Parameter))
+        traced = self._trace(self._required)
+        first_calls: dict[str, int] = {}
+        for index, node in enumerate(traced.nodes):
+            if traced.is_trained(node):
+                first_calls.setdefault(str(node.target), index)
+        return dict(list(first_calls.items())[1:])
 
-    def trains(self, node: fx.Node) -> bool:
-        """Whether it is a module with a parameter to train."""
-        if node.op != "call_module":
-            return False
-        module = self.model.get_submodule(str(node.target))
-        return any(p.requires_grad and p.numel() for p in module.parameters())
+    def _choose(self) -> tuple[str, ...]:
+        """Between blocks, or inside of them where the most expensive stage gets much cheaper."""
+        best: _Choice | None = None
+        for deeper in range(_DEEPEST):
+            self._open(modules_to_open(self.model, deeper=deeper))
+            try:
+                choice = self._balance()
+            except BadInput:
+                if best is None and deeper == _DEEPEST - 1:
+                    raise
+                continue
+            if best is None or choice.cost < _MUCH_CHEAPER * best.cost:
+                best = choice
+        assert best is not None
+        self._open(best.opened)
+        return best.cuts
 
-    def segment(self, start: int, stop: int) -> fx.GraphModule:
-        """The operations from `start` to `stop` as a module.
+    def _open(self, names: set[str]) -> None:
+        self._opened = names
+        self._traced.clear()
 
-        It takes the values that cross at `start` and returns those that cross at `stop`; the last
-        one returns what the model returns.
-        """
-        graph = fx.Graph()
-        known = {}
-        for node in self.inputs if start == 0 else self.crossing(start):
-            known[node] = graph.placeholder(node.name)
-
-        def find(node: fx.Node) -> fx.Node:
-            if node.op == "get_attr" and node not in known:
-                known[node] = graph.node_copy(node)
-            return known[node]
-
-        for node in self.nodes[start:stop]:
-            known[node] = graph.node_copy(node, find)
-        if stop < len(self.nodes):
-            graph.output(tuple(known[node] for node in self.crossing(stop)))
-        return fx.GraphModule(self.model, graph, "Stage")
-
-    def _attribute(self, node: fx.Node) -> Any:
-        value: Any = self.model
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        return value
-
-
-def arguments(model: nn.Module) -> tuple[str, ...]:
-    """The arguments of a model's forward that have no default; if none has, the first one."""
-    found = _parameters(model)
-    required = tuple(p.name for p in found if p.default is p.empty)
-    return required or tuple(p.name for p in found[:1])
-
-
-def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    found = inspect.signature(model.forward).parameters.values()
-    return [p for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def open_modules(model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0) -> set[str]:
-    """The names of modules that tracing looks into: those around others, and around the cuts.
-
-    With `deeper`, blocks are opened too, so many levels of them.
-    """
-    found = {""}
-
-    def visit(name: str, module: nn.Module, deeper: int) -> None:
-        kinds = Counter(type(child) for child in module.children())
-        for own, child in module.named_children():
-            full = full_name(name, own)
-            is_block = isinstance(module, _CONTAINERS) and kinds[type(child)] > 1
-            wanted = any(cut.startswith(full + ".") for cut in cuts)
-            if wanted or _is_container(child) or (not is_block and _is_around_a_trunk(child)):
-                found.add(full)
-                visit(full, child, deeper)
-            elif deeper > 0 and _is_users(child) and list(child.children()):
-                found.add(full)
-                visit(full, child, deeper - 1)
-
-    visit("", model, deeper)
-    return found
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, _CONTAINERS) and (
-        not isinstance(module, nn.Sequential) or type(module).forward is nn.Sequential.forward
-    )
-
-
-def _is_around_a_trunk(module: nn.Module) -> bool:
-    return _is_users(module) and any(
-        isinstance(inner, nn.Sequential | nn.ModuleList) and _has_blocks(inner)
-        for inner in module.modules()
-    )
-
-
-def _is_users(module: nn.Module) -> bool:
-    return not type(module).__module__.startswith("torch.nn.")
-
-
-def _has_blocks(container: nn.Module) -> bool:
-    kinds = Counter(type(child) for child in container.children() if list(child.parameters()))
-    return any(count > 1 for count in kinds.values())
-
-
-class _Tracer(fx.Tracer):
-    def __init__(self, opened: set[str]):
-        super().__init__()
-        self._opened = opened
-        self._thread = threading.get_ident()
-
-    def call_module(
-        self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if threading.get_ident() != self._thread:  # another thread computes meanwhile
-            return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name not in self._opened
-
-
-def _trace(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Graph:
-    fixed = {p.name: p.default for p in _parameters(model) if p.name not in given}
-    if any(default is inspect.Parameter.empty for default in fixed.values()):
-        missing = [name for name, value in fixed.items() if value is inspect.Parameter.empty]
-        raise BadInput(f"the model takes {', '.join(missing)}, which the batch does not have")
-    try:
-        with _tracing:
-            return _Tracer(opened).trace(model, fixed or None)
-    except Exception as error:
-        raise Untraceable(
-            f"the forward of {type(model).__name__} cannot be cut into stages, since what it does "
-            f"depends on its input ({_first_line(error)}): put that part into a module of its own, "
-            "or make the model an nn.Sequential, or one with an nn.ModuleList of like blocks"
-        ) from error
-
-
-def weights_of(module: nn.Module) -> Iterator[int]:
-    """The sizes of what a position is multiplied with."""
-    for inner in module.modules():
-        if not isinstance(inner, _LOOKUPS):
-            yield from (p.numel() for p in inner.parameters(recurse=False))
-
-
-def _is_in(name: str, module: str) -> bool:
-    return name == module or name.startswith(module + ".")
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
+    def _balance(self) -> _Choice:
+        traced = self._trace(self._required)
+        names = {index: name for name, index in self._candidates().items()}
+        costs = [float(traced.cost(node, self._seconds)) for node in traced.nodes]
+        slight = max(1.0, sum(costs)) * 1e-6  # what has no weights takes some time, too
+        costs = [cost + slight for cost in costs]
+        prices = [float(len(traced.live_values(index))) for index in names]
+        points = balanced_split(costs, list(names), prices, self.virtual_stages, slack=_SLACK)
+        if points is None:
+            raise BadInput(
+                f"{type(self.model).__name__} cannot be split into {self.virtual_stages} stages: "
+                f"its forward calls {len(names) + 1} modules with something to train"
+            )
+        cuts = tuple(names[index] for index in points)
+        return _Choice(largest_cost(costs, points), cuts, self._opened)

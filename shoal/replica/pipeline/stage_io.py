@@ -130,18 +130,18 @@ class PipelineStage:
         self.messages.begin()
 
     def computes_loss(self, action: Action) -> bool:
-        return self.messages.virtual(action) == self.stages.parts - 1
+        return self.messages.virtual(action) == self.stages.virtual_stages - 1
 
     def recv_inputs(self, action: Action, micro: MicroBatch) -> Tree:
         if not self.messages.has_source(action):
-            return self.stages.arrange(micro.inputs)[1]
+            return self.stages.bind_inputs(micro.inputs)[1]
         values = self.messages.recv(action)
         if self._carries_rng:
             values, self._rng_states[_key(action)] = values
         return values
 
     def compute(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
-        names, _ = self.stages.arrange(micro.inputs)
+        names, _ = self.stages.bind_inputs(micro.inputs)
         self._seed(action, micro.seed)
         with self._flat.forward_context():
             return self.stages.compute(self.messages.virtual(action), names, inputs)
@@ -163,7 +163,7 @@ class PipelineStage:
 
     def predict(self, inputs: Any) -> Any:
         """The outputs of the model on the last stage; None on the others."""
-        names, values = self.stages.arrange(inputs)
+        names, values = self.stages.bind_inputs(inputs)
         channel = self.messages.channel
         pipeline = self.messages.pipeline
         under_way: list[PytreeWork] = []

@@ -179,13 +179,17 @@ def test_without_a_trunk_it_is_refused_by_name() -> None:
             out: Tensor = self.b(x) if x.sum() > 0 else self.a(x)
             return out
 
-    with pytest.raises(BadInput, match="the forward of Looking cannot be cut into stages") as error:
+    with pytest.raises(
+        BadInput, match="the forward of Looking cannot be split into stages"
+    ) as error:
         Stages(Looking(), 2)
-    assert "put that part into a module of its own" in str(error.value)
+    assert "put that code into a module of its own" in str(error.value)
 
 
 def test_too_few_blocks_and_wrong_cuts_are_refused() -> None:
-    with pytest.raises(BadInput, match=r"cannot be cut into 7 parts: .* its trunk has 6 blocks"):
+    with pytest.raises(
+        BadInput, match=r"cannot be split into 7 stages: .* it has a row of 6 blocks"
+    ):
         Stages(Net(), 7)
-    with pytest.raises(BadInput, match=r"2 parts at 1 of layers.1, layers.2"):
+    with pytest.raises(BadInput, match=r"2 stages at 1 of layers.1, layers.2"):
         Stages(Net(), 2, cuts=["head"])
