@@ -18,6 +18,9 @@ from shoal.transport.transport import Work
 
 __all__ = ["Group", "Op"]
 
+_BARRIER = Call("barrier")
+_SUM = Op.SUM  # an attribute of an enumeration costs more to look up
+
 
 class Group:
     """Ranks 0..size-1 of one axis. All ranks call the same collectives in the same order.
@@ -55,15 +58,15 @@ class Group:
 
     def broadcast(self, data: Tensor, root: int = 0) -> Work:
         self._check_root(root)
-        return self._submit(Call("broadcast", data, data, root=root))
+        return self._submit(Call("broadcast", data, data, _SUM, root))
 
-    def reduce(self, data: Tensor, root: int = 0, op: Op = Op.SUM) -> Work:
+    def reduce(self, data: Tensor, root: int = 0, op: Op = _SUM) -> Work:
         """The result at the root; what the other ranks hold afterwards is not defined."""
         self._check_root(root)
         check_reducible(data.dtype, op)
         return self._submit(Call("reduce", data, data, op, root))
 
-    def all_reduce(self, data: Tensor, op: Op = Op.SUM, out: Tensor | None = None) -> Work:
+    def all_reduce(self, data: Tensor, op: Op = _SUM, out: Tensor | None = None) -> Work:
         """The contributions of all ranks combined, in place or in `out`."""
         check_reducible(data.dtype, op)
         return self._submit(Call("all_reduce", data, _target("all_reduce", data, out), op))
@@ -88,7 +91,7 @@ class Group:
         self._check_pieces("all_gather", "out", out, data)
         return self._submit(Call("all_gather", data, out))
 
-    def reduce_scatter(self, out: Tensor, data: Operand, op: Op = Op.SUM) -> Work:
+    def reduce_scatter(self, out: Tensor, data: Operand, op: Op = _SUM) -> Work:
         """The combined piece of this rank in `out`; `data` is left as it was."""
         check_reducible(out.dtype, op)
         self._check_pieces("reduce_scatter", "data", data, out)
@@ -123,7 +126,7 @@ class Group:
         return self._submit(call)
 
     def scan(
-        self, data: Tensor, op: Op = Op.SUM, exclusive: bool = False, out: Tensor | None = None
+        self, data: Tensor, op: Op = _SUM, exclusive: bool = False, out: Tensor | None = None
     ) -> Work:
         """Ranks 0 to r combined at rank r, in place or in `out`.
 
@@ -134,7 +137,7 @@ class Group:
         return self._submit(Call(kind, data, _target("scan", data, out), op))
 
     def barrier(self) -> Work:
-        return self._submit(Call("barrier"))
+        return self._submit(_BARRIER)
 
     # ------------------------------------------------------------------ other groups
 

@@ -10,7 +10,6 @@ Results of a reduction are the same bits on every rank: contributions go in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +39,7 @@ if is_built():
     from shoal.transport.shm import _shm
 
 _REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan")
+_IN_PLACE = frozenset(("broadcast", "reduce", "all_reduce", "scan"))
 # kind, address in, address out, count, type, operator, root
 NativeArguments = tuple[int, int, int, int, int, int, int]
 
@@ -83,15 +83,6 @@ class NativeWork(QueuedWork):
         if self._after is not None:
             self._after()
         self._keep = self._after = None
-
-
-class _Addresses(NamedTuple):
-    """Where the operands of a call lie, what must stay in memory, and what stores the result."""
-
-    source: int
-    target: int
-    keep: object
-    store: Callable[[], None] | None = None
 
 
 class SharedMemory(Executor):
@@ -151,27 +142,48 @@ class SharedMemory(Executor):
         return all_reduce
 
     def submit(self, call: Call) -> QueuedWork:
+        kind, data, out, op, root, _, _, timeout_s = call
+        if data is out and kind in _IN_PLACE and isinstance(data, Tensor):
+            code = DTYPE_CODES.get(data.dtype)
+            if code is not None and data.is_cpu and data.is_contiguous():
+                at = data.data_ptr()
+                args = (KIND_CODES[kind], at, at, data.numel(), code, op.code, root)
+                return self._start(args, timeout_s, data)
+        if kind == "barrier":
+            return self._start((0, 0, 0, 0, 0, 0, 0), timeout_s)
+        return self._with_operands(call)
+
+    def _with_operands(self, call: Call) -> QueuedWork:
+        data = call.out if call.data is None else call.data
+        out = call.out
+        if isinstance(data, list) or isinstance(out, list):
+            return self._with_lists(call)
         if call.kind == "all_to_all_uneven":
             return self._all_to_all_uneven(call)
-        if isinstance(call.data, list) or isinstance(call.out, list):
-            return self._with_lists(call)
-        if call.kind == "barrier":
-            return self._start(call, (0, 0, 0, 0, 0, 0, 0))
-        return self._with_tensors(call)
+        assert data is not None
+        code = DTYPE_CODES.get(data.dtype)
+        if code is None or call.kind == "exclusive_scan" or not _is_plain(data, out):
+            return self._with_staging(call, data, out)
+        source = data.data_ptr()
+        target = 0 if out is None else out.data_ptr()
+        count = self._count(call, data)
+        args = (KIND_CODES[call.kind], source, target, count, code, call.op.code, call.root)
+        return self._start(args, call.timeout_s, (data, out))
 
-    def _with_tensors(self, call: Call) -> QueuedWork:
-        data = call.out if call.data is None else call.data
-        assert isinstance(data, Tensor) and not isinstance(call.out, list)
+    def _with_staging(self, call: Call, data: Tensor, out: Tensor | None) -> QueuedWork:
+        """Tensors that are not contiguous or not in the host's memory, and types of others."""
         number = _number_type(call, data.dtype)
-        at = _addresses(data, call.out)
-        after = at.store
+        source = on_host(data, copy=out is not None and _overlap(out, data))
+        target = source if out is data else None if out is None else on_host(out)
+        after = None if target is None else target.store
         if call.kind == "exclusive_scan" and self.rank == 0:
-            into = call.out if call.out is not None else data
-            after = lambda: fill_identity(into.detach(), call.op)  # noqa: E731
+            assert out is not None
+            after = lambda: fill_identity(out.detach(), call.op)  # noqa: E731
+        address = 0 if target is None else target.flat.data_ptr()
         count = self._count(call, data) * number.width
         kind = KIND_CODES[call.kind]
-        args = (kind, at.source, at.target, count, number.code, number.op, call.root)
-        return self._start(call, args, at.keep, after)
+        args = (kind, source.flat.data_ptr(), address, count, number.code, number.op, call.root)
+        return self._start(args, call.timeout_s, (source, target), after)
 
     def _count(self, call: Call, data: Tensor) -> int:
         """Elements of a vector, or of the piece of a rank."""
@@ -202,7 +214,8 @@ class SharedMemory(Executor):
             for piece in taken:
                 piece.store()
 
-        return self._start(call, args, (given, taken), store, torch.tensor(addresses))
+        table = torch.tensor(addresses)
+        return self._start(args, call.timeout_s, (given, taken), store, table)
 
     def _all_to_all_uneven(self, call: Call) -> QueuedWork:
         assert isinstance(call.data, Tensor) and isinstance(call.out, Tensor)
@@ -222,12 +235,12 @@ class SharedMemory(Executor):
         count = int(longest) * number.width
         kind = KIND_CODES[call.kind]
         args = (kind, source.flat.data_ptr(), target.flat.data_ptr(), count, number.code, 0, 0)
-        return self._start(call, args, (source, target), target.store, table)
+        return self._start(args, call.timeout_s, (source, target), target.store, table)
 
     def _start(
         self,
-        call: Call,
         args: NativeArguments,
+        timeout_s: float | None = None,
         keep: object = None,
         after: Callable[[], None] | None = None,
         table: Tensor | None = None,
@@ -235,8 +248,8 @@ class SharedMemory(Executor):
         segment = self.segment
         if segment.closed:
             raise ShoalError(f"rank {self.rank} has closed this group")
-        if call.timeout_s is not None:
-            segment = segment.within(call.timeout_s)
+        if timeout_s is not None:
+            segment = segment.within(timeout_s)
         work = NativeWork(self.queue, segment, args, keep, after, table)
         self.queue.submit(work)
         return work
@@ -284,21 +297,24 @@ def _number_type(call: Call, dtype: torch.dtype) -> NativeType:
     return moved_as(dtype)
 
 
-def _addresses(data: Tensor, out: Tensor | None) -> _Addresses:
-    if out is data and data.is_cpu and data.is_contiguous():
-        at = data.data_ptr()
-        return _Addresses(at, at, data)
-    source = on_host(data, copy=out is not None and _may_overlap(out, data))
-    if out is None:
-        return _Addresses(source.flat.data_ptr(), 0, source)
-    target = source if out is data else on_host(out)
-    keep = (source, target)
-    return _Addresses(source.flat.data_ptr(), target.flat.data_ptr(), keep, target.store)
+def _is_plain(data: Tensor, out: Tensor | None) -> bool:
+    """Whether the native call can use the tensors as they are."""
+    if not (data.is_cpu and data.is_contiguous()):
+        return False
+    if out is data or out is None:
+        return True
+    return out.is_cpu and out.is_contiguous() and not _overlap(out, data)
 
 
-def _may_overlap(out: Tensor, data: Tensor) -> bool:
-    """Different parts of one storage; the native calls take the same part for both."""
-    return out.is_cpu and out.data_ptr() != data.data_ptr() and share_storage(out, data)
+def _overlap(out: Tensor, data: Tensor) -> bool:
+    """Whether the native call would read what it has written; it allows one address for both."""
+    to = out.data_ptr()
+    at = data.data_ptr()
+    if to == at or not (out.is_cpu and data.is_cpu):
+        return False
+    if out.is_contiguous() and data.is_contiguous():
+        return to < at + data.nbytes and at < to + out.nbytes
+    return share_storage(out, data)
 
 
 def _listed(operand: Operand | None) -> list[Tensor]:
