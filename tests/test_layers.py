@@ -33,7 +33,7 @@ LAYERS = [
     ["observe.capture", "observe.comparison", "observe.time_shares", "observe.verify"],
     ["observe.memory_estimate"],
     ["observe.memory_probe"],
-    ["launch.run"],
+    ["launch.run", "launch.worker"],
     ["examples"],
     ["bench"],
     ["commands"],

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +27,9 @@ from shoal.bench.alternate import Timing, alternate, ratios
 from shoal.bench.ps_peers import LR, RayPeer, RpcPeer, serve_rpc
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.embedding.store import RowStore
+from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
+from shoal.runtime.config import RunConfig
 from shoal.sync.base import Replica, Sync
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.registry import plan_for
@@ -111,7 +112,10 @@ def _medians(times: dict[str, list[float]]) -> dict[str, Any]:
 def _add_rpc(
     stack: ExitStack, job: shoal.Job, numel: int, ids: torch.Tensor, dense: Ways, sparse: Ways
 ) -> None:
-    method = f"file://{os.environ['SHOAL_RUN_DIR']}/rpc"
+    run_dir = RunConfig.from_environment().run_dir
+    if run_dir is None:
+        raise BadInput("start this benchmark with `shoal bench ps`")
+    method = run_dir.rpc_rendezvous
     if job.rank == 0:
         words = ["--serve-rpc", method, "--workers", str(job.size), "--bytes", str(numel * 4)]
         server = subprocess.Popen([sys.executable, "-m", "shoal.bench.ps", *words])

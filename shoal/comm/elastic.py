@@ -11,14 +11,14 @@ or not, is final, so all surviving ranks get the same result.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.errors import Desync, PeerLost
-from shoal.runtime.backoff import Pauses
+from shoal.runtime.backoff import Backoff
+from shoal.runtime.run_dir import write_atomically
 
 FIRST_LOOK_S = 0.001
 LONGEST_LOOK_S = 0.05
@@ -69,14 +69,11 @@ class ElasticSum:
         )
 
     def _write(self, numbers: Sequence[float]) -> None:
-        path = self._path(self._round, self._rank)
-        unfinished = path.with_suffix(".part")
-        unfinished.write_text(json.dumps(list(numbers)), encoding="ascii")
-        os.replace(unfinished, path)
+        write_atomically(self._path(self._round, self._rank), json.dumps(list(numbers)))
 
     def _wait_for(self, rank: int, ranks: Sequence[int], length: int) -> list[float] | None:
         start_s = time.monotonic()
-        pause = Pauses(FIRST_LOOK_S, LONGEST_LOOK_S)
+        pause = Backoff(FIRST_LOOK_S, LONGEST_LOOK_S)
         while True:
             exited = self._has_exited(rank)  # before reading: then what it has written is final
             row = self._read(rank, length)

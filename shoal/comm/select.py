@@ -1,65 +1,141 @@
-"""How ranks find out which of them can share memory, and become a group."""
+"""Which executor the ranks of a run get.
+
+named algorithm          schedules over torch's point-to-point messages
+NCCL                     torch.distributed
+one host                 shared memory
+several hosts            shared memory inside, Gloo between
+no shared memory         Gloo
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
+from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.executors.shared_memory import SharedMemory
+from shoal.comm.executors.torch import Torch, join_world
+from shoal.comm.group import Group
+from shoal.runtime.run_dir import RunDir
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import is_built, join
+from shoal.transport.torch_p2p import TorchTransport
 
-_said = False
+_has_warned = False
 
 
-def over_store(store: Store, rank: int, size: int) -> Exchange:
-    """Ranks that meet at a torch store."""
+@dataclass(frozen=True)
+class GroupSpec:
+    """The ranks of a run, and what decides how they communicate."""
+
+    rank: int
+    size: int
+    init_method: str  # of torch.distributed.init_process_group
+    backend: str  # "gloo" or "nccl"
+    name: str  # tells the runs of one process apart
+    algorithm: str | None = None  # the all-reduce that was asked for by name
+    host_id: str | None = None  # ranks with the same one share memory; default: by kernel and user
+    run_dir: RunDir | None = None  # where the last operations are written after a failure
+
+
+@contextmanager
+def open_group(spec: GroupSpec) -> Iterator[Group]:
+    """A group of all ranks; all of them have joined when the block begins."""
+    is_ours = not dist.is_initialized()
+    world = join_world(spec.init_method, spec.rank, spec.size, spec.backend, spec.name)
+    group = Group(_open_shared(spec, world) or _over_torch(spec, world))
+    try:
+        yield group
+    finally:
+        group.close()
+        if is_ours:
+            dist.destroy_process_group()
+
+
+def _open_shared(spec: GroupSpec, world: dist.ProcessGroup) -> SharedMemory | Hierarchical | None:
+    """Ranks of one host go through its memory, except under NCCL and a named algorithm."""
+    if spec.backend != "gloo" or spec.algorithm is not None:
+        return None
+    store = PrefixStore(f"memory of {spec.name}", world.get_group_store())
+    host = HostSpec(spec.host_id, spec.run_dir)
+    return share_memory(store, spec.rank, spec.size, host=host)
+
+
+def _over_torch(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
+    if spec.algorithm is None:
+        return Torch(world)
+    transport = TorchTransport(world)
+    return Scheduled(transport, {"all_reduce": spec.algorithm}, background=True)
+
+
+# ---------------------------------------------------------------------- shared memory
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """See GroupSpec."""
+
+    host_id: str | None = None
+    run_dir: RunDir | None = None
+
+
+def exchange_over(store: Store, rank: int, size: int) -> Exchange:
+    """An all-gather of bytes through a torch store."""
     rounds = 0
 
-    def exchange(said: bytes) -> list[bytes]:
+    def exchange(message: bytes) -> list[bytes]:
         nonlocal rounds
         rounds += 1
-        store.set(f"shoal/{rounds}/{rank}", said.decode())
+        store.set(f"shoal/{rounds}/{rank}", message.decode())
         return [store.get(f"shoal/{rounds}/{peer}") for peer in range(size)]
 
     return exchange
 
 
 def share_memory(
-    store: Store, rank: int, size: int, timeout_s: float = 1800.0
+    store: Store, rank: int, size: int, timeout_s: float = 1800.0, host: HostSpec | None = None
 ) -> SharedMemory | Hierarchical | None:
     """An executor that uses shared memory wherever ranks share a host.
 
-    None on all ranks if there is no such host, or, with a word, one where it cannot be. Nobody
-    else may use `store`.
+    None on all ranks if no two ranks share a host, or, with a warning, if one of them cannot
+    share memory. `store` must have no other users.
     """
-    exchange = over_store(store, rank, size)
-    topology = Topology.of(exchange(host_id()), rank)
+    host = host or HostSpec()
+    exchange = exchange_over(store, rank, size)
+    topology = Topology.of(exchange(host_id(host.host_id)), rank)
     if len(topology.hosts) == size > 1:
         return None
-    inner = _on_host(topology, store, timeout_s)
-    answers = exchange(b"no" if inner is None else b"yes")
-    if inner is None or b"no" in answers:
-        if inner is not None:
-            inner.close()
-        _say_once(rank)
+    local = _share_on_host(topology, store, timeout_s, host.run_dir)
+    answers = exchange(b"no" if local is None else b"yes")
+    if local is None or b"no" in answers:
+        if local is not None:
+            local.close()
+        _warn_once(rank)
         return None
-    return inner if len(topology.hosts) == 1 else Hierarchical(topology, inner, store, timeout_s)
+    return local if len(topology.hosts) == 1 else Hierarchical(topology, local, store, timeout_s)
 
 
-def _on_host(topology: Topology, store: Store, timeout_s: float) -> SharedMemory | None:
-    own = PrefixStore(f"host {topology.host}", store)
-    width = len(topology.local)
-    segment = join(over_store(own, topology.index, width), topology.index, width, timeout_s)
+def _share_on_host(
+    topology: Topology, store: Store, timeout_s: float, run_dir: RunDir | None
+) -> SharedMemory | None:
+    host_store = PrefixStore(f"host {topology.host}", store)
+    num_local = len(topology.local)
+    exchange = exchange_over(host_store, topology.index, num_local)
+    segment = join(exchange, topology.index, num_local, timeout_s, run_dir=run_dir)
     return None if segment is None else SharedMemory(segment)
 
 
-def _say_once(rank: int) -> None:
-    global _said
-    if rank == 0 and not _said:
+def _warn_once(rank: int) -> None:
+    global _has_warned
+    if rank == 0 and not _has_warned:
         why = "between these ranks" if is_built() else "(Shoal was installed without a compiler)"
         print(f"shoal: no shared memory {why}: they communicate over Gloo", file=sys.stderr)
-    _said = True
+    _has_warned = True

@@ -9,7 +9,7 @@ import typer
 
 from shoal.commands import options
 from shoal.commands.bench_harness import measured, say, spread
-from shoal.commands.launching import environment, strategy_for
+from shoal.commands.launching import config_for, strategy_for
 from shoal.errors import BadInput
 
 app = typer.Typer(help="Measure against a peer, alternately in one run.", no_args_is_help=True)
@@ -123,8 +123,8 @@ def ps(
 def _measure(name: str, workers: int, rounds: int, device: str | None) -> Any:
     batch_size, steps = WORKLOADS[name]
     asked = {"workload": name, "batch-size": batch_size, "rounds": rounds, "steps": steps}
-    env = environment(strategy_for(None, workers), device=device)
-    return measured("shoal.bench.step", asked, workers, env)
+    config = config_for(strategy_for(None, workers), device=device)
+    return measured("shoal.bench.step", asked, workers, config)
 
 
 def _print(results: list[Any]) -> None:

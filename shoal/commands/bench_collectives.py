@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
-from collections.abc import Mapping
 from contextlib import suppress
 from subprocess import PIPE
 from typing import Any
 
 from shoal.commands.bench_harness import check_names, measured, say
-from shoal.commands.launching import environment, run_quietly, strategy_for
+from shoal.commands.launching import config_for, run_quietly, strategy_for
 from shoal.commands.units import parse_bytes
 from shoal.errors import BadInput, ShoalError
+from shoal.runtime.config import RunConfig
 
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 PEERS = ("gloo", "mpi")
@@ -41,19 +41,21 @@ def _count(text: str) -> int:
 def _workers(count: int, against: list[str], sizes: str, kinds: str, rounds: int) -> list[Any]:
     say(f"measuring {count} ranks")
     options = {"kinds": kinds, "sizes": sizes, "rounds": rounds, "against": ",".join(against)}
-    env = environment(strategy_for(None, count), device="cpu")
+    config = config_for(strategy_for(None, count), device="cpu")
     run = _mpirun if "mpi" in against else run_quietly
-    found: list[Any] = measured("shoal.bench.collectives", options, count, env, run)
+    found: list[Any] = measured("shoal.bench.collectives", options, count, config, run)
     return found
 
 
-def _mpirun(command: list[str], count: int, env: Mapping[str, str]) -> None:
+def _mpirun(command: list[str], count: int, config: RunConfig) -> None:
     """The workers as ranks of MPI, too, so that all ways are measured in the same processes."""
     start = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     words = [*start, "-n", str(count), *command]
     streams: dict[str, Any] = {"stdout": PIPE, "stderr": PIPE, "text": True}
-    # a session of its own: it leaves memory behind when Ctrl-C and we tell it to end at once
-    with subprocess.Popen(words, env=env, start_new_session=True, **streams) as mpi:
+    # a session of its own: it would leave memory behind if Ctrl-C reached it as well
+    with subprocess.Popen(
+        words, env=config.to_environment(), start_new_session=True, **streams
+    ) as mpi:
         try:
             _, said = mpi.communicate()
         except BaseException:

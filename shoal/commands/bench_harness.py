@@ -11,20 +11,21 @@ from typing import Any
 
 from shoal.commands.launching import run_quietly
 from shoal.errors import BadInput
+from shoal.runtime.config import RunConfig
 
 
 def measured(
     module: str,
     options: Mapping[str, object],
     workers: int,
-    env: Mapping[str, str],
-    run: Callable[[list[str], int, Mapping[str, str]], None] = run_quietly,
+    config: RunConfig,
+    run: Callable[[list[str], int, RunConfig], None] = run_quietly,
 ) -> Any:
     """What the workers that run `python -m module` with these options leave as their result."""
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         result = Path(folder) / "result.json"
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        run([sys.executable, "-m", module, *words, "--result", str(result)], workers, env)
+        run([sys.executable, "-m", module, *words, "--result", str(result)], workers, config)
         return json.loads(result.read_text())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.commands.bench_harness import measured, say, spread
-from shoal.commands.launching import environment
+from shoal.commands.launching import config_for
 from shoal.strategy.strategy import as_strategy
 
 PEERS = ("gpipe", "1f1b")
@@ -54,4 +54,4 @@ def _measure(schedule: str, batch_size: int, microbatches: int, rounds: int, ste
     say(f"measuring {schedule} on 2")
     strategy = as_strategy(f'pp(2, schedule="{schedule}", microbatches={microbatches})')
     options = {"batch-size": batch_size, "rounds": rounds, "steps": steps}
-    return measured("shoal.bench.pipeline", options, 2, environment(strategy, device="cpu"))
+    return measured("shoal.bench.pipeline", options, 2, config_for(strategy, device="cpu"))

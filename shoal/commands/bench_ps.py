@@ -6,7 +6,7 @@ import importlib.util
 from typing import Any
 
 from shoal.commands.bench_harness import check_names, measured, say, spread
-from shoal.commands.launching import environment, strategy_for
+from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.units import parse_bytes
 
 PEERS = ("ray", "rpc")
@@ -25,8 +25,8 @@ def measure(against: list[str], size: str, rows: int, rounds: int, workers: int)
         "rounds": rounds,
         "against": ",".join(against),
     }
-    env = environment(strategy_for("ps", workers), device="cpu")
-    return with_speeds(measured("shoal.bench.ps", options, workers, env))
+    config = config_for(strategy_for("ps", workers), device="cpu")
+    return with_speeds(measured("shoal.bench.ps", options, workers, config))
 
 
 def with_speeds(found: dict[str, Any]) -> dict[str, Any]:

@@ -12,20 +12,22 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shoal.commands import options
-from shoal.commands.launching import command_for, environment, strategy_for
+from shoal.commands.launching import command_for, config_for, discard_lines, strategy_for
 from shoal.commands.output import wide_console
 from shoal.commands.units import show_bytes
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.local import launch
+from shoal.launch.local import LaunchSpec, launch
 from shoal.observe.comparison import BEGUN, ComparedRun, RunOutcome, losses_of, outcome_of
+from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
+from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import as_strategy
 
 if TYPE_CHECKING:
@@ -86,14 +88,14 @@ def compare(
     names = _strategies(strategy, workers)
     if steps is None and command[4].startswith("shoal.examples."):
         steps = EXAMPLE_STEPS
-    env = environment(as_strategy("single"), seed, device)
+    config = config_for(as_strategy("single"), seed, device)
     with tempfile.TemporaryDirectory(prefix="shoal-compare-") as folder:
         entries = _entries(names, workers, Path(folder))
         with _progress(entries) as show:
-            contest = _Contest(command, env, steps, Path(folder), show)
+            comparison = _Comparison(command, config, steps, Path(folder), show)
             for group in _groups(entries, apart):
-                contest.run(group)
-        outcomes = contest.outcomes(entries)
+                comparison.run(group)
+        outcomes = comparison.outcomes(entries)
     if as_json:
         document = {"script": script, "workers": workers, "seed": seed or 0}
         print(json.dumps({**document, "runs": [outcome.to_json() for outcome in outcomes]}))
@@ -141,19 +143,19 @@ def _groups(entries: Sequence[ComparedRun], apart: bool) -> list[list[ComparedRu
     return [*([together] if together else []), *([entry] for entry in alone)]
 
 
-class _Contest:
-    """Starts processes for groups of runs, and goes on when one of the runs fails."""
+class _Comparison:
+    """Starts processes for groups of runs, and continues when one of the runs fails."""
 
     def __init__(
         self,
         command: Sequence[str],
-        env: dict[str, str],
+        config: RunConfig,
         steps: int | None,
         folder: Path,
         show: Any,
     ):
         self._command = command
-        self._env = env
+        self._config = config
         self._steps = steps
         self._plan = folder / "plan.json"
         self._show = show
@@ -191,14 +193,8 @@ class _Contest:
         command = [str(self._plan) if word == "PLAN" else word for word in self._command]
         workers = max(entry.workers for entry in group)
         servers = max(as_strategy(e.strategy).servers(e.workers) for e in group)
-        launch(
-            command,
-            workers,
-            env={**self._env, "SHOAL_STRATEGY": group[-1].strategy},
-            write=lambda text, is_stderr: None,
-            on_progress=self._show,
-            servers=servers,
-        )
+        config = replace(self._config, strategy=group[-1].strategy)
+        launch(LaunchSpec(command, workers, config, servers), discard_lines, self._show)
 
 
 def _has_begun(entry: ComparedRun) -> bool:
@@ -206,8 +202,8 @@ def _has_begun(entry: ComparedRun) -> bool:
 
 
 def _has_ended(entry: ComparedRun) -> bool:
-    folder = Path(entry.folder)
-    return all((folder / f"report-{rank}.json").is_file() for rank in range(entry.workers))
+    run_dir = RunDir(Path(entry.folder))
+    return all(run_dir.report(rank).is_file() for rank in range(entry.workers))
 
 
 # ------------------------------------------------------------------------------ what is shown

@@ -5,16 +5,15 @@
 Starting Python and torch takes longer than a short run, so the processes are started once. The
 script runs up to its call of `shoal.run`, and there its training function is run under one
 strategy after the other. A run that the strategy or the script refuses is noted, and the next
-one follows; any other error ends the process, and whoever started it goes on without that run.
+one follows; any other error ends the process, and `shoal compare` continues without that run.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,41 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import BadInput
 from shoal.launch.environment import Placement, detect
-from shoal.launch.run import Train, Worker, run, taken_by
-from shoal.launch.run_dir import leave_report
-from shoal.launch.worker import open_progress
+from shoal.launch.run import replaced_run, run
+from shoal.launch.worker import Train, Worker
 from shoal.observe.comparison import BEGUN, ComparedRun
+from shoal.observe.progress import open_progress
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job
 from shoal.train.step import Step
 
 
-class Contestant(Worker):
-    """One of many runs of a process: leaves its report in a folder of its own."""
+@dataclass(frozen=True)
+class _Plan:
+    """What `shoal compare` has written for its workers, and their configuration."""
 
-    def __init__(
-        self, entry: ComparedRun, placement: Placement, steps: int | None, models: set[Any]
-    ):
-        seed = int(os.environ.get("SHOAL_SEED") or 0)
-        strategy = as_strategy(entry.strategy)
-        super().__init__(strategy, placement, seed, os.environ.get("SHOAL_DEVICE"))
-        self.number = entry.number
-        self.folder = Path(entry.folder)
-        self.steps = steps
+    entries: tuple[ComparedRun, ...]
+    steps: int | None
+    cores: int
+    config: RunConfig
+
+    @classmethod
+    def read(cls, path: Path) -> _Plan:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        entries = tuple(ComparedRun(**fields) for fields in document["entries"])
+        return cls(entries, document["steps"], document["cores"], RunConfig.from_environment())
+
+
+class ComparisonWorker(Worker):
+    """One of many runs of a process: writes its report to a folder of its own."""
+
+    def __init__(self, entry: ComparedRun, placement: Placement, plan: _Plan, models: set[Any]):
+        config = replace(plan.config, trace_dir=Path(entry.folder))
+        super().__init__(as_strategy(entry.strategy), placement, config, entry.number)
+        self.reports = RunDir(Path(entry.folder))
+        self.steps = plan.steps
         self.losses: list[Tensor] = []
         self._models = models
 
@@ -55,19 +68,19 @@ class Contestant(Worker):
         if self.steps is not None:
             job.stop_after(self.steps)
 
-    def leave(self, job: Job) -> None:
+    def report(self, job: Job) -> None:
         losses = [float(loss) for loss in self.losses]
-        leave_report(self.folder, self.rank, {**job.report(), "losses": losses})
+        self.reports.write_report(self.rank, {**job.report(), "losses": losses})
 
-    def note_end(self) -> None:
+    def mark_finished(self) -> None:
         return None
 
-    def give_up(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         if not isinstance(error, BadInput):
-            super().give_up(error)
+            super().fail(error)
 
     def _check_model(self, step: Step) -> None:
-        """A model that was trained in an earlier run would make this one look better."""
+        """Refuse a model that was trained in an earlier run: this one would look better."""
         if step.model in self._models:
             raise BadInput(
                 "the script makes its model outside of the training function, so that it is "
@@ -76,48 +89,47 @@ class Contestant(Worker):
         self._models.add(step.model)
 
 
-def compare(train: Train, plan: dict[str, Any]) -> None:
-    placement = detect(os.environ)
+def compare(train: Train, plan: _Plan) -> None:
+    placement = detect(plan.config)
     assert placement is not None
-    tell = open_progress(os.environ)
+    send = open_progress(plan.config.progress_fd)
     models: set[nn.Module] = set()
-    own_threads = torch.get_num_threads()
-    for number, fields in enumerate(plan["entries"]):
-        entry = ComparedRun(**fields)
+    num_threads = torch.get_num_threads()
+    for number, entry in enumerate(plan.entries):
         if placement.rank >= entry.workers:
             continue
         if placement.rank == 0:
             (Path(entry.folder) / BEGUN).touch()
-            if tell is not None:
-                tell({"entry": entry.number})
-        os.environ["SHOAL_TRACE_DIR"] = entry.folder
-        torch.set_num_threads(plan["cores"] if entry.workers == 1 else own_threads)
-        place = replace(placement, size=entry.workers, local_size=entry.workers)
-        if entry.workers < placement.size:  # the others are not at this meeting
-            place = replace(place, rendezvous=f"{placement.rendezvous}-{number}")
+            if send is not None:
+                send({"entry": entry.number})
+        torch.set_num_threads(plan.cores if entry.workers == 1 else num_threads)
+        narrowed = replace(placement, size=entry.workers, local_size=entry.workers)
+        if entry.workers < placement.size:  # the other workers do not join this run
+            narrowed = replace(narrowed, rendezvous=f"{placement.rendezvous}-{number}")
         try:
-            Contestant(entry, place, plan["steps"], models).run(train)
+            ComparisonWorker(entry, narrowed, plan, models).run(train)
         except BadInput as error:
-            leave_report(entry.folder, placement.rank, {"refused": str(error)})
+            run_dir = RunDir(Path(entry.folder))
+            run_dir.write_report(placement.rank, {"refused": str(error)})
 
 
 def main(argv: list[str]) -> None:
-    plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    target = argv[1]
+    plan = _Plan.read(Path(argv[0]))
+    script = argv[1]
     sys.argv = argv[1:]
     shoal.__dict__["run"] = run  # the import above has put the module under the name
-    with taken_by(lambda train: _once(train, plan)):
-        if target.startswith("shoal.examples."):
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
+    with replaced_run(lambda train: _compare_and_exit(train, plan)):
+        if script.startswith("shoal.examples."):
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(target).resolve().parent))
-            runpy.run_path(target, run_name="__main__")
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
     raise BadInput("the script has ended without a call of shoal.run(train)")
 
 
-def _once(train: Train, plan: dict[str, Any]) -> None:
+def _compare_and_exit(train: Train, plan: _Plan) -> None:
     compare(train, plan)
-    sys.exit(0)  # what follows in the script is not part of the comparison
+    sys.exit(0)  # the rest of the script is not part of the comparison
 
 
 if __name__ == "__main__":

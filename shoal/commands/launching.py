@@ -1,38 +1,64 @@
-"""What a command runs: an example by name, or the user's script; and how it is shown."""
+"""From a script or example to a launch: command, configuration, and what is shown meanwhile."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.errors import BadInput
-from shoal.launch.local import Ending, launch
+from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_workers import tolerance_of
 from shoal.launch.output import OnProgress, Write, print_lines
-from shoal.launch.report import account
-from shoal.observe.progress import Bar
-from shoal.runtime.faults import fault_variables
+from shoal.launch.report import run_report
+from shoal.observe.progress import ProgressBar
+from shoal.runtime.config import RunConfig
+from shoal.runtime.faults import check_faults
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
 
 EXAMPLES = ("digits", "gpt", "clicks")
 
 
-def command_for(target: str, args: Sequence[str] | None) -> list[str]:
+@dataclass(frozen=True)
+class WorkersOptions:
+    """The options that `shoal run` and `shoal train` share."""
+
+    workers: int
+    strategy: str | None = None
+    seed: int | None = None
+    device: str | None = None
+    gpus: str | None = None
+    slow: Sequence[str] | None = None
+    kill: Sequence[str] | None = None
+
+    def to_config(self) -> RunConfig:
+        """The configuration of the workers; BadInput where an option makes no sense."""
+        strategy = strategy_for(self.strategy, self.workers)
+        config = config_for(strategy, self.seed, self.device, self.gpus)
+        config = replace(
+            config,
+            slow=tuple(self.slow or config.slow),
+            kill=tuple(self.kill or config.kill),
+        )
+        check_faults(config, self.workers)
+        return config
+
+
+def command_for(script: str, args: Sequence[str] | None) -> list[str]:
     """The command that runs an example or a script in a worker."""
-    if target in EXAMPLES and not Path(target).exists():
-        return [sys.executable, "-m", f"shoal.examples.{target}", *(args or [])]
-    if not Path(target).is_file():
-        near = difflib.get_close_matches(target, EXAMPLES, 1)
+    if script in EXAMPLES and not Path(script).exists():
+        return [sys.executable, "-m", f"shoal.examples.{script}", *(args or [])]
+    if not Path(script).is_file():
+        near = difflib.get_close_matches(script, EXAMPLES, 1)
         hint = f"; did you mean the example {near[0]!r}?" if near else ""
-        raise BadInput(f"there is no script {target!r} here{hint}")
-    return [sys.executable, target, *(args or [])]
+        raise BadInput(f"there is no script {script!r} here{hint}")
+    return [sys.executable, script, *(args or [])]
 
 
 def strategy_for(text: str | None, workers: int, to_run: bool = True) -> Strategy:
@@ -49,60 +75,52 @@ def strategy_for(text: str | None, workers: int, to_run: bool = True) -> Strateg
     return strategy
 
 
-def environment(
+def config_for(
     strategy: Strategy, seed: int | None = None, device: str | None = None, gpus: str | None = None
-) -> dict[str, str]:
-    """What workers have to know, as variables."""
-    env = {**os.environ, "SHOAL_STRATEGY": str(strategy)}
-    if seed is not None:
-        env["SHOAL_SEED"] = str(seed)
-    if device is not None:
-        env["SHOAL_DEVICE"] = device
-    if gpus is not None:
-        if not all(part.strip().isdigit() for part in gpus.split(",")):
-            raise BadInput(f"--gpus takes numbers such as 0,1, not {gpus!r}")
-        env["CUDA_VISIBLE_DEVICES"] = gpus
-        env.setdefault("SHOAL_DEVICE", "cuda")
-    return env
-
-
-def add_faults(
-    env: dict[str, str], slow: Sequence[str] | None, kill: Sequence[str] | None, workers: int
-) -> None:
-    """Tell the workers what trouble they are to make; refused here if it makes no sense."""
-    env.update(fault_variables(slow or (), kill or (), workers))
+) -> RunConfig:
+    """The configuration of this process, with what the options of a command change."""
+    config = RunConfig.from_environment()
+    config = replace(
+        config,
+        strategy=str(strategy),
+        seed=config.seed if seed is None else seed,
+        device=device or config.device,
+    )
+    if gpus is None:
+        return config
+    if not all(number.strip().isdigit() for number in gpus.split(",")):
+        raise BadInput(f"--gpus takes numbers such as 0,1, not {gpus!r}")
+    config = replace(config, device=config.device or "cuda")
+    return config.with_environ(CUDA_VISIBLE_DEVICES=gpus)
 
 
 def run_shown(
-    command: Sequence[str], workers: int, env: Mapping[str, str], report: Path | None = None
+    command: Sequence[str], workers: int, config: RunConfig, report: Path | None = None
 ) -> None:
-    """Run workers with a live bar on a terminal, and with plain lines elsewhere.
-
-    `env` is what `environment` has made: it names the strategy.
-    """
+    """Run workers with a live progress bar on a terminal, and with plain lines elsewhere."""
     check_folder(report, "a report")
     try:
-        ending = _run_shown(command, workers, env)
+        result = _run_shown(command, workers, config)
     except KeyboardInterrupt:
-        print("shoal: interrupted; all workers have ended", file=sys.stderr)
+        print("shoal: interrupted; all workers have exited", file=sys.stderr)
         raise
     if report is not None:
-        document = account(env["SHOAL_STRATEGY"], workers, ending)
+        document = run_report(config.strategy or "", workers, result)
         report.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _run_shown(command: Sequence[str], workers: int, env: Mapping[str, str]) -> Ending:
+def _run_shown(command: Sequence[str], workers: int, config: RunConfig) -> RunResult:
     if not sys.stdout.isatty():
-        return _launch(command, workers, env, print_lines)
-    bar = Bar()
+        return _launch(command, workers, config, print_lines)
+    bar = ProgressBar()
     try:
-        return _launch(command, workers, env, bar.print, bar.show)
+        return _launch(command, workers, config, bar.print, bar.show)
     finally:
         bar.close()
 
 
 def check_trained(file: Path) -> None:
-    """Refuse a script that has left no such file, which a training step does."""
+    """Refuse a script without this file, which is written when it has made a training step."""
     if not file.is_file():
         raise BadInput(
             "the script has ended without a training step: it has to call shoal.run(train), "
@@ -110,28 +128,27 @@ def check_trained(file: Path) -> None:
         )
 
 
-def run_quietly(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None:
-    """Run workers without a word; a failure still tells what it has to tell."""
-    _launch(command, workers, env, lambda text, is_stderr: None)
+def run_quietly(command: Sequence[str], workers: int, config: RunConfig) -> None:
+    """Run workers without showing their output; a failure is raised with its report."""
+    _launch(command, workers, config, discard_lines)
+
+
+def discard_lines(text: str, is_stderr: bool) -> None:
+    """A `Write` that shows nothing."""
 
 
 def _launch(
     command: Sequence[str],
     workers: int,
-    env: Mapping[str, str],
+    config: RunConfig,
     write: Write,
     on_progress: OnProgress | None = None,
-) -> Ending:
-    strategy = as_strategy(env["SHOAL_STRATEGY"])
-    return launch(
-        command,
-        workers,
-        env=env,
-        write=write,
-        on_progress=on_progress,
-        servers=strategy.servers(workers),
-        tolerance=tolerance_of(strategy, workers),
-    )
+) -> RunResult:
+    strategy = as_strategy(config.strategy or "single")
+    servers = strategy.servers(workers)
+    tolerance = tolerance_of(strategy, workers)
+    spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance)
+    return launch(spec, write, on_progress)
 
 
 def check_folder(file: Path | None, what: str) -> None:
@@ -143,15 +160,17 @@ def check_folder(file: Path | None, what: str) -> None:
 
 
 @contextmanager
-def traced(env: dict[str, str], file: Path | None) -> Iterator[None]:
-    """Collect the spans of all workers into `file` and print where the time went."""
+def traced(config: RunConfig, file: Path | None) -> Iterator[RunConfig]:
+    """Collect the spans of all workers into `file`, and print how the time was spent.
+
+    Yields the configuration for workers that are traced.
+    """
     if file is None:
-        yield
+        yield config
         return
     check_folder(file, "a trace")
     with tempfile.TemporaryDirectory(prefix="shoal-trace-") as folder:
-        env["SHOAL_TRACE_DIR"] = folder
-        yield
+        yield replace(config, trace_dir=Path(folder))
         from shoal.observe.time_shares import print_shares, write_chrome
         from shoal.observe.trace import read
 

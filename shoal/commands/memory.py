@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +16,13 @@ from shoal.commands import options
 from shoal.commands.launching import (
     check_trained,
     command_for,
-    environment,
+    config_for,
     run_quietly,
     strategy_for,
 )
 from shoal.commands.output import wide_console
 from shoal.commands.units import show_bytes
+from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig
 from shoal.strategy.strategy import Strategy, as_strategy
 
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
@@ -48,9 +50,9 @@ def memory(
         folder = Path(name)
         document = _estimate(command, value, workers, folder)
         if measure:
-            env = environment(value, seed, device)
-            env |= {"SHOAL_PROBE_DIR": name, "SHOAL_PROBE_STEPS": "2"}
-            run_quietly(command, workers, env)
+            probe = MemoryProbeConfig(folder, steps=2)
+            config = replace(config_for(value, seed, device), memory_probe=probe)
+            run_quietly(command, workers, config)
             document["measured"] = [
                 json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)
             ]
@@ -61,13 +63,9 @@ def memory(
 
 
 def _estimate(command: list[str], strategy: Strategy, workers: int, folder: Path) -> dict[str, Any]:
-    env = environment(as_strategy("single"), device="cpu")
-    env |= {
-        "SHOAL_ESTIMATE_DIR": str(folder),
-        "SHOAL_ESTIMATE_STRATEGY": str(strategy),
-        "SHOAL_ESTIMATE_WORKERS": str(workers),
-    }
-    run_quietly(command, 1, env)
+    estimate = MemoryEstimateConfig(folder, str(strategy), workers)
+    config = config_for(as_strategy("single"), device="cpu")
+    run_quietly(command, 1, replace(config, memory_estimate=estimate))
     file = folder / "estimate.json"
     check_trained(file)
     found = json.loads(file.read_text())

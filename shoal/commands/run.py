@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from shoal.commands import options
-from shoal.commands.launching import (
-    add_faults,
-    command_for,
-    environment,
-    run_shown,
-    strategy_for,
-    traced,
-)
+from shoal.commands.launching import WorkersOptions, command_for, run_shown, traced
 
 
 def run(
@@ -28,7 +21,6 @@ def run(
 ) -> None:
     """Run a training script on several workers of this host."""
     command = command_for(script, args)
-    env = environment(strategy_for(strategy, workers), seed, device, gpus)
-    add_faults(env, slow, kill, workers)
-    with traced(env, trace):
-        run_shown(command, workers, env, report)
+    asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill)
+    with traced(asked.to_config(), trace) as config:
+        run_shown(command, workers, config, report)

@@ -11,15 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal.commands import options
-from shoal.commands.launching import (
-    EXAMPLES,
-    add_faults,
-    command_for,
-    environment,
-    run_shown,
-    strategy_for,
-    traced,
-)
+from shoal.commands.launching import EXAMPLES, WorkersOptions, command_for, run_shown, traced
 from shoal.errors import BadInput, CheckpointError
 
 
@@ -46,11 +38,11 @@ def train(
     out = out or Path("runs") / example
     extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
     command = command_for(example, extra)
-    env = environment(strategy_for(strategy, workers), seed, device, gpus)
-    add_faults(env, slow, kill, workers)
+    asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill)
+    config = asked.to_config()
     start_s = time.monotonic()
-    with traced(env, trace):
-        run_shown(command, workers, env, report)
+    with traced(config, trace) as traced_config:
+        run_shown(command, workers, traced_config, report)
     print(f"trained {example} in {time.monotonic() - start_s:.1f} s; saved in {out}")
 
 
@@ -85,7 +77,7 @@ def evaluate(
 
 def _test(name: str, checkpoint: Path, about: Any, device: str | None) -> dict[str, float]:
     from shoal.comm.executors.solo import solo_group
-    from shoal.launch.run import choose_device
+    from shoal.launch.device import choose_device
     from shoal.strategy.strategy import as_strategy
     from shoal.train.job import Job
 

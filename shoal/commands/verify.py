@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,11 +16,12 @@ from shoal.commands import options
 from shoal.commands.launching import (
     check_trained,
     command_for,
-    environment,
+    config_for,
     run_quietly,
     strategy_for,
 )
 from shoal.errors import BadInput
+from shoal.runtime.config import CaptureConfig, RunConfig
 from shoal.strategy.base import Batches
 
 if TYPE_CHECKING:
@@ -45,18 +47,19 @@ def verify(
         raise BadInput(
             f"{value} does not promise the single-device result, so there is nothing to verify"
         )
-    single = environment(value.reference, seed, device)
+    single = config_for(value.reference, seed, device)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         runs = _Runs(command, steps, Path(folder), quiet=as_json)
         alone = runs.capture("alone", single, 1)
-        together = runs.capture(f"{value} on {workers}", environment(value, seed, device), workers)
+        together = runs.capture(f"{value} on {workers}", config_for(value, seed, device), workers)
         verdict = judge(
             alone,
             together,
             lambda: runs.capture(
                 "alone, added up in another order",
-                {**single, "SHOAL_CAPTURE_PARTS": str(max(2, workers))},
+                single,
                 1,
+                pieces=max(2, workers),
             ),
         )
     if as_json:
@@ -81,7 +84,7 @@ class _Runs:
         self.quiet = quiet
         self.count = 0
 
-    def capture(self, name: str, env: Mapping[str, str], workers: int) -> CapturedRun:
+    def capture(self, name: str, config: RunConfig, workers: int, pieces: int = 1) -> CapturedRun:
         from shoal.observe.verify import CapturedRun
 
         if not self.quiet:
@@ -89,8 +92,8 @@ class _Runs:
         self.count += 1
         folder = self.folder / str(self.count)
         folder.mkdir()
-        capture = {"SHOAL_CAPTURE_DIR": str(folder), "SHOAL_CAPTURE_STEPS": str(self.steps)}
-        run_quietly(self.command, workers, {**env, **capture})
+        capture = CaptureConfig(folder, self.steps, pieces)
+        run_quietly(self.command, workers, replace(config, capture=capture))
         check_trained(folder / "capture.json")
         return CapturedRun.read(folder)
 

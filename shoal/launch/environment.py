@@ -1,12 +1,12 @@
-"""Who am I? Rank and size as the launcher of this process has written them.
+"""Rank and size of this process, as its launcher has written them.
 
-    launcher   says rank and size in           ranks meet at
+    launcher   writes rank and size to         rendezvous of the ranks
     shoal      SHOAL_RANK ...                  a file in the run directory: no ports at all
     torchrun   RANK, WORLD_SIZE ...            env:// (MASTER_ADDR, MASTER_PORT, agent store)
     openmpi    OMPI_COMM_WORLD_RANK ...        MASTER_ADDR if given, else a file on this host
     slurm      SLURM_PROCID ...                a port of the step's first host
 
-The first one that is there wins: whoever was started last stands nearest to the process.
+The first launcher in this order counts: it is the innermost one.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import BadInput
-from shoal.launch.slurm import first_host, meeting_port, tasks_on_node
+from shoal.launch.slurm import first_host, rendezvous_port, tasks_on_node
+from shoal.runtime.config import RunConfig, variable_name
+from shoal.runtime.variables import required_count, required_text
 
 Environ = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one process among all: its ranks, and where the ranks meet."""
+    """The ranks of one process, and the rendezvous of all of them."""
 
     launcher: str  # "shoal", "torchrun", "openmpi", "slurm"
     rank: int
@@ -36,10 +38,12 @@ class Placement:
     rendezvous: str  # file:///..., tcp://host:port or env://; `open_rendezvous` makes it usable
 
 
-def detect(environ: Environ) -> Placement | None:
-    """What the launcher says, or None when there is none; BadInput when it makes no sense."""
+def detect(config: RunConfig) -> Placement | None:
+    """What the launcher has written; None without a launcher; BadInput where it is inconsistent."""
+    environ = config.environ
+    if config.is_launched:
+        return _shoal(config)
     for present, read in (
-        ("SHOAL_RANK" in environ, _shoal),
         ("RANK" in environ and "WORLD_SIZE" in environ, _torchrun),
         ("OMPI_COMM_WORLD_RANK" in environ, _openmpi),
         (_is_srun_step(environ), _slurm),
@@ -49,25 +53,13 @@ def detect(environ: Environ) -> Placement | None:
     return None
 
 
-# --- ours: what is written here is read here ----------------------------------------------
+# --- shoal ---------------------------------------------------------------------------------
 
 
-def shoal_environment(placement: Placement) -> dict[str, str]:
-    """The variables that tell one worker its place; `detect` reads them back."""
-    return {
-        "SHOAL_RANK": str(placement.rank),
-        "SHOAL_SIZE": str(placement.size),
-        "SHOAL_LOCAL_RANK": str(placement.local_rank),
-        "SHOAL_LOCAL_SIZE": str(placement.local_size),
-        "SHOAL_RENDEZVOUS": placement.rendezvous,
-    }
-
-
-def _shoal(environ: Environ) -> Placement:
-    rendezvous = _text(environ, "SHOAL_RENDEZVOUS")
-    if not rendezvous.startswith(("file:///", "tcp://", "env://")):
-        raise BadInput(f"SHOAL_RENDEZVOUS is {rendezvous!r}: use file:///..., tcp://... or env://")
-    names = ("SHOAL_RANK", "SHOAL_SIZE", "SHOAL_LOCAL_RANK", "SHOAL_LOCAL_SIZE")
+def _shoal(config: RunConfig) -> Placement:
+    environ = config.to_environment()
+    names = tuple(map(variable_name, ("rank", "size", "local_rank", "local_size")))
+    rendezvous = required_text(environ, variable_name("rendezvous"))
     return _placement("shoal", environ, names, rendezvous)
 
 
@@ -75,15 +67,15 @@ def _shoal(environ: Environ) -> Placement:
 
 
 def _torchrun(environ: Environ) -> Placement:
-    _master(environ)  # env:// reads it later; a mistake in it is told now
+    _master(environ)  # torch reads it later; a mistake in it is reported now
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return _placement("torchrun", environ, names, "env://")
 
 
 # --- Open MPI ------------------------------------------------------------------------------
 
-# PMIX_NAMESPACE is made of host and pid, so it comes again; the server's port and (Open MPI 4)
-# the 128 random bits of precondition_transports do not. All ranks on a host see the same ones.
+# PMIX_NAMESPACE is made of host and pid, so it repeats; the server's port and (Open MPI 4) the
+# 128 random bits of precondition_transports do not. All ranks on a host see the same values.
 _MPI_JOB_NAMES = (
     "PMIX_NAMESPACE",
     "OMPI_MCA_ess_base_jobid",
@@ -101,8 +93,9 @@ def _openmpi(environ: Environ) -> Placement:
     placement = _placement("openmpi", environ, names, _mpi_file(environ))
     if placement.local_size < placement.size:
         raise BadInput(
-            f"mpirun has placed {placement.size} ranks on several hosts and none says where to "
-            "meet: start it with mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port>"
+            f"mpirun has placed {placement.size} ranks on several hosts without an address for the "
+            "rendezvous: start it with mpirun -x MASTER_ADDR=<host of rank 0> "
+            "-x MASTER_PORT=<free port>"
         )
     return placement
 
@@ -113,7 +106,7 @@ def _mpi_file(environ: Environ) -> str:
     job = [f"{name}={environ[name]}" for name in names if name in environ]
     if not job:
         raise BadInput(
-            "mpirun has not said which job this is (PMIX_NAMESPACE is not set): "
+            "mpirun does not identify this job (PMIX_NAMESPACE is not set): "
             "start it with mpirun -x MASTER_ADDR=localhost -x MASTER_PORT=<free port>"
         )
     digest = hashlib.sha256("\n".join(job).encode()).hexdigest()[:32]
@@ -130,13 +123,13 @@ def _is_srun_step(environ: Environ) -> bool:
     """Whether srun has started this process as one of several tasks.
 
     The script of sbatch and the shell of salloc have SLURM_PROCID=0 and the job's task count
-    too, but no ordinary step; `srun --pty bash` is a step of one task. These run alone.
+    too, but no ordinary step; `srun --pty bash` is a step of one task. Both are one worker.
     """
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return False
-    if _number(environ, "SLURM_STEP_ID") > _LAST_ORDINARY_STEP:
+    if required_count(environ, "SLURM_STEP_ID") > _LAST_ORDINARY_STEP:
         return False
-    return _number(environ, _slurm_size_name(environ), at_least=1) > 1
+    return required_count(environ, _slurm_size_name(environ), at_least=1) > 1
 
 
 def _slurm_size_name(environ: Environ) -> str:
@@ -147,8 +140,8 @@ def _slurm(environ: Environ) -> Placement:
     rank_name = "SLURM_PROCID"
     size_name = _slurm_size_name(environ)
     per_node = _first_name(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    node = _number(environ, "SLURM_NODEID")
-    local_size = tasks_on_node(per_node, _text(environ, per_node), node)
+    node = required_count(environ, "SLURM_NODEID")
+    local_size = tasks_on_node(per_node, required_text(environ, per_node), node)
     counted = {**environ, per_node: str(local_size)}
     names = (rank_name, size_name, "SLURM_LOCALID", per_node)
     return _placement("slurm", counted, names, _slurm_rendezvous(environ))
@@ -156,24 +149,22 @@ def _slurm(environ: Environ) -> Placement:
 
 def _slurm_rendezvous(environ: Environ) -> str:
     hosts = _first_name(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
-    host = environ.get("MASTER_ADDR") or first_host(hosts, _text(environ, hosts))
+    host = environ.get("MASTER_ADDR") or first_host(hosts, required_text(environ, hosts))
     if "MASTER_PORT" in environ:
         return _tcp(host, _port(environ))
-    job = _number(environ, _first_name(environ, "SLURM_JOB_ID", "SLURM_JOBID"))
-    return _tcp(host, meeting_port(job, _number(environ, "SLURM_STEP_ID")))
+    job = required_count(environ, _first_name(environ, "SLURM_JOB_ID", "SLURM_JOBID"))
+    return _tcp(host, rendezvous_port(job, required_count(environ, "SLURM_STEP_ID")))
 
 
-# --- reading one variable, with an error that names it --------------------------------------
+# --- all of them ---------------------------------------------------------------------------
 
 
-def _placement(
-    launcher: str, environ: Environ, names: tuple[str, str, str, str], rendezvous: str
-) -> Placement:
+def _placement(launcher: str, environ: Environ, names: Sequence[str], rendezvous: str) -> Placement:
     rank_name, size_name, local_rank_name, local_size_name = names
-    rank = _number(environ, rank_name)
-    local_rank = _number(environ, local_rank_name)
-    size = _number(environ, size_name, at_least=1)
-    local_size = _number(environ, local_size_name, at_least=1)
+    rank = required_count(environ, rank_name)
+    local_rank = required_count(environ, local_rank_name)
+    size = required_count(environ, size_name, at_least=1)
+    local_size = required_count(environ, local_size_name, at_least=1)
     for low, low_name, high, high_name in (
         (rank, rank_name, size, size_name),
         (local_rank, local_rank_name, local_size, local_size_name),
@@ -188,29 +179,16 @@ def _placement(
 
 
 def _first_name(environ: Environ, *names: str) -> str:
-    """The first of these variables that is set; the first of all when none is."""
+    """The first of these variables that is set; the first name when none is."""
     return next((name for name in names if name in environ), names[0])
 
 
-def _text(environ: Environ, name: str) -> str:
-    if not environ.get(name):
-        raise BadInput(f"{name} is not set, though the launcher's other variables are")
-    return environ[name]
-
-
-def _number(environ: Environ, name: str, at_least: int = 0) -> int:
-    text = _text(environ, name)
-    if not (text.isascii() and text.isdigit()) or int(text) < at_least:
-        raise BadInput(f"{name} is {text!r}, which is not a whole number of at least {at_least}")
-    return int(text)
-
-
 def _master(environ: Environ) -> tuple[str, int]:
-    return _text(environ, "MASTER_ADDR"), _port(environ)
+    return required_text(environ, "MASTER_ADDR"), _port(environ)
 
 
 def _port(environ: Environ) -> int:
-    port = _number(environ, "MASTER_PORT", at_least=1)
+    port = required_count(environ, "MASTER_PORT", at_least=1)
     if port > 65535:
         raise BadInput(f"MASTER_PORT is {port}, which is not a port: the last one is 65535")
     return port

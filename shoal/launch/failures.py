@@ -1,26 +1,24 @@
-"""Which worker failed first, and how to say it.
+"""Which worker failed first, and the error that the launcher raises for it.
 
-When one worker goes, the others soon lose their connection to it and fail as well. What they
-say is an echo. The first failure is the earliest one that is no echo:
+When one worker fails, the others soon lose their connection to it and fail as well. Their errors
+are consequences. The first failure is the earliest one that is no consequence:
 
-    worker left                      its time is
-    a report (`report_failure`)      when the error was caught
-    nothing: it was killed           when noticed, less 0.3 s: nothing in the job causes a kill,
-                                     and peers may report its loss before we notice it
-    nothing: it crashed or exited    when noticed
+    the worker left                   its time is
+    a report (`report_failure`)       when the error was caught
+    nothing: it was killed            when noticed, less 0.3 s: nothing in the job causes a kill,
+                                      and peers may report its loss before the launcher notices it
+    nothing: it crashed or exited     when noticed
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from shoal.errors import (
     BadInput,
@@ -31,164 +29,146 @@ from shoal.errors import (
     tells_of_lost_peer,
 )
 from shoal.launch.processes import Role
+from shoal.runtime.run_dir import RunDir, signal_name, write_atomically
 
 _HEAD_START_NS = 300_000_000
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a worker writes of its own failure, in `failure-{rank}.json`."""
+class FailureReport:
+    """What a worker writes about its own failure, in `failure-{rank}.json`."""
 
     time_ns: int  # time.monotonic_ns(), one clock for all processes of a host
     exit_status: int
-    sentence: str  # the message of an error of ours, for the person; empty for others
+    sentence: str  # the message of an error of Shoal, for the user; empty for other errors
     traceback: str
-    lost_peer: bool = False  # an echo of another worker's failure
+    lost_peer: bool = False  # a consequence of another worker's failure
 
 
 @dataclass(frozen=True)
-class Death:
-    """A worker that ended badly, or a server that ended at all, as the launcher knows it."""
+class ProcessFailure:
+    """A worker that exited with an error, or a server that exited, as the launcher knows it."""
 
     rank: int
-    returncode: int  # as of Popen: -9 for SIGKILL
+    returncode: int  # as in Popen: -9 for SIGKILL
     noticed_ns: int
-    report: Report | None = None
+    report: FailureReport | None = None
     stderr_tail: str = ""
     role: Role = "worker"
 
     @property
     def is_loss(self) -> bool:
-        """Killed, or out of touch with the others; not by an error of its own code."""
+        """Killed, or it lost its peers; not an error of its own code."""
         return self.returncode < 0 if self.report is None else self.report.lost_peer
 
 
-def report_failure(run_dir: str | Path, rank: int, error: BaseException) -> None:
-    """Leave word of why this worker fails; call it where the error is caught, at the top.
+def report_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
+    """Write why this worker failed; call it where the error is caught, at the top.
 
-    The first report of a worker stays. It is there as a whole or not at all.
+    The first report of a worker stays.
     """
-    path = _path(run_dir, rank)
+    path = run_dir.failure(rank)
     if path.exists():
         return
-    report = Report(
+    report = FailureReport(
         time_ns=time.monotonic_ns(),
         exit_status=_exit_status(error),
         sentence=str(error) if isinstance(error, ShoalError) else "",
         traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
         lost_peer=_is_lost_peer(error),
     )
-    part = path.with_suffix(".part")
     with suppress(OSError):  # a full disk must not hide the error that is being reported
-        part.write_text(json.dumps(asdict(report)), encoding="utf-8")
-        os.replace(part, path)
+        write_atomically(path, json.dumps(asdict(report)))
 
 
-def report_finished(run_dir: str | Path, rank: int) -> None:
-    """Leave word that this worker is through, before it takes down what others may wait for."""
-    with suppress(OSError):
-        (Path(run_dir) / f"finished-{rank}").touch()
-
-
-def finished_workers(run_dir: str | Path) -> list[int]:
-    """The workers that were through, the first one first."""
-    marks = sorted(Path(run_dir).glob("finished-*"), key=lambda mark: mark.stat().st_mtime_ns)
-    return [int(mark.name.removeprefix("finished-")) for mark in marks]
-
-
-def read_report(run_dir: str | Path, rank: int) -> Report | None:
-    """The worker's own report; None when it left none, or none that can be read."""
+def read_failure(run_dir: RunDir, rank: int) -> FailureReport | None:
+    """The worker's own report; None when there is none, or none that can be read."""
     try:
-        found = json.loads(_path(run_dir, rank).read_bytes())
-        return Report(
-            time_ns=int(found["time_ns"]),
-            exit_status=int(found["exit_status"]),
-            sentence=str(found["sentence"]),
-            traceback=str(found["traceback"]),
-            lost_peer=bool(found.get("lost_peer", False)),
+        document = json.loads(run_dir.failure(rank).read_bytes())
+        return FailureReport(
+            time_ns=int(document["time_ns"]),
+            exit_status=int(document["exit_status"]),
+            sentence=str(document["sentence"]),
+            traceback=str(document["traceback"]),
+            lost_peer=bool(document.get("lost_peer", False)),
         )
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def first_failure(deaths: Iterable[Death]) -> Death:
-    """The failure that brought the others about; `deaths` must not be empty."""
-    return min(deaths, key=lambda death: (_is_echo(death), _time_ns(death), death.rank))
+def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure:
+    """The failure that caused the others; `failures` must not be empty."""
+    return min(
+        failures, key=lambda failure: (_is_consequence(failure), _time_ns(failure), failure.rank)
+    )
 
 
-def as_error(death: Death, finished: Sequence[int] = ()) -> ShoalError:
-    """What the launcher raises for it: a mistake of the user as such, with no traceback.
+def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> ShoalError:
+    """What the launcher raises for it; a mistake of the user comes without a traceback.
 
-    `finished` are workers that had ended well by then.
+    `finished` are the workers that had finished by then.
     """
-    if death.role == "server":
-        return _server_failed(death)
-    if finished and _is_echo(death):
+    if failure.role == "server":
+        return _server_failed(failure)
+    if finished and _is_consequence(failure):
         return WorkersFailed(
-            death.rank,
+            failure.rank,
             1,
-            f"worker {death.rank} was still at work when worker {finished[0]} had finished: all "
+            f"worker {failure.rank} was still running when worker {finished[0]} had finished: all "
             "workers have to take the same steps and make the same calls",
         )
-    report = death.report
-    rank = death.rank
+    report = failure.report
+    rank = failure.rank
     if report is not None:
         if report.exit_status == 2 and report.sentence:
             return BadInput(report.sentence)
         return WorkersFailed(rank, report.exit_status, _failed(rank, report))
-    if death.returncode < 0:
-        return WorkersFailed(rank, 128 - death.returncode, _killed(death))
-    report = Report(death.noticed_ns, death.returncode, "", death.stderr_tail)
-    return WorkersFailed(rank, death.returncode, _failed(rank, report))
+    if failure.returncode < 0:
+        return WorkersFailed(rank, 128 - failure.returncode, _killed(failure))
+    report = FailureReport(failure.noticed_ns, failure.returncode, "", failure.stderr_tail)
+    return WorkersFailed(rank, failure.returncode, _failed(rank, report))
 
 
-def _server_failed(death: Death) -> ServerFailed:
-    code = death.returncode
+def _server_failed(failure: ProcessFailure) -> ServerFailed:
+    code = failure.returncode
     how = f"ended with exit status {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
-    says = f":\n{death.stderr_tail}" if death.stderr_tail else ""
-    return ServerFailed(death.rank, f"{how} while workers needed it{says}")
+    says = f":\n{failure.stderr_tail}" if failure.stderr_tail else ""
+    return ServerFailed(failure.rank, f"{how} while workers needed it{says}")
 
 
-def _failed(rank: int, report: Report) -> str:
+def _failed(rank: int, report: FailureReport) -> str:
     text = report.traceback.rstrip("\n") or "it wrote nothing to stderr"
     return f"worker {rank} failed (exit status {report.exit_status}):\n{text}"
 
 
-def _killed(death: Death) -> str:
-    number = -death.returncode
-    says = f":\n{death.stderr_tail}" if number in _CRASHES and death.stderr_tail else ""
-    return f"worker {death.rank} was killed by {signal_name(number)}{says}"
+def _killed(failure: ProcessFailure) -> str:
+    number = -failure.returncode
+    says = f":\n{failure.stderr_tail}" if number in _CRASHES and failure.stderr_tail else ""
+    return f"worker {failure.rank} was killed by {signal_name(number)}{says}"
 
 
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
+def _time_ns(failure: ProcessFailure) -> int:
+    if failure.report is not None:
+        return failure.report.time_ns
+    return failure.noticed_ns - (_HEAD_START_NS if _is_kill(failure) else 0)
 
 
-def _time_ns(death: Death) -> int:
-    if death.report is not None:
-        return death.report.time_ns
-    return death.noticed_ns - (_HEAD_START_NS if _is_kill(death) else 0)
+def _is_kill(failure: ProcessFailure) -> bool:
+    """Killed by a signal that does not come from its own code."""
+    return failure.returncode < 0 and -failure.returncode not in _CRASHES
 
 
-def _is_kill(death: Death) -> bool:
-    """Ended by a signal that does not come from its own code."""
-    return death.returncode < 0 and -death.returncode not in _CRASHES
-
-
-def _is_echo(death: Death) -> bool:
-    if death.report is not None:
-        return death.report.lost_peer
-    last_lines = "\n".join(death.stderr_tail.splitlines()[-10:])
-    return not _is_kill(death) and tells_of_lost_peer(last_lines)
+def _is_consequence(failure: ProcessFailure) -> bool:
+    if failure.report is not None:
+        return failure.report.lost_peer
+    last_lines = "\n".join(failure.stderr_tail.splitlines()[-10:])
+    return not _is_kill(failure) and tells_of_lost_peer(last_lines)
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:
-    """The error, or one that it was raised from or while handling, tells of a lost connection."""
-    seen: set[int] = set()  # `raise error from error` makes a ring
+    """The error, or one that it was raised from or while handling, is a lost connection."""
+    seen: set[int] = set()  # `raise error from error` makes a cycle
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, (PeerLost, ConnectionError)):
@@ -205,7 +185,3 @@ def _exit_status(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     return 2 if isinstance(error, BadInput) else 1
-
-
-def _path(run_dir: str | Path, rank: int) -> Path:
-    return Path(run_dir) / f"failure-{rank}.json"

@@ -1,117 +1,96 @@
-"""Workers as forks of this process: for interactive sessions, which have no script to start again.
+"""Workers as forks of this process, for interactive sessions, which have no script to start again.
 
-A forked worker shares nothing with the session but what the session had loaded; it must not use
-threads that the session had started, so it computes on one. Servers are processes of their own.
+A forked worker must not use threads that the session had started, so it computes on one thread.
+Servers are processes of their own.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
-from shoal.launch.failures import Death, as_error, first_failure, read_report, report_failure
-from shoal.launch.lost_workers import Losses, Tolerance, who_finished
-from shoal.launch.processes import Exit
-from shoal.launch.run_dir import (
-    SERVER_COMMAND,
-    run_directory,
-    server_environment,
-    worker_variables,
+from shoal.launch.failures import (
+    ProcessFailure,
+    first_failure,
+    launch_error,
+    read_failure,
+    report_failure,
 )
+from shoal.launch.lost_workers import LossPolicy, Tolerance, summarize_losses
+from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
+from shoal.launch.processes import ProcessExit
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import RunDir, new_run_dir
 
 GRACE_S = 2.0
-LOOK_S = 0.2  # how often servers are looked at
+POLL_S = 0.2  # how often servers are polled
 TAIL_BYTES = 4096
 
 Process = multiprocessing.context.ForkProcess
 
 
-def fork(
-    body: Callable[[], object],
-    workers: int,
-    env: Mapping[str, str],
-    *,
-    servers: int = 0,
-    server_command: Sequence[str] = SERVER_COMMAND,
-    tolerance: Tolerance | None = None,
-) -> None:
-    """Run `body` in `workers` forked processes to their end; raises for the first that failed."""
+@dataclass(frozen=True)
+class ForkSpec:
+    """What to run: a function in forked workers, servers, and the losses that are allowed."""
+
+    body: Callable[[RunConfig], object]
+    workers: int
+    config: RunConfig
+    servers: int = 0
+    server_command: Sequence[str] = SERVER_COMMAND
+    tolerance: Tolerance | None = None
+
+
+def fork(spec: ForkSpec) -> None:
+    """Run the function in forked processes to their end; raises for the first that failed."""
     context = multiprocessing.get_context("fork")
-    with run_directory() as run_dir:
+    with new_run_dir() as run_dir:
         processes = [
-            context.Process(target=_child, args=(body, rank, workers, servers, run_dir, dict(env)))
-            for rank in range(workers)
+            context.Process(target=_child, args=(spec, rank, run_dir))
+            for rank in range(spec.workers)
         ]
-        losses = Losses(run_dir, workers, tolerance, _say)
-        deaths: list[Death] = []
-        commands = [
-            (
-                server_command,
-                server_environment({**os.environ, **env}, run_dir, i, workers, servers),
-            )
-            for i in range(servers)
-        ]
-        with _servers(commands, run_dir) as beside:
+        policy = LossPolicy(run_dir, spec.workers, spec.tolerance, _say)
+        with _servers(spec, run_dir) as servers:
             try:
                 for process in processes:
                     process.start()
-                deaths = _wait_for_all(processes, beside, run_dir, losses)
+                failures = _wait_for_all(processes, servers, run_dir, policy)
             finally:
                 _end(processes)
-        if deaths:
-            raise as_error(first_failure(deaths))
-        if losses.lost:
-            _say(who_finished(losses.lost, workers))
+        if failures:
+            raise launch_error(first_failure(failures))
+        if policy.lost:
+            _say(summarize_losses(policy.lost, spec.workers))
 
 
 def _say(line: str) -> None:
     print(f"shoal: {line}", file=sys.stderr, flush=True)
 
 
-def _child(
-    body: Callable[[], object],
-    rank: int,
-    workers: int,
-    servers: int,
-    run_dir: Path,
-    env: dict[str, str],
-) -> None:
-    os.environ.update(env)
-    os.environ.update(worker_variables(run_dir, rank, workers, servers))
+def _child(spec: ForkSpec, rank: int, run_dir: RunDir) -> None:
+    config = worker_config(spec.config, run_dir, rank, spec.workers, spec.servers)
+    config.export()
     try:
-        body()
+        spec.body(config)
     except Exception as error:
         report_failure(run_dir, rank, error)
         sys.exit(1)
 
 
 @contextmanager
-def _servers(
-    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], run_dir: Path
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Servers while the block runs; what they print is kept for the case that one fails."""
+def _servers(spec: ForkSpec, run_dir: RunDir) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Servers while the block runs; their output is kept in case one fails."""
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for index, (command, env) in enumerate(commands):
-            with _log(run_dir, index).open("wb") as log:
-                started.append(
-                    subprocess.Popen(
-                        command,
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
+        for index in range(spec.servers):
+            started.append(_start_server(spec, run_dir, index))
         yield started
     finally:
         for server in started:
@@ -125,53 +104,65 @@ def _servers(
                 server.wait()
 
 
+def _start_server(spec: ForkSpec, run_dir: RunDir, index: int) -> subprocess.Popen[bytes]:
+    config = server_config(spec.config, run_dir, index, spec.workers, spec.servers)
+    with run_dir.server_log(index).open("wb") as log:
+        return subprocess.Popen(
+            spec.server_command,
+            env=config.to_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
 def _wait_for_all(
     processes: list[Process],
     servers: list[subprocess.Popen[bytes]],
-    run_dir: Path,
-    losses: Losses,
-) -> list[Death]:
-    """Until all are done, or one has failed and the others have had their grace."""
+    run_dir: RunDir,
+    policy: LossPolicy,
+) -> list[ProcessFailure]:
+    """Until all have exited, or one has failed and the others have had 0.3 s."""
     running: dict[Any, int] = {p.sentinel: rank for rank, p in enumerate(processes)}
-    ended: list[Death] = []
-    failed: list[Death] = []
+    exited: list[ProcessFailure] = []
+    failed: list[ProcessFailure] = []
     while running:
-        for sentinel in wait(list(running), timeout=LOOK_S if servers or failed else None):
+        for sentinel in wait(list(running), timeout=POLL_S if servers or failed else None):
             rank = running.pop(sentinel)
             processes[rank].join()
-            death = _death(rank, processes[rank].exitcode or 0, run_dir)
-            ended.append(death)
-            if not losses.take(Exit(rank, death.returncode, death.noticed_ns)):
-                failed.append(death)
-        failed += _dead_servers(servers, run_dir, failed)
+            failure = _exit_of(rank, processes[rank].exitcode or 0, run_dir)
+            exited.append(failure)
+            if not policy.survives(ProcessExit(rank, failure.returncode, failure.noticed_ns)):
+                failed.append(failure)
+        failed += _failed_servers(servers, run_dir, failed)
         if failed and not wait(list(running), timeout=0.3):
             break
-    if not failed and not any(death.returncode == 0 for death in ended):
-        return ended
+    if not failed and not any(failure.returncode == 0 for failure in exited):
+        return exited
     return failed
 
 
-def _death(rank: int, returncode: int, run_dir: Path) -> Death:
-    return Death(rank, returncode, time.monotonic_ns(), read_report(run_dir, rank))
+def _exit_of(rank: int, returncode: int, run_dir: RunDir) -> ProcessFailure:
+    return ProcessFailure(rank, returncode, time.monotonic_ns(), read_failure(run_dir, rank))
 
 
-def _dead_servers(
-    servers: list[subprocess.Popen[bytes]], run_dir: Path, known: list[Death]
-) -> list[Death]:
-    told = {death.rank for death in known if death.role == "server"}
+def _failed_servers(
+    servers: list[subprocess.Popen[bytes]], run_dir: RunDir, known: list[ProcessFailure]
+) -> list[ProcessFailure]:
+    reported = {failure.rank for failure in known if failure.role == "server"}
     return [
-        Death(i, server.returncode, time.monotonic_ns(), None, _tail(run_dir, i), "server")
-        for i, server in enumerate(servers)
-        if i not in told and server.poll()
+        ProcessFailure(
+            index, server.returncode, time.monotonic_ns(), None, _tail(run_dir, index), "server"
+        )
+        for index, server in enumerate(servers)
+        if index not in reported and server.poll()
     ]
 
 
-def _tail(run_dir: Path, index: int) -> str:
-    return _log(run_dir, index).read_bytes()[-TAIL_BYTES:].decode("utf-8", "backslashreplace")
-
-
-def _log(run_dir: Path, index: int) -> Path:
-    return run_dir / f"server-{index}.log"
+def _tail(run_dir: RunDir, index: int) -> str:
+    log = run_dir.server_log(index).read_bytes()
+    return log[-TAIL_BYTES:].decode("utf-8", "backslashreplace")
 
 
 def _end(processes: list[Process]) -> None:

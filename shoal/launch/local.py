@@ -1,11 +1,11 @@
-"""Run many copies of a command on this host, and servers beside them, and look after them.
+"""Run a command as many workers on this host, with servers beside them, and supervise them.
 
-    launch ── Crew: the workers; Crew: the servers   exits ───┐
-           ── Pump: their output and progress        errors ──┼─> one queue ─> Watch
-           ── Interrupts: Ctrl-C, SIGTERM, SIGHUP    signals ─┘
+    launch ── Processes: workers, servers           exits ───┐
+           ── OutputPump: their output, progress    errors ──┼─> one queue ─> Supervisor
+           ── SignalEvents: Ctrl-C, SIGTERM, SIGHUP signals ─┘
 
-Signal handlers, waiting threads and the output thread only put events into the queue, so
-nothing is interrupted half-way; the main thread alone decides what happens next.
+Signal handlers, waiting threads and the output thread only put events into the queue. The main
+thread alone decides what happens next.
 """
 
 from __future__ import annotations
@@ -13,181 +13,190 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import BadInput
-from shoal.launch.failures import as_error, finished_workers, first_failure
-from shoal.launch.lost_workers import Loss, Losses, Tolerance, who_finished
-from shoal.launch.output import Lines, OnProgress, Pump, Records, Write, print_lines
-from shoal.launch.processes import Crew, Role
-from shoal.launch.run_dir import (
-    SERVER_COMMAND,
-    read_reports,
-    run_directory,
-    server_environment,
-    worker_variables,
+from shoal.launch.failures import first_failure, launch_error
+from shoal.launch.lost_workers import LossPolicy, LostWorker, Tolerance, summarize_losses
+from shoal.launch.output import (
+    LineForwarder,
+    OnProgress,
+    OutputPump,
+    ProgressReader,
+    Write,
+    print_lines,
 )
-from shoal.launch.supervisor import Interrupts, Watch
+from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
+from shoal.launch.processes import Processes, Role
+from shoal.launch.supervisor import SignalEvents, Supervisor
+from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
+from shoal.runtime.run_dir import RunDir, new_run_dir
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How a run went that went well."""
+class LaunchSpec:
+    """What to run: copies of a command, servers beside them, and the losses that are allowed.
+
+    `threads` of each worker: default OMP_NUM_THREADS, or an equal share of the cores.
+    """
+
+    command: Sequence[str]
+    workers: int
+    config: RunConfig
+    servers: int = 0
+    server_command: Sequence[str] = SERVER_COMMAND
+    tolerance: Tolerance | None = None
+    threads: int | None = None
+
+    def check(self) -> None:
+        if self.workers < 1:
+            raise BadInput(f"cannot run on {self.workers} workers: at least 1 is needed")
+        if not self.command:
+            raise BadInput("there is no command to run")
+        program = self.command[0]
+        if shutil.which(program, path=self.config.environ.get("PATH")) is None:
+            raise BadInput(f"there is no program {program!r} that can be run")
+        _check_script(self.command)
+
+    def with_threads(self) -> LaunchSpec:
+        """The same with OMP_NUM_THREADS in the configuration."""
+        inherited = self.config.environ.get("OMP_NUM_THREADS")
+        threads = self.threads or inherited or max(1, cores() // self.workers)
+        return replace(self, config=self.config.with_environ(OMP_NUM_THREADS=str(threads)))
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run that succeeded."""
 
     seconds: float
-    lost: tuple[Loss, ...]
-    reports: tuple[dict[str, Any] | None, ...]  # by rank, None for a worker that left none
+    lost: tuple[LostWorker, ...]
+    reports: tuple[dict[str, Any] | None, ...]  # by rank; None for a worker without a report
 
 
 def launch(
-    command: Sequence[str],
-    workers: int,
-    *,
-    env: Mapping[str, str] | None = None,
-    threads: int | None = None,
-    write: Write = print_lines,
-    on_progress: OnProgress | None = None,
-    servers: int = 0,
-    server_command: Sequence[str] = SERVER_COMMAND,
-    tolerance: Tolerance | None = None,
-) -> Ending:
-    """Run `workers` copies of a command to their end; every process is gone when it returns.
+    spec: LaunchSpec, write: Write = print_lines, on_progress: OnProgress | None = None
+) -> RunResult:
+    """Run the workers to their end; no process of the run is left when it returns.
 
     Raises WorkersFailed for the first worker that failed, BadInput when that was a mistake of
     the user or nothing can be started, KeyboardInterrupt after Ctrl-C, SystemExit after SIGTERM
-    and SIGHUP, and whatever `write` or `on_progress` raise; both are called from one thread.
+    and SIGHUP, and what `write` or `on_progress` raise; both are called from one thread.
 
-    `servers` processes run beside the workers and are ended after them; one that fails before is
-    a ServerFailed. With `tolerance` a worker that is killed, or has lost its peers, is told of
-    and missed, and the others go on; one that raises another error still ends the run.
-
-    `env` stands for os.environ; `threads` for the OMP_NUM_THREADS in it.
+    Servers are ended after the workers; one that fails before is a ServerFailed. With a
+    tolerance, a worker that is killed or has lost its peers is reported, and the run goes on;
+    one that raises another error ends the run.
     """
-    base = dict(os.environ if env is None else env)
-    _check(command, workers, base)
-    base["OMP_NUM_THREADS"] = str(threads or base.get("OMP_NUM_THREADS") or _share(workers))
-    watch = Watch(workers, servers)
-    put = watch.events.put
+    spec.check()
+    spec = spec.with_threads()
+    supervisor = Supervisor(spec.workers, spec.servers)
+    put = supervisor.events.put
     start_s = time.monotonic()
-    with Interrupts(put) as interrupts, run_directory() as run_dir:
-        job = _Job(command, workers, server_command, servers, base, run_dir, write, on_progress)
-        with Pump(put) as pump, _own_words(pump, write) as say:
-            losses = Losses(run_dir, workers, tolerance, say)
-            with Crew(put, "server") as server_crew, Crew(put) as crew:
-                errors = job.start(crew, server_crew, pump)
-                watch.run(crew, server_crew, losses.take)
-        deaths = watch.deaths(run_dir, errors)
-        finished = finished_workers(run_dir)
-        ending = Ending(
-            time.monotonic() - start_s, tuple(losses.lost), tuple(read_reports(run_dir, workers))
-        )
-    interrupts.raise_first()
-    if watch.broken is not None:
-        raise watch.broken
-    if deaths:
-        raise as_error(first_failure(deaths), finished)
-    if ending.lost:
-        write(f"shoal: {who_finished(ending.lost, workers)}\n", True)
-    return ending
+    with SignalEvents(put) as signals, new_run_dir() as run_dir:
+        with OutputPump(put) as pump, _messages(pump, write) as say:
+            policy = LossPolicy(run_dir, spec.workers, spec.tolerance, say)
+            starter = _Starter(spec, run_dir, pump, write, on_progress)
+            with Processes(put, "server") as servers, Processes(put) as workers:
+                stderr = starter.start_all(workers, servers)
+                supervisor.run(workers, servers, policy.survives)
+        failures = supervisor.failures(run_dir, stderr)
+        finished = run_dir.finished_ranks()
+        reports = run_dir.read_reports(spec.workers)
+        result = RunResult(time.monotonic() - start_s, tuple(policy.lost), tuple(reports))
+    signals.raise_first()
+    if supervisor.output_error is not None:
+        raise supervisor.output_error
+    if failures:
+        raise launch_error(first_failure(failures), finished)
+    if result.lost:
+        write(f"shoal: {summarize_losses(result.lost, spec.workers)}\n", True)
+    return result
 
 
-def _check(command: Sequence[str], workers: int, env: Mapping[str, str]) -> None:
-    if workers < 1:
-        raise BadInput(f"cannot run on {workers} workers: at least 1 is needed")
-    if not command:
-        raise BadInput("there is no command to run")
-    if shutil.which(command[0], path=env.get("PATH")) is None:
-        raise BadInput(f"there is no program {command[0]!r} that can be run")
+def _check_script(command: Sequence[str]) -> None:
     is_python = Path(command[0]).name.startswith("python")
-    if is_python and len(command) > 1 and not command[1].startswith("-"):
-        script = Path(command[1])
-        if not script.exists():
-            raise BadInput(f"there is no script {command[1]!r} in {Path.cwd()}")
-
-
-def _share(workers: int) -> int:
-    """Threads for one worker: the cores that this process may use, divided."""
-    return max(1, cores() // workers)
+    has_script = is_python and len(command) > 1 and not command[1].startswith("-")
+    if has_script and not Path(command[1]).exists():
+        raise BadInput(f"there is no script {command[1]!r} in {Path.cwd()}")
 
 
 @contextmanager
-def _own_words(pump: Pump, write: Write) -> Iterator[Callable[[str], None]]:
-    """A way to say a line on stderr among those of the workers, by the thread that writes them."""
-    pipe, own_end = os.pipe()
-    pump.add(pipe, Lines(write, "shoal: ", True))
+def _messages(pump: OutputPump, write: Write) -> Iterator[Callable[[str], None]]:
+    """A function for lines of the launcher, which the output thread writes to stderr."""
+    pipe, write_end = os.pipe()
+    pump.add(pipe, LineForwarder(write, "shoal: ", True))
 
     def say(line: str) -> None:
-        os.write(own_end, line.encode() + b"\n")
+        os.write(write_end, line.encode() + b"\n")
 
     try:
         yield say
     finally:
-        os.close(own_end)
+        os.close(write_end)
 
 
 @dataclass(frozen=True)
-class _Job:
-    command: Sequence[str]
-    workers: int
-    server_command: Sequence[str]
-    servers: int
-    env: Mapping[str, str]
-    run_dir: Path
+class _Starter:
+    """Starts the processes of a run and connects their output."""
+
+    spec: LaunchSpec
+    run_dir: RunDir
+    pump: OutputPump
     write: Write
     on_progress: OnProgress | None
 
-    def start(self, crew: Crew, server_crew: Crew, pump: Pump) -> dict[Role, list[Lines]]:
+    def start_all(self, workers: Processes, servers: Processes) -> dict[Role, list[LineForwarder]]:
         """Start all workers and servers; returns the stderr of each."""
-        errors: dict[Role, list[Lines]] = {
-            "server": [self._start_server(i, server_crew, pump) for i in range(self.servers)],
-            "worker": [self._start_worker(rank, crew, pump) for rank in range(self.workers)],
+        stderr: dict[Role, list[LineForwarder]] = {
+            "server": [self._start_server(i, servers) for i in range(self.spec.servers)],
+            "worker": [self._start_worker(rank, workers) for rank in range(self.spec.workers)],
         }
-        pump.start()  # no thread before the last fork
-        server_crew.watch()
-        crew.watch()
-        return errors
+        self.pump.start()  # no thread before the last fork
+        servers.watch()
+        workers.watch()
+        return stderr
 
-    def _start_server(self, index: int, crew: Crew, pump: Pump) -> Lines:
-        env = server_environment(self.env, self.run_dir, index, self.workers, self.servers)
-        return self._listen(f"[server {index}] ", crew.add(self.server_command, env), pump)
+    def _start_server(self, index: int, servers: Processes) -> LineForwarder:
+        spec = self.spec
+        config = server_config(spec.config, self.run_dir, index, spec.workers, spec.servers)
+        pipes = servers.start(spec.server_command, config.to_environment())
+        return self._forward(f"[server {index}] ", pipes)
 
-    def _start_worker(self, rank: int, crew: Crew, pump: Pump) -> Lines:
-        prefix = f"[{rank}] " if self.workers > 1 else ""
-        with self._progress_pipe(rank, pump) as pipe:
-            keep = () if pipe is None else (pipe,)
-            pipes = crew.add(self.command, self._environment(rank, pipe), keep)
-        return self._listen(prefix, pipes, pump)
+    def _start_worker(self, rank: int, workers: Processes) -> LineForwarder:
+        prefix = f"[{rank}] " if self.spec.workers > 1 else ""
+        with self._progress_pipe(rank) as pipe:
+            inherited = () if pipe is None else (pipe,)
+            env = self._worker_config(rank, pipe).to_environment()
+            pipes = workers.start(self.spec.command, env, inherited)
+        return self._forward(prefix, pipes)
 
-    def _listen(self, prefix: str, pipes: tuple[int, int], pump: Pump) -> Lines:
+    def _worker_config(self, rank: int, progress_fd: int | None) -> RunConfig:
+        spec = self.spec
+        config = worker_config(spec.config, self.run_dir, rank, spec.workers, spec.servers)
+        config = replace(config, launcher_pid=os.getpid(), progress_fd=progress_fd)
+        return config.with_environ(PYTHONUNBUFFERED="1")
+
+    def _forward(self, prefix: str, pipes: tuple[int, int]) -> LineForwarder:
         out, err = pipes
-        stderr = Lines(self.write, prefix, True)
-        pump.add(out, Lines(self.write, prefix, False))
-        pump.add(err, stderr)
+        stderr = LineForwarder(self.write, prefix, True)
+        self.pump.add(out, LineForwarder(self.write, prefix, False))
+        self.pump.add(err, stderr)
         return stderr
 
     @contextmanager
-    def _progress_pipe(self, rank: int, pump: Pump) -> Iterator[int | None]:
-        """The worker's end of it, open while the worker is started; none but for rank 0."""
+    def _progress_pipe(self, rank: int) -> Iterator[int | None]:
+        """The worker's end, open while the worker is started; rank 0 alone has one."""
         if rank != 0 or self.on_progress is None:
             yield None
             return
         pipe, worker_end = os.pipe()
-        pump.add(pipe, Records(self.on_progress))
+        self.pump.add(pipe, ProgressReader(self.on_progress))
         try:
             yield worker_end
         finally:
             os.close(worker_end)
-
-    def _environment(self, rank: int, progress: int | None) -> dict[str, str]:
-        env = {**self.env, **worker_variables(self.run_dir, rank, self.workers, self.servers)}
-        env["SHOAL_LAUNCHER_PID"] = str(os.getpid())
-        env["PYTHONUNBUFFERED"] = "1"
-        env.pop("SHOAL_PROGRESS_FD", None)  # of a launcher above this one
-        if progress is not None:
-            env["SHOAL_PROGRESS_FD"] = str(progress)
-        return env

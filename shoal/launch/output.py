@@ -1,4 +1,4 @@
-"""What workers print: read by one thread, passed on in whole lines.
+"""The output of workers: read by one thread, forwarded in complete lines.
 
 A chunk of up to 64 KiB is read, split at its last newline, decoded, prefixed and written in
 one call, so the cost is per chunk and not per line.
@@ -15,18 +15,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-Write = Callable[[str, bool], None]  # whole lines, each with its newline; is it stderr?
+Write = Callable[[str, bool], None]  # complete lines, each with its newline; is it stderr?
 OnProgress = Callable[[dict[str, Any]], None]
 
 _CHUNK_BYTES = 64 * 1024
-_LINE_BYTES = 1024 * 1024  # a longer line is passed on in pieces
+_LINE_BYTES = 1024 * 1024  # a longer line is forwarded in pieces
 _RECORD_BYTES = 64 * 1024  # a longer record is dropped
 _TAIL_LINES = 100
-_LEFTOVER_CHUNKS = 16  # a pipe holds one chunk; a pipe somebody has enlarged, up to 16
+_LEFTOVER_CHUNKS = 16  # a pipe holds one chunk; an enlarged pipe holds up to 16
 
 
 def print_lines(text: str, is_stderr: bool) -> None:
-    """The plain way to show what workers say."""
+    """Write the output of workers to stdout and stderr."""
     stream = sys.stderr if is_stderr else sys.stdout
     try:
         stream.write(text)
@@ -37,13 +37,13 @@ def print_lines(text: str, is_stderr: bool) -> None:
 
 
 class Sink(Protocol):
-    """Takes the bytes of one pipe."""
+    """Receives the bytes of one pipe."""
 
     def feed(self, data: bytes) -> None: ...
     def close(self) -> None: ...
 
 
-class Lines:
+class LineForwarder:
     """One output stream of one worker."""
 
     def __init__(self, write: Write, prefix: str, is_stderr: bool):
@@ -54,23 +54,23 @@ class Lines:
         self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
 
     def feed(self, data: bytes) -> None:
-        whole, newline, self._partial = (self._partial + data).rpartition(b"\n")
+        lines, newline, self._partial = (self._partial + data).rpartition(b"\n")
         if newline:
-            self._pass_on(whole)
+            self._forward(lines)
         if len(self._partial) > _LINE_BYTES:
             self.close()
 
     def close(self) -> None:
-        """The last line may have no newline; it gets one."""
+        """A last line without a newline gets one."""
         if self._partial:
-            self._pass_on(self._partial)
+            self._forward(self._partial)
             self._partial = b""
 
     def tail(self) -> str:
         """The last 100 lines."""
         return _decode(b"\n".join(self._tail))
 
-    def _pass_on(self, lines: bytes) -> None:
+    def _forward(self, lines: bytes) -> None:
         self._tail.extend(lines.rsplit(b"\n", _TAIL_LINES)[-_TAIL_LINES:])
         text = _decode(lines)
         if self._prefix:
@@ -78,8 +78,8 @@ class Lines:
         self._write(text + "\n", self._is_stderr)
 
 
-class Records:
-    """The progress of rank 0: one JSON object a line; what is not that is ignored."""
+class ProgressReader:
+    """The progress of rank 0: one JSON object a line; other lines are ignored."""
 
     def __init__(self, on_progress: OnProgress):
         self._on_progress = on_progress
@@ -95,7 +95,7 @@ class Records:
             self._skipping = True
 
     def close(self) -> None:
-        self._partial = b""  # a record without its newline was cut short
+        self._partial = b""  # a record without its newline is incomplete
 
     def _take(self, line: bytes) -> None:
         skipping = self._skipping
@@ -110,11 +110,11 @@ class Records:
             self._on_progress(record)
 
 
-class Pump:
-    """A thread that carries bytes from pipes to sinks until the block ends.
+class OutputPump:
+    """A thread that copies bytes from pipes to sinks until the block ends.
 
-    When a sink raises, `on_error` hears of it once and the rest is read and thrown away: a
-    worker must not hang because nobody takes its output.
+    When a sink raises, `on_error` is called once, and the rest is read and discarded: a worker
+    must not block on a pipe that is full.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]):
@@ -125,11 +125,11 @@ class Pump:
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Pump:
+    def __enter__(self) -> OutputPump:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Pass on what the pipes still hold, and end; whoever still writes is cut off."""
+        """Forward what the pipes still hold, and close them."""
         os.close(self._wake_write)
         if self._thread is None:
             self._finish()
@@ -137,7 +137,7 @@ class Pump:
             self._thread.join(timeout=5.0)  # it is late only when a sink blocks
 
     def add(self, pipe: int, sink: Sink) -> None:
-        """Carry from this pipe, which is the pump's to close from now on; before `start`."""
+        """Copy from this pipe, which the pump closes; call it before `start`."""
         os.set_blocking(pipe, False)
         self._selector.register(pipe, selectors.EVENT_READ, sink)
 
@@ -152,7 +152,7 @@ class Pump:
                 if key.data is None:
                     awake = False
                 else:
-                    self._carry(key.fd, key.data)
+                    self._copy(key.fd, key.data)
         self._finish()
 
     def _finish(self) -> None:
@@ -160,20 +160,20 @@ class Pump:
         os.close(self._wake_read)
         for key in list(self._selector.get_map().values()):
             for _ in range(_LEFTOVER_CHUNKS):
-                if not self._carry(key.fd, key.data):
+                if not self._copy(key.fd, key.data):
                     break
             if key.fd in self._selector.get_map():
                 self._end(key.fd, key.data)
         self._selector.close()
 
-    def _carry(self, pipe: int, sink: Sink) -> bool:
-        """Move one chunk; False when there is none, now or ever."""
+    def _copy(self, pipe: int, sink: Sink) -> bool:
+        """Copy one chunk; False when there is none, now or ever."""
         try:
             data = os.read(pipe, _CHUNK_BYTES)
         except BlockingIOError:
             return False
         if data:
-            self._guarded(lambda: sink.feed(data))
+            self._call_sink(lambda: sink.feed(data))
         else:
             self._end(pipe, sink)
         return bool(data)
@@ -181,9 +181,9 @@ class Pump:
     def _end(self, pipe: int, sink: Sink) -> None:
         self._selector.unregister(pipe)
         os.close(pipe)
-        self._guarded(sink.close)
+        self._call_sink(sink.close)
 
-    def _guarded(self, act: Callable[[], None]) -> None:
+    def _call_sink(self, act: Callable[[], None]) -> None:
         if self._failed:
             return
         try:

@@ -1,10 +1,10 @@
 """The processes of one role in a run: started together, signalled as groups, all reaped.
 
-Each worker leads a session of its own, so Ctrl-C in the terminal reaches the launcher alone,
-and a signal to the worker's group also reaches the children it has made (data loaders).
+Each process leads a session of its own, so Ctrl-C in the terminal reaches the launcher alone.
+A signal to the process group also reaches its children, such as data loaders.
 
-A thread per worker waits for its end but leaves it unreaped until the crew is closed: as long
-as the dead leader is there, the system gives its process group's number to nobody else.
+A thread for each process waits for its exit. The process stays unreaped until the block ends:
+while the zombie exists, the system gives the number of its process group to no other process.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from typing import Literal, NamedTuple
 from shoal.errors import BadInput
 
 Role = Literal["worker", "server"]
-_KILL_S = 2.5  # after SIGKILL only a worker that hangs in the kernel is still there
+_KILL_S = 2.5  # after SIGKILL only a process that hangs in the kernel is still there
 
 
-class Exit(NamedTuple):
-    """A worker, or a server, has ended."""
+class ProcessExit(NamedTuple):
+    """A worker or a server has exited."""
 
     rank: int
-    returncode: int  # as of Popen: -9 for SIGKILL
+    returncode: int  # as in Popen: -9 for SIGKILL
     noticed_ns: int
     role: Role = "worker"
 
 
-class Crew:
-    """Use as a block: at its end every worker and what is left of its group is killed."""
+class Processes:
+    """Use as a block: at its end every process and the rest of its group are killed."""
 
-    def __init__(self, on_exit: Callable[[Exit], None], role: Role = "worker"):
+    def __init__(self, on_exit: Callable[[ProcessExit], None], role: Role = "worker"):
         self._on_exit = on_exit
         self._role = role
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._waiters: list[threading.Thread] = []
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,29 +50,29 @@ class Crew:
         deadline = time.monotonic() + _KILL_S
         for waiter in self._waiters:
             waiter.join(max(0.0, deadline - time.monotonic()))
-        for worker in self._workers:
+        for process in self._processes:
             if self._waiters:
-                worker.poll()
+                process.poll()
             else:
-                worker.wait()
+                process.wait()
 
-    def add(
-        self, command: Sequence[str], env: Mapping[str, str], keep: Sequence[int] = ()
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], inherited: Sequence[int] = ()
     ) -> tuple[int, int]:
-        """Start the next worker; returns the pipes of its stdout and stderr.
+        """Start the next process; returns the pipes of its stdout and stderr.
 
-        `keep` are descriptors that the worker inherits.
+        `inherited` are descriptors that the process keeps open.
         """
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         try:
-            worker = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=out_end,
                 stderr=err_end,
-                pass_fds=keep,
+                pass_fds=inherited,
                 start_new_session=True,
             )
         except OSError as error:
@@ -82,15 +82,15 @@ class Crew:
         finally:
             os.close(out_end)
             os.close(err_end)
-        self._workers.append(worker)
+        self._processes.append(process)
         return out, err
 
     def watch(self) -> None:
-        """From now on `on_exit` is called, from a thread, for each worker that ends."""
-        for rank, worker in enumerate(self._workers):
+        """From now on `on_exit` is called, from a thread, for each process that exits."""
+        for rank, process in enumerate(self._processes):
             waiter = threading.Thread(
                 target=self._wait,
-                args=(rank, worker),
+                args=(rank, process),
                 name=f"shoal-wait-{self._role}-{rank}",
                 daemon=True,
             )
@@ -98,20 +98,20 @@ class Crew:
             self._waiters.append(waiter)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it to all workers and their children, also to those of workers that have ended."""
-        for worker in self._workers:
-            if worker.returncode is None:  # unreaped: the group is still ours
+        """Send it to all processes and their children, also where the process has exited."""
+        for process in self._processes:
+            if process.returncode is None:  # unreaped: the process group is still ours
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(worker.pid, number)
+                    os.killpg(process.pid, number)
 
-    def _wait(self, rank: int, worker: subprocess.Popen[bytes]) -> None:
-        returncode = _wait_unreaped(worker)
-        self._on_exit(Exit(rank, returncode, time.monotonic_ns(), self._role))
+    def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        returncode = _wait_unreaped(process)
+        self._on_exit(ProcessExit(rank, returncode, time.monotonic_ns(), self._role))
 
 
-def _wait_unreaped(worker: subprocess.Popen[bytes]) -> int:
+def _wait_unreaped(process: subprocess.Popen[bytes]) -> int:
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
-        return worker.wait()
-    end = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-    assert end is not None  # only None with WNOHANG
+        return process.wait()
+    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None  # None comes with WNOHANG only
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status

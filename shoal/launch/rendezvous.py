@@ -1,17 +1,17 @@
-"""The file at which ranks on one host meet, under mpirun or our own launcher.
+"""Rendezvous through a file, for ranks of one host under mpirun or Shoal's own launcher.
 
 A script may call `shoal.run` twice, and `mpirun -n 2 sh -c 'python a.py; python b.py'` gives
-both programs the same variables: rank 0 may be at the second meeting while rank 1 is still at
-the first, and two meetings in one file hang. So each visit gets a file of its own: every rank
-counts its visits with marks in the job's directory, and the last one out removes it.
+both programs the same variables. Rank 0 may then be at the second rendezvous while rank 1 is
+still at the first, and two of them in one file hang. So each visit gets a file of its own:
+every rank counts its visits with marks in the job's directory. The last rank to leave removes it.
 
-    /tmp/shoal-1000/               0700, ours, no symlink; locked while marks are changed
+    /tmp/shoal-1000/               mode 0700, owned by this user; locked while marks change
         mpi-5e1f.../               Placement.rendezvous of one mpirun
-            in-0-0  out-0-0        rank 0 came (the file holds its pid) and went: visit 0
+            in-0-0  out-0-0        rank 0 entered (the file holds its pid) and left: visit 0
             in-1-0
             store-0                torch's FileStore of visit 0
 
-Under our own launcher the two directories are the run directory and `store/` in it.
+Under Shoal's own launcher the two directories are the run directory and `store/` in it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shoal.launch.environment import Placement
 
 @contextmanager
 def open_rendezvous(placement: Placement) -> Iterator[str]:
-    """The init_method for torch.distributed, with what it needs on disk while the block runs."""
+    """The init_method for torch.distributed; its files exist while the block runs."""
     if not placement.rendezvous.startswith("file://"):
         yield placement.rendezvous
         return
@@ -56,18 +56,18 @@ def _enter(job: Path, rank: int) -> int:
 def _leave(job: Path, placement: Placement, visit: int) -> None:
     with suppress(FileNotFoundError), _locked(job.parent):
         (job / f"out-{placement.rank}-{visit}").touch()
-        came = len(list(job.glob("in-*")))
-        went = len(list(job.glob("out-*")))
-        if came == went == placement.size * (visit + 1):
+        entered = len(list(job.glob("in-*")))
+        left = len(list(job.glob("out-*")))
+        if entered == left == placement.size * (visit + 1):
             shutil.rmtree(job)
 
 
 def _is_abandoned(job: Path) -> bool:
-    """A crashed job of the same name was here: some never left, and none of them lives."""
-    staying = [
+    """Whether a crashed job of the same name left marks: ranks that never left and have exited."""
+    inside = [
         mark for mark in job.glob("in-*") if not mark.with_name(f"out{mark.name[2:]}").exists()
     ]
-    return bool(staying) and not any(_is_alive(int(mark.read_text())) for mark in staying)
+    return bool(inside) and not any(_is_alive(int(mark.read_text())) for mark in inside)
 
 
 def _is_alive(pid: int) -> bool:
@@ -80,9 +80,9 @@ def _is_alive(pid: int) -> bool:
 def _make_private(directory: Path) -> None:
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    if not ours or found.st_mode & 0o077:
+    status = directory.lstat()
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_ours or status.st_mode & 0o077:
         raise BadInput(
             f"{directory} is not a directory that only you can use: remove it, "
             "or set TMPDIR to a directory of your own"

@@ -1,28 +1,28 @@
-"""The account of a run: what its workers have reported, as one document."""
+"""The report of a run: what its workers have reported, as one JSON document."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from shoal.launch.local import Ending
+from shoal.launch.local import RunResult
 
 
-def account(strategy: str, workers: int, ending: Ending) -> dict[str, Any]:
-    """For machines.
+def run_report(strategy: str, workers: int, result: RunResult) -> dict[str, Any]:
+    """The document that `shoal run --report` writes.
 
-    `steps` is that of the worker that made most of them, `seconds` the whole run with its
-    start, `samples_per_s` what all workers together computed, each without the first fifth of its
-    steps. `ranks` are the workers' own reports, null where one was lost.
+    `steps` is the largest number of steps of a worker, `seconds` the time of the run with its
+    start. `samples_per_s` adds up all workers, each without the first fifth of its steps.
+    `ranks` holds the reports of the workers, null for one that was lost.
     """
-    there = [report for report in ending.reports if report is not None]
-    rates = [r["samples_per_s"] for r in there if isinstance(r.get("samples_per_s"), float)]
+    reports = [report for report in result.reports if report is not None]
+    rates = [r["samples_per_s"] for r in reports if isinstance(r.get("samples_per_s"), float)]
     return {
         "strategy": strategy,
         "workers": workers,
-        "steps": max((r["steps"] for r in there if isinstance(r.get("steps"), int)), default=0),
-        "seconds": ending.seconds,
+        "steps": max((r["steps"] for r in reports if isinstance(r.get("steps"), int)), default=0),
+        "seconds": result.seconds,
         "samples_per_s": sum(rates) if rates else None,
-        "lost": [asdict(loss) for loss in ending.lost],
-        "ranks": list(ending.reports),
+        "lost": [asdict(lost) for lost in result.lost],
+        "ranks": list(result.reports),
     }

@@ -1,4 +1,4 @@
-"""Slurm's short forms of lists: "4(x2),3" for tasks per node, "node[01-03,07],gpu5" for hosts."""
+"""Slurm's compressed lists: "4(x2),3" for tasks per node, "node[01-03,07],gpu5" for hosts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def tasks_on_node(name: str, counts: str, node: int) -> int:
     [4, 4, 3]
     """
     matches = [_COUNT.fullmatch(item) for item in counts.split(",")]
-    left = node
+    remaining = node
     for match in matches:
         if match is None:
             raise BadInput(f"{name} is {counts!r}, which is not a list such as 4(x2),3")
-        left -= int(match[2] or 1)
-        if left < 0:
+        remaining -= int(match[2] or 1)
+        if remaining < 0:
             return int(match[1])
     raise BadInput(f"{name} is {counts!r}, which has no node with the index SLURM_NODEID={node}")
 
@@ -43,6 +43,6 @@ def first_host(name: str, hosts: str) -> str:
     return first
 
 
-def meeting_port(job: int, step: int) -> int:
-    """A port that all tasks of a step compute; 1009 keeps steps of neighbouring jobs apart."""
+def rendezvous_port(job: int, step: int) -> int:
+    """A port that all tasks of a step compute; the factor 1009 separates neighbouring jobs."""
     return _PORTS[(job * 1009 + step) % len(_PORTS)]

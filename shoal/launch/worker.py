@@ -1,53 +1,287 @@
-"""What a worker process does for the launcher that started it.
+"""The life of a worker process: device, group, job, training, and the end of it.
 
-It dies when the launcher dies, leaves a report when it fails, and tells its progress.
+    Worker.run
+      ├─ die_with_launcher, seed
+      ├─ _open_group        one rank, or comm.select after the rendezvous of all ranks
+      ├─ tracer, progress
+      ├─ Job                handed to the training function
+      └─ report             what happened, in the run directory; a failure too
+
+Under Shoal's own launcher a worker that fails writes a report and exits at once.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
+import math
 import os
-import signal
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+import torch
+
+from shoal.comm.elastic import ElasticSum
+from shoal.comm.executor import Executor
+from shoal.comm.executors.deferred import Deferred
+from shoal.comm.executors.solo import solo_group
+from shoal.comm.group import Group
+from shoal.comm.select import GroupSpec, open_group
+from shoal.comm.tracing import Traced
+from shoal.errors import BadInput, PeerLost, StrategyError
+from shoal.launch.device import choose_backend, choose_device
+from shoal.launch.environment import Placement
+from shoal.launch.failures import report_failure
+from shoal.launch.rendezvous import open_rendezvous
+from shoal.observe.capture import Capture, StopTraining
+from shoal.observe.memory_estimate import estimate_memory
+from shoal.observe.memory_probe import Probe
+from shoal.observe.progress import for_worker, open_progress
+from shoal.observe.trace import OFF, Recorder, Tracer
+from shoal.runtime.config import RunConfig
+from shoal.runtime.faults import faults_of
+from shoal.runtime.parent_death import die_with_launcher
+from shoal.runtime.run_dir import RunDir
+from shoal.strategy.strategy import Strategy
+from shoal.train.job import Job, RunServices
+
+_POLL_S = 0.5
+Train = Callable[[Job], Any]
 
 
-def die_with_launcher() -> None:
-    """From now on this process is killed when its launcher ends, even by SIGKILL (Linux).
+class Worker:
+    """One rank of a run. `number` tells the runs of one process apart."""
 
-    Does nothing without a launcher of ours, on other systems, and behind a wrapper (a shell
-    that runs python): there the kernel would watch the wrapper, not the launcher.
-    """
-    launcher = os.environ.get("SHOAL_LAUNCHER_PID")
-    if sys.platform != "linux" or launcher is None or os.getsid(0) != os.getpid():
-        return  # the launcher makes each worker the leader of its own session
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != int(launcher):
-        os._exit(1)  # it died before we asked; nobody is left to tell
+    def __init__(
+        self, strategy: Strategy, placement: Placement | None, config: RunConfig, number: int
+    ):
+        self.strategy = strategy
+        self.placement = placement
+        self.config = config
+        self.number = number
+        self.seed = config.seed or 0
+        self.size = placement.size if placement else 1
+        self.rank = placement.rank if placement else 0
+        strategy.require_built()
+        strategy.layout(self.size)
+        self.device = choose_device(config.device, placement)
+        _check_host(strategy, placement, self.device)
+
+    def run(self, train: Train) -> Any:
+        """Call `train(job)`, and return what it returns."""
+        die_with_launcher(self.config.launcher_pid)
+        torch.manual_seed(self.seed)
+        with ExitStack() as stack:
+            group = stack.enter_context(self._open_group())
+            tracer = self._make_tracer(group)
+            progress = for_worker(self.rank, self.size, open_progress(self.config.progress_fd))
+            stack.callback(progress.close)
+            if tracer.enabled:
+                group = Group(Traced(group.executor, tracer))
+
+            def make_job(kind: type[Job]) -> Job:
+                return kind(
+                    self.strategy,
+                    group,
+                    device=self.device,
+                    seed=self.seed,
+                    services=RunServices(
+                        progress=progress,
+                        tracer=tracer,
+                        faults=faults_of(self.config, self.rank, self.size),
+                        elastic_sum=self._make_elastic_sum(),
+                    ),
+                )
+
+            try:
+                return self._run_job(train, make_job)
+            except SystemExit as end:
+                if not end.code:
+                    self.mark_finished()
+                raise
+            except Exception as error:
+                self.fail(error)
+                raise
+            finally:
+                if isinstance(tracer, Recorder) and self.config.trace_dir is not None:
+                    tracer.write(self.config.trace_dir)
+
+    def _run_job(self, train: Train, make_job: Callable[[type[Job]], Job]) -> Any:
+        if estimate_memory(self.config.memory_estimate, train, make_job):
+            self.mark_finished()
+            return None
+        job = make_job(Job)
+        self.prepare(job)
+        return self._train(train, job)
+
+    def _train(self, train: Train, job: Job) -> Any:
+        capture = Capture.start(self.config.capture, job)
+        probe = Probe.start(self.config.memory_probe, job)
+        result = None
+        with suppress(StopTraining):
+            result = train(job)
+        if capture is not None:
+            capture.write()
+        if probe is not None:
+            probe.write()
+        job.close()
+        self.report(job)
+        self.mark_finished()
+        return result
+
+    # ------------------------------------------------------------------ hooks for `shoal compare`
+
+    def prepare(self, job: Job) -> None:
+        """Called before training."""
+
+    def report(self, job: Job) -> None:
+        """Called after training: writes the report for the launcher."""
+        if self.run_dir is not None:
+            self.run_dir.write_report(self.rank, job.report())
+
+    def mark_finished(self) -> None:
+        """Called at the end of a run that succeeded."""
+        if self.run_dir is not None:
+            self.run_dir.mark_finished(self.rank)
+
+    def fail(self, error: Exception) -> None:
+        """Under Shoal's own launcher: write a report and exit at once.
+
+        Closing the group may wait for a peer that waits for this rank; the launcher ends the
+        other workers and reports the first failure.
+        """
+        if self.run_dir is not None:
+            _add_line_of_script(error)
+            report_failure(self.run_dir, self.rank, error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2 if isinstance(error, BadInput) else 1)
+
+    # ------------------------------------------------------------------ group, tracer, sums
+
+    @property
+    def run_dir(self) -> RunDir | None:
+        """The run directory, where Shoal's own launcher started this process."""
+        is_ours = self.placement is not None and self.placement.launcher == "shoal"
+        return self.config.run_dir if is_ours else None
+
+    @contextmanager
+    def _open_group(self) -> Iterator[Group]:
+        run_dir = self.run_dir
+        if self.placement is None or not self.strategy.sync_for(self.size).needs_group:
+            yield solo_group()
+        elif run_dir is not None and self.strategy.starts_apart:
+            folder = run_dir.start_folder(self.number)
+            with ExitStack() as stack:
+                later = self._open_full_group(self.placement)
+
+                def make() -> Executor:
+                    return stack.enter_context(later).executor
+
+                yield Group(Deferred(folder, self.rank, self.size, run_dir.has_exited, make))
+        else:
+            with self._open_full_group(self.placement) as group:
+                if run_dir is not None:
+                    run_dir.mark_all_joined()
+                yield group
+
+    @contextmanager
+    def _open_full_group(self, placement: Placement) -> Iterator[Group]:
+        """A group of all ranks; all of them have joined when the block begins."""
+        with open_rendezvous(placement) as init_method, self._fail_when_peers_exit() as joined:
+            spec = GroupSpec(
+                rank=self.rank,
+                size=self.size,
+                init_method=init_method,
+                backend=choose_backend(self.device, placement),
+                name=f"run {self.number}",
+                algorithm=self.strategy.sync_for(self.size).collective_algorithm,
+                host_id=self.config.host_id,
+                run_dir=self.config.run_dir,
+            )
+            with open_group(spec) as group:
+                joined()
+                yield group
+
+    @contextmanager
+    def _fail_when_peers_exit(self) -> Iterator[Callable[[], None]]:
+        """Until the yielded function is called: fail when a worker exits before it has joined."""
+        run_dir = self.run_dir
+        has_joined = threading.Event()
+        if run_dir is None:
+            yield has_joined.set
+            return
+
+        def watch() -> None:
+            while not has_joined.wait(_POLL_S):
+                exited = [rank for rank in range(self.size) if run_dir.has_exited(rank)]
+                if exited and not has_joined.wait(_POLL_S):  # or it had joined and finished
+                    self.fail(PeerLost(self.rank, exited[0], "the rendezvous of all workers"))
+
+        watcher = threading.Thread(target=watch, name="shoal-rendezvous", daemon=True)
+        watcher.start()
+
+        def stop() -> None:
+            has_joined.set()
+            watcher.join()
+
+        try:
+            yield stop
+        finally:
+            stop()
+
+    def _make_tracer(self, group: Group) -> Tracer:
+        if self.config.trace_dir is None:
+            return OFF
+        origin = torch.tensor([time.monotonic_ns()], device=self.device)
+        if self.placement and self.placement.local_size == self.size:
+            group.broadcast(origin).wait()
+        else:  # hosts have different clocks: the end of the barrier is zero on each
+            group.barrier().wait()
+            origin.fill_(time.monotonic_ns())
+        return Recorder(self.rank, int(origin))
+
+    def _make_elastic_sum(self) -> ElasticSum | None:
+        """None where no launcher notes exits; other launchers end the run with a lost worker."""
+        run_dir = self.run_dir
+        if run_dir is None or not self.strategy.survives_loss:
+            return None
+        folder = run_dir.tally_folder(self.number)
+        return ElasticSum(folder, self.rank, run_dir.has_exited, patience_s=math.inf)
 
 
-def open_progress(environ: Mapping[str, str]) -> Callable[[Mapping[str, Any]], None] | None:
-    """A function that sends one record to the launcher, or None when nobody listens.
+def _check_host(strategy: Strategy, placement: Placement | None, device: torch.device) -> None:
+    """Refuse, before anything starts, a device or placement that the strategy cannot use."""
+    if placement is None or placement.size == 1:
+        return
+    term = strategy.sync_for(placement.size)
+    is_cpu = device.type == "cpu"
+    if term.collective_algorithm is not None and not is_cpu:
+        raise BadInput(f"{term} runs on CPUs: on GPUs leave the algorithm to NCCL")
+    if term.needs_one_host and placement.local_size < placement.size:
+        raise StrategyError(
+            f"{term.name} keeps the weights in the memory of one host, and these {placement.size} "
+            'workers are on several: take ps(mode="async") or gossip(mode="async")'
+        )
+    if term.needs_one_host and not is_cpu:
+        raise StrategyError(
+            f"{term.name} keeps the weights in memory that processes share, and {device} is not "
+            "the CPU: run it with --device cpu"
+        )
 
-    It never waits: a record that finds the pipe full is dropped, so progress costs no training.
-    """
-    name = environ.get("SHOAL_PROGRESS_FD")
-    if name is None:
-        return None
-    pipe = int(name)
-    os.set_inheritable(pipe, False)
-    os.set_blocking(pipe, False)
-    torn = False
 
-    def send(record: Mapping[str, Any]) -> None:
-        nonlocal torn
-        line = b"\n" * torn + json.dumps(record).encode() + b"\n"
-        with suppress(BlockingIOError, BrokenPipeError):
-            torn = os.write(pipe, line) < len(line)
-
-    return send
+def _add_line_of_script(error: Exception) -> None:
+    """Add the line of the script to a mistake that is reported in one sentence."""
+    package = str(Path(__file__).parents[1])
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in f.filename
+        and not f.filename.startswith((package, sys.base_prefix, "<"))
+    ]
+    if isinstance(error, BadInput) and frames:
+        error.args = (f"{error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})",)

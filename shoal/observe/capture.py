@@ -2,17 +2,14 @@
 
 Of a shoal.Embedding these are the rows that were looked up, and their ids.
 
-`shoal verify` runs a script several times and asks for a capture through the environment:
-
-    SHOAL_CAPTURE_DIR      where rank 0 writes
-    SHOAL_CAPTURE_STEPS    stop the script after so many steps
-    SHOAL_CAPTURE_PARTS    add in another order: split each micro-batch into so many
+`shoal verify` runs a script several times and asks for a capture (`RunConfig.capture`): where rank
+0 writes, after how many steps the script stops, and in how many pieces each micro-batch is
+computed, to add up in another order.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,6 +21,7 @@ from shoal.data.sampling import FullDatasetBatch
 from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import has_batchnorm
 from shoal.replica.tensor.attention import SplitAttention
+from shoal.runtime.config import CaptureConfig
 from shoal.schedules.pipelines.actions import accumulate
 from shoal.strategy.base import Batches
 from shoal.train.job import Job
@@ -54,13 +52,11 @@ class Capture:
         job.on_build.append(self._prepare)
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str], job: Job) -> Capture | None:
-        folder = environ.get("SHOAL_CAPTURE_DIR")
-        if not folder:
+    def start(cls, config: CaptureConfig, job: Job) -> Capture | None:
+        if config.folder is None:
             return None
-        steps = int(environ.get("SHOAL_CAPTURE_STEPS", "20"))
         job.dry = True
-        return cls(job, Path(folder), steps, int(environ.get("SHOAL_CAPTURE_PARTS", "1")))
+        return cls(job, config.folder, config.steps, config.pieces)
 
     def _prepare(self, step: Step) -> None:
         if self.pieces > 1:

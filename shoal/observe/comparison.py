@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from shoal.launch.run_dir import read_reports
 from shoal.observe.time_shares import Shares, shares_within
 from shoal.observe.trace import read
+from shoal.runtime.run_dir import RunDir
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import as_strategy
 
@@ -92,7 +92,7 @@ def outcome_of(
     run: ComparedRun, base: RunOutcome | None, base_losses: Sequence[float]
 ) -> RunOutcome:
     """What the reports of a run say; `base` is the run of single on one worker."""
-    reports = [r for r in read_reports(Path(run.folder), run.workers) if r is not None]
+    reports = [r for r in RunDir(Path(run.folder)).read_reports(run.workers) if r is not None]
     refused = next((r["refused"] for r in reports if "refused" in r), None)
     if refused is not None:
         return RunOutcome(run.strategy, run.workers, refused=str(refused))
@@ -144,7 +144,7 @@ def _measured(
 
 def losses_of(run: ComparedRun) -> list[float]:
     """The loss of every step, as rank 0 saw it."""
-    report = read_reports(Path(run.folder), 1)[0]
+    report = RunDir(Path(run.folder)).read_reports(1)[0]
     return list(report["losses"]) if report and "losses" in report else []
 
 

@@ -1,11 +1,6 @@
 """How much memory a worker will need, told before anything is allocated.
 
-`shoal memory` runs the script in one process and asks through the environment:
-
-    SHOAL_ESTIMATE_DIR         where the answer is written
-    SHOAL_ESTIMATE_STRATEGY    for this strategy
-    SHOAL_ESTIMATE_WORKERS     on so many workers
-
+`shoal memory` runs the script in one process and asks for it (`RunConfig.memory_estimate`).
 Parameters then go to the meta device as modules are made. The first call of a step runs one
 worker's micro-batch through the model on fake tensors, which have shapes and no memory, and adds
 up what autograd saves; the optimizer takes a step on the meta device, which shows its state. The
@@ -17,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +31,7 @@ from shoal.pytree import map_tensors
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.wrapping import wrap_modules
 from shoal.replica.microbatch import Loss, call_model, fork_rng
+from shoal.runtime.config import MemoryEstimateConfig
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.strategy import Strategy, as_strategy
 from shoal.strategy.terms import Ddp, Hogwild, Ps, Single, Zero
@@ -292,24 +288,22 @@ class EstimateJob(Job):
         (folder / "estimate.json").write_text(json.dumps(document))
 
 
-def estimate_from_environment(
-    environ: Mapping[str, str], train: Callable[[Job], Any], make: Callable[[type[Job]], Job]
+def estimate_memory(
+    config: MemoryEstimateConfig, train: Callable[[Job], Any], make: Callable[[type[Job]], Job]
 ) -> bool:
     """Whether this run is only an estimate; it is then done."""
-    folder = environ.get("SHOAL_ESTIMATE_DIR")
-    if not folder:
+    folder = config.folder
+    if folder is None:
         return False
     job = make(EstimateJob)
     assert isinstance(job, EstimateJob)
-    job.prepare(
-        as_strategy(environ["SHOAL_ESTIMATE_STRATEGY"]), int(environ["SHOAL_ESTIMATE_WORKERS"])
-    )
+    job.prepare(as_strategy(config.strategy), config.workers)
     try:
         with parameters_without_memory():
             train(job)
     except StopTraining:
         pass
-    job.write(Path(folder))
+    job.write(folder)
     return True
 
 

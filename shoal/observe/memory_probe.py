@@ -1,13 +1,9 @@
-"""How much memory a worker really took, counted in bytes of tensors.
-
-SHOAL_PROBE_DIR      where each rank writes what it has seen
-SHOAL_PROBE_STEPS    stop the script after so many steps
-"""
+"""How much memory a worker took in a real run, counted in bytes of tensors."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shoal.observe.capture import StopTraining
 from shoal.observe.memory_estimate import Memory, Saved
 from shoal.replica.fsdp.sharded_params import ShardedParams
+from shoal.runtime.config import MemoryProbeConfig
 from shoal.train.job import Job
 from shoal.train.step import Step
 
@@ -35,11 +32,8 @@ class Probe:
         job.on_step.append(self._after_step)
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str], job: Job) -> Probe | None:
-        folder = environ.get("SHOAL_PROBE_DIR")
-        if not folder:
-            return None
-        return cls(job, Path(folder), int(environ.get("SHOAL_PROBE_STEPS", "2")))
+    def start(cls, config: MemoryProbeConfig, job: Job) -> Probe | None:
+        return None if config.folder is None else cls(job, config.folder, config.steps)
 
     def write(self) -> None:
         found = [model.memory() for model in self._models.values()]

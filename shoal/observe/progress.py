@@ -1,13 +1,16 @@
-"""How far a run is: a bar on a terminal, plain lines elsewhere, JSON lines to a launcher.
+"""Progress of a run: a bar on a terminal, plain lines elsewhere, JSON lines to a launcher.
 
-Plain lines come at fixed steps, so that two runs of the same job print the same steps.
+Plain lines are printed at fixed steps, so that two runs of one job print the same steps.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import IO, Any, Protocol
 
 LINES_PER_RUN = 20
@@ -16,14 +19,14 @@ TERMINAL_PERIOD_S = 0.1
 
 
 class Progress(Protocol):
-    """Where progress goes. `due` is asked every step and has to be quick."""
+    """Where progress is shown. `due` is called every step and has to be fast."""
 
     def due(self, step: int, total: int | None) -> bool: ...
     def show(self, record: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
-class Silent:
+class SilentProgress:
     """For every rank but 0."""
 
     def due(self, step: int, total: int | None) -> bool:
@@ -36,8 +39,8 @@ class Silent:
         return None
 
 
-class Lines:
-    """About twenty lines a run: the first step, the last, and equal distances between."""
+class ProgressLines:
+    """About twenty lines a run: the first step, the last, and steps at equal distances."""
 
     def __init__(self, out: IO[str] | None = None):
         self._out = out
@@ -57,8 +60,8 @@ class Lines:
         return None
 
 
-class Remote:
-    """Records go to the launcher, which draws them."""
+class ProgressSender:
+    """Sends records to the launcher, which shows them."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]):
         self._send = send
@@ -75,8 +78,8 @@ class Remote:
         return None
 
 
-class Bar:
-    """A live bar on a terminal: step, loss, samples a second, time left."""
+class ProgressBar:
+    """A live bar on a terminal: step, loss, samples per second, time left."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, TextColumn
@@ -108,7 +111,7 @@ class Bar:
         )
 
     def print(self, text: str, is_stderr: bool = False) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -116,15 +119,35 @@ class Bar:
 
 
 def for_worker(rank: int, size: int, send: Callable[[Mapping[str, Any]], None] | None) -> Progress:
-    """What rank `rank` should use: only rank 0 shows anything, through `send` if there is one.
+    """How a rank shows progress: only rank 0 shows anything, through `send` if there is one.
 
-    A bar is for a worker that has the terminal for itself; mpirun gives each of many one.
+    A bar needs a terminal for one worker alone; mpirun gives one to each of many.
     """
     if rank != 0:
-        return Silent()
+        return SilentProgress()
     if send is not None:
-        return Remote(send)
-    return Bar() if size == 1 and sys.stdout.isatty() else Lines()
+        return ProgressSender(send)
+    return ProgressBar() if size == 1 and sys.stdout.isatty() else ProgressLines()
+
+
+def open_progress(progress_fd: int | None) -> Callable[[Mapping[str, Any]], None] | None:
+    """A function that sends one record to the launcher; None without a pipe to it.
+
+    It never blocks: a record is dropped when the pipe is full, so progress does not slow training.
+    """
+    if progress_fd is None:
+        return None
+    os.set_inheritable(progress_fd, False)
+    os.set_blocking(progress_fd, False)
+    is_torn = False
+
+    def send(record: Mapping[str, Any]) -> None:
+        nonlocal is_torn
+        line = b"\n" * is_torn + json.dumps(record).encode() + b"\n"
+        with suppress(BlockingIOError, BrokenPipeError):
+            is_torn = os.write(progress_fd, line) < len(line)
+
+    return send
 
 
 def line(record: Mapping[str, Any]) -> str:

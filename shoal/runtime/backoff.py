@@ -1,12 +1,12 @@
-"""Pauses between looks at what no event tells of: files and memory of other processes."""
+"""Exponential backoff, for polling files and memory of other processes."""
 
 from __future__ import annotations
 
 import time
 
 
-class Pauses:
-    """Each call sleeps, every time twice as long as before, up to a limit."""
+class Backoff:
+    """Each call sleeps twice as long as the one before, up to a limit."""
 
     def __init__(self, first_s: float, longest_s: float):
         self._next_s = first_s

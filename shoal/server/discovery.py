@@ -1,7 +1,7 @@
 """Where the servers of a run are, and those of them that live in this process or below it.
 
 placement    servers live in
-servers      processes that `shoal run` has started (SHOAL_SERVERS, SHOAL_RUN_DIR); under
+servers      processes that `shoal run` has started (`RunConfig.servers`); under
              another launcher the first rank of each host starts some, which end with it
 rank0        a thread of worker 0
 workers      a thread of every worker
@@ -13,13 +13,12 @@ at a TCP port, which those of other hosts use.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,14 +29,13 @@ from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput, PeerLost
+from shoal.runtime.config import RunConfig, ServerConfig
 from shoal.runtime.cores import threads_of
-from shoal.runtime.gone import gone_in
-from shoal.server.protocol.handshake import SECRET_BYTES, fresh_secret, read_secret, write_secret
+from shoal.runtime.run_dir import SECRET_BYTES, RunDir, new_secret, new_server_dir
 from shoal.server.server import Server
 from shoal.strategy.terms import Ps
 
 _ENTRY_BYTES = 320
-_LONGEST_SOCKET_PATH = 100
 _IDLE_AFTER_FAILURE_S = 5.0
 _START_S = 120.0
 
@@ -63,7 +61,7 @@ class Hosts:
         self.secret = secret
         self.server: Server | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.folder: Path | None = None
+        self.run_dir: RunDir | None = None
         self.settle(homes, host)
 
     def settle(self, homes: Sequence[Home], host: str) -> None:
@@ -89,31 +87,32 @@ class Hosts:
         for process in self.processes:
             process.wait()
         self.processes = []
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder = None
+        if self.run_dir is not None:
+            self.run_dir.remove()
+            self.run_dir = None
 
 
 def find_hosts(
-    part: Ps, group: Group, replica_group: ReplicaGroup, environ: Mapping[str, str] = os.environ
+    part: Ps, group: Group, replica_group: ReplicaGroup, config: RunConfig | None = None
 ) -> Hosts:
     """All ranks call it together. What has to be started is started.
 
     Where workers are on several hosts, servers are dealt out to the hosts in turns. Servers of
     all parts of a replica know one secret.
     """
-    if part.placement == "servers" and environ.get("SHOAL_SERVERS"):
-        return _of_launcher(part, environ)
-    hosts = Hosts(_share_secret(group, replica_group, environ))
+    config = config or RunConfig.from_environment()
+    if part.placement == "servers" and config.servers is not None:
+        return _of_launcher(part, config, config.servers)
+    hosts = Hosts(_share_secret(group, replica_group, config))
     try:
-        places = _places(group, environ)
-        host = host_id().decode()
+        host = host_id(config.host_id).decode()
+        places = _places(group, config, host)
         homes = []
         for index in range(group.size if part.placement == "workers" else part.servers):
             starter = _starter(part, places, index)
             own = ""
             if group.rank == starter:
-                own = "\n".join(_start(hosts, part, index, len(places.hosts) > 1, host, environ))
+                own = "\n".join(_start(hosts, part, index, len(places.hosts) > 1, host, config))
             homes.append(Home(*_tell(group, own, starter).split("\n")))
         hosts.settle(homes, host)
     except BaseException:
@@ -122,11 +121,11 @@ def find_hosts(
     return hosts
 
 
-def _places(group: Group, environ: Mapping[str, str]) -> Topology:
+def _places(group: Group, config: RunConfig, host: str) -> Topology:
     """Our own launcher starts workers on one host, and some of them may never come."""
-    if environ.get("SHOAL_RUN_DIR"):
+    if config.run_dir is not None:
         return Topology((tuple(range(group.size)),), group.rank)
-    return Topology.of([said.encode() for said in tell_all(group, host_id().decode())], group.rank)
+    return Topology.of([said.encode() for said in tell_all(group, host)], group.rank)
 
 
 def _starter(part: Ps, places: Topology, index: int) -> int:
@@ -136,33 +135,25 @@ def _starter(part: Ps, places: Topology, index: int) -> int:
     return places.hosts[index % len(places.hosts)][0] if part.placement == "servers" else 0
 
 
-def _start(
-    hosts: Hosts, part: Ps, index: int, spread: bool, host: str, environ: Mapping[str, str]
-) -> Home:
-    if hosts.folder is None:
-        hosts.folder = _folder()
-        write_secret(hosts.folder, hosts.secret)
-    beyond = f"tcp:{environ.get('SHOAL_HOST') or socket.gethostname()}:0" if spread else ""
+def _start(hosts: Hosts, part: Ps, index: int, spread: bool, host: str, config: RunConfig) -> Home:
+    if hosts.run_dir is None:
+        hosts.run_dir = new_server_dir()
+        hosts.run_dir.write_secret(hosts.secret)
+    beyond = f"tcp:{config.hostname or socket.gethostname()}:0" if spread else ""
     if part.placement == "servers":
-        return Home(host, *_start_process(hosts, index, part.servers, beyond, environ))
-    inside = socket_of(hosts.folder, index)
-    hosts.server = Server(inside, hosts.secret, has_exited=gone_in(environ), remote_address=beyond)
+        address = _start_process(hosts, hosts.run_dir, index, part.servers, beyond, config)
+        return Home(host, hosts.run_dir.socket(index), address)
+    inside = hosts.run_dir.socket(index)
+    has_exited = None if config.run_dir is None else config.run_dir.has_exited
+    hosts.server = Server(inside, hosts.secret, has_exited=has_exited, remote_address=beyond)
     return Home(host, inside, hosts.server.remote_address)
 
 
-def socket_of(run_dir: str | Path, index: int) -> str:
-    """Where server `index` of a run listens on this host."""
-    return f"unix:{Path(run_dir) / f'server-{index}.sock'}"
-
-
-def _of_launcher(part: Ps, environ: Mapping[str, str]) -> Hosts:
-    """`SHOAL_SERVERS` is a number of sockets in the run directory, or addresses with commas."""
-    text = environ["SHOAL_SERVERS"]
-    secret = read_secret(environ)
-    run_dir = environ.get("SHOAL_RUN_DIR", "")
-    addresses = (
-        [socket_of(run_dir, i) for i in range(int(text))] if text.isdigit() else text.split(",")
-    )
+def _of_launcher(part: Ps, config: RunConfig, servers: int | tuple[str, ...]) -> Hosts:
+    """Sockets in the run directory, or addresses."""
+    secret = config.read_secret()
+    run_dir = config.run_dir or RunDir(Path())
+    addresses = [run_dir.socket(i) for i in range(servers)] if isinstance(servers, int) else servers
     if secret is None:
         raise BadInput("there are servers, and no secret to show them: set SHOAL_SECRET")
     if len(addresses) < part.servers:
@@ -171,49 +162,29 @@ def _of_launcher(part: Ps, environ: Mapping[str, str]) -> Hosts:
 
 
 def _start_process(
-    hosts: Hosts, index: int, servers: int, beyond: str, environ: Mapping[str, str]
-) -> tuple[str, str]:
-    """Its addresses. That of other hosts is known when it listens, which it leaves word of."""
-    assert hosts.folder is not None
-    env = {
-        **environ,
-        **threads_of(servers),
-        "SHOAL_RUN_DIR": str(hosts.folder),
-        "SHOAL_SERVER_INDEX": str(index),
-        "SHOAL_SERVER_PARENT": str(os.getpid()),
-        "SHOAL_SERVER_BEYOND": beyond,
-    }
+    hosts: Hosts, run_dir: RunDir, index: int, servers: int, beyond: str, config: RunConfig
+) -> str:
+    """Start a server; returns its address for other hosts, which it writes once it listens."""
+    server = ServerConfig(index, config.server.listen, beyond or None, os.getpid())
+    config = replace(config, run_dir=run_dir, server=server, launcher_pid=None)
+    env = config.with_environ(**threads_of(servers)).to_environment()
     command = [sys.executable, "-m", "shoal.server.main"]
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
     hosts.processes.append(process)
-    if beyond:
-        word = address_file(hosts.folder, index)
-        deadline_s = time.monotonic() + _START_S
-        while not word.exists():
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise BadInput(f"server {index} does not listen at {beyond}: see its output")
-            time.sleep(0.01)
-        beyond = word.read_text()
-    return socket_of(hosts.folder, index), beyond
+    if not beyond:
+        return ""
+    address = run_dir.server_address(index)
+    deadline_s = time.monotonic() + _START_S
+    while not address.exists():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise BadInput(f"server {index} does not listen at {beyond}: see its output")
+        time.sleep(0.01)
+    return address.read_text()
 
 
-def address_file(run_dir: str | Path, index: int) -> Path:
-    """Where a server leaves word of its address for other hosts."""
-    return Path(run_dir) / f"server-{index}.address"
-
-
-def _folder() -> Path:
-    """For sockets, whose paths have to be short; only this user can look into it."""
-    path = tempfile.mkdtemp(prefix="shoal-ps-")
-    if len(path) > _LONGEST_SOCKET_PATH - len("/server-000.sock"):
-        os.rmdir(path)
-        path = tempfile.mkdtemp(prefix="shoal-ps-", dir="/tmp")
-    return Path(path)
-
-
-def _share_secret(group: Group, replica_group: ReplicaGroup, environ: Mapping[str, str]) -> bytes:
+def _share_secret(group: Group, replica_group: ReplicaGroup, config: RunConfig) -> bytes:
     """Rank 0's: of its launcher, or a fresh one."""
-    mine = (read_secret(environ) or fresh_secret()) if group.rank == 0 else b""
+    mine = (config.read_secret() or new_secret()) if group.rank == 0 else b""
     tensor = torch.frombuffer(bytearray(mine.ljust(SECRET_BYTES, b"\0")), dtype=torch.uint8)
     tensor = tensor[:SECRET_BYTES].clone()
     group.broadcast(tensor).wait()

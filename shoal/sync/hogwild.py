@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
-from shoal.runtime.backoff import Pauses
+from shoal.runtime.backoff import Backoff
 from shoal.strategy.terms import Hogwild
 from shoal.sync.base import Replica, Sync, SyncPlan
 from shoal.sync.local import LocalSync
@@ -112,7 +112,7 @@ class HogwildSync(Sync):
 
     def _wait_for_others(self) -> None:
         """Until none of the others that still train is behind."""
-        pause = Pauses(_FIRST_LOOK_S, _LONGEST_LOOK_S)
+        pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
         mine = self.buffer.steps[self.rank]
         while any(
             self.buffer.steps[peer] < mine and not self.buffer.has_finished(peer)

@@ -20,7 +20,7 @@ from shoal.comm.mesh import Mesh
 from shoal.data.sampling import Batch, BatchSplit, Collate, mix
 from shoal.data.stream import BatchOptions, BatchStream
 from shoal.errors import BadInput
-from shoal.observe.progress import Progress, Silent
+from shoal.observe.progress import Progress, SilentProgress
 from shoal.observe.throughput import Pace
 from shoal.observe.trace import OFF, Tracer
 from shoal.replica.microbatch import Loss, Precision
@@ -43,7 +43,7 @@ class RunServices:
     `elastic_sum` is None if the loss of a rank ends the run.
     """
 
-    progress: Progress = field(default_factory=Silent)
+    progress: Progress = field(default_factory=SilentProgress)
     tracer: Tracer = OFF
     faults: Faults | None = None
     elastic_sum: ElasticSum | None = None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
-from unittest.mock import patch
 
 import torch.distributed as dist
 
-from shoal.comm import select as meeting
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.group import Group
+from shoal.comm.select import HostSpec, share_memory
 from tests.comm.threads import Ranks
 
 T = TypeVar("T")
@@ -21,12 +20,11 @@ def on_hosts(where: Sequence[str], work: Callable[[Group], T], timeout_s: float 
     """What `work` gives on every rank; `where[r]` is the host of rank r."""
     store = dist.HashStore()
     all_here = threading.Barrier(len(where))  # type: ignore[attr-defined]
-    own = threading.local()
     ranks = Ranks[T]()
 
     def main(rank: int) -> None:
-        own.host = where[rank].encode()
-        executor = meeting.share_memory(store, rank, len(where), timeout_s)
+        host = HostSpec(host_id=where[rank])
+        executor = share_memory(store, rank, len(where), timeout_s, host)
         assert isinstance(executor, Hierarchical)
         group = Group(executor)
         try:
@@ -37,5 +35,4 @@ def on_hosts(where: Sequence[str], work: Callable[[Group], T], timeout_s: float 
             all_here.wait()
             group.close()
 
-    with patch.object(meeting, "host_id", lambda: own.host):
-        return ranks.run(len(where), main)
+    return ranks.run(len(where), main)

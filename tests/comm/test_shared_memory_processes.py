@@ -16,6 +16,7 @@ import torch
 
 from shoal.comm.group import Group, Op
 from shoal.errors import PeerLost
+from shoal.runtime.run_dir import RunDir
 from shoal.transport.shm.segment import is_built
 from tests.comm.shm import ShmWorld
 
@@ -184,12 +185,9 @@ def test_a_rank_that_waits_for_a_message_of_a_killed_rank_is_told() -> None:
         assert "lost rank 1 in recv from 1, tag 3" in world.answer(0)
 
 
-def test_operations_before_a_failure_are_written_to_the_run_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHOAL_RUN_DIR", str(tmp_path))
-
+def test_operations_before_a_failure_are_written_to_the_run_directory(tmp_path: Path) -> None:
     def body(group: Group) -> str:
+        group.segment.run_dir = RunDir(tmp_path)
         group.broadcast(torch.zeros(3)).wait()
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -201,7 +199,7 @@ def test_operations_before_a_failure_are_written_to_the_run_directory(
 
     with shm_world(2, body) as world:
         world.answer(0)
-    text = (tmp_path / "operations-0.txt").read_text()
+    text = RunDir(tmp_path).operations(0).read_text()
     assert "broadcast #1 of 3 float32 root 0" in text and "not ended" in text
 
 

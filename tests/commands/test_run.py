@@ -70,7 +70,7 @@ def test_a_worker_that_stops_before_the_others_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     done = shoal("run", "train.py", "-n", "2", cwd=tmp_path)
     assert done.returncode == 1
-    assert "worker 0 was still at work when worker 1 had finished" in done.stderr
+    assert "worker 0 was still running when worker 1 had finished" in done.stderr
 
 
 def test_a_mistake_is_told_with_the_line_of_the_script(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small scripts as workers, and a rope that shows when the last process has gone."""
+"""Small scripts as workers, and a rope that shows when the last process has exited."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.local import launch
+from shoal.launch.local import LaunchSpec, launch
+from shoal.launch.output import OnProgress
+from shoal.runtime.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
+DIE_WITH_LAUNCHER = """
+from shoal.runtime.config import RunConfig
+from shoal.runtime.parent_death import die_with_launcher
+die_with_launcher(RunConfig.from_environment().launcher_pid)
+"""
 
 
 def python(script: str) -> list[str]:
@@ -40,11 +47,17 @@ class Screen:
             self.out += text
 
 
-def run(script: str, workers: int, env: dict[str, str] | None = None, **options: Any) -> Screen:
+def run(
+    script: str,
+    workers: int,
+    env: dict[str, str] | None = None,
+    on_progress: OnProgress | None = None,
+    **options: Any,
+) -> Screen:
     """Launch it with the repository on the path; what it printed."""
     screen = Screen()
-    base = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    launch(python(script), workers, env=base, write=screen, **options)
+    config = RunConfig.from_environment({**os.environ, "PYTHONPATH": str(ROOT), **(env or {})})
+    launch(LaunchSpec(python(script), workers, config, **options), screen, on_progress)
     return screen
 
 
@@ -91,8 +104,9 @@ def launcher(
     script: str, workers: int, rope: Rope, before: str = ""
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A launcher in a process of its own, to be hit with signals."""
-    main = "import sys; from shoal.launch.local import launch\n"
-    main += before + "launch(sys.argv[2:], int(sys.argv[1]))"
+    main = "import sys; from shoal.launch.local import LaunchSpec, launch\n"
+    main += "from shoal.runtime.config import RunConfig\n" + before
+    main += "launch(LaunchSpec(sys.argv[2:], int(sys.argv[1]), RunConfig.from_environment()))"
     process = subprocess.Popen(
         [sys.executable, "-c", main, str(workers), *python(HOLD + textwrap.dedent(script))],
         env={

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shoal.errors import BadInput
-from shoal.launch.environment import Placement, detect, shoal_environment
+from shoal.launch import environment
+from shoal.launch.environment import Placement
+from shoal.launch.process_config import worker_config
 from shoal.launch.slurm import first_host, tasks_on_node
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import RunDir
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -28,14 +34,19 @@ SHOAL = {
 }  # fmt: skip
 
 
-def test_nobody_launched_this_process() -> None:
+def detect(environ: dict[str, str]) -> Placement | None:
+    return environment.detect(RunConfig.from_environment(environ))
+
+
+def test_no_launcher_started_this_process() -> None:
     assert detect({}) is None
     assert detect({"RANK": "0", "HOME": "/root"}) is None  # RANK alone says nothing
 
 
 def test_what_is_written_is_read_back() -> None:
     placement = Placement("shoal", 1, 4, 1, 4, "file:///tmp/run/store")
-    assert detect(shoal_environment(placement)) == placement
+    config = worker_config(RunConfig(), RunDir(Path("/tmp/run")), rank=1, workers=4, servers=0)
+    assert detect(config.to_environment()) == placement
 
 
 def test_torchrun() -> None:
@@ -137,6 +148,8 @@ def test_who_was_started_last_wins() -> None:
         (OPENMPI, {"OMPI_COMM_WORLD_SIZE": "four"}, "OMPI_COMM_WORLD_SIZE is 'four'"),
         (OPENMPI, {"MASTER_ADDR": "node1"}, "MASTER_PORT is not set"),
         (SHOAL, {"SHOAL_RANK": "2"}, "SHOAL_RANK is 2"),
+        (SHOAL, {"SHOAL_RANK": "one"}, "SHOAL_RANK is 'one'"),
+        (SHOAL, {"SHOAL_SIZE": None}, "SHOAL_SIZE is not set"),
         (SHOAL, {"SHOAL_RENDEZVOUS": "/tmp/x"}, "SHOAL_RENDEZVOUS is '/tmp/x'"),
         (SLURM, {"SLURM_STEP_TASKS_PER_NODE": "4x2"}, "SLURM_STEP_TASKS_PER_NODE is '4x2'"),
         (SLURM, {"SLURM_NODEID": "3"}, "SLURM_NODEID=3"),

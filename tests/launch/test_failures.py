@@ -7,29 +7,32 @@ import pytest
 
 from shoal.errors import BadInput, PeerLost, StrategyError, WorkersFailed
 from shoal.launch.failures import (
-    Death,
-    Report,
-    as_error,
+    FailureReport,
+    ProcessFailure,
     first_failure,
-    read_report,
+    launch_error,
+    read_failure,
     report_failure,
 )
+from shoal.runtime.run_dir import RunDir
 
 MS = 1_000_000
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]"
 
 
-def reported(rank: int, at_ms: int, lost_peer: bool = False, exits_at_ms: int = 900) -> Death:
-    report = Report(at_ms * MS, 1, "", f"Traceback of {rank}\n", lost_peer)
-    return Death(rank, 1, exits_at_ms * MS, report)
+def reported(
+    rank: int, at_ms: int, lost_peer: bool = False, exits_at_ms: int = 900
+) -> ProcessFailure:
+    report = FailureReport(at_ms * MS, 1, "", f"Traceback of {rank}\n", lost_peer)
+    return ProcessFailure(rank, 1, exits_at_ms * MS, report)
 
 
-def ended(rank: int, at_ms: int, returncode: int, stderr: str = "") -> Death:
-    return Death(rank, returncode, at_ms * MS, None, stderr)
+def ended(rank: int, at_ms: int, returncode: int, stderr: str = "") -> ProcessFailure:
+    return ProcessFailure(rank, returncode, at_ms * MS, None, stderr)
 
 
 @pytest.mark.parametrize(
-    ("deaths", "first"),
+    ("failures", "first"),
     [
         # the time of the report counts, not that of the exit
         ([reported(0, 20, exits_at_ms=30), reported(1, 10, exits_at_ms=800)], 1),
@@ -51,9 +54,11 @@ def ended(rank: int, at_ms: int, returncode: int, stderr: str = "") -> Death:
         ([ended(1, 50, 1), ended(0, 50, 1)], 0),
     ],
 )
-def test_the_first_failure_is_the_earliest_that_is_no_echo(deaths: list[Death], first: int) -> None:
-    assert first_failure(deaths).rank == first
-    assert first_failure(list(reversed(deaths))).rank == first
+def test_the_first_failure_is_the_earliest_that_is_no_consequence(
+    failures: list[ProcessFailure], first: int
+) -> None:
+    assert first_failure(failures).rank == first
+    assert first_failure(list(reversed(failures))).rank == first
 
 
 def raised(error: BaseException) -> BaseException:
@@ -64,9 +69,9 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_a_report_is_written_as_a_whole_and_the_first_one_stays(tmp_path: Path) -> None:
-    report_failure(tmp_path, 2, raised(ValueError("boom")))
-    report_failure(tmp_path, 2, raised(KeyError("later")))
-    report = read_report(tmp_path, 2)
+    report_failure(RunDir(tmp_path), 2, raised(ValueError("boom")))
+    report_failure(RunDir(tmp_path), 2, raised(KeyError("later")))
+    report = read_failure(RunDir(tmp_path), 2)
     assert report is not None and report.exit_status == 1 and not report.sentence
     assert report.traceback.startswith("Traceback") and "ValueError: boom" in report.traceback
     assert [path.name for path in tmp_path.iterdir()] == ["failure-2.json"]
@@ -86,42 +91,42 @@ def test_a_report_is_written_as_a_whole_and_the_first_one_stays(tmp_path: Path) 
     ],
 )
 def test_echoes_are_known(tmp_path: Path, error: Exception, lost: bool) -> None:
-    report_failure(tmp_path, 0, raised(error))
-    report = read_report(tmp_path, 0)
+    report_failure(RunDir(tmp_path), 0, raised(error))
+    report = read_failure(RunDir(tmp_path), 0)
     assert report is not None and report.lost_peer is lost
 
 
 def test_an_error_raised_while_a_lost_peer_is_handled_is_an_echo(tmp_path: Path) -> None:
     error = ValueError("no gradient")
     error.__context__ = RuntimeError(GLOO)
-    report_failure(tmp_path, 0, error)
+    report_failure(RunDir(tmp_path), 0, error)
     ring = ValueError("ring")
     ring.__cause__ = ring
-    report_failure(tmp_path, 1, ring)
-    first = read_report(tmp_path, 0)
-    second = read_report(tmp_path, 1)
+    report_failure(RunDir(tmp_path), 1, ring)
+    first = read_failure(RunDir(tmp_path), 0)
+    second = read_failure(RunDir(tmp_path), 1)
     assert first is not None and first.lost_peer and second is not None and not second.lost_peer
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"time_ns": 1}', '{"time_ns": "x"}'])
 def test_a_damaged_report_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "failure-0.json").write_text(text)
-    assert read_report(tmp_path, 0) is None and read_report(tmp_path, 1) is None
+    assert read_failure(RunDir(tmp_path), 0) is None and read_failure(RunDir(tmp_path), 1) is None
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
-    report_failure(tmp_path / "gone", 0, ValueError("boom"))
+    report_failure(RunDir(tmp_path / "missing"), 0, ValueError("boom"))
 
 
 def test_a_mistake_of_the_user_has_no_traceback(tmp_path: Path) -> None:
-    report_failure(tmp_path, 0, raised(StrategyError("tp(3) does not divide 4 workers")))
-    error = as_error(Death(0, 2, 0, read_report(tmp_path, 0)))
+    report_failure(RunDir(tmp_path), 0, raised(StrategyError("tp(3) does not divide 4 workers")))
+    error = launch_error(ProcessFailure(0, 2, 0, read_failure(RunDir(tmp_path), 0)))
     assert type(error) is BadInput and str(error) == "tp(3) does not divide 4 workers"
 
 
 def test_texts() -> None:
-    def text(death: Death) -> tuple[int, str]:
-        error = as_error(death)
+    def text(failure: ProcessFailure) -> tuple[int, str]:
+        error = launch_error(failure)
         assert isinstance(error, WorkersFailed) and str(error) == error.report
         return error.exit_status, error.report
 

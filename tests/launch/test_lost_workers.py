@@ -13,19 +13,18 @@ import pytest
 
 from shoal.errors import BadInput, PeerLost, WorkersFailed
 from shoal.launch.failures import report_failure
-from shoal.launch.local import Ending, launch
+from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_workers import (
-    Loss,
-    Losses,
+    LossPolicy,
+    LostWorker,
     Tolerance,
-    note_meeting,
+    summarize_losses,
     tolerance_of,
-    who_finished,
 )
-from shoal.launch.processes import Exit
-from shoal.launch.report import account
-from shoal.launch.run_dir import leave_report, read_reports
-from shoal.runtime.gone import is_gone
+from shoal.launch.processes import ProcessExit
+from shoal.launch.report import run_report
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import parse
 from tests import forked
 from tests.launch.helpers import ROOT, Screen, python
@@ -34,26 +33,30 @@ QUORUM = Tolerance("ps(quorum=0.75)")
 IMPORT = (
     "from shoal.errors import BadInput, PeerLost\n"
     "from shoal.launch.failures import report_failure\n"
-    "from shoal.runtime.gone import is_gone\n"
-    "from shoal.launch.run_dir import leave_report\n"
+    "from pathlib import Path\n"
+    "from shoal.runtime.run_dir import RunDir\n"
+    "run_dir = RunDir(Path(run_dir))\n"
     "def fail(error, status=1): report_failure(run_dir, rank, error); sys.exit(status)\n"
-    "def wait_gone(other):\n"
-    "    while not is_gone(run_dir, other): time.sleep(0.005)\n"
+    "def wait_exited(other):\n"
+    "    while not run_dir.has_exited(other): time.sleep(0.005)\n"
 )
 
 
-def run(script: str, workers: int, tolerance: Tolerance | None = QUORUM) -> tuple[Ending, Screen]:
+def run(
+    script: str, workers: int, tolerance: Tolerance | None = QUORUM
+) -> tuple[RunResult, Screen]:
     screen = Screen()
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = python(IMPORT + textwrap.dedent(script))
-    return launch(command, workers, env=env, write=screen, tolerance=tolerance), screen
+    spec = LaunchSpec(command, workers, RunConfig.from_environment(env), tolerance=tolerance)
+    return launch(spec, screen), screen
 
 
 def test_the_others_go_on_when_one_is_killed_and_the_end_says_who_is_missing() -> None:
     script = """
         if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
-        wait_gone(1)
-        leave_report(run_dir, rank, {"rank": rank, "steps": 5 + rank})
+        wait_exited(1)
+        run_dir.write_report(rank, {"rank": rank, "steps": 5 + rank})
     """
     ending, screen = run(script, 3)
     assert [(loss.rank, loss.how) for loss in ending.lost] == [(1, "was killed by SIGKILL")]
@@ -74,7 +77,7 @@ def test_an_error_in_the_code_of_one_worker_ends_the_run_and_is_told_though_anot
 ):
     script = """
         if rank == 0: os.kill(os.getpid(), signal.SIGKILL)
-        wait_gone(0)
+        wait_exited(0)
         if rank == 1: fail(ValueError("the seventh seal"))
         time.sleep(60)
     """
@@ -91,7 +94,7 @@ def test_a_mistake_of_the_user_is_told_as_such() -> None:
 def test_when_all_are_lost_the_first_loss_is_told() -> None:
     script = """
         if rank == 1:
-            wait_gone(0)
+            wait_exited(0)
             fail(PeerLost(1, 0, "a push"))
         os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -112,9 +115,9 @@ class Told:
 
 def decide(tmp_path: Path, returncode: int, error: Exception | None, **options: Any) -> bool:
     if error is not None:
-        report_failure(tmp_path, 1, error)
-    losses = Losses(tmp_path, 3, Tolerance("hogwild", **options), Told())
-    return losses.take(Exit(1, returncode, 0))
+        report_failure(RunDir(tmp_path), 1, error)
+    policy = LossPolicy(RunDir(tmp_path), 3, Tolerance("hogwild", **options), Told())
+    return policy.survives(ProcessExit(1, returncode, 0))
 
 
 @pytest.mark.parametrize(
@@ -134,8 +137,9 @@ def test_what_counts_as_a_loss(
     tmp_path: Path, returncode: int, error: Exception | None, goes_on: bool
 ) -> None:
     assert decide(tmp_path, returncode, error) == goes_on
-    assert is_gone(tmp_path, 1) and not is_gone(tmp_path, 0)
-    note = json.loads((tmp_path / "gone-1.json").read_text())
+    run_dir = RunDir(tmp_path)
+    assert run_dir.has_exited(1) and not run_dir.has_exited(0)
+    note = json.loads(run_dir.exited(1).read_text())
     assert note["returncode"] == returncode
     assert note["signal"] == {-9: "SIGKILL", -11: "SIGSEGV"}.get(returncode)
 
@@ -165,7 +169,7 @@ def test_strategies_that_survive_losses(strategy: str, needed: tuple[int, ...]) 
 
 def test_a_loss_before_the_workers_have_met_ends_a_run_that_shares_memory(tmp_path: Path) -> None:
     assert not decide(tmp_path, -9, None, from_start=False)
-    note_meeting(tmp_path)
+    RunDir(tmp_path).mark_all_joined()
     assert decide(tmp_path, -9, None, from_start=False)
 
 
@@ -182,9 +186,12 @@ def test_strategies_that_do_not(strategy: str) -> None:
 
 
 def test_who_finished() -> None:
-    lost = [Loss(3, "was killed by SIGKILL", 1.0), Loss(1, "was killed by SIGKILL", 2.0)]
-    assert who_finished(lost, 4) == "finished by workers 0 and 2, without workers 1 and 3"
-    assert who_finished(lost[:1], 4) == "finished by workers 0, 1 and 2, without worker 3"
+    lost = [
+        LostWorker(3, "was killed by SIGKILL", 1.0),
+        LostWorker(1, "was killed by SIGKILL", 2.0),
+    ]
+    assert summarize_losses(lost, 4) == "finished by workers 0 and 2, without workers 1 and 3"
+    assert summarize_losses(lost[:1], 4) == "finished by workers 0, 1 and 2, without worker 3"
 
 
 # -------------------------------------------------------------------------- interactive ones
@@ -192,15 +199,16 @@ def test_who_finished() -> None:
 
 FORKED = """
 import os, signal, sys, time
-from shoal.launch.fork import fork
-from shoal.runtime.gone import is_gone
+from shoal.launch.fork import ForkSpec, fork
 from shoal.launch.lost_workers import Tolerance
+from shoal.runtime.config import RunConfig
 
-def body():
+def body(config):
     run_dir, rank = os.environ["SHOAL_RUN_DIR"], int(os.environ["SHOAL_RANK"])
+    assert str(config.run_dir.path) == run_dir and config.rank == rank
     assert os.stat(run_dir + "/secret").st_mode & 0o777 == 0o600
     if MODE == "kill" and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
-    while MODE == "kill" and not is_gone(run_dir, 1): time.sleep(0.005)
+    while MODE == "kill" and not config.run_dir.has_exited(1): time.sleep(0.005)
     while MODE != "kill" and not os.path.exists(run_dir + "/ready"): time.sleep(0.005)
     if MODE == "dead server": time.sleep(60)
 
@@ -211,8 +219,8 @@ sys.exit("no room left") if os.environ["MODE"] == "dead server" else time.sleep(
 '''
 MODE = sys.argv[1]
 os.environ["MODE"] = MODE
-fork(body, 3, {}, servers=int(MODE != "kill"), server_command=[sys.executable, "-c", SERVER],
-     tolerance=Tolerance("hogwild"))
+fork(ForkSpec(body, 3, RunConfig.from_environment(), int(MODE != "kill"),
+              [sys.executable, "-c", SERVER], Tolerance("hogwild")))
 """
 
 
@@ -236,24 +244,25 @@ def test_forked_workers(mode: str, status: int, says: str) -> None:
     assert says in done.stderr
 
 
-# ------------------------------------------------------------------------------ the account
+# ------------------------------------------------------------------------------ the report
 
 
 def test_reports_by_rank_and_none_for_what_cannot_be_read(tmp_path: Path) -> None:
-    leave_report(tmp_path, 0, {"steps": 3})
+    run_dir = RunDir(tmp_path)
+    run_dir.write_report(0, {"steps": 3})
     (tmp_path / "report-1.json").write_text("[1, 2")
     (tmp_path / "report-2.json").write_text("[1, 2]")
-    assert read_reports(tmp_path, 4) == [{"steps": 3}, None, None, None]
+    assert run_dir.read_reports(4) == [{"steps": 3}, None, None, None]
 
 
-def test_the_account_of_a_run() -> None:
+def test_the_report_of_a_run() -> None:
     reports: tuple[dict[str, Any] | None, ...] = (
         {"rank": 0, "steps": 8, "samples_per_s": 10.0},
         None,
         {"rank": 2, "steps": 9, "samples_per_s": 2.5},
     )
-    ending = Ending(4.0, (Loss(1, "was killed by SIGKILL", 1.5),), reports)
-    assert account("ps(quorum=0.5)", 3, ending) == {
+    result = RunResult(4.0, (LostWorker(1, "was killed by SIGKILL", 1.5),), reports)
+    assert run_report("ps(quorum=0.5)", 3, result) == {
         "strategy": "ps(quorum=0.5)",
         "workers": 3,
         "steps": 9,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from shoal.launch.output import Lines, Pump, Records, print_lines
+from shoal.launch.output import LineForwarder, OutputPump, ProgressReader, print_lines
 from tests.launch.helpers import Screen
 
 
 def test_lines_are_whole_and_prefixed() -> None:
     screen = Screen()
-    lines = Lines(screen, "[1] ", False)
+    lines = LineForwarder(screen, "[1] ", False)
     for data in (b"one\ntw", b"o\n\nthr", b"ee"):
         lines.feed(data)
     assert screen.out == "[1] one\n[1] two\n[1] \n"
@@ -23,7 +23,7 @@ def test_lines_are_whole_and_prefixed() -> None:
 
 def test_a_character_cut_in_two_and_bytes_that_are_no_text() -> None:
     screen = Screen()
-    lines = Lines(screen, "", True)
+    lines = LineForwarder(screen, "", True)
     lines.feed("é".encode()[:1])
     lines.feed("é".encode()[1:] + b" \xff\xfe\x00\n")
     assert screen.err == "é \\xff\\xfe\x00\n"
@@ -31,14 +31,14 @@ def test_a_character_cut_in_two_and_bytes_that_are_no_text() -> None:
 
 def test_an_endless_line_is_passed_on_in_pieces() -> None:
     screen = Screen()
-    lines = Lines(screen, "", False)
+    lines = LineForwarder(screen, "", False)
     for _ in range(40):
         lines.feed(b"x" * 65536)
     assert len(screen.out) > 2**20
 
 
 def test_the_tail_is_the_last_100_lines() -> None:
-    lines = Lines(Screen(), "", True)
+    lines = LineForwarder(Screen(), "", True)
     for number in range(250):
         lines.feed(b"%d\n" % number)
     lines.feed(b"".join(b"%d\n" % number for number in range(250, 400)))
@@ -47,7 +47,7 @@ def test_the_tail_is_the_last_100_lines() -> None:
 
 def test_records_that_are_no_objects_are_ignored() -> None:
     records: list[dict[str, Any]] = []
-    sink = Records(records.append)
+    sink = ProgressReader(records.append)
     sink.feed(b'{"step": 1}\nnot json\n[1]\n\n\xff\n' + b"[" * 60000 + b"\n" + b'{"step"')
     sink.feed(b': 2}\n{"a": "' + b"x" * 65536)
     sink.feed(b"x" * 70000 + b'"}\n{"step": 3}\n' + b'{"b": "' + b"x" * 65536 + b'"}\n{"step": 4')
@@ -69,8 +69,8 @@ def test_the_pump_goes_on_reading_when_nobody_takes_it() -> None:
         raise OSError("no space")
 
     read, write = os.pipe()
-    with Pump(errors.append) as pump:
-        pump.add(read, Lines(refuse, "", False))
+    with OutputPump(errors.append) as pump:
+        pump.add(read, LineForwarder(refuse, "", False))
         pump.start()
         for _ in range(10):
             os.write(write, b"x" * 65535 + b"\n")
@@ -82,8 +82,8 @@ def test_the_pump_goes_on_reading_when_nobody_takes_it() -> None:
 def test_the_pump_ends_with_what_is_there_while_a_pipe_is_still_held(start: bool) -> None:
     screen = Screen()
     read, write = os.pipe()
-    with Pump(lambda error: None) as pump:
-        pump.add(read, Lines(screen, "", False))
+    with OutputPump(lambda error: None) as pump:
+        pump.add(read, LineForwarder(screen, "", False))
         if start:
             pump.start()
         os.write(write, b"a\nb")

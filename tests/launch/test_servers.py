@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.errors import ServerFailed, WorkersFailed
-from shoal.launch.run_dir import run_directory
-from tests.launch.helpers import HOLD, Rope, Screen, launcher, run
+from shoal.runtime.run_dir import new_run_dir
+from tests.launch.helpers import DIE_WITH_LAUNCHER, HOLD, Rope, Screen, launcher, run
 
 HEAD = """
 import os, signal, sys, time
@@ -57,11 +56,9 @@ def test_servers_are_told_who_they_are_and_end_after_the_workers() -> None:
 
 def test_a_server_that_ignores_sigterm_is_killed(rope: Rope) -> None:
     script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HOLD + READY + "time.sleep(60)\n"
-    began = time.monotonic()
     run_with(1, script, WAIT_FOR_SERVERS, env={"ROPE": str(rope.path)})
     rope.wait_held(1)
     rope.wait_released()
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(
@@ -80,9 +77,11 @@ def test_a_server_that_dies_fails_the_run_and_is_named(end: str, says: str) -> N
 def test_a_dead_server_wins_over_the_workers_that_lost_it() -> None:
     worker = """
         from shoal.errors import PeerLost
+        from pathlib import Path
         from shoal.launch.failures import report_failure
+        from shoal.runtime.run_dir import RunDir
         while not os.path.exists(run_dir + "/ready-0"): time.sleep(0.005)
-        report_failure(run_dir, rank, PeerLost(rank, None, "a pull"))
+        report_failure(RunDir(Path(run_dir)), rank, PeerLost(rank, None, "a pull"))
         sys.exit(1)
     """
     with pytest.raises(ServerFailed, match=r"^server 0 was killed by SIGKILL while workers"):
@@ -102,28 +101,25 @@ def test_a_server_that_ends_well_before_the_workers_is_no_failure() -> None:
     run_with(1, READY, WAIT_FOR_SERVERS + "print('done')")
 
 
-def test_servers_die_with_their_launcher(rope: Rope, tmp_path: Path) -> None:
-    script = "from shoal.launch.worker import die_with_launcher; die_with_launcher()\n"
-    script = HEAD + script + HOLD + "time.sleep(60)"
-    before = (
+def with_servers(servers: int, script: str) -> str:
+    """Code that makes a launcher start servers, too."""
+    command = f"[sys.executable, '-c', {script!r}]"
+    return (
         "import functools\n"
-        "launch = functools.partial(launch, servers=1, "
-        f"server_command=[sys.executable, '-c', {script!r}])\n"
+        f"LaunchSpec = functools.partial(LaunchSpec, servers={servers}, server_command={command})\n"
     )
-    worker = "from shoal.launch.worker import die_with_launcher; die_with_launcher()\n"
-    with launcher(worker + "time.sleep(60)", 1, rope, before) as process:
+
+
+def test_servers_die_with_their_launcher(rope: Rope, tmp_path: Path) -> None:
+    before = with_servers(1, HEAD + DIE_WITH_LAUNCHER + HOLD + "time.sleep(60)")
+    with launcher(DIE_WITH_LAUNCHER + "time.sleep(60)", 1, rope, before) as process:
         rope.wait_held(2)
         process.kill()
         rope.wait_released()
 
 
-def test_servers_in_an_interrupted_run_are_gone(rope: Rope, tmp_path: Path) -> None:
-    script = HEAD + HOLD + "time.sleep(60)"
-    before = (
-        "import functools\n"
-        "launch = functools.partial(launch, servers=2, "
-        f"server_command=[sys.executable, '-c', {script!r}])\n"
-    )
+def test_servers_of_an_interrupted_run_end(rope: Rope, tmp_path: Path) -> None:
+    before = with_servers(2, HEAD + HOLD + "time.sleep(60)")
     with launcher("time.sleep(60)", 1, rope, before) as process:
         rope.wait_held(3)
         process.terminate()
@@ -133,7 +129,7 @@ def test_servers_in_an_interrupted_run_are_gone(rope: Rope, tmp_path: Path) -> N
 # ------------------------------------------------------------------------------- the secret
 
 
-def test_all_processes_of_a_run_read_one_secret_that_nobody_else_can() -> None:
+def test_all_processes_of_a_run_read_one_secret_that_other_users_cannot() -> None:
     read = "open(run_dir + '/secret').read(), oct(os.stat(run_dir + '/secret').st_mode)"
     screen = run_with(
         1, f"print({read}, flush=True)\n" + READY, WAIT_FOR_SERVERS + f"print({read})"
@@ -145,8 +141,8 @@ def test_all_processes_of_a_run_read_one_secret_that_nobody_else_can() -> None:
 
 
 def test_every_run_has_a_secret_of_its_own() -> None:
-    with run_directory() as one, run_directory() as other:
-        assert (one / "secret").read_text() != (other / "secret").read_text()
+    with new_run_dir() as one, new_run_dir() as other:
+        assert one.read_secret() != other.read_secret()
 
 
 def test_a_secret_that_is_there_already_is_not_used(
@@ -154,7 +150,7 @@ def test_a_secret_that_is_there_already_is_not_used(
 ) -> None:
     (tmp_path / "secret").write_text("known to somebody")
     monkeypatch.setattr("tempfile.mkdtemp", lambda prefix: str(tmp_path))
-    with pytest.raises(FileExistsError), run_directory():
+    with pytest.raises(FileExistsError), new_run_dir():
         raise AssertionError("it was used")
 
 

@@ -1,36 +1,14 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 
-from shoal.launch.worker import open_progress
-from tests.launch.helpers import ROOT
+from tests.launch.helpers import DIE_WITH_LAUNCHER, ROOT
 
 
-def test_nobody_listens_to_progress() -> None:
-    assert open_progress({}) is None
-
-
-def test_progress_is_a_json_line_and_never_waits() -> None:
-    read, write = os.pipe()
-    send = open_progress({"SHOAL_PROGRESS_FD": str(write)})
-    assert send is not None
-    send({"step": 1, "metrics": {"loss": 0.5}})
-    assert json.loads(os.read(read, 1000)) == {"step": 1, "metrics": {"loss": 0.5}}
-    for step in range(50):
-        send({"step": step, "pad": "x" * 5000})  # more than a pipe holds
-    torn = os.read(read, 2**20)
-    send({"step": 99})
-    assert json.loads((torn + os.read(read, 1000)).splitlines()[-1]) == {"step": 99}
-    os.close(read)
-    send({"step": 100})
-    os.close(write)
-
-
-def test_a_worker_whose_launcher_is_gone_ends() -> None:
-    script = "from shoal.launch.worker import die_with_launcher; die_with_launcher(); print('on')"
+def test_a_worker_whose_launcher_has_exited_ends() -> None:
+    script = f"{DIE_WITH_LAUNCHER}print('on')"
     base = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL")}
     for session, launcher, output in (
         (True, "1", b""),  # a worker that was adopted
@@ -49,7 +27,13 @@ def test_a_worker_whose_launcher_is_gone_ends() -> None:
 
 
 def test_the_launcher_does_not_load_torch() -> None:
-    names = "environment failures local output rendezvous slurm processes supervisor worker"
+    names = "environment failures fork local lost_workers output process_config processes "
+    names += "rendezvous report slurm supervisor"
     script = f"import sys\nfor n in {names.split()}: __import__('shoal.launch.' + n)\n"
     script += "assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_a_server_waits_for_nothing_before_it_can_die_with_its_launcher() -> None:
+    script = "import sys, shoal.server.main; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 from typing import Any
 
 import pytest
 
 from shoal.observe import progress
-from shoal.observe.progress import Bar, Lines, Remote, Silent, clock, details, for_worker, line
+from shoal.observe.progress import (
+    ProgressBar,
+    ProgressLines,
+    ProgressSender,
+    SilentProgress,
+    clock,
+    details,
+    for_worker,
+    line,
+    open_progress,
+)
 
 
 class Clock:
@@ -27,7 +39,7 @@ def time_s(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def steps_shown(total: int | None, until: int) -> list[int]:
-    lines = Lines(io.StringIO())
+    lines = ProgressLines(io.StringIO())
     shown = []
     for step in range(1, until + 1):
         if lines.due(step, total):
@@ -58,7 +70,7 @@ def test_without_a_total_there_is_a_line_every_50_steps() -> None:
 
 
 def test_nobody_waits_for_a_line_longer_than_half_a_minute(time_s: Clock) -> None:
-    lines = Lines(io.StringIO())
+    lines = ProgressLines(io.StringIO())
     assert not lines.due(3, 1000)
     time_s.now_s += 31
     assert lines.due(4, 1000)
@@ -68,12 +80,12 @@ def test_nobody_waits_for_a_line_longer_than_half_a_minute(time_s: Clock) -> Non
 
 def test_a_line_goes_to_the_given_place() -> None:
     out = io.StringIO()
-    Lines(out).show({"step": 3, "total": 10, "metrics": {"loss": 0.5}})
+    ProgressLines(out).show({"step": 3, "total": 10, "metrics": {"loss": 0.5}})
     assert out.getvalue() == "step 3/10  loss 0.5\n"
 
 
 def test_lines_go_to_standard_output_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    Lines().show({"step": 3, "total": None, "metrics": {}})
+    ProgressLines().show({"step": 3, "total": None, "metrics": {}})
     assert capsys.readouterr().out == "step 3  \n"
 
 
@@ -112,7 +124,7 @@ def test_the_clock_shows_hours_only_if_there_are_any(seconds: float, text: str) 
 
 def test_records_for_the_launcher_come_ten_times_a_second_and_at_the_end(time_s: Clock) -> None:
     sent: list[Any] = []
-    remote = Remote(sent.append)
+    remote = ProgressSender(sent.append)
     assert remote.due(1, 100)
     remote.show({"step": 1})
     assert not remote.due(2, 100)
@@ -126,11 +138,11 @@ def test_records_for_the_launcher_come_ten_times_a_second_and_at_the_end(time_s:
 
 def test_only_rank_0_shows_anything() -> None:
     sent: list[Any] = []
-    assert isinstance(for_worker(0, 8, sent.append), Remote)
-    assert isinstance(for_worker(0, 8, None), Lines)
+    assert isinstance(for_worker(0, 8, sent.append), ProgressSender)
+    assert isinstance(for_worker(0, 8, None), ProgressLines)
     for rank in (1, 7):
         silent = for_worker(rank, 8, sent.append)
-        assert isinstance(silent, Silent)
+        assert isinstance(silent, SilentProgress)
         assert not silent.due(1, 1)
         silent.show({"step": 1})
         silent.close()
@@ -145,7 +157,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("terminal")
 def test_a_terminal_gets_a_bar_that_is_taken_down() -> None:
     bar = for_worker(0, 1, None)
-    assert isinstance(bar, Bar)
+    assert isinstance(bar, ProgressBar)
     assert bar.due(1, 10)
     bar.show({"step": 1, "total": 10, "metrics": {"loss": 0.5}})
     bar.print("a line above [the] bar")
@@ -161,4 +173,24 @@ def test_a_bar_that_has_shown_nothing_can_be_closed() -> None:
 
 @pytest.mark.usefixtures("terminal")
 def test_a_bar_is_for_a_worker_that_has_the_terminal_for_itself() -> None:
-    assert isinstance(for_worker(0, 2, None), Lines)
+    assert isinstance(for_worker(0, 2, None), ProgressLines)
+
+
+def test_without_a_pipe_no_progress_is_sent() -> None:
+    assert open_progress(None) is None
+
+
+def test_progress_is_a_json_line_and_never_waits() -> None:
+    read, write = os.pipe()
+    send = open_progress(write)
+    assert send is not None
+    send({"step": 1, "metrics": {"loss": 0.5}})
+    assert json.loads(os.read(read, 1000)) == {"step": 1, "metrics": {"loss": 0.5}}
+    for step in range(50):
+        send({"step": step, "pad": "x" * 5000})  # more than a pipe holds
+    torn = os.read(read, 2**20)
+    send({"step": 99})
+    assert json.loads((torn + os.read(read, 1000)).splitlines()[-1]) == {"step": 99}
+    os.close(read)
+    send({"step": 100})
+    os.close(write)

@@ -6,19 +6,22 @@ import time
 import pytest
 
 from shoal.errors import BadInput
-from shoal.runtime.faults import Faults, busy_s, fault_variables, faults_of, read_kill, read_slow
+from shoal.runtime.config import RunConfig
+from shoal.runtime.faults import Faults, busy_s, check_faults, faults_of, read_kill, read_slow
 
 
 def test_what_the_command_line_says_is_what_a_worker_reads() -> None:
-    env = fault_variables(["1:4x", "3:2.5x"], ["3@50"], 4)
+    config = RunConfig(slow=("1:4x", "3:2.5x"), kill=("3@50",))
+    check_faults(config, 4)
+    env = config.to_environment()
     assert env == {"SHOAL_SLOW": "1:4x,3:2.5x", "SHOAL_KILL": "3@50"}
-    found = [faults_of(env, rank, 4) for rank in range(4)]
-    assert found == [None, Faults(4.0), None, Faults(2.5, 50)]
+    faults = [faults_of(RunConfig.from_environment(env), rank, 4) for rank in range(4)]
+    assert faults == [None, Faults(4.0), None, Faults(2.5, 50)]
 
 
 def test_without_faults_there_is_nothing() -> None:
-    assert fault_variables([], [], 4) == {}
-    assert faults_of({}, 0, 4) is None
+    assert RunConfig().to_environment() == {}
+    assert faults_of(RunConfig(), 0, 4) is None
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.replica.flat_params import FlatParams
+from shoal.runtime.run_dir import new_secret
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.server.protocol.handshake import fresh_secret
 from shoal.server.protocol.messages import Commit
 from shoal.server.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
 
-SECRET = fresh_secret()
+SECRET = new_secret()
 MODEL = 7
 
 

@@ -26,7 +26,7 @@ WHERE = "aab"  # the host of each rank
 def identity(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """`identity.host` is the host of a thread."""
     here = threading.local()
-    monkeypatch.setattr(finding, "host_id", lambda: here.host.encode())
+    monkeypatch.setattr(finding, "host_id", lambda override: here.host.encode())
     monkeypatch.setenv("SHOAL_HOST", "127.0.0.1")
     monkeypatch.delenv("SHOAL_RUN_DIR", raising=False)
     return here

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from shoal.embedding.spec import RowOptimizer, TableSpec
+from shoal.runtime.run_dir import new_secret
 from shoal.server import shared_memory as segment
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
@@ -34,7 +35,6 @@ from shoal.server.protocol.handshake import (
     AuthenticationError,
     authenticate,
     fresh_nonce,
-    fresh_secret,
     proof,
 )
 from shoal.server.protocol.messages import (
@@ -127,7 +127,7 @@ def test_a_wrong_secret_is_refused() -> None:
         victim() as (server, _),
         pytest.raises(AuthenticationError, match="does not prove the secret"),
     ):
-        client_of([server], 1, ASYNC, secret=fresh_secret())
+        client_of([server], 1, ASYNC, secret=new_secret())
 
 
 def test_a_server_without_the_secret_is_refused() -> None:

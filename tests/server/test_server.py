@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal.errors import BadInput, PeerLost, ShoalError
+from shoal.runtime.config import TlsConfig
 from shoal.server.consistency import Rule
 from shoal.server.protocol.connection import Listener, connect
 from shoal.server.protocol.messages import Commit
@@ -222,7 +223,7 @@ def test_workers_that_describe_the_model_differently_are_told() -> None:
 
 def test_a_listener_beyond_loopback_asks_for_tls_or_a_word() -> None:
     with pytest.raises(BadInput, match="SHOAL_TRUSTED_NETWORK=1"):
-        Listener("tcp:0.0.0.0:0", {})
-    Listener("tcp:0.0.0.0:0", {"SHOAL_TRUSTED_NETWORK": "1"}).close()
+        Listener("tcp:0.0.0.0:0", TlsConfig())
+    Listener("tcp:0.0.0.0:0", TlsConfig(trusted_network=True)).close()
     with pytest.raises(BadInput, match=r"unix:PATH or tcp:HOST:PORT"):
         connect("tcp:nowhere")

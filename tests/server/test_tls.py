@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal.errors import BadInput, ShoalError
+from shoal.runtime.config import TlsConfig
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.protocol.connection import Listener, connect
@@ -20,7 +21,7 @@ from tests.server.helpers import SECRET, client_of, fill, weights
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="there is no openssl to make certificates with"
 )
-PLAIN: dict[str, str] = {}
+PLAIN = TlsConfig()
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:
@@ -95,7 +96,7 @@ def test_tls_lets_a_listener_go_beyond_loopback(secured: Path) -> None:
         Listener("tcp:0.0.0.0:0", PLAIN)
     Listener("tcp:0.0.0.0:0").close()
     with pytest.raises(BadInput, match=r"SHOAL_TLS_CERT .*nowhere"):
-        Listener("tcp:0.0.0.0:0", {"SHOAL_TLS_CERT": "/nowhere.pem"})
+        Listener("tcp:0.0.0.0:0", TlsConfig(certificate="/nowhere.pem"))
 
 
 def test_a_worker_does_not_speak_in_the_clear_beyond_loopback() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput, NotBuilt, StrategyError
-from shoal.observe.progress import Lines
+from shoal.observe.progress import ProgressLines
 from shoal.runtime.faults import Faults
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -187,7 +187,7 @@ def test_log_and_print_show_on_rank_0_only(
     out = io.StringIO()
 
     def body(group: Group) -> None:
-        job = job_of(group, progress=Lines(out) if group.rank == 0 else None)
+        job = job_of(group, progress=ProgressLines(out) if group.rank == 0 else None)
         step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
         for batch in job.batches(samples(20), 10):
             job.log(loss=step(batch))

@@ -23,7 +23,8 @@ from shoal.comm.call import Call
 from shoal.comm.elastic import FIRST_LOOK_S, LONGEST_LOOK_S
 from shoal.comm.executor import Executor
 from shoal.errors import Desync
-from shoal.runtime.backoff import Pauses
+from shoal.runtime.backoff import Backoff
+from shoal.runtime.run_dir import write_atomically
 from shoal.transport.threads import DoneWork
 from shoal.transport.transport import Work
 
@@ -86,7 +87,7 @@ class Deferred(Executor):
         order = [root, *(r for r in range(self.size) if r != root)]
         before = order[: order.index(self.rank)]
         path = self._path("given")
-        pause = Pauses(FIRST_LOOK_S, LONGEST_LOOK_S)
+        pause = Backoff(FIRST_LOOK_S, LONGEST_LOOK_S)
         while True:
             is_writer = all(self._has_exited(r) for r in before)  # first: then the file is final
             if path.exists():
@@ -99,9 +100,7 @@ class Deferred(Executor):
         self._remove_if_last(path)
 
     def _write(self, path: Path, data: Tensor) -> None:
-        unfinished = path.with_suffix(".part")
-        unfinished.write_bytes(_memory(data.detach().cpu().contiguous()))
-        os.replace(unfinished, path)
+        write_atomically(path, _memory(data.detach().cpu().contiguous()))
 
     def _read(self, path: Path, data: Tensor) -> None:
         received = torch.empty_like(data, device="cpu", memory_format=torch.contiguous_format)

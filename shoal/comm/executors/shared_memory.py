@@ -268,7 +268,13 @@ class SharedMemory(Executor):
             everything = all_gather_bytes(group, said)
             return [everything[rank] for rank in ranks]
 
-        segment = join(exchange, ranks.index(self.rank), len(ranks), self.segment.timeout_s)
+        segment = join(
+            exchange,
+            ranks.index(self.rank),
+            len(ranks),
+            self.segment.timeout_s,
+            run_dir=self.segment.run_dir,
+        )
         if segment is None:
             raise BadInput("there is no memory left for another group of these ranks")
         child = SharedMemory(segment)

@@ -27,10 +27,11 @@ from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.hierarchical.point_to_point import reserved_tag
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.group import Group
-from shoal.comm.select import share_memory
+from shoal.comm.select import HostSpec, share_memory
 from shoal.comm.torch_backend.sparse import add_sparse
 from shoal.comm.work_queue import QueuedWork
 from shoal.errors import BadInput, PeerLost
+from shoal.runtime.config import RunConfig
 from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.transport import Work
 
@@ -41,7 +42,10 @@ Tensors = Sequence[Tensor]
 
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """What torch calls for `init_process_group("shoal")` and `new_group`, on every member."""
-    executor = share_memory(PrefixStore("shoal", store), rank, size, timeout.total_seconds())
+    config = RunConfig.from_environment()  # torch starts this: nothing of Shoal ran before
+    host = HostSpec(config.host_id, config.run_dir)
+    store_of_shoal = PrefixStore("shoal", store)
+    executor = share_memory(store_of_shoal, rank, size, timeout.total_seconds(), host)
     if executor is not None:
         return ShoalProcessGroup(executor, store)
     return dist.ProcessGroupGloo(store, rank, size, timeout)

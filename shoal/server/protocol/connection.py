@@ -16,10 +16,10 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 
 from shoal.errors import BadInput
+from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.server.protocol.frames import HEADER_BYTES, Header, Refused, pack, unpack, verify
 
 CONNECT_S = 30.0
@@ -159,10 +159,9 @@ class Connection:
                 views[0] = views[0][sent:]
 
 
-def connect(
-    address: str, environ: Mapping[str, str] = os.environ, timeout_s: float = CONNECT_S
-) -> Connection:
+def connect(address: str, tls: TlsConfig | None = None, timeout_s: float = CONNECT_S) -> Connection:
     """To a server; waits for one that is still starting is the caller's business."""
+    tls = tls or RunConfig.from_environment().tls
     kind, _, place = address.partition(":")
     if kind == "unix":
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -174,9 +173,9 @@ def connect(
             raise
     else:
         host, port = _host_and_port(address)
-        authority = environ.get("SHOAL_TLS_CA")
+        authority = tls.authority
         if not authority and not is_loopback(host):
-            _ask_for_trust(host, environ)
+            _check_trusted(host, tls)
         sock = socket.create_connection((host, port), timeout_s)
         tune(sock)
         if authority:
@@ -210,7 +209,8 @@ def _secured(sock: socket.socket, host: str, address: str, authority: str) -> ss
 class Listener:
     """Where connections arrive. `accept` returns None once it is closed."""
 
-    def __init__(self, address: str, environ: Mapping[str, str] = os.environ):
+    def __init__(self, address: str, tls: TlsConfig | None = None):
+        tls = tls or RunConfig.from_environment().tls
         kind, _, place = address.partition(":")
         self._path: str | None = None
         self._tls: ssl.SSLContext | None = None
@@ -222,9 +222,9 @@ class Listener:
             self.address = address
         elif kind == "tcp":
             host, port = _host_and_port(address)
-            self._tls = _server_context(environ)
+            self._tls = _server_context(tls)
             if self._tls is None and not is_loopback(host):
-                _ask_for_trust(host, environ)
+                _check_trusted(host, tls)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._sock = socket.socket(family, socket.SOCK_STREAM)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -294,22 +294,21 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _server_context(environ: Mapping[str, str]) -> ssl.SSLContext | None:
-    certificate = environ.get("SHOAL_TLS_CERT")
-    key = environ.get("SHOAL_TLS_KEY")
+def _server_context(tls: TlsConfig) -> ssl.SSLContext | None:
+    certificate = tls.certificate
     if not certificate:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, tls.key)
     except (OSError, ssl.SSLError) as error:
         raise BadInput(f"SHOAL_TLS_CERT {certificate}: {error}") from error
     return context
 
 
-def _ask_for_trust(host: str, environ: Mapping[str, str]) -> None:
-    if environ.get("SHOAL_TRUSTED_NETWORK") != "1":
+def _check_trusted(host: str, tls: TlsConfig) -> None:
+    if not tls.trusted_network:
         raise BadInput(
             f"weights and gradients would cross the network to or from {host} in the clear: give "
             "SHOAL_TLS_CERT, SHOAL_TLS_KEY and SHOAL_TLS_CA, or set SHOAL_TRUSTED_NETWORK=1 where "

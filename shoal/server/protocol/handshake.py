@@ -5,20 +5,16 @@
     server -> worker   WELCOME    HMAC over the same, with the server's name for it
 
 Nonces are fresh, so a recorded handshake cannot be replayed. The secret itself never travels:
-the launcher makes it and hands it over in a file of mode 0600, or in the environment.
+it is in the run directory (`RunDir.read_secret`), or in the environment.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
-import stat
-from collections.abc import Mapping
-from pathlib import Path
 
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import ShoalError
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode, pack
 from shoal.server.protocol.messages import (
@@ -32,9 +28,7 @@ from shoal.server.protocol.messages import (
 
 HANDSHAKE_S = 5.0
 RECONNECT_S = 3.0  # a worker whose TCP connection broke is lost after so long
-SECRET_BYTES = 32
 NONCE_BYTES = 32
-SECRET_FILE = "secret"
 _MAX_WELCOME_BYTES = 8192
 
 
@@ -102,39 +96,3 @@ def proof(secret: bytes, side: str, *claims: bytes) -> bytes:
 
 def is_proof(given: bytes, secret: bytes, side: str, *claims: bytes) -> bool:
     return hmac.compare_digest(given, proof(secret, side, *claims))
-
-
-# ---------------------------------------------------------------------- the secret and its file
-
-
-def fresh_secret() -> bytes:
-    return secrets.token_bytes(SECRET_BYTES)
-
-
-def read_secret(environ: Mapping[str, str]) -> bytes | None:
-    """The secret of this run, from its directory or the environment; None where there is none."""
-    folder = environ.get("SHOAL_RUN_DIR")
-    file = Path(folder, SECRET_FILE) if folder else None
-    if file is not None and file.is_file():
-        if stat.S_IMODE(file.stat().st_mode) & 0o077:
-            raise BadInput(f"{file} holds the run's secret and others may read it: chmod 600 it")
-        return _checked(file.read_text().strip(), str(file))
-    text = environ.get("SHOAL_SECRET")
-    return _checked(text, "SHOAL_SECRET") if text else None
-
-
-def write_secret(folder: Path, secret: bytes) -> None:
-    """Write the secret so that only this user can read it."""
-    handle = os.open(folder / SECRET_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(secret.hex())
-
-
-def _checked(text: str, source: str) -> bytes:
-    try:
-        secret = bytes.fromhex(text)
-    except ValueError:
-        secret = b""
-    if len(secret) < 16:
-        raise BadInput(f"{source} has to hold a secret of at least 32 hexadecimal digits")
-    return secret

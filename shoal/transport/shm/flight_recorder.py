@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
+
+from shoal.runtime.run_dir import RunDir
 
 KINDS = (
     "barrier",
@@ -76,12 +76,11 @@ def table(recorder: FlightRecorder, now_ns: int, limit: int) -> str:
     return "\n".join(lines)
 
 
-def dump(recorder: FlightRecorder, reason: str) -> None:
-    """Write the operations before a failure beside the run's reports, or in short to stderr."""
-    folder = os.environ.get("SHOAL_RUN_DIR")
+def dump(recorder: FlightRecorder, reason: str, run_dir: RunDir | None) -> None:
+    """Write the operations before a failure to the run directory, or in short to stderr."""
     now_ns = time.monotonic_ns()
-    if folder and Path(folder).is_dir():
+    if run_dir is not None and run_dir.path.is_dir():
         text = f"{reason}\n{table(recorder, now_ns, 64)}\n"
-        (Path(folder) / f"operations-{recorder.rank}.txt").write_text(text)
+        run_dir.operations(recorder.rank).write_text(text)
     else:
         print(f"shoal: {reason}\n{table(recorder, now_ns, 3)}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import copy
 import os
 
 from shoal.errors import Desync, PeerLost, ShoalError
+from shoal.runtime.run_dir import RunDir
 from shoal.transport.shm import memfd
 from shoal.transport.shm.flight_recorder import RecordedCall, dump
 from shoal.transport.shm.memfd import Exchange, Offer
@@ -23,13 +24,21 @@ FINE, LOST, DESYNC, LATE, INTERRUPTED, WRONG_SIZE, CLOSED = range(7)
 class Segment:
     """One rank's view of the shared memory of a group."""
 
-    def __init__(self, handle: object, rank: int, size: int, timeout_s: float):
+    def __init__(
+        self,
+        handle: object,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        run_dir: RunDir | None = None,
+    ):
         self.handle = handle
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
         self.timeout_ns = int(timeout_s * 1e9)
         self.closed = False
+        self.run_dir = run_dir
         self._dumped: list[str] = []  # shared by copies, so that one failure is dumped once
 
     def check(self, outcome: int, doing: str = "") -> None:
@@ -39,7 +48,7 @@ class Segment:
         error = self._error(outcome, doing)
         if not self._dumped and outcome != CLOSED:
             self._dumped.append(str(error))
-            dump(self, str(error))
+            dump(self, str(error), self.run_dir)
         raise error
 
     def within(self, timeout_s: float) -> Segment:
@@ -116,6 +125,7 @@ def join(
     size: int,
     timeout_s: float = 1800.0,
     slot_bytes: int = SLOT_BYTES,
+    run_dir: RunDir | None = None,
 ) -> Segment | None:
     """Share memory with the other ranks; None on all of them if one of them cannot.
 
@@ -131,7 +141,7 @@ def join(
     if handle is None:
         return None
     _shm.watch(handle)
-    return Segment(handle, rank, size, timeout_s)
+    return Segment(handle, rank, size, timeout_s, run_dir)
 
 
 def _create(size: int, slot_bytes: int, generation: int) -> int:

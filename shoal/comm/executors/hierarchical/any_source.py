@@ -25,7 +25,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import as_shoal_error
 from shoal.comm.staging import FlatTensor, on_host
 from shoal.errors import PeerLost, ShoalError
-from shoal.runtime.backoff import Pauses
+from shoal.runtime.backoff import Backoff
 from shoal.transport.shm.messages import ANY_SOURCE, ShmTransport
 
 _FIRST_PAUSE_S = 0.00002
@@ -112,7 +112,7 @@ class AnySourceReceive(PendingReceive):
     def _settles_within(self, limit_s: float) -> bool:
         """By polling: a message in memory wakes no thread."""
         deadline_s = time.monotonic() + limit_s
-        pause = Pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while not self.poll():
             if time.monotonic() > deadline_s:
                 return False

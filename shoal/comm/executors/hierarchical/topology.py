@@ -11,14 +11,13 @@ from functools import cached_property
 from pathlib import Path
 
 
-def host_id() -> bytes:
+def host_id(override: str | None = None) -> bytes:
     """Equal on ranks that can share memory: one kernel, one user, one set of process numbers.
 
-    SHOAL_HOST_ID overrides it: for tests, and for containers that share a kernel but no memory.
+    `override` (SHOAL_HOST_ID) stands for all of these: for tests, and for containers that share
+    a kernel but no memory.
     """
-    words = [os.environ.get("SHOAL_HOST_ID", "")]
-    if not words[0]:
-        words = [socket.gethostname(), str(os.getuid()), *_kernel()]
+    words = [override] if override else [socket.gethostname(), str(os.getuid()), *_kernel()]
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:32].encode()
 
 

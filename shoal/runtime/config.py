@@ -1,0 +1,206 @@
+"""RunConfig: every environment variable of Shoal, typed, in one place.
+
+A process reads its environment once, where it starts (`RunConfig.from_environment`), and passes
+the values down. A launcher changes the values (`dataclasses.replace`) and writes them for the
+processes that it starts (`to_environment`), so both sides share one definition of each name.
+
+    launcher   from_environment -> replace -> to_environment -> Popen(env=...)
+    worker     shoal.run -> from_environment -> device, group, job, parameter servers
+    server     python -m shoal.server.main -> from_environment -> Server
+
+No other file of Shoal uses os.environ.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.runtime.run_dir import RunDir
+from shoal.runtime.variables import (
+    COUNT,
+    FLAG,
+    INTEGER,
+    PATH,
+    POSITIVE,
+    RENDEZVOUS,
+    RUN_DIR,
+    SECRET,
+    SERVERS,
+    TEXT,
+    WORDS,
+    parse_count,
+    variable,
+)
+
+
+@dataclass(frozen=True)
+class TlsConfig:
+    """How connections to other hosts are protected."""
+
+    certificate: str | None = variable("SHOAL_TLS_CERT", TEXT)
+    key: str | None = variable("SHOAL_TLS_KEY", TEXT)
+    authority: str | None = variable("SHOAL_TLS_CA", TEXT)
+    trusted_network: bool = variable("SHOAL_TRUSTED_NETWORK", FLAG, False)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """One server process."""
+
+    index: int | None = variable("SHOAL_SERVER_INDEX", COUNT)
+    listen: str | None = variable("SHOAL_SERVER_LISTEN", TEXT)  # default: a socket of the run
+    beyond: str | None = variable("SHOAL_SERVER_BEYOND", TEXT)  # a second address, for other hosts
+    parent_pid: int | None = variable("SHOAL_SERVER_PARENT", COUNT)  # it ends with this process
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    """What `shoal verify` asks of a script; off without a folder."""
+
+    folder: Path | None = variable("SHOAL_CAPTURE_DIR", PATH)  # rank 0 writes here
+    steps: int = variable("SHOAL_CAPTURE_STEPS", POSITIVE, 20)  # the script stops after them
+    pieces: int = variable("SHOAL_CAPTURE_PARTS", POSITIVE, 1)  # of each micro-batch
+
+
+@dataclass(frozen=True)
+class MemoryProbeConfig:
+    """What `shoal memory --measure` asks of a script; off without a folder."""
+
+    folder: Path | None = variable("SHOAL_PROBE_DIR", PATH)  # each rank writes here
+    steps: int = variable("SHOAL_PROBE_STEPS", POSITIVE, 2)  # the script stops after them
+
+
+@dataclass(frozen=True)
+class MemoryEstimateConfig:
+    """What `shoal memory` asks of a script; off without a folder."""
+
+    folder: Path | None = variable("SHOAL_ESTIMATE_DIR", PATH)
+    strategy: str = variable("SHOAL_ESTIMATE_STRATEGY", TEXT, "single")
+    workers: int = variable("SHOAL_ESTIMATE_WORKERS", POSITIVE, 1)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What the environment says to a process of Shoal; None where a variable is not set."""
+
+    strategy: str | None = variable("SHOAL_STRATEGY", TEXT)
+    seed: int | None = variable("SHOAL_SEED", INTEGER)
+    device: str | None = variable("SHOAL_DEVICE", TEXT)
+    call: int | None = variable("SHOAL_CALL", COUNT)  # which call of shoal.run in the script
+    slow: tuple[str, ...] = variable("SHOAL_SLOW", WORDS, ())  # as `shoal run --slow` takes them
+    kill: tuple[str, ...] = variable("SHOAL_KILL", WORDS, ())
+
+    rank: int | None = variable("SHOAL_RANK", COUNT)  # written by Shoal's own launcher
+    size: int | None = variable("SHOAL_SIZE", POSITIVE)
+    local_rank: int | None = variable("SHOAL_LOCAL_RANK", COUNT)
+    local_size: int | None = variable("SHOAL_LOCAL_SIZE", POSITIVE)
+    rendezvous: str | None = variable("SHOAL_RENDEZVOUS", RENDEZVOUS)
+
+    run_dir: RunDir | None = variable("SHOAL_RUN_DIR", RUN_DIR)
+    launcher_pid: int | None = variable("SHOAL_LAUNCHER_PID", COUNT)
+    progress_fd: int | None = variable("SHOAL_PROGRESS_FD", COUNT)
+    trace_dir: Path | None = variable("SHOAL_TRACE_DIR", PATH)
+    host_id: str | None = variable("SHOAL_HOST_ID", TEXT)  # ranks with the same one share memory
+    hostname: str | None = variable("SHOAL_HOST", TEXT)  # the name that other hosts use
+
+    servers: int | tuple[str, ...] | None = variable("SHOAL_SERVERS", SERVERS)
+    secret: bytes | None = variable("SHOAL_SECRET", SECRET, show=False)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    memory_probe: MemoryProbeConfig = field(default_factory=MemoryProbeConfig)
+    memory_estimate: MemoryEstimateConfig = field(default_factory=MemoryEstimateConfig)
+
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
+    """All other variables: those of torchrun, MPI and Slurm, PATH, OMP_NUM_THREADS."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> RunConfig:
+        """Read `environ`, by default that of this process; BadInput names a bad variable."""
+        environ = os.environ if environ is None else environ
+        others = {name: text for name, text in environ.items() if name not in VARIABLES}
+        return cls(**_read(cls, environ), environ=others)
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that `from_environment` reads back as this configuration."""
+        return {**self.environ, **_write(self)}
+
+    def export(self) -> None:
+        """Make this configuration the environment of this process, for its children."""
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(self.to_environment())
+
+    def with_environ(self, **others: str) -> RunConfig:
+        """The same with other values for variables that are not Shoal's."""
+        return replace(self, environ={**self.environ, **others})
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether Shoal's own launcher started this worker."""
+        return self.rank is not None
+
+    @property
+    def num_threads(self) -> int | None:
+        """OMP_NUM_THREADS, where it is one number."""
+        text = self.environ.get("OMP_NUM_THREADS")
+        return parse_count("OMP_NUM_THREADS", text, at_least=1) if text else None
+
+    def read_secret(self) -> bytes | None:
+        """The secret of this run: from its directory, or from SHOAL_SECRET."""
+        from_file = None if self.run_dir is None else self.run_dir.read_secret()
+        return from_file or self.secret
+
+
+def variable_name(field_name: str) -> str:
+    """The environment variable of a field of RunConfig, for errors."""
+    return str(next(f.metadata["variable"] for f in fields(RunConfig) if f.name == field_name))
+
+
+def _variables(cls: Any) -> Iterator[Field[Any]]:
+    return (f for f in fields(cls) if "variable" in f.metadata)
+
+
+def _sections(cls: Any) -> dict[str, type]:
+    """Fields that are themselves made of variables, with their types."""
+    return _SECTIONS if cls is RunConfig else {}
+
+
+def _read(cls: type, environ: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for f in _variables(cls):
+        name = f.metadata["variable"]
+        text = environ.get(name)
+        if text:
+            values[f.name] = f.metadata["codec"].read(name, text)
+    for section_name, section in _sections(cls).items():
+        values[section_name] = section(**_read(section, environ))
+    return values
+
+
+def _write(config: Any) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for f in _variables(config):
+        value = getattr(config, f.name)
+        if value != f.default:
+            texts[f.metadata["variable"]] = f.metadata["codec"].write(value)
+    for section_name in _sections(type(config)):
+        texts.update(_write(getattr(config, section_name)))
+    return texts
+
+
+_SECTIONS: dict[str, type] = {
+    "server": ServerConfig,
+    "tls": TlsConfig,
+    "capture": CaptureConfig,
+    "memory_probe": MemoryProbeConfig,
+    "memory_estimate": MemoryEstimateConfig,
+}
+VARIABLES = frozenset(
+    f.metadata["variable"] for cls in (RunConfig, *_SECTIONS.values()) for f in _variables(cls)
+)

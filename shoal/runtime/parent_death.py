@@ -1,0 +1,39 @@
+"""A process that ends when its parent does, even when the parent is killed (Linux)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher(launcher_pid: int | None) -> None:
+    """From now on this process is killed when its launcher ends, even by SIGKILL.
+
+    Does nothing without a launcher of Shoal, on other systems, and behind a wrapper (a shell
+    that runs python): there the kernel would watch the wrapper, not the launcher.
+    """
+    if launcher_pid is None or not _leads_session():
+        return  # the launcher makes each worker the leader of its own session
+    _die_with(launcher_pid, signal.SIGKILL)
+
+
+def die_with_parent(parent_pid: int | None) -> None:
+    """From now on this process gets SIGTERM when its parent ends."""
+    if parent_pid is not None:
+        _die_with(parent_pid, signal.SIGTERM)
+
+
+def _leads_session() -> bool:
+    return os.getsid(0) == os.getpid()
+
+
+def _die_with(parent_pid: int, number: signal.Signals) -> None:
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # the parent ended before this process asked for the signal

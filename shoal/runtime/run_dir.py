@@ -1,0 +1,225 @@
+"""The directory of a run, which only this user can read: names of its files, and their contents.
+
+    secret               32 random bytes in hexadecimal; processes of the run prove it to each other
+    store/               rendezvous of the workers (launch/rendezvous.py)
+    all-joined           every worker has joined the group
+    failure-2.json       why worker 2 failed, written by the worker
+    finished-0           worker 0 has finished
+    exited-2.json        the process of worker 2 has exited, written by the launcher
+    report-0.json        what happened on worker 0
+    operations-1.txt     the last operations of a shared-memory group, when one failed
+    server-0.sock        a server's socket; .address holds its TCP address, .log its output
+    start-1/ tally-1/    files of comm/elastic.py, for the first shoal.run of the workers
+    spans-0.json         the trace of worker 0 (in the folder of a trace)
+
+Files that another process waits for appear atomically: complete, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import BadInput
+
+SECRET_BYTES = 32
+_SHORTEST_SECRET_BYTES = 16
+_MAX_REPORT_BYTES = 64 << 20
+_LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's directory. Every path inside of it is made here."""
+
+    path: Path
+
+    # ------------------------------------------------------------------ names
+
+    @property
+    def secret(self) -> Path:
+        return self.path / "secret"
+
+    @property
+    def rendezvous(self) -> str:
+        """The rendezvous of the workers, as a URL."""
+        return f"file://{self.path}/store"
+
+    @property
+    def rpc_rendezvous(self) -> str:
+        """The rendezvous of torch.distributed.rpc, for `shoal bench ps`."""
+        return f"file://{self.path}/rpc"
+
+    @property
+    def all_joined(self) -> Path:
+        return self.path / "all-joined"
+
+    def failure(self, rank: int) -> Path:
+        return self.path / f"failure-{rank}.json"
+
+    def finished(self, rank: int) -> Path:
+        return self.path / f"finished-{rank}"
+
+    def exited(self, rank: int) -> Path:
+        return self.path / f"exited-{rank}.json"
+
+    def report(self, rank: int) -> Path:
+        return self.path / f"report-{rank}.json"
+
+    def operations(self, rank: int) -> Path:
+        return self.path / f"operations-{rank}.txt"
+
+    def spans(self, rank: int) -> Path:
+        return self.path / f"spans-{rank}.json"
+
+    def socket(self, index: int) -> str:
+        """The address of server `index` on this host."""
+        return f"unix:{self.path / f'server-{index}.sock'}"
+
+    def server_address(self, index: int) -> Path:
+        """Holds the address of server `index` for other hosts."""
+        return self.path / f"server-{index}.address"
+
+    def server_log(self, index: int) -> Path:
+        return self.path / f"server-{index}.log"
+
+    def start_folder(self, run_number: int) -> Path:
+        """For the broadcasts before the group exists."""
+        return self.path / f"start-{run_number}"
+
+    def tally_folder(self, run_number: int) -> Path:
+        """For sums over the surviving ranks."""
+        return self.path / f"tally-{run_number}"
+
+    # ------------------------------------------------------------------ marks of workers
+
+    def mark_all_joined(self) -> None:
+        self.all_joined.touch()
+
+    def have_all_joined(self) -> bool:
+        return self.all_joined.exists()
+
+    def mark_finished(self, rank: int) -> None:
+        """This worker has finished; written before it closes what others may wait for."""
+        with suppress(OSError):
+            self.finished(rank).touch()
+
+    def finished_ranks(self) -> list[int]:
+        """The workers that have finished, in that order."""
+        marks = sorted(self.path.glob("finished-*"), key=lambda mark: mark.stat().st_mtime_ns)
+        return [int(mark.name.removeprefix("finished-")) for mark in marks]
+
+    def note_exit(self, rank: int, returncode: int) -> None:
+        """The process of a worker has exited; what it wrote before is final."""
+        name = signal_name(-returncode) if returncode < 0 else None
+        document = {"rank": rank, "returncode": returncode, "signal": name}
+        text = json.dumps({**document, "time_ns": time.monotonic_ns()})
+        write_atomically(self.exited(rank), text)
+
+    def has_exited(self, rank: int) -> bool:
+        """Whether the process of a worker has exited, with success or not."""
+        return self.exited(rank).exists()
+
+    # ------------------------------------------------------------------ reports
+
+    def write_report(self, rank: int, report: Mapping[str, Any]) -> None:
+        """What happened on this worker; a full disk does not fail a run that succeeded."""
+        with suppress(OSError):
+            write_atomically(self.report(rank), json.dumps(report))
+
+    def read_reports(self, workers: int) -> list[dict[str, Any] | None]:
+        """The reports by rank; None for a worker without a readable one."""
+        return [_read_json(self.report(rank)) for rank in range(workers)]
+
+    # ------------------------------------------------------------------ the secret
+
+    def write_secret(self, secret: bytes) -> None:
+        """Fails if there is one already."""
+        handle = os.open(self.secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(secret.hex())
+
+    def read_secret(self) -> bytes | None:
+        """None where there is none; BadInput if other users could read it."""
+        if not self.secret.is_file():
+            return None
+        if stat.S_IMODE(self.secret.stat().st_mode) & 0o077:
+            raise BadInput(
+                f"{self.secret} holds the secret of the run, and other users can read it: "
+                f"chmod 600 {self.secret}"
+            )
+        return parse_secret(self.secret.read_text().strip(), str(self.secret))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextmanager
+def new_run_dir() -> Iterator[RunDir]:
+    """A directory with a fresh secret; removed at the end of the block."""
+    run_dir = RunDir(Path(tempfile.mkdtemp(prefix="shoal-run-")))
+    try:
+        run_dir.write_secret(new_secret())
+        yield run_dir
+    finally:
+        run_dir.remove()
+
+
+def new_server_dir() -> RunDir:
+    """A directory for servers that a worker starts; its path is short enough for sockets."""
+    path = tempfile.mkdtemp(prefix="shoal-ps-")
+    if len(path) > _LONGEST_SOCKET_PATH - len("/server-000.sock"):
+        os.rmdir(path)
+        path = tempfile.mkdtemp(prefix="shoal-ps-", dir="/tmp")
+    return RunDir(Path(path))
+
+
+def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
+    """Write a file that other processes see complete or not at all."""
+    unfinished = path.with_suffix(".part")
+    data = content.encode() if isinstance(content, str) else content
+    unfinished.write_bytes(data)
+    os.replace(unfinished, path)
+
+
+def new_secret() -> bytes:
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def parse_secret(text: str, source: str) -> bytes:
+    """The secret that `source` holds in hexadecimal."""
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        secret = b""
+    if len(secret) < _SHORTEST_SECRET_BYTES:
+        raise BadInput(f"{source} has to hold a secret of at least 32 hexadecimal digits")
+    return secret
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        if path.stat().st_size > _MAX_REPORT_BYTES:
+            return None
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None

@@ -1,0 +1,94 @@
+"""How one environment variable is read and written; errors name the variable.
+
+An empty variable counts as one that is not set.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.errors import BadInput
+from shoal.runtime.run_dir import RunDir, parse_secret
+
+_MAX_DIGITS = 18
+_INTEGER = re.compile(rf"-?[0-9]{{1,{_MAX_DIGITS}}}")
+
+
+def required_text(environ: Mapping[str, str], name: str) -> str:
+    """The value of a variable that has to be set because others of the same launcher are."""
+    if not environ.get(name):
+        raise BadInput(f"{name} is not set, though the launcher's other variables are")
+    return environ[name]
+
+
+def required_count(environ: Mapping[str, str], name: str, at_least: int = 0) -> int:
+    return parse_count(name, required_text(environ, name), at_least)
+
+
+def parse_count(name: str, text: str, at_least: int = 0) -> int:
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    if not is_number or int(text) < at_least:
+        raise BadInput(f"{name} is {text!r}, which is not a whole number of at least {at_least}")
+    return int(text)
+
+
+class Codec(NamedTuple):
+    """One type of variable: text to value, where a bad text is a BadInput, and back."""
+
+    read: Callable[[str, str], Any]  # name and text of the variable
+    write: Callable[[Any], str]
+
+
+def _read_integer(name: str, text: str) -> int:
+    if _INTEGER.fullmatch(text) is None:
+        raise BadInput(f"{name} is {text!r}, which is not a whole number")
+    return int(text)
+
+
+def _read_flag(name: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise BadInput(f"{name} is {text!r}: set it to 1 for yes or 0 for no")
+    return text == "1"
+
+
+def _read_words(name: str, text: str) -> tuple[str, ...]:
+    return tuple(word for word in text.split(",") if word)
+
+
+def _read_servers(name: str, text: str) -> int | tuple[str, ...]:
+    addresses = _read_words(name, text)
+    if not addresses:
+        raise BadInput(f"{name} is {text!r}: set it to a number of servers or to their addresses")
+    return parse_count(name, text) if text.isdigit() else addresses
+
+
+def _write_servers(servers: int | tuple[str, ...]) -> str:
+    return str(servers) if isinstance(servers, int) else ",".join(servers)
+
+
+def _read_rendezvous(name: str, text: str) -> str:
+    if not text.startswith(("file:///", "tcp://", "env://")):
+        raise BadInput(f"{name} is {text!r}: use file:///..., tcp://... or env://")
+    return text
+
+
+TEXT = Codec(lambda name, text: text, str)
+PATH = Codec(lambda name, text: Path(text), str)
+INTEGER = Codec(_read_integer, str)
+COUNT = Codec(parse_count, str)
+POSITIVE = Codec(lambda name, text: parse_count(name, text, at_least=1), str)
+FLAG = Codec(_read_flag, lambda flag: str(int(flag)))
+WORDS = Codec(_read_words, ",".join)
+SERVERS = Codec(_read_servers, _write_servers)  # how many, or their addresses
+RENDEZVOUS = Codec(_read_rendezvous, str)
+RUN_DIR = Codec(lambda name, text: RunDir(Path(text)), lambda run_dir: str(run_dir.path))
+SECRET = Codec(lambda name, text: parse_secret(text, name), lambda secret: secret.hex())
+
+
+def variable(name: str, codec: Codec, default: Any = None, show: bool = True) -> Any:
+    """A field of a frozen dataclass that stands for an environment variable."""
+    return field(default=default, repr=show, metadata={"variable": name, "codec": codec})

@@ -1,0 +1,191 @@
+"""One configuration: read once, written for the processes below, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shoal
+from shoal.errors import BadInput
+from shoal.runtime.config import (
+    VARIABLES,
+    CaptureConfig,
+    MemoryEstimateConfig,
+    MemoryProbeConfig,
+    RunConfig,
+    ServerConfig,
+    TlsConfig,
+    variable_name,
+)
+from shoal.runtime.run_dir import RunDir
+
+ROOT = Path(shoal.__file__).parent
+
+text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
+word = st.text(st.characters(codec="utf-8", exclude_characters="\0,"), min_size=1).filter(
+    lambda t: not t.isdigit()
+)
+words = st.lists(word, max_size=3).map(tuple)
+path = text.map(Path)
+count = st.integers(0, 10**9)
+positive = st.integers(1, 10**9)
+
+
+def maybe(values: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+    return st.none() | values
+
+
+FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
+    strategy=maybe(text),
+    seed=maybe(st.integers(-(2**31), 2**31)),
+    device=maybe(text),
+    call=maybe(count),
+    slow=words,
+    kill=words,
+    rank=maybe(count),
+    size=maybe(positive),
+    local_rank=maybe(count),
+    local_size=maybe(positive),
+    rendezvous=maybe(st.sampled_from(["file:///tmp/store", "tcp://[::1]:7", "env://"])),
+    run_dir=maybe(path.map(RunDir)),
+    launcher_pid=maybe(count),
+    progress_fd=maybe(count),
+    trace_dir=maybe(path),
+    host_id=maybe(text),
+    hostname=maybe(text),
+    servers=maybe(count | st.lists(word, min_size=1, max_size=3).map(tuple)),
+    secret=maybe(st.binary(min_size=16, max_size=40)),
+    server=st.builds(ServerConfig, maybe(count), maybe(text), maybe(text), maybe(count)),
+    tls=st.builds(TlsConfig, maybe(text), maybe(text), maybe(text), st.booleans()),
+    capture=st.builds(CaptureConfig, maybe(path), positive, positive),
+    memory_probe=st.builds(MemoryProbeConfig, maybe(path), positive),
+    memory_estimate=st.builds(MemoryEstimateConfig, maybe(path), text, positive),
+    environ=st.dictionaries(st.sampled_from(["PATH", "RANK", "SLURM_PROCID"]), text),
+)
+configs = st.builds(RunConfig, **FIELDS)
+
+
+@given(configs)
+def test_what_is_written_is_read_back(config: RunConfig) -> None:
+    assert RunConfig.from_environment(config.to_environment()) == config
+
+
+def test_every_field_is_in_the_round_trip() -> None:
+    assert set(FIELDS) == {f.name for f in fields(RunConfig)}
+
+
+def test_nothing_is_written_for_what_is_not_set() -> None:
+    assert RunConfig().to_environment() == {}
+    assert RunConfig.from_environment({}) == RunConfig()
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert RunConfig.from_environment(dict.fromkeys(VARIABLES, "")) == RunConfig()
+
+
+def test_other_variables_are_kept_as_they_are() -> None:
+    environ = {"RANK": "3", "SHOAL_OF_FISH": "x", "SHOAL_SEED": "7"}
+    config = RunConfig.from_environment(environ)
+    assert config.environ == {"RANK": "3", "SHOAL_OF_FISH": "x"}
+    assert config.to_environment() == environ
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("SHOAL_SEED", "abc", "SHOAL_SEED is 'abc', which is not a whole number"),
+        ("SHOAL_SEED", "9" * 5000, "SHOAL_SEED is '999"),
+        ("SHOAL_SEED", "1_000", "SHOAL_SEED is '1_000'"),
+        ("SHOAL_CALL", "-1", "SHOAL_CALL is '-1'"),
+        ("SHOAL_RANK", "²", "SHOAL_RANK is '²'"),
+        ("SHOAL_SIZE", "0", "SHOAL_SIZE is '0', which is not a whole number of at least 1"),
+        ("SHOAL_RENDEZVOUS", "/tmp/x", "SHOAL_RENDEZVOUS is '/tmp/x': use file:///"),
+        ("SHOAL_PROGRESS_FD", "x", "SHOAL_PROGRESS_FD is 'x'"),
+        ("SHOAL_CAPTURE_STEPS", "many", "SHOAL_CAPTURE_STEPS is 'many'"),
+        ("SHOAL_SERVERS", ",", "SHOAL_SERVERS is ','"),
+        ("SHOAL_SECRET", "00", "SHOAL_SECRET has to hold a secret of at least 32"),
+        ("SHOAL_SECRET", "é" * 64, "SHOAL_SECRET has to hold a secret"),
+        ("SHOAL_TRUSTED_NETWORK", "yes", "SHOAL_TRUSTED_NETWORK is 'yes': set it to 1"),
+    ],
+)
+def test_a_bad_value_is_one_sentence_that_names_the_variable(
+    name: str, value: str, says: str
+) -> None:
+    with pytest.raises(BadInput, match=says) as caught:
+        RunConfig.from_environment({name: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_the_secret_is_not_shown() -> None:
+    config = RunConfig.from_environment({"SHOAL_SECRET": "ab" * 32, "PASSWORD": "swordfish"})
+    assert "ab" * 32 not in repr(config) and "swordfish" not in repr(config)
+
+
+def test_the_secret_in_the_run_directory_comes_first(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=RunDir(tmp_path), secret=b"b" * 32)
+    assert config.read_secret() == b"b" * 32
+    RunDir(tmp_path).write_secret(b"a" * 32)
+    assert config.read_secret() == b"a" * 32
+    assert RunConfig().read_secret() is None
+
+
+def test_threads_are_one_number() -> None:
+    assert RunConfig().num_threads is None
+    assert RunConfig(environ={"OMP_NUM_THREADS": "4"}).num_threads == 4
+    with pytest.raises(BadInput, match="OMP_NUM_THREADS is '4,2'"):
+        _ = RunConfig(environ={"OMP_NUM_THREADS": "4,2"}).num_threads
+
+
+def test_export_replaces_what_this_process_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_RANK", "3")
+    monkeypatch.setenv("SHOAL_SEED", "1")
+    RunConfig(seed=2).export()
+    assert os.environ["SHOAL_SEED"] == "2" and "SHOAL_RANK" not in os.environ
+
+
+def test_names_for_errors() -> None:
+    assert variable_name("local_size") == "SHOAL_LOCAL_SIZE"
+
+
+# ---------------------------------------------------------------------- the only reader
+
+
+def uses_of_environment(file: Path) -> list[str]:
+    """Lines that touch the environment of the process."""
+    return [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+    ] + [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        and node.module == "os"
+        and {alias.name for alias in node.names} & {"environ", "environb", "getenv"}
+    ]
+
+
+def test_no_other_file_reads_the_environment() -> None:
+    files = [file for file in ROOT.rglob("*.py") if file != ROOT / "runtime" / "config.py"]
+    assert [use for file in files for use in uses_of_environment(file)] == []
+
+
+def test_no_other_file_defines_a_variable_of_shoal() -> None:
+    """Names may stand in sentences; as a text of their own they are a second definition."""
+    literals = [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.value}"
+        for file in ROOT.rglob("*.py")
+        if file != ROOT / "runtime" / "config.py"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and node.value in VARIABLES
+    ]
+    assert literals == []
