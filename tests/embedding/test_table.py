@@ -171,15 +171,15 @@ def test_a_learning_rate_of_the_push_takes_the_place_of_the_optimizer_s() -> Non
     assert table.pull(torch.arange(4)).flatten().tolist() == [-2.0, 0.0, 0.0, 0.0]
 
 
-def test_a_shard_counts_updates_for_itself_unless_told() -> None:
+def test_a_shard_counts_its_updates_by_default() -> None:
     adam = RowOptimizer.of(OPTIMIZERS["adam"])
-    told = RowTable(spec(4, 2, optimizer=adam))
+    numbered = RowTable(spec(4, 2, optimizer=adam))
     counting = RowTable(spec(4, 2, optimizer=adam))
     for step in (1, 2, 3):
-        told.push(torch.tensor([1]), torch.full((1, 2), float(step)), step=step)
+        numbered.push(torch.tensor([1]), torch.full((1, 2), float(step)), step=step)
         counting.push(torch.tensor([1]), torch.full((1, 2), float(step)))
-    assert torch.equal(told.pull(torch.arange(4)), counting.pull(torch.arange(4)))
-    assert told.steps == counting.steps == 3
+    assert torch.equal(numbered.pull(torch.arange(4)), counting.pull(torch.arange(4)))
+    assert numbered.steps == counting.steps == 3
 
 
 def test_what_is_pulled_is_a_copy() -> None:

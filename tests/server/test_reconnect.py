@@ -1,4 +1,4 @@
-"""Connections that break are made anew, and everything still counts once."""
+"""Connections that break are opened again, and every push still counts once."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_rows_of_tables_are_trained_once_when_connections_break(
         assert torch.equal(rows, same_rows) and torch.equal(weight, same_weight)
 
 
-def test_a_server_that_is_gone_is_told_once_and_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_has_ended_is_reported_once_and_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.server.link.RECONNECT_S", 0.2)
     with servers(2, tcp=True) as found:
         client = client_of(found, 0, Rule(1))

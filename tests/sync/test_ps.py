@@ -1,4 +1,4 @@
-"""The parameter server under a job: equal where everybody is waited for, bounded elsewhere."""
+"""The parameter server under a job: synchronous rules equal one device, others are bounded."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_relaxed_rules_learn(world: World, strategy: str) -> None:
         assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
 
-def test_quorum_of_everybody_equals_one_device(world: World) -> None:
+def test_quorum_of_all_workers_equals_one_device(world: World) -> None:
     """The sum over the admitted is divided by their share: 1 when all of them are there."""
     alone = train(solo_group(), "single", mlp(), samples(50), 12)
     models = [mlp(), mlp()]

@@ -260,7 +260,7 @@ def test_other_workers_share_what_was_left_to_send(world: World, tmp_path: Path,
     torch.testing.assert_close(sum(world(3, body)), residuals[0] + residuals[1])
 
 
-def test_a_checkpoint_without_the_worker_that_has_gone(
+def test_a_checkpoint_without_the_lost_worker(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     models = [mlp() for _ in range(3)]

@@ -160,7 +160,7 @@ def test_the_replica_that_hosts_the_servers_is_not_survived(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("rule", ["quorum=0.5", 'mode="async"', "staleness=1"])
-def test_the_first_that_is_left_saves(
+def test_the_lowest_surviving_worker_saves(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rule: str
 ) -> None:
     models = [mlp() for _ in range(3)]

@@ -64,7 +64,7 @@ def go(
     with step.sync.full_weights():
         rows = model.rows(torch.arange(50)).detach().clone()
     weight = model.out.weight.detach().clone()
-    group.barrier().wait()  # everybody has looked: the servers may go
+    group.barrier().wait()  # all workers have read the rows: the servers may end
     job.close()
     return losses, rows, weight
 
@@ -106,7 +106,7 @@ def test_rows_that_were_saved_go_on_elsewhere(
 
 
 @pytest.mark.parametrize("rule", ['mode="async"', "staleness=1", "quorum=0.5"])
-def test_rows_learn_where_nobody_waits(
+def test_rows_learn_under_relaxed_rules(
     world: World, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
     models = [Clicks(OPTIMIZERS["adagrad"]) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Servers that do not wait for everybody, beside tp and pp: one decision for all parts."""
+"""Relaxed rules of ps with tp and pp: one decision for all shards of a replica."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def held_by(servers: list[Server]) -> list[ServedModel]:
 @pytest.mark.parametrize("rule", ["staleness=0", "quorum=1"])
 @pytest.mark.parametrize("placement", ["rank0", "workers"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_where_everybody_counts_it_equals_one_device(
+def test_where_all_workers_count_it_equals_one_device(
     world: World, split: str, placement: str, rule: str
 ) -> None:
     """Clipped by the norm of the whole: what several parts hold counts once."""
@@ -267,7 +267,7 @@ def test_one_norm_clips_all_parts_where_pushes_are_compressed(
     world: World, monkeypatch: pytest.MonkeyPatch, split: str
 ) -> None:
     """The servers of both parts have different gradients of what both hold."""
-    told: dict[int, list[float]] = {0: [], 1: []}
+    norms: dict[int, list[float]] = {0: [], 1: []}
     models = [gpt(2) for _ in range(2)]
 
     def body(group: Group) -> None:
@@ -278,7 +278,7 @@ def test_one_norm_clips_all_parts_where_pushes_are_compressed(
             set_norm = client.set_norm
 
             def noting(value: float) -> None:
-                told[group.rank].append(value)
+                norms[group.rank].append(value)
                 set_norm(value)
 
             monkeypatch.setattr(client, "set_norm", noting)
@@ -286,7 +286,7 @@ def test_one_norm_clips_all_parts_where_pushes_are_compressed(
                 step(batch)
 
     world(2, body)
-    assert len(told[0]) == 4 and told[0] == told[1]
+    assert len(norms[0]) == 4 and norms[0] == norms[1]
 
 
 # ---- death --------------------------------------------------------------------------------------
