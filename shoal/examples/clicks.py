@@ -1,4 +1,4 @@
-"""Train a small recommendation model on a click log: who clicks on what?
+"""Train a small recommendation model on a click log.
 
     python -m shoal.examples.clicks                     one worker, some seconds
     shoal train clicks -- --rows 10000000 --dim 32      a large table; only used rows take memory
@@ -7,7 +7,7 @@
 The log is generated, the same every time. A sample has ids of a user, an item, a page and an
 advertiser, all rows of one table, and three numbers. Ids follow a power law: a few are in every
 batch, most are seen once or never. Each id carries a hidden taste, and the chance of a click
-follows from the tastes that meet.
+follows from the tastes of the ids in a sample.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def train(job: shoal.Job, options: ClickOptions | None = None) -> None:
     )
     for batch in batches(job, train_set, options, "clicks"):
         job.log(loss=step(batch))
-    found = test(job, test_set)
+    results = test(job, test_set)
     job.print(
-        f"test loss {found['loss']:.4f} (the click rate alone: {found['base_loss']:.4f}), "
-        f"accuracy {found['accuracy']:.2%}"
+        f"test loss {results['loss']:.4f} (the click rate alone: {results['base_loss']:.4f}), "
+        f"accuracy {results['accuracy']:.2%}"
     )
 
 
@@ -73,10 +73,10 @@ def evaluate(job: shoal.Job, checkpoint: str, about: dict[str, Any]) -> dict[str
 
 
 def test(job: shoal.Job, test_set: TensorDataset) -> dict[str, float]:
-    """Loss and accuracy, and the loss of saying the click rate for everybody."""
-    found: dict[str, float] = job.evaluate(metrics, test_set, batch_size=1024)
-    rate = found.pop("rate")
-    return {**found, "base_loss": -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)}
+    """Loss and accuracy, and the loss of predicting the click rate for every sample."""
+    results: dict[str, float] = job.evaluate(metrics, test_set, batch_size=1024)
+    rate = results.pop("rate")
+    return {**results, "base_loss": -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)}
 
 
 def metrics(logits: Tensor, clicks: Tensor) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ class ClicksNet(nn.Module):
 
 
 def load_clicks(samples: int, rows: int) -> tuple[TensorDataset, TensorDataset]:
-    """So many samples to train on, and 10,000 to test on."""
+    """`samples` samples to train on, and 10,000 to test on."""
     inputs, clicks = generate(samples + NUM_TEST, rows)
     return (
         TensorDataset(inputs[NUM_TEST:], clicks[NUM_TEST:]),
@@ -123,10 +123,10 @@ def load_clicks(samples: int, rows: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 def generate(samples: int, rows: int) -> tuple[Tensor, Tensor]:
-    """[samples, 4 ids and 3 numbers] in float64, which holds both exactly, and who clicked."""
+    """[samples, 4 ids and 3 numbers] in float64, which holds both exactly, and the clicks."""
     if rows < FIELDS:
         raise shoal.BadInput(f"{rows} rows are too few for ids of {FIELDS} kinds")
-    random = np.random.RandomState(0)  # numpy never changes its stream
+    random = np.random.RandomState(0)  # numpy keeps its stream across versions
     ids = power_law(random.random_sample((samples, FIELDS)), rows // FIELDS)
     ids += np.arange(FIELDS) * (rows // FIELDS)
     numbers = random.standard_normal((samples, NUMBERS))

@@ -40,8 +40,8 @@ def train(job: shoal.Job, options: Options | None = None) -> None:
     )
     for batch in batches(job, train_set, options, "digits"):
         job.log(loss=step(batch))
-    found = test(job, test_set)
-    job.print(f"test accuracy {found['accuracy']:.2%}, loss {found['loss']:.4f}")
+    results = test(job, test_set)
+    job.print(f"test accuracy {results['accuracy']:.2%}, loss {results['loss']:.4f}")
 
 
 def evaluate(job: shoal.Job, checkpoint: str, about: dict[str, Any]) -> dict[str, float]:
@@ -52,8 +52,8 @@ def evaluate(job: shoal.Job, checkpoint: str, about: dict[str, Any]) -> dict[str
 
 
 def test(job: shoal.Job, test_set: TensorDataset) -> dict[str, float]:
-    found: dict[str, float] = job.evaluate(metrics, test_set, batch_size=256)
-    return found
+    results: dict[str, float] = job.evaluate(metrics, test_set, batch_size=256)
+    return results
 
 
 def metrics(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ sgd = partial(torch.optim.SGD, momentum=0.9)
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
     """1,500 images to train on and 297 to test on; the same ones every time."""
     table = np.loadtxt(DATA, delimiter=",", dtype=np.int64)
-    # numpy never changes the stream of RandomState; that of its newer generators it may
+    # numpy keeps the stream of RandomState across versions; newer generators may change theirs
     order = np.random.RandomState(0).permutation(len(table))
     rows = torch.from_numpy(table[order])
     images = rows[:, :64].float().div(16).view(-1, 1, 8, 8)

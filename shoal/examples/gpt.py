@@ -73,8 +73,8 @@ def train(job: shoal.Job, options: GptOptions | None = None) -> None:
     )
     for batch in batches(job, train_set, options, "gpt"):
         job.log(loss=step(batch))
-    found = test(job, held_out)
-    job.print(f"held-out loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}")
+    results = test(job, held_out)
+    job.print(f"held-out loss {results['loss']:.4f}, perplexity {results['perplexity']:.3f}")
 
 
 def evaluate(job: shoal.Job, checkpoint: str, about: dict[str, Any]) -> dict[str, float]:
@@ -194,7 +194,7 @@ class MLP(nn.Module):
 def adamw(
     named: Iterable[tuple[str, nn.Parameter]], *, lr: float, weight_decay: float = WEIGHT_DECAY
 ) -> torch.optim.AdamW:
-    """AdamW that decays matrices, and leaves vectors (biases and norms) alone."""
+    """AdamW with weight decay for matrices, and none for vectors (biases and norms)."""
     pairs = list(named)
     matrices = [(name, p) for name, p in pairs if p.dim() >= 2]
     vectors = [(name, p) for name, p in pairs if p.dim() < 2]
@@ -202,15 +202,15 @@ def adamw(
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    # a worker that owns a part of the model may have nothing of one kind
+    # a worker that holds a shard of the model may have no parameter of one kind
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.95))
 
 
 def warm_up_then_cosine(step: int, *, peak: float, num_steps: int) -> float:
     """Rise to `peak` over the first 5% of the steps (100 at most), then fall to a tenth of it.
 
-    `num_steps` is that of all epochs. `--steps` does not change it, so that a run which was
-    stopped and resumed is the run that was not stopped.
+    `num_steps` is that of all epochs. `--steps` does not change it, so that a run that was stopped
+    and resumed equals an uninterrupted one.
     """
     warm_up = max(1, min(100, num_steps // 20))
     if step < warm_up:
@@ -225,8 +225,8 @@ def warm_up_then_cosine(step: int, *, peak: float, num_steps: int) -> float:
 def load_windows(context: int) -> tuple[TensorDataset, TensorDataset]:
     """Windows to train on, and windows of the last 5% of the text to test on."""
     tokens = encode(library_text())
-    cut = len(tokens) - int(HELD_OUT * len(tokens))
-    return windows(tokens[:cut], context), windows(tokens[cut:], context)
+    num_train = len(tokens) - int(HELD_OUT * len(tokens))
+    return windows(tokens[:num_train], context), windows(tokens[num_train:], context)
 
 
 def library_text(num_characters: int = NUM_CHARACTERS) -> str:
@@ -277,7 +277,7 @@ def read_options(argv: Sequence[str] | None = None) -> GptOptions:
     add("--context", type=count, help="tokens in a window (by size)")
     add("--dropout", type=probability, default=0.0, help="share to drop (%(default)s)")
     given = parse(parser, argv)
-    size = SIZES[given.size]  # what was not given is as the size has it
+    size = SIZES[given.size]  # the size decides what was not given
     given.context = given.context or size.context
     given.lr = given.lr or size.lr
     return GptOptions(**vars(given))

@@ -16,7 +16,7 @@ from shoal.train.checkpoint import MANIFEST
 
 @dataclass(frozen=True)
 class Options:
-    """How to train. The number of workers, the strategy and the seed are the launcher's."""
+    """How to train. The launcher sets the number of workers, the strategy and the seed."""
 
     epochs: int
     batch_size: int
@@ -33,7 +33,7 @@ class Options:
 
     @property
     def of_step(self) -> dict[str, Any]:
-        """Those that `job.step` takes as they are."""
+        """The options that are passed to `job.step` unchanged."""
         names = ("clip_norm", "accumulate", "precision", "exact", "microbatches")
         return {name: getattr(self, name) for name in names}
 
@@ -66,7 +66,7 @@ def make_parser(
         "--accumulate",
         type=count,
         default=1,
-        help="compute a batch in so many micro-batches (%(default)s)",
+        help="number of micro-batches that a batch is computed in (%(default)s)",
     )
     add(
         "--clip-norm",
@@ -79,7 +79,7 @@ def make_parser(
         "--microbatches",
         type=count,
         default=8,
-        help="parts of a batch that --exact adds up (%(default)s)",
+        help="micro-batches of a batch, with --exact (%(default)s)",
     )
     add(
         "--precision",
@@ -87,10 +87,10 @@ def make_parser(
         default="fp32",
         help="of activations and matrix products (%(default)s)",
     )
-    add("--steps", type=count, help="stop after so many steps")
+    add("--steps", type=count, help="stop after this many steps")
     add("--out", metavar="DIR", help="save a checkpoint here; without it nothing is saved")
-    add("--save-every", type=count, metavar="STEPS", help="save in between as well")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--save-every", type=count, metavar="STEPS", help="also save every STEPS steps")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out")
     return parser
 
 
@@ -126,7 +126,7 @@ def probability(text: str) -> float:
 def batches(
     job: shoal.Job, data: TensorDataset, options: Options, example: str
 ) -> Iterator[shoal.Batch]:
-    """The batches to train on, from where a checkpoint ends; saves in between and at the end."""
+    """The batches to train on, after those of a checkpoint; saves every `save_every` steps."""
     if options.out and options.resume:
         resume(job, options.out)
     for batch in job.batches(
@@ -140,9 +140,9 @@ def batches(
 
 
 def resume(job: shoal.Job, out: str) -> None:
-    """Go on from the checkpoint in `out`, if there is one."""
+    """Continue from the checkpoint in `out`, if there is one."""
     if (Path(out) / MANIFEST).is_file():
         job.load(out)
         job.print(f"resuming from {out} after {job.steps} steps")
     else:
-        job.print(f"no checkpoint in {out} yet: starting afresh")
+        job.print(f"no checkpoint in {out} yet: starting from the beginning")

@@ -1,11 +1,11 @@
-"""Checkpoints: the whole, unsharded model in safetensors files, and a JSON manifest.
+"""Checkpoints: the complete, unsharded model in safetensors files, and a JSON manifest.
 
     model/manifest.json
     model/model-120-3fa9c1.safetensors
     model/optimizer-120-3fa9c1.safetensors
 
-New files are written beside the old ones, then the manifest is replaced in one move, then the
-old files go: a crash at any moment leaves one whole checkpoint. Nothing in it is executed.
+New files are written beside the old ones, then the manifest is replaced atomically, then the old
+files are removed. A crash at any moment leaves one complete checkpoint. Loading executes nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shoal.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "shoal checkpoint 1"
-_LARGEST_MANIFEST_BYTES = 64 << 20
-_OURS = re.compile(r"(model|optimizer)-[0-9]{1,12}-[0-9a-f]{6}\.safetensors")
-_HALF_WRITTEN = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{6}")
+_MAX_MANIFEST_BYTES = 64 << 20
+_TENSOR_FILE = re.compile(r"(model|optimizer)-[0-9]{1,12}-[0-9a-f]{6}\.safetensors")
+_PARTIAL_MANIFEST = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{6}")
 
 
 @dataclass
@@ -39,22 +39,22 @@ class Checkpoint:
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor] = field(default_factory=dict)
-    document: dict[str, Any] = field(default_factory=dict)  # everything that is no tensor
+    document: dict[str, Any] = field(default_factory=dict)  # everything else
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
-    """Save under `path`, a folder; what was there before stays valid until this one is whole."""
+    """Save under the folder `path`; the checkpoint there stays valid until this one is complete."""
     try:
         json.dumps(checkpoint.document)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"what is said about a checkpoint has to be JSON: {error}") from error
+        raise CheckpointError(f"`about` of a checkpoint has to be JSON: {error}") from error
     try:
         path.mkdir(parents=True, exist_ok=True)
-        mark = f"{checkpoint.document.get('steps', 0)}-{secrets.token_hex(3)}"
+        suffix = f"{checkpoint.document.get('steps', 0)}-{secrets.token_hex(3)}"
         files = {
-            "model": _write_tensors(path / f"model-{mark}.safetensors", checkpoint.model),
+            "model": _write_tensors(path / f"model-{suffix}.safetensors", checkpoint.model),
             "optimizer": _write_tensors(
-                path / f"optimizer-{mark}.safetensors", checkpoint.optimizer
+                path / f"optimizer-{suffix}.safetensors", checkpoint.optimizer
             ),
         }
         manifest = {"format": FORMAT, "files": files, **checkpoint.document}
@@ -69,16 +69,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(f"there is no checkpoint at {path} (no {MANIFEST} in it)")
-    if file.stat().st_size > _LARGEST_MANIFEST_BYTES:
+    if file.stat().st_size > _MAX_MANIFEST_BYTES:
         raise CheckpointError(f"the checkpoint at {path} is damaged: its manifest is too large")
     try:
         manifest = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"the checkpoint at {path} is damaged: its manifest is no JSON"
+            f"the checkpoint at {path} is damaged: its manifest is not JSON"
         ) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is no manifest of a {FORMAT!r}")
+        raise CheckpointError(f"{file} is not the manifest of a {FORMAT!r}")
     return manifest
 
 
@@ -88,22 +88,23 @@ def read(path: Path) -> Checkpoint:
     files = manifest.get("files")
     if not isinstance(files, dict) or set(files) != {"model", "optimizer"}:
         raise CheckpointError(f"the checkpoint at {path} is damaged: its manifest names no files")
-    model, optimizer = (_read_tensors(path, files[part]) for part in ("model", "optimizer"))
+    model = _read_tensors(path, files["model"])
+    optimizer = _read_tensors(path, files["optimizer"])
     document = {k: v for k, v in manifest.items() if k not in ("format", "files")}
     for key in ("steps", "batches"):
         if not isinstance(document.get(key), int) or document[key] < 0:
-            raise CheckpointError(f"the checkpoint at {path} is damaged: {key!r} is no count")
+            raise CheckpointError(f"the checkpoint at {path} is damaged: {key!r} is not a count")
     return Checkpoint(model, optimizer, document)
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Copies of a model's tensors that are here, on the CPU; the names tied to another."""
+    """CPU copies of the model's tensors on this rank, and the names that are tied to another."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     seen: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor) or value.device.type == "meta":
-            continue  # another worker has it
+            continue  # another worker holds it
         key = (value.data_ptr(), value.shape, value.stride())
         if value.numel() and key in seen:
             tied[name] = seen[key]
@@ -114,12 +115,12 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], tied: Any, where: Path) -> None:
-    """Copy `tensors` into the model; another model's are refused by name before any copy."""
+    """Copy `tensors` into the model; those of another model are an error before any copy."""
     if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
-        raise CheckpointError(f"the checkpoint at {where} is damaged: 'tied' is no table")
+        raise CheckpointError(f"the checkpoint at {where} is damaged: 'tied' is not a table")
     complete = {**tensors, **{name: tensors[t] for name, t in tied.items() if t in tensors}}
-    own = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
-    for name, tensor in own.items():
+    targets = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    for name, tensor in targets.items():
         if name not in complete:
             raise CheckpointError(
                 f"the checkpoint at {where} is of another model: it has no tensor {name!r}"
@@ -129,19 +130,19 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], tied: Any, where: P
                 f"the checkpoint at {where} is of another model: {name} is "
                 f"{tuple(complete[name].shape)} there and {tuple(tensor.shape)} here"
             )
-    extra = sorted(set(complete) - set(own))
+    extra = sorted(set(complete) - set(targets))
     if extra:
         raise CheckpointError(
             f"the checkpoint at {where} is of another model: this one has no tensor {extra[0]!r}"
         )
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in targets.items():
             if not _is_elsewhere(tensor):
                 tensor.copy_(complete[name])
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:
-    """A parameter that another rank holds has a shape here and no memory for it."""
+    """Whether another rank holds it: here it has a shape and no memory."""
     return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 
@@ -169,19 +170,19 @@ def optimizer_tensors(
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "values": values}
 
 
-def join_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What `optimizer_tensors` tells of the parts of a model, as if told of the whole.
+def join_optimizers(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rest of `optimizer_tensors` of all shards, as that of the complete model.
 
-    Groups with the same settings are one.
+    Groups with the same settings become one.
     """
     groups: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        for group in part["groups"]:
+    for shard in shards:
+        for group in shard["groups"]:
             settings = {key: value for key, value in group.items() if key != "params"}
             joined = groups.setdefault(json.dumps(settings), {"params": [], **settings})
             joined["params"] += [n for n in group["params"] if n not in joined["params"]]
-    values = {name: value for part in parts for name, value in part["values"].items()}
-    return {"class": parts[0]["class"], "groups": list(groups.values()), "values": values}
+    values = {name: value for shard in shards for name, value in shard["values"].items()}
+    return {"class": shards[0]["class"], "groups": list(groups.values()), "values": values}
 
 
 def load_optimizer(
@@ -191,7 +192,7 @@ def load_optimizer(
     rest: Any,
     where: Path,
 ) -> None:
-    """Put saved state into a fresh optimizer of the same class over the same parameters."""
+    """Load saved state into a new optimizer of the same class over the same parameters."""
     if not isinstance(rest, dict) or rest.get("class") != type(optimizer).__name__:
         saved = rest.get("class") if isinstance(rest, dict) else "nothing"
         raise CheckpointError(
@@ -216,7 +217,7 @@ def load_optimizer(
 
 
 def _group_of(names: list[str], saved: list[Any], where: Path) -> dict[str, Any] | None:
-    """The saved group that holds these parameters; it may hold more, of other ranks."""
+    """The saved group that holds these parameters; it may also hold those of other ranks."""
     for group in saved:
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             raise CheckpointError(f"the checkpoint at {where} is damaged: its parameter groups")
@@ -245,7 +246,7 @@ def _plain(value: Any) -> bool:
 
 
 def _restore(group: dict[str, Any], saved: dict[str, Any], where: Path) -> None:
-    """Take over numbers (lr, betas, weight_decay, …); switches stay as the script has them."""
+    """Restore numbers (lr, betas, weight_decay, …); flags stay as the script has them."""
     for key, now in group.items():
         if key == "params" or key not in saved or not _is_number(now, tuple):
             continue
@@ -256,7 +257,7 @@ def _restore(group: dict[str, Any], saved: dict[str, Any], where: Path) -> None:
 
 
 def _is_number(value: Any, tuples: type) -> bool:
-    """A number; or a tuple of them, where `tuples` is the type of tuples."""
+    """Whether it is a number; or a tuple of numbers, if `tuples` is `tuple`."""
     if isinstance(value, tuple) and tuples is tuple:
         return all(_is_number(item, float) for item in value)
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -267,7 +268,7 @@ def _length(value: Any) -> int:
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """A copy that shares no memory with anything."""
+    """A contiguous copy on the CPU."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
@@ -280,8 +281,8 @@ def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def _read_tensors(path: Path, entry: Any) -> dict[str, Tensor]:
     name = entry.get("name") if isinstance(entry, dict) else None
-    if not isinstance(name, str) or not _OURS.fullmatch(name):
-        raise CheckpointError(f"the checkpoint at {path} is damaged: it names a strange file")
+    if not isinstance(name, str) or not _TENSOR_FILE.fullmatch(name):
+        raise CheckpointError(f"the checkpoint at {path} is damaged: it names an unexpected file")
     file = path / name
     try:
         if file.stat().st_size != entry.get("bytes") or _digest(file) != entry.get("sha256"):
@@ -300,17 +301,17 @@ def _digest(file: Path) -> str:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    fresh = file.with_name(f"{file.name}.{secrets.token_hex(3)}")
-    with open(fresh, "wb") as handle:
+    temporary = file.with_name(f"{file.name}.{secrets.token_hex(3)}")
+    with open(temporary, "wb") as handle:
         handle.write(data)
         handle.flush()
         os.fsync(handle.fileno())
-    os.replace(fresh, file)
+    os.replace(temporary, file)
 
 
 def _remove_old(path: Path, keep: set[str]) -> None:
-    """Remove earlier files of ours, also those of a save that was cut short; nobody else's."""
+    """Remove files of earlier checkpoints, incomplete ones included; other files stay."""
     for file in path.iterdir():
-        is_ours = _OURS.fullmatch(file.name) or _HALF_WRITTEN.fullmatch(file.name)
-        if is_ours and file.name not in keep:
+        is_old = _TENSOR_FILE.fullmatch(file.name) or _PARTIAL_MANIFEST.fullmatch(file.name)
+        if is_old and file.name not in keep:
             file.unlink(missing_ok=True)

@@ -84,10 +84,10 @@ class BatchCutter:
     def _generate(self, dataset: FullDatasetBatch, step: int) -> Iterator[MicroBatch]:
         done = 0
         for minibatch in dataset.minibatches:
-            share = minibatch.total / dataset.total
+            fraction = minibatch.total / dataset.total
             for micro in self._cut_pair(minibatch, minibatch, step, done):
                 assert isinstance(micro.weight, float)
-                yield micro._replace(weight=micro.weight * share)
+                yield micro._replace(weight=micro.weight * fraction)
                 done += 1
 
     def _cut_pair(
@@ -163,11 +163,11 @@ class BatchCutter:
         total_count = torch.tensor(local, dtype=torch.float64).to(self.device)
         work = self.group.all_reduce(total_count, Op.SUM)
 
-        def share(count: float) -> Tensor:
+        def weight_of(count: float) -> Tensor:
             work.wait()
             return count / total_count.clamp(min=_SMALLEST_COUNT)
 
-        return [partial(share, count) for count in counts]
+        return [partial(weight_of, count) for count in counts]
 
     def _seed_of(self, step: int, m: int) -> int:
         """The seed of a micro-batch's random stream; by its index in the batch when exact."""

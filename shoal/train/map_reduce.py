@@ -1,7 +1,7 @@
-"""Map and reduce as a plain function: items dealt out to workers, their results put together.
+"""Map and reduce as a plain function: each worker maps some items, and all reduce the results.
 
 items     0 1 2 | 3 4 5 | 6 7          3 workers
-mapped    a b c   d e f   g h          each where its items are
+mapped    a b c   d e f   g h          each by the worker of the item
 reduced   abc     def     gh           in the order of items
 gathered  abcdefgh                     on every worker
 """
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class HasGroup(Protocol):
-    """A job, as far as it matters here."""
+    """What `map_reduce` needs of a job."""
 
     @property
     def group(self) -> Group: ...
@@ -36,9 +36,9 @@ def map_reduce(
 ) -> Result:
     """`reduce_fn` over `map_fn` of all items, in their order, the same on every worker of `job`.
 
-    All workers call it with the same items; without a job it runs here alone. `reduce_fn` has to
-    be associative. Results are numbers, text, bytes, tensors (which come back on the CPU), and
-    lists, tuples and dicts of these; each worker sends what its own items were reduced to once.
+    All workers call it with the same items; without a job it runs in this process. `reduce_fn` has
+    to be associative. Results are numbers, text, bytes, tensors (which come back on the CPU), and
+    lists, tuples and dicts of these. Each worker sends the reduced result of its items once.
     """
     return map_reduce_over(solo_group() if job is None else job.group, map_fn, items, reduce_fn)
 
@@ -52,8 +52,9 @@ def map_reduce_over(
     every: Sequence[Item] = items if isinstance(items, Sequence) else list(items)
     if not every:
         raise BadInput("map_reduce got no items, so there is nothing to reduce")
-    first, last = (len(every) * (group.rank + i) // group.size for i in (0, 1))
-    own = [map_fn(every[i]) for i in range(first, last)]
-    found = [functools.reduce(reduce_fn, own)] if own else []
-    gathered: list[list[Result]] = all_gather_object(group, found)
+    first = len(every) * group.rank // group.size
+    stop = len(every) * (group.rank + 1) // group.size
+    mapped = [map_fn(every[i]) for i in range(first, stop)]
+    reduced = [functools.reduce(reduce_fn, mapped)] if mapped else []
+    gathered: list[list[Result]] = all_gather_object(group, reduced)
     return functools.reduce(reduce_fn, [result for results in gathered for result in results])

@@ -53,7 +53,9 @@ def test_what_a_checkpoint_says_about_itself_is_json() -> None:
     assert about["example"] == "digits" and about["options"]["batch_size"] == 64
 
 
-def test_resume_without_a_checkpoint_says_so_and_starts_afresh(tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_says_so_and_starts_from_the_beginning(tmp_path: Path) -> None:
     job: Any = PrintingJob()
     resume(job, str(tmp_path / "nothing"))
-    assert job.printed == [f"no checkpoint in {tmp_path / 'nothing'} yet: starting afresh"]
+    assert job.printed == [
+        f"no checkpoint in {tmp_path / 'nothing'} yet: starting from the beginning"
+    ]

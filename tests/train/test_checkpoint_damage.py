@@ -86,12 +86,12 @@ def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
 )
 def test_a_manifest_that_is_no_json_is_told(saved: Path, text: str) -> None:
     (saved / "manifest.json").write_text(text)
-    refused(saved, "its manifest is no JSON")
+    refused(saved, "its manifest is not JSON")
 
 
 def test_a_manifest_that_is_no_text_is_told(saved: Path) -> None:
     (saved / "manifest.json").write_bytes(b"\xff\xfe\x00{}")
-    refused(saved, "its manifest is no JSON")
+    refused(saved, "its manifest is not JSON")
 
 
 def test_a_manifest_of_a_gigabyte_is_not_read(saved: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_manifest_of_a_gigabyte_is_not_read(saved: Path) -> None:
 @pytest.mark.parametrize("document", [[], 5, None, "text", {}, {"format": "shoal checkpoint 2"}])
 def test_a_manifest_of_another_form_is_told(saved: Path, document: Any) -> None:
     write_manifest(saved, document)
-    with pytest.raises(CheckpointError, match="is no manifest of a 'shoal checkpoint 1'"):
+    with pytest.raises(CheckpointError, match="is not the manifest of a 'shoal checkpoint 1'"):
         checkpoint.read(saved)
 
 
@@ -138,7 +138,7 @@ def test_a_manifest_names_files_of_its_folder_only(saved: Path, name: Any) -> No
 @pytest.mark.parametrize("key", ["steps", "batches"])
 def test_a_count_that_is_no_count_is_told(saved: Path, key: str, value: Any) -> None:
     write_manifest(saved, {**manifest_of(saved), key: value})
-    refused(saved, f"'{key}' is no count")
+    refused(saved, f"'{key}' is not a count")
 
 
 @pytest.fixture(scope="module")
