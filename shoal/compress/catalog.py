@@ -1,4 +1,4 @@
-"""From the text to the thing: which compressor `compress="…"` asks for."""
+"""Every compressor by the text of `compress="…"`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from shoal.strategy.settings import read_setting
 def make_compressor(
     text: str, shapes: Sequence[tuple[int, Sequence[int]]], numel: int
 ) -> Compressor:
-    """The compressor for flat tensors of `numel` elements, in which parameters lie at `shapes`."""
+    """The compressor of flat tensors of `numel` elements.
+
+    `shapes` are the parameters in them: where each begins, and its shape.
+    """
     name, settings = read_setting(text)
     match name:
         case "fp16":

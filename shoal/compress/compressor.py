@@ -1,4 +1,4 @@
-"""What every compression can do: a flat tensor as bytes, and back."""
+"""The interface of compressors: a flat tensor to bytes, and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.errors import ShoalError
 
 
 class Compressor(Protocol):
-    """Turns flat floating-point tensors into bytes. What is lost is the caller's to keep.
+    """Turns flat floating-point tensors into bytes. The caller keeps what is lost (error feedback).
 
     The number of bytes follows from the number of elements alone, so a receiver knows how much
     to expect and refuses anything else. Bytes are those of the machine, little-endian here.
@@ -31,37 +31,37 @@ class Compressor(Protocol):
         ...
 
 
-def join(parts: Sequence[Tensor], num_bytes: int) -> Tensor:
-    """The bytes of some tensors one after the other, filled up with zeros."""
-    pieces = [part.contiguous().view(torch.uint8).view(-1) for part in parts]
-    filler = num_bytes - sum(piece.numel() for piece in pieces)
-    return torch.cat([*pieces, pieces[0].new_zeros(filler)])
+def join(tensors: Sequence[Tensor], num_bytes: int) -> Tensor:
+    """The bytes of the tensors one after the other, padded with zeros to `num_bytes`."""
+    raw = [tensor.contiguous().view(torch.uint8).view(-1) for tensor in tensors]
+    padding = num_bytes - sum(one.numel() for one in raw)
+    return torch.cat([*raw, raw[0].new_zeros(padding)])
 
 
 def split(
-    payload: Tensor, parts: Sequence[tuple[int, torch.dtype]], num_bytes: int
+    payload: Tensor, layout: Sequence[tuple[int, torch.dtype]], num_bytes: int
 ) -> list[Tensor]:
-    """Undo `join`: flat tensors of so many elements of a type."""
+    """The inverse of `join`: flat tensors of (number of elements, dtype)."""
     if payload.dtype != torch.uint8 or payload.numel() != num_bytes:
         raise ShoalError(
-            f"a compressed tensor of {num_bytes} bytes was expected, and {payload.numel()} "
-            f"elements of {payload.dtype} came"
+            f"expected a compressed tensor of {num_bytes} bytes, got {payload.numel()} "
+            f"elements of {payload.dtype}"
         )
-    found = []
+    tensors = []
     start = 0
-    for numel, dtype in parts:
+    for numel, dtype in layout:
         stop = start + numel * dtype.itemsize
-        found.append(payload[start:stop].contiguous().view(dtype))
+        tensors.append(payload[start:stop].contiguous().view(dtype))
         start = stop
-    return found
+    return tensors
 
 
-def whole_words(num_bytes: int) -> int:
-    """Rounded up to a multiple of 4, so that payloads in a row stay aligned."""
+def round_up_to_words(num_bytes: int) -> int:
+    """Rounded up to a multiple of 4, so that consecutive payloads stay aligned."""
     return -(-num_bytes // 4) * 4
 
 
-def in_chunks(x: Tensor, size: int) -> Tensor:
-    """Rows of `size` elements; the last one is filled up with zeros."""
+def to_chunks(x: Tensor, size: int) -> Tensor:
+    """Rows of `size` elements; the last one is padded with zeros."""
     rows = -(-x.numel() // size)
     return torch.nn.functional.pad(x, (0, rows * size - x.numel())).view(rows, size)

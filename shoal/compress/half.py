@@ -5,32 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.compress.compressor import Compressor, join, split, whole_words
+from shoal.compress.compressor import Compressor, join, round_up_to_words, split
 
 
 class Bf16(Compressor):
     """8 bits of precision, the range of float32: 2n bytes."""
 
     def num_bytes(self, numel: int) -> int:
-        return whole_words(2 * numel)
+        return round_up_to_words(2 * numel)
 
     def pack(self, x: Tensor) -> Tensor:
         return join([x.bfloat16()], self.num_bytes(x.numel()))
 
     def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        (halves,) = split(payload, [(numel, torch.bfloat16)], self.num_bytes(numel))
-        return halves.float()
+        (values,) = split(payload, [(numel, torch.bfloat16)], self.num_bytes(numel))
+        return values.float()
 
 
 class Fp16(Compressor):
     """11 bits of precision: 2n + 4 bytes.
 
-    A power of two goes along that brings the largest element near fp16's upper end: nothing
-    overflows, and what is 2^-29 times as large as it still has full precision.
+    A power of two scales the largest element to the upper end of fp16: nothing overflows, and an
+    element 2^-29 times as large still has full precision. The scale is sent along.
     """
 
     def num_bytes(self, numel: int) -> int:
-        return whole_words(4 + 2 * numel)
+        return round_up_to_words(4 + 2 * numel)
 
     def pack(self, x: Tensor) -> Tensor:
         x = x.float()
@@ -40,6 +40,6 @@ class Fp16(Compressor):
         return join([scale, (x / scale).half()], self.num_bytes(x.numel()))
 
     def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        parts = [(1, torch.float32), (numel, torch.float16)]
-        scale, halves = split(payload, parts, self.num_bytes(numel))
-        return halves.float() * scale
+        layout = [(1, torch.float32), (numel, torch.float16)]
+        scale, values = split(payload, layout, self.num_bytes(numel))
+        return values.float() * scale

@@ -1,9 +1,9 @@
-"""Matrices as products of two thin ones, found by a step of power iteration.
+"""PowerSGD: matrices as products of two thin ones, by one step of power iteration.
 
     M (n x m)  ~  P (n x r) · Qᵗ (r x m)        P = orthogonal(M·Q),  Q = Mᵗ·P
 
-Q starts from the one of the step before, orthogonalised, so the iteration goes on from step to
-step. What is no matrix, or would not get smaller, stays as it is.
+Q starts from that of the previous step, orthogonalised, so the iteration continues over steps.
+Parameters that are no matrices, or would not get smaller, are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.compress.compressor import Compressor, join, split
 
 
 @dataclass(frozen=True)
-class Matrix:
+class ParameterMatrix:
     """A parameter of two or more dimensions: where it starts, and its sides when flattened."""
 
     start: int
@@ -40,7 +40,7 @@ class PowerSgd(Compressor):
 
     def __init__(self, rank: int, shapes: Sequence[tuple[int, Sequence[int]]], numel: int):
         self.numel = numel
-        self.matrices, self.rest = _sort(rank, shapes)
+        self.matrices, self.rest = _partition(rank, shapes)
         self.num_left = sum(m.rows * m.rank for m in self.matrices)
         self.num_right = sum(m.columns * m.rank for m in self.matrices)
         self.num_rest: int = sum(s.stop - s.start for s in self.rest)
@@ -54,23 +54,24 @@ class PowerSgd(Compressor):
         left = self.project(x)
         self.orthogonalise(left)
         right = self.correlate(x, left)
-        self.go_on_from(right)
+        self.continue_from(right)
         return join([left, right], self.num_bytes(x.numel()))
 
     def unpack(self, payload: Tensor, numel: int) -> Tensor:
-        parts = [(self.num_left + self.num_rest, torch.float32), (self.num_right, torch.float32)]
-        left, right = split(payload, parts, self.num_bytes(numel))
+        layout = [(self.num_left + self.num_rest, torch.float32), (self.num_right, torch.float32)]
+        left, right = split(payload, layout, self.num_bytes(numel))
         return self.expand(left, right)
 
-    # The steps of it. `left` holds every P and then the rest; `right` every Q.
+    # The steps of the algorithm. `left` holds every P and then the rest; `right` every Q.
 
     def project(self, x: Tensor) -> Tensor:
-        """M·Q of every matrix, and the rest: linear in x, so sums of it are those of the sum."""
-        x, bases = x.float(), self._rights(self.basis.to(x.device))
-        parts = [
+        """M·Q of every matrix, and the rest: linear in x, so projections can be summed."""
+        x = x.float()
+        bases = self._rights(self.basis.to(x.device))
+        products = [
             (_matrix(x, m) @ basis).view(-1) for m, basis in zip(self.matrices, bases, strict=True)
         ]
-        return torch.cat([*parts, *(x[s] for s in self.rest)])
+        return torch.cat([*products, *(x[s] for s in self.rest)])
 
     def orthogonalise(self, left: Tensor) -> None:
         """Make the columns of every P orthogonal, in place."""
@@ -80,14 +81,14 @@ class PowerSgd(Compressor):
     def correlate(self, x: Tensor, left: Tensor) -> Tensor:
         """Mᵗ·P of every matrix; linear in x as well."""
         x = x.float()
-        parts = [
+        products = [
             (_matrix(x, m).T @ p).reshape(-1)
             for m, p in zip(self.matrices, self._lefts(left), strict=True)
         ]
-        return torch.cat(parts) if parts else x.new_zeros(0)
+        return torch.cat(products) if products else x.new_zeros(0)
 
     def expand(self, left: Tensor, right: Tensor) -> Tensor:
-        """P·Qᵗ of every matrix and the rest, at their places."""
+        """P·Qᵗ of every matrix, and the rest, where they lie in the tensor."""
         x = left.new_zeros(self.numel)
         for m, p, q in zip(self.matrices, self._lefts(left), self._rights(right), strict=True):
             torch.mm(p, q.T, out=_matrix(x, m))
@@ -97,8 +98,8 @@ class PowerSgd(Compressor):
             start += s.stop - s.start
         return x
 
-    def go_on_from(self, right: Tensor) -> None:
-        """Start the next step from these Q. A zero one becomes unit vectors, never stays zero."""
+    def continue_from(self, right: Tensor) -> None:
+        """Start the next step from these Q. A zero Q becomes unit vectors."""
         self.basis = right.clone()
         for q in self._rights(self.basis):
             q.copy_(torch.linalg.qr(q).Q)
@@ -116,14 +117,14 @@ class PowerSgd(Compressor):
             start += m.columns * m.rank
 
 
-def _matrix(x: Tensor, m: Matrix) -> Tensor:
+def _matrix(x: Tensor, m: ParameterMatrix) -> Tensor:
     return x[m.start : m.stop].view(m.rows, m.columns)
 
 
-def _sort(
+def _partition(
     rank: int, shapes: Sequence[tuple[int, Sequence[int]]]
-) -> tuple[list[Matrix], list[slice]]:
-    """What is sent as factors, and what as it is."""
+) -> tuple[list[ParameterMatrix], list[slice]]:
+    """What is sent as factors, and what is sent uncompressed."""
     matrices = []
     rest = []
     for start, shape in shapes:
@@ -132,7 +133,7 @@ def _sort(
         columns = numel // max(1, rows)
         r = min(rank, rows, columns)
         if r * (rows + columns) < numel:
-            matrices.append(Matrix(start, rows, columns, r))
+            matrices.append(ParameterMatrix(start, rows, columns, r))
         else:
             rest.append(slice(start, start + numel))
     return matrices, rest

@@ -198,7 +198,7 @@ class Factored(Exchange):
             torch.sub(wanted, factors.expand(own, right), out=self.residual[at])
         if factors.num_right:
             yield self.group.all_reduce(right)
-        factors.go_on_from(right)
+        factors.continue_from(right)
         x.copy_(factors.expand(left, right))
 
     def state(self) -> dict[str, Tensor]:
@@ -238,7 +238,7 @@ def _answers(compressor: Compressor, replicas: int) -> Compressor:
     them are sent whole, those over more in part, so that bytes do not grow with their number.
     """
     if isinstance(compressor, TopK):
-        return TopK(min(1.0, compressor.share * min(replicas, MOST_KEPT)))
+        return TopK(min(1.0, compressor.fraction * min(replicas, MOST_KEPT)))
     return compressor
 
 

@@ -321,7 +321,7 @@ def test_a_push_that_names_other_elements_is_refused_and_others_go_on(damage: st
         try:
             link = clients[0].links[0]
             link.post("push", pushed(payload[damage]))
-            words = "names an element outside" if damage == "an index" else "COMPRESSED, got"
+            words = "has an index outside" if damage == "an index" else "COMPRESSED, got"
             with pytest.raises(ShoalError, match=words):
                 clients[0].commit(Commit(0, 0, 1.0), heads)
             clients[1].links[0].post("push", pushed(good))
