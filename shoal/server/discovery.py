@@ -1,13 +1,13 @@
-"""Where the servers of a run are, and those of them that live in this process or below it.
+"""Find the servers of a run, or start them.
 
-placement    servers live in
-servers      processes that `shoal run` has started (`RunConfig.servers`); under
-             another launcher the first rank of each host starts some, which end with it
+placement    servers run in
+servers      processes that `shoal run` has started (`RunConfig.servers`); under another launcher
+             the first rank of each host starts some, which end with it
 rank0        a thread of worker 0
 workers      a thread of every worker
 
-On one host they listen at Unix sockets. Where workers are on several hosts, servers also listen
-at a TCP port, which those of other hosts use.
+Servers listen at Unix sockets. Where workers are on several hosts, servers also listen at a TCP
+port, which workers of other hosts use.
 """
 
 from __future__ import annotations
@@ -35,171 +35,212 @@ from shoal.runtime.run_dir import SECRET_BYTES, RunDir, new_secret, new_server_d
 from shoal.server.server import Server
 from shoal.strategy.terms import Ps
 
-_ENTRY_BYTES = 320
+_MAX_ADDRESS_BYTES = 320
 _IDLE_AFTER_FAILURE_S = 5.0
-_START_S = 120.0
+_START_TIMEOUT_S = 120.0
+_POLL_S = 0.01
 
 
-class Home(NamedTuple):
-    """Where a server is to be found: at a socket on its host, and by others if there are any."""
+class ServerAddress(NamedTuple):
+    """Where a server listens: at a socket of its host, and for other hosts if there are any."""
 
     host: str
-    inside: str
-    beyond: str
+    local: str
+    remote: str
 
     def seen_from(self, host: str) -> str:
-        return self.inside if host == self.host or not self.beyond else self.beyond
+        return self.local if host == self.host or not self.remote else self.remote
+
+    def encode(self) -> bytes:
+        return "\n".join(self).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> ServerAddress:
+        host, local, remote = data.decode().split("\n")
+        return cls(host, local, remote)
 
 
-class Hosts:
-    """Addresses of all servers, in order; the first one leads, or the first one of part 0.
+class ServerSet:
+    """All servers of a run in order, as one worker reaches them; the first is the leader."""
 
-    `leads` says for each server how it reaches the one that leads.
-    """
-
-    def __init__(self, secret: bytes, homes: Sequence[Home] = (), host: str = ""):
+    def __init__(
+        self,
+        secret: bytes,
+        servers: Sequence[ServerAddress],
+        host: str = "",
+        started: StartedServers | None = None,
+    ):
+        """The worker is on `host`; `started` are the servers that it has started."""
         self.secret = secret
-        self.server: Server | None = None
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.run_dir: RunDir | None = None
-        self.settle(homes, host)
+        self.addresses = [server.seen_from(host) for server in servers]
+        self._servers = list(servers)
+        self._leader = servers[0]
+        self._started = started
 
-    def settle(self, homes: Sequence[Home], host: str) -> None:
-        """All servers are known; this worker is on `host`."""
-        self.homes = list(homes)
-        self.addresses = [home.seen_from(host) for home in homes]
-        self.leads = [homes[0].seen_from(home.host) for home in homes]
+    @property
+    def leaders(self) -> list[str]:
+        """The address of the leader, as each server reaches it."""
+        return [self._leader.seen_from(server.host) for server in self._servers]
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether this worker has started server processes, and has to end them."""
+        return self._started is not None and bool(self._started.processes)
 
     def follow(self, replica_group: ReplicaGroup) -> None:
-        """Let the first server of part 0 lead those of all parts."""
-        said = "\n".join(self.homes[0]).encode()
-        lead = Home(*replica_group.broadcast_bytes(said, _ENTRY_BYTES).decode().split("\n"))
-        self.leads = [lead.seen_from(home.host) for home in self.homes]
+        """Let the first server of shard 0 lead the servers of all shards of the replica."""
+        first = self._servers[0].encode()
+        leader = replica_group.broadcast_bytes(first, _MAX_ADDRESS_BYTES)
+        self._leader = ServerAddress.decode(leader)
 
     def close(self, failed: bool = False) -> None:
-        """Stop what was started here, once nobody needs it any more."""
-        if self.server is not None:
-            self.server.wait_idle(_IDLE_AFTER_FAILURE_S if failed else None)
-            self.server.close()
-            self.server = None
+        if self._started is not None:
+            self._started.close(failed)
+
+
+class StartedServers:
+    """The servers that this process has started, as a thread or as processes."""
+
+    def __init__(self, secret: bytes, config: RunConfig):
+        self.secret = secret
+        self.config = config
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._server: Server | None = None
+        self._run_dir: RunDir | None = None
+
+    def start(self, term: Ps, index: int, host: str, has_remote_workers: bool) -> ServerAddress:
+        """Start server `index` on this host."""
+        if self._run_dir is None:
+            self._run_dir = new_server_dir()
+            self._run_dir.write_secret(self.secret)
+        local = self._run_dir.socket(index)
+        remote = ""
+        if has_remote_workers:
+            remote = f"tcp:{self.config.hostname or socket.gethostname()}:0"
+        if term.placement == "servers":
+            return ServerAddress(host, local, self._start_process(term, index, remote))
+        return ServerAddress(host, local, self._start_thread(local, remote))
+
+    def close(self, failed: bool = False) -> None:
+        """End them when no worker uses them; after a failure, after a few seconds."""
+        if self._server is not None:
+            self._server.wait_idle(_IDLE_AFTER_FAILURE_S if failed else None)
+            self._server.close()
+            self._server = None
         for process in self.processes:
             process.terminate()
         for process in self.processes:
             process.wait()
         self.processes = []
-        if self.run_dir is not None:
-            self.run_dir.remove()
-            self.run_dir = None
+        if self._run_dir is not None:
+            self._run_dir.remove()
+            self._run_dir = None
+
+    def _start_thread(self, local: str, remote: str) -> str:
+        """Returns the address for other hosts."""
+        run_dir = self.config.run_dir
+        has_exited = None if run_dir is None else run_dir.has_exited
+        self._server = Server(local, self.secret, has_exited=has_exited, remote_address=remote)
+        return self._server.remote_address
+
+    def _start_process(self, term: Ps, index: int, remote: str) -> str:
+        """Returns the address for other hosts, which the process writes once it listens."""
+        assert self._run_dir is not None
+        server = ServerConfig(index, self.config.server.listen, remote or None, os.getpid())
+        config = replace(self.config, run_dir=self._run_dir, server=server, launcher_pid=None)
+        env = config.with_environ(**threads_of(term.servers)).to_environment()
+        command = [sys.executable, "-m", "shoal.server.main"]
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+        self.processes.append(process)
+        if not remote:
+            return ""
+        address_file = self._run_dir.server_address(index)
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while not address_file.exists():
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise BadInput(f"server {index} does not listen at {remote}: see its output")
+            time.sleep(_POLL_S)
+        return address_file.read_text()
 
 
-def find_hosts(
-    part: Ps, group: Group, replica_group: ReplicaGroup, config: RunConfig | None = None
-) -> Hosts:
-    """All ranks call it together. What has to be started is started.
-
-    Where workers are on several hosts, servers are dealt out to the hosts in turns. Servers of
-    all parts of a replica know one secret.
-    """
+def find_or_start_servers(
+    term: Ps, group: Group, replica_group: ReplicaGroup, config: RunConfig | None = None
+) -> ServerSet:
+    """All ranks call it together. Servers of all shards of a replica have one secret."""
     config = config or RunConfig.from_environment()
-    if part.placement == "servers" and config.servers is not None:
-        return _of_launcher(part, config, config.servers)
-    hosts = Hosts(_share_secret(group, replica_group, config))
+    if term.placement == "servers" and config.servers is not None:
+        return _launched(term, config, config.servers)
+    started = StartedServers(_share_secret(group, replica_group, config), config)
     try:
-        host = host_id(config.host_id).decode()
-        places = _places(group, config, host)
-        homes = []
-        for index in range(group.size if part.placement == "workers" else part.servers):
-            starter = _starter(part, places, index)
-            own = ""
-            if group.rank == starter:
-                own = "\n".join(_start(hosts, part, index, len(places.hosts) > 1, host, config))
-            homes.append(Home(*_tell(group, own, starter).split("\n")))
-        hosts.settle(homes, host)
+        return _start(term, group, started)
     except BaseException:
-        hosts.close(failed=True)
+        started.close(failed=True)
         raise
-    return hosts
 
 
-def _places(group: Group, config: RunConfig, host: str) -> Topology:
-    """Our own launcher starts workers on one host, and some of them may never come."""
-    if config.run_dir is not None:
-        return Topology((tuple(range(group.size)),), group.rank)
-    return Topology.of([said.encode() for said in tell_all(group, host)], group.rank)
-
-
-def _starter(part: Ps, places: Topology, index: int) -> int:
-    """The rank that starts server `index`."""
-    if part.placement == "workers":
-        return index
-    return places.hosts[index % len(places.hosts)][0] if part.placement == "servers" else 0
-
-
-def _start(hosts: Hosts, part: Ps, index: int, spread: bool, host: str, config: RunConfig) -> Home:
-    if hosts.run_dir is None:
-        hosts.run_dir = new_server_dir()
-        hosts.run_dir.write_secret(hosts.secret)
-    beyond = f"tcp:{config.hostname or socket.gethostname()}:0" if spread else ""
-    if part.placement == "servers":
-        address = _start_process(hosts, hosts.run_dir, index, part.servers, beyond, config)
-        return Home(host, hosts.run_dir.socket(index), address)
-    inside = hosts.run_dir.socket(index)
-    has_exited = None if config.run_dir is None else config.run_dir.has_exited
-    hosts.server = Server(inside, hosts.secret, has_exited=has_exited, remote_address=beyond)
-    return Home(host, inside, hosts.server.remote_address)
-
-
-def _of_launcher(part: Ps, config: RunConfig, servers: int | tuple[str, ...]) -> Hosts:
-    """Sockets in the run directory, or addresses."""
+def _launched(term: Ps, config: RunConfig, servers: int | tuple[str, ...]) -> ServerSet:
+    """Servers of a launcher: a number of sockets in the run directory, or addresses."""
     secret = config.read_secret()
     run_dir = config.run_dir or RunDir(Path())
     addresses = [run_dir.socket(i) for i in range(servers)] if isinstance(servers, int) else servers
     if secret is None:
-        raise BadInput("there are servers, and no secret to show them: set SHOAL_SECRET")
-    if len(addresses) < part.servers:
-        raise BadInput(f"{part} wants {part.servers} servers, and {len(addresses)} are there")
-    return Hosts(secret, [Home("", address, "") for address in addresses[: part.servers]])
+        raise BadInput("SHOAL_SERVERS names servers, and there is no secret: set SHOAL_SECRET")
+    if len(addresses) < term.servers:
+        raise BadInput(f"{term} needs {term.servers} servers, and there are {len(addresses)}")
+    return ServerSet(secret, [ServerAddress("", a, "") for a in addresses[: term.servers]])
 
 
-def _start_process(
-    hosts: Hosts, run_dir: RunDir, index: int, servers: int, beyond: str, config: RunConfig
-) -> str:
-    """Start a server; returns its address for other hosts, which it writes once it listens."""
-    server = ServerConfig(index, config.server.listen, beyond or None, os.getpid())
-    config = replace(config, run_dir=run_dir, server=server, launcher_pid=None)
-    env = config.with_environ(**threads_of(servers)).to_environment()
-    command = [sys.executable, "-m", "shoal.server.main"]
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
-    hosts.processes.append(process)
-    if not beyond:
-        return ""
-    address = run_dir.server_address(index)
-    deadline_s = time.monotonic() + _START_S
-    while not address.exists():
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise BadInput(f"server {index} does not listen at {beyond}: see its output")
-        time.sleep(0.01)
-    return address.read_text()
+def _start(term: Ps, group: Group, started: StartedServers) -> ServerSet:
+    """Start all servers, each on one rank; servers are assigned to hosts in turn."""
+    host = host_id(started.config.host_id).decode()
+    topology = _topology(group, started.config, host)
+    servers = []
+    for index in range(group.size if term.placement == "workers" else term.servers):
+        starter = _starter(term, topology, index)
+        encoded = b""
+        if group.rank == starter:
+            has_remote_workers = len(topology.hosts) > 1
+            encoded = started.start(term, index, host, has_remote_workers).encode()
+        servers.append(_broadcast_address(group, encoded, starter))
+    return ServerSet(started.secret, servers, host, started)
+
+
+def _topology(group: Group, config: RunConfig, host: str) -> Topology:
+    """Which ranks share a host. `shoal run` uses one host, and some ranks may not have started."""
+    if config.run_dir is not None:
+        return Topology((tuple(range(group.size)),), group.rank)
+    return Topology.of([name.encode() for name in all_gather_text(group, host)], group.rank)
+
+
+def _starter(term: Ps, topology: Topology, index: int) -> int:
+    """The rank that starts server `index`."""
+    if term.placement == "workers":
+        return index
+    if term.placement == "servers":
+        return topology.hosts[index % len(topology.hosts)][0]
+    return 0
+
+
+def _broadcast_address(group: Group, encoded: bytes, root: int) -> ServerAddress:
+    data = objects.broadcast_bytes(group, encoded, root, _MAX_ADDRESS_BYTES)
+    if not data:
+        raise PeerLost(group.rank, root, "finding the servers")
+    return ServerAddress.decode(data)
 
 
 def _share_secret(group: Group, replica_group: ReplicaGroup, config: RunConfig) -> bytes:
-    """Rank 0's: of its launcher, or a fresh one."""
-    mine = (config.read_secret() or new_secret()) if group.rank == 0 else b""
-    tensor = torch.frombuffer(bytearray(mine.ljust(SECRET_BYTES, b"\0")), dtype=torch.uint8)
-    tensor = tensor[:SECRET_BYTES].clone()
+    """Rank 0's secret: that of its launcher, or a new one."""
+    secret = b""
+    if group.rank == 0:
+        secret = config.read_secret() or new_secret()
+    data = bytearray(secret.ljust(SECRET_BYTES, b"\0"))[:SECRET_BYTES]
+    tensor = torch.frombuffer(data, dtype=torch.uint8).clone()
     group.broadcast(tensor).wait()
     replica_group.broadcast(tensor)
     return bytes(tensor.tolist())
 
 
-def tell_all(group: Group, text: str) -> list[str]:
-    """What every rank says, by rank."""
-    return [said.decode() for said in objects.all_gather_bytes(group, text.encode(), _ENTRY_BYTES)]
-
-
-def _tell(group: Group, text: str, root: int) -> str:
-    """What `root` says."""
-    found = objects.broadcast_bytes(group, text.encode(), root, _ENTRY_BYTES).decode()
-    if not found:
-        raise PeerLost(group.rank, root, "looking for the servers")
-    return found
+def all_gather_text(group: Group, text: str) -> list[str]:
+    """The text of every rank, by rank."""
+    gathered = objects.all_gather_bytes(group, text.encode(), _MAX_ADDRESS_BYTES)
+    return [data.decode() for data in gathered]

@@ -13,7 +13,7 @@ from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.discovery import Hosts, find_hosts, tell_all
+from shoal.server.discovery import ServerSet, all_gather_text, find_or_start_servers
 from shoal.server.model.named_optimizer import NamedOptimizer, name_of
 from shoal.server.model.partition import FlatParameter, partition
 from shoal.server.model.shard import NAMES
@@ -38,7 +38,7 @@ def join_servers(term: Ps, replica: Replica) -> PsWorker:
     """
     rule = Rule.of(term, replica.group.size)
     served = _served_model(term, replica, rule)
-    servers = find_hosts(term, replica.group, replica.replica_group)
+    servers = find_or_start_servers(term, replica.group, replica.replica_group)
     try:
         client = _join(replica, served, servers)
     except BaseException:
@@ -133,7 +133,7 @@ def specs_of(flat: FlatParams, leaders: Sequence[str], served: ServedOptions) ->
 # ---- joining ------------------------------------------------------------------------------------
 
 
-def _join(replica: Replica, served: ServedOptions, servers: Hosts) -> Client:
+def _join(replica: Replica, served: ServedOptions, servers: ServerSet) -> Client:
     """Connect to all servers. A shard of a split replica waits for the leader of shard 0."""
     model = torch.tensor([secrets.randbits(62)])
     replica.group.broadcast(model).wait()
@@ -141,7 +141,7 @@ def _join(replica: Replica, served: ServedOptions, servers: Hosts) -> Client:
     if shares_leader:
         servers.follow(replica.replica_group)
         served = replace(served, split=_following(replica, int(model)))
-    specs = specs_of(replica.flat, servers.leads, served)
+    specs = specs_of(replica.flat, servers.leaders, served)
     if shares_leader and not replica.replica_group.is_leader:
         replica.replica_group.barrier()  # followers connect to a leader that listens already
     client = Client(
@@ -221,5 +221,5 @@ def _updates_of(context: PsContext, served: ServedOptions, copies: Copies | None
     if served.optimizer is None:
         return UpdateOnWorkers(flat, update, client, copies)
     if flat.device.type == "cpu" and copies is None:
-        return UpdateInPlace(flat, update, client, partial(tell_all, context.group))
+        return UpdateInPlace(flat, update, client, partial(all_gather_text, context.group))
     return UpdateOnServers(flat, update, client, copies)

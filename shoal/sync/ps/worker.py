@@ -31,7 +31,7 @@ from shoal.observe.trace import WAIT
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client, PullResult
 from shoal.server.consistency import Rule
-from shoal.server.discovery import Hosts
+from shoal.server.discovery import ServerSet
 from shoal.server.protocol.messages import Ack, Commit
 from shoal.server.row_client import ServerStore
 from shoal.sync.base import Sync
@@ -70,7 +70,7 @@ class PsContext:
     group: Group  # workers that hold the same shard, one of each replica
     replica_group: ReplicaGroup  # the workers of this replica
     client: Client
-    servers: Hosts  # with those that this process has started
+    servers: ServerSet
     rule: Rule
 
 
@@ -216,7 +216,7 @@ class PsWorker(Sync):
         has_failed = True
         try:
             self._leave()
-            if self._is_lowest_survivor or self.context.servers.processes:
+            if self._is_lowest_survivor or self.context.servers.has_processes:
                 self._stats = self.client.stats(final=True)
             has_failed = False
         except ShoalError:
