@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-Combination = Mapping[str, int]  # the index of the value of each parameter
+Combination = Mapping[str, str]  # the value of each parameter, as text
 
 
 def covering(combinations: Sequence[Combination], pairs: bool) -> list[int]:
@@ -26,5 +26,5 @@ def covering(combinations: Sequence[Combination], pairs: bool) -> list[int]:
 
 
 def _facts(combination: Combination, pairs: bool) -> set[Hashable]:
-    items: Iterable[tuple[str, int]] = sorted(combination.items())
+    items: Iterable[tuple[str, str]] = sorted(combination.items())
     return set(itertools.combinations(items, 2)) if pairs else set(items)

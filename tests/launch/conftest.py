@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import zygotes
+from tests.forked import zygote, zygotes
 from tests.launch.helpers import Rope
 
 
@@ -19,6 +19,7 @@ def rope(tmp_path: Path) -> Iterator[Rope]:
 
 @pytest.fixture(autouse=True)
 def no_open_files_left() -> Iterator[None]:
+    zygote()  # which stays, with its socket
     before = set(os.listdir("/proc/self/fd"))
     zygotes_before = zygotes()
     yield
