@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import PeerLost, ShoalError
 from shoal.observe.trace import OFF, Tracer
-from shoal.server.protocol.connection import CONNECT_S, Closed, Connection, connect
+from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.endpoint import CONNECT_S, connect
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, decode
 from shoal.server.protocol.handshake import RECONNECT_S, authenticate
 from shoal.server.protocol.messages import Channel, ErrorReply
@@ -162,7 +163,7 @@ class ServerLink:
         self._is_closing = True
         channels = list(self._channels.values())
         for channel in channels:
-            channel.connection.cut()
+            channel.connection.abort()
         for channel in channels:
             channel.queue.close(CLOSE_TIMEOUT_S)
         for channel in channels:
@@ -244,7 +245,7 @@ class ServerLink:
         self._replaced.append(replaced)
         replaced.close()
         if self._is_closing:
-            connection.cut()
+            connection.abort()
 
     def _connect(self, channel: Channel, timeout_s: float) -> Connection:
         start_s = time.monotonic()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.errors import BadInput
+from shoal.server.model.check_spec import check_spec
 from shoal.server.model.served_model import ServedModel
-from shoal.server.model.shard import check_spec
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import Follow, ModelSpec
@@ -120,7 +120,7 @@ class ModelHost:
         for followers in list(self._followers.values()):
             followers.close()
         for follower in self._following:
-            follower.connection.cut()
+            follower.connection.abort()
         for follower in self._following:
             if follower.thread is not threading.current_thread():
                 follower.thread.join(join_s)

@@ -39,7 +39,7 @@ class Peer:
         self.member: Member | None = None
         self.has_reconnected = False
         self.table_reader = TableReader()
-        self._active = ActiveConnection(threading.get_ident(), connection.cut, number)
+        self._active = ActiveConnection(threading.get_ident(), connection.abort, number)
 
     def joined(self) -> tuple[ServedModel, Member]:
         if self.model is None or self.member is None:
@@ -107,7 +107,7 @@ class Peer:
             raise Closed("the worker has connected again")
         if not self.connection.is_unix:
             model.membership.displaced.add(active.thread)
-            active.cut()
+            active.abort()
             model.lock.notify_all()
             model.lock.wait_for(
                 lambda: member.channels.get(self.channel) is not active, RECONNECT_S
@@ -125,7 +125,7 @@ class Peer:
             model.lock.notify_all()
             if not is_broken or self.connection.is_unix:
                 return False
-            self.connection.cut()
+            self.connection.abort()
 
             def is_decided() -> bool:
                 has_ended = membership.failure is not None or self.worker in membership.departed

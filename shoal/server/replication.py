@@ -13,7 +13,8 @@ import threading
 
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
-from shoal.server.protocol.connection import Closed, Connection, connect
+from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.endpoint import connect
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.handshake import authenticate
 from shoal.server.protocol.messages import (

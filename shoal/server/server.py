@@ -29,7 +29,8 @@ from typing import Any
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost
 from shoal.server.peer import Peer
-from shoal.server.protocol.connection import Closed, Connection, Listener
+from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.endpoint import Listener
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.server.protocol.messages import ErrorReply
@@ -98,7 +99,7 @@ class Server:
             listener.close()
         self.host.close(_JOIN_S)
         for connection in connections:
-            connection.cut()
+            connection.abort()
         for sock in unauthenticated:
             _shut_down(sock)
         for thread in [*self._accepting, *threads]:

@@ -1,4 +1,4 @@
-"""Bytes that mean harm: the server answers or closes, counts them, and serves the others."""
+"""Hostile bytes: the server answers or closes, counts them, and serves the other workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from shoal.runtime.run_dir import new_secret
 from shoal.server import shared_memory as segment
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.protocol.connection import Connection, connect
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.endpoint import connect
 from shoal.server.protocol.frames import (
     HEADER_BYTES,
     FrameKind,
@@ -91,20 +92,22 @@ def is_closed_by_server(sock: socket.socket) -> bool:
     return True
 
 
-def member(server: Server, lane: Channel, worker: int = 1) -> tuple[Connection, Header]:
+def member(server: Server, channel: Channel, worker: int = 1) -> tuple[Connection, Header]:
     """A connection that has proven the secret, of a worker that has joined."""
     connection = connect(server.address)
     header = Header(FrameKind.HELLO, worker, MODEL, 99)
-    authenticate(connection, SECRET, lane, header)
+    authenticate(connection, SECRET, channel, header)
     return connection, header
 
 
-def joined(server: Server, client: Client, lane: Channel) -> tuple[Connection, Connection, Header]:
+def joined(
+    server: Server, client: Client, channel: Channel
+) -> tuple[Connection, Connection, Header]:
     """Control and another connection of worker 1, whose gradients go over the wire."""
     control, header = member(server, "control")
     control.send(header._replace(kind=FrameKind.SETUP), encode(client.specs[0]))
     assert control.receive(1 << 10)[0].kind is FrameKind.OK
-    other, _ = member(server, lane)
+    other, _ = member(server, channel)
     return control, other, header
 
 
@@ -165,7 +168,7 @@ def test_a_replayed_hello_is_refused() -> None:
         connection.sock.sendall(frame)
         assert connection.receive(512)[0].kind is FrameKind.WELCOME
         with stranger(server) as sock:
-            sock.sendall(frame)  # what somebody has overheard
+            sock.sendall(frame)  # as recorded
             assert is_closed_by_server(sock)
         assert server.refused["HELLO does not prove the secret"] == 1
         connection.close()
@@ -185,7 +188,7 @@ def test_200_connections_that_say_nothing() -> None:
 
 @pytest.mark.parametrize("field", ["payload", "meta"])
 @pytest.mark.parametrize("size", [2**63, 2**64 - 1, 1 << 31])
-def test_lengths_that_nobody_can_mean(field: str, size: int) -> None:
+def test_lengths_that_are_impossible(field: str, size: int) -> None:
     with victim() as (server, _):
         before = resident_mb()
         frame = bytearray(pack(Header(FrameKind.HELLO, 1, MODEL)))
@@ -211,20 +214,20 @@ def test_bad_magic_and_truncated_frames() -> None:
         assert server.refused["not a frame of Shoal"] == 1
 
 
-# ---- from somebody who knows the secret, or has taken over who does -----------------------------
+# ---- from a worker that knows the secret --------------------------------------------------------
 
 
 Attack = Callable[[Connection, Header, Client], None]
 
 
 def _send(
-    kind: FrameKind, lane: Channel, meta: bytes = b"", payload: int = 0, **fields: int
+    kind: FrameKind, channel: Channel, meta: bytes = b"", payload: int = 0, **fields: int
 ) -> tuple[Channel, Attack]:
     def attack(connection: Connection, header: Header, client: Client) -> None:
         named = header._replace(kind=kind, payload_bytes=payload, **fields)
         connection.sock.sendall(pack(named, meta))
 
-    return lane, attack
+    return channel, attack
 
 
 def _state(**change: object) -> bytes:
@@ -295,10 +298,10 @@ ATTACKS: dict[str, tuple[Channel, Attack]] = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_worker_that_means_harm_is_refused(name: str) -> None:
-    lane, attack = ATTACKS[name]
+    channel, attack = ATTACKS[name]
     with victim() as (server, client):
         before = resident_mb()
-        control, connection, header = joined(server, client, lane)
+        control, connection, header = joined(server, client, channel)
         attack(connection, header, client)
         connection.sock.settimeout(10.0)
         answer, _ = connection.receive(1 << 16)
@@ -386,7 +389,7 @@ def test_weights_are_not_shared_by_workers_that_may_read_while_servers_write() -
 
 
 @pytest.mark.parametrize("wrong", ["none", "another", "short"])
-def test_memory_for_weights_that_is_not_everybody_s_is_refused(wrong: str) -> None:
+def test_memory_for_weights_that_differs_from_that_of_other_workers_is_refused(wrong: str) -> None:
     with servers() as found:
         client = client_of(found, 0, Rule(2))
         assert client.share_weights(lambda word: [word])
@@ -497,7 +500,7 @@ def _rows(table: str, ids: list[int], grads: int = 0, **change: int) -> tuple[by
 
 
 @pytest.mark.parametrize(
-    ("lane", "kind", "frame"),
+    ("channel", "kind", "frame"),
     [
         ("rows", FrameKind.TABLE_PULL, _rows("t", [-1])),
         ("rows", FrameKind.TABLE_PULL, _rows("t", [10])),
@@ -514,14 +517,14 @@ def _rows(table: str, ids: list[int], grads: int = 0, **change: int) -> tuple[by
     ],
 )
 def test_rows_that_are_not_there_are_refused(
-    lane: Channel, kind: FrameKind, frame: tuple[bytes, bytes]
+    channel: Channel, kind: FrameKind, frame: tuple[bytes, bytes]
 ) -> None:
     with victim() as (server, client):
         before = resident_mb()
         store = ServerStore(client)
         store.create(TableSpec("t", 10, 4, optimizer=RowOptimizer("sgd", 0.1)))
         start = store.pull("t", torch.arange(10))
-        control, connection, header = joined(server, client, lane)
+        control, connection, header = joined(server, client, channel)
         meta, payload = frame
         named = header._replace(kind=kind, payload_bytes=len(payload), sequence=1)
         connection.sock.sendall(pack(named, meta) + payload)
@@ -535,7 +538,7 @@ def test_rows_that_are_not_there_are_refused(
 
 
 @pytest.mark.parametrize("change", [{"num_rows": 2**62}, {"dim": 2**40}, {"num_rows": -1}])
-def test_tables_that_nobody_can_hold_are_refused(change: dict[str, int]) -> None:
+def test_tables_that_are_too_large_are_refused(change: dict[str, int]) -> None:
     with victim() as (server, client):
         control, connection, header = joined(server, client, "rows")
         table = {"name": "t", "num_rows": 10, "dim": 4, **change}

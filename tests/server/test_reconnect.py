@@ -133,7 +133,7 @@ def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: i
         member = model.membership.members[0]
         with model.lock:
             assert model.lock.wait_for(lambda: "push" in member.channels, 10)
-            slow = member.channels["push"]._replace(cut=asked.release)
+            slow = member.channels["push"]._replace(abort=asked.release)
             member.channels["push"] = slow
         first = link._connect("push", 10)
         second = link._connect("push", 10)

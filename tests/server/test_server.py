@@ -13,7 +13,7 @@ import torch
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.config import TlsConfig
 from shoal.server.consistency import Rule
-from shoal.server.protocol.connection import Listener, connect
+from shoal.server.protocol.endpoint import Listener, connect
 from shoal.server.protocol.messages import Commit
 from tests.server.helpers import client_of, fill, servers, weights
 
@@ -64,7 +64,7 @@ def test_a_part_of_a_model_is_clipped_by_the_norm_of_the_whole(count: int) -> No
         drop(client)
 
 
-def test_a_norm_that_nobody_waits_for_is_refused() -> None:
+def test_a_norm_that_no_step_waits_for_is_refused() -> None:
     with servers() as found:
         client = client_of(found, 0, Rule(1), clip_norm=4.0, norm_from_workers=True)
         with pytest.raises(ShoalError, match="TOTAL_NORM arrives, but no step waits for it"):
@@ -117,7 +117,7 @@ def test_a_push_that_is_sent_again_is_not_applied_again(tcp: bool, count: int) -
 
 
 def tells(size: int) -> list[Callable[[str], list[str]]]:
-    """For each of so many threads: say a word, and hear everybody's."""
+    """For each thread an all-gather of short texts."""
     words = [""] * size
     barrier = threading.Barrier(size)
 
@@ -213,7 +213,7 @@ def test_a_model_is_forgotten_when_its_workers_have_left() -> None:
             assert all(server.wait_idle(10) for server in found)
 
 
-def test_workers_that_describe_the_model_differently_are_told() -> None:
+def test_workers_that_describe_the_model_differently_are_refused() -> None:
     with servers() as found:
         client = client_of(found, 0, Rule(2))
         with pytest.raises(ShoalError, match="describe it differently"):

@@ -14,7 +14,7 @@ from shoal.errors import BadInput, ShoalError
 from shoal.runtime.config import TlsConfig
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.protocol.connection import Listener, connect
+from shoal.server.protocol.endpoint import Listener, connect
 from shoal.server.server import Server
 from tests.server.helpers import SECRET, client_of, fill, weights
 
@@ -107,7 +107,7 @@ def test_a_worker_does_not_speak_in_the_clear_beyond_loopback() -> None:
 def test_breaks_are_mended_under_tls(secured: Path) -> None:
     with Server("tcp:127.0.0.1:0", SECRET) as server:
         client: Client = client_of([server], 0, Rule(1))
-        client.links[0].connection("push").cut()
+        client.links[0].connection("push").abort()
         assert client.commit(*fill(client, 2.0)).verdict == "admitted"
         assert torch.any(weights(client, version=1) == -2.0)
         client.leave()

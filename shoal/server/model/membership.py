@@ -28,7 +28,7 @@ class ActiveConnection(NamedTuple):
     """The connection that serves one channel of a worker."""
 
     thread: int  # that reads from it
-    cut: Callable[[], None]
+    abort: Callable[[], None]
     number: int  # connections are numbered in the order in which they were accepted
 
 

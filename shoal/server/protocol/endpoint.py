@@ -1,0 +1,187 @@
+"""Addresses of servers: listening at them, and connecting to them.
+
+    unix:/path/of/socket      one host (default)
+    tcp:host:port             several hosts
+
+Beyond loopback a listener requires TLS (SHOAL_TLS_CERT and SHOAL_TLS_KEY; SHOAL_TLS_CA for those
+who connect), or the statement that the network is trusted (SHOAL_TRUSTED_NETWORK=1).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import ssl
+from contextlib import suppress
+
+from shoal.errors import BadInput
+from shoal.runtime.config import RunConfig, TlsConfig
+from shoal.server.protocol.connection import Closed, Connection
+
+CONNECT_S = 30.0
+SILENT_PEER_MS = 30_000  # a host that does not respond is lost after so long
+
+
+def connect(address: str, tls: TlsConfig | None = None, timeout_s: float = CONNECT_S) -> Connection:
+    """Connect to a server that listens; an OSError if it does not."""
+    kind, _, path = address.partition(":")
+    if kind == "unix":
+        sock = _connect_unix(path, timeout_s)
+    else:
+        sock = _connect_tcp(address, tls or RunConfig.from_environment().tls, timeout_s)
+    sock.settimeout(None)
+    return Connection(sock)
+
+
+def _connect_unix(path: str, timeout_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _connect_tcp(address: str, tls: TlsConfig, timeout_s: float) -> socket.socket:
+    host, port = _host_and_port(address)
+    if not tls.authority:
+        _check_trusted(host, tls)
+    sock = socket.create_connection((host, port), timeout_s)
+    _tune(sock)
+    return _secured(sock, host, address, tls.authority) if tls.authority else sock
+
+
+def _secured(sock: socket.socket, host: str, address: str, authority: str) -> ssl.SSLSocket:
+    """The connection under TLS, to a server whose certificate SHOAL_TLS_CA has signed."""
+    try:
+        context = ssl.create_default_context(cafile=authority)
+    except OSError as error:
+        sock.close()
+        raise BadInput(f"SHOAL_TLS_CA {authority}: {error}") from error
+    try:
+        return context.wrap_socket(sock, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        reason = f"that SHOAL_TLS_CA does not vouch for ({error.verify_message})"
+        raise BadInput(f"the server at {address} shows a certificate {reason}") from error
+    except ssl.SSLEOFError as error:
+        raise Closed(str(error)) from error
+    except ssl.SSLError as error:
+        raise BadInput(
+            f"the server at {address} does not speak TLS, as SHOAL_TLS_CA asks it to ({error})"
+        ) from error
+    finally:
+        sock.close()  # has no effect if TLS has taken the descriptor over
+
+
+class Listener:
+    """Accepts connections at one address. `accept` returns None once it is closed."""
+
+    def __init__(self, address: str, tls: TlsConfig | None = None):
+        kind, _, path = address.partition(":")
+        self._path: str | None = None
+        self._context: ssl.SSLContext | None = None
+        if kind == "unix":
+            self._sock = _bound(socket.AF_UNIX, path)
+            os.chmod(path, 0o600)
+            self._path = path
+            self.address = address
+        elif kind == "tcp":
+            host, port = _host_and_port(address)
+            self._context = _server_context(host, tls or RunConfig.from_environment().tls)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._sock = _bound(family, (host, port))
+            self.address = f"tcp:{host}:{self._sock.getsockname()[1]}"
+        else:
+            raise BadInput(f"a server listens at unix:PATH or tcp:HOST:PORT, not at {address!r}")
+        self._sock.listen(256)
+
+    def accept(self) -> socket.socket | None:
+        """The next connection, before TLS: `secure` may take long, and is for another thread."""
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:
+            return None
+        if self._path is None:
+            _tune(sock)
+        return sock
+
+    def secure(self, sock: socket.socket) -> socket.socket:
+        return sock if self._context is None else self._context.wrap_socket(sock, server_side=True)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        if self._path is not None:
+            with suppress(OSError):
+                os.unlink(self._path)
+
+
+def _bound(family: int, address: str | tuple[str, int]) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    if family != socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise BadInput(f"a server cannot listen at {address}: {error}") from error
+    return sock
+
+
+def _tune(sock: socket.socket) -> None:
+    """Send small frames without delay; notice a host that does not respond."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_USER_TIMEOUT", SILENT_PEER_MS),
+        ("TCP_KEEPIDLE", 10),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 4),
+    ):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    kind, _, location = address.partition(":")
+    host, _, port = location.rpartition(":")
+    if kind != "tcp" or not host or not port.isdigit() or int(port) > 65535:
+        raise BadInput(f"a server's address is unix:PATH or tcp:HOST:PORT, not {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def _server_context(host: str, tls: TlsConfig) -> ssl.SSLContext | None:
+    """TLS with the server's certificate; None without one, where the network is trusted."""
+    certificate = tls.certificate
+    if not certificate:
+        _check_trusted(host, tls)
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, tls.key)
+    except (OSError, ssl.SSLError) as error:
+        raise BadInput(f"SHOAL_TLS_CERT {certificate}: {error}") from error
+    return context
+
+
+def _check_trusted(host: str, tls: TlsConfig) -> None:
+    if not tls.trusted_network and not is_loopback(host):
+        raise BadInput(
+            f"weights and gradients would cross the network to or from {host} in the clear: give "
+            "SHOAL_TLS_CERT, SHOAL_TLS_KEY and SHOAL_TLS_CA, or set SHOAL_TRUSTED_NETWORK=1 where "
+            "the network is trusted"
+        )
