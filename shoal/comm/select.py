@@ -21,10 +21,12 @@ from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.scheduled.selection import Algorithm, ForRanks
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch, join_world
 from shoal.comm.group import Group
 from shoal.runtime.run_dir import RunDir
+from shoal.schedules.user import is_user_function
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import is_built, join
 from shoal.transport.torch_p2p import TorchTransport
@@ -42,6 +44,7 @@ class GroupSpec:
     backend: str  # "gloo" or "nccl"
     name: str  # tells the runs of one process apart
     algorithm: str | None = None  # the all-reduce that was asked for by name
+    replicas: int = 1  # how many of them agree by it
     host_id: str | None = None  # ranks with the same one share memory; default: by kernel and user
     run_dir: RunDir | None = None  # where the last operations are written after a failure
 
@@ -72,8 +75,10 @@ def _open_shared(spec: GroupSpec, world: dist.ProcessGroup) -> SharedMemory | Hi
 def _over_torch(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
     if spec.algorithm is None:
         return Torch(world)
-    transport = TorchTransport(world)
-    return Scheduled(transport, {"all_reduce": spec.algorithm}, background=True)
+    algorithm: Algorithm = spec.algorithm
+    if is_user_function(spec.algorithm):  # it is made and proven for the replicas
+        algorithm = ForRanks(spec.algorithm, spec.replicas)
+    return Scheduled(TorchTransport(world), {"all_reduce": algorithm}, background=True)
 
 
 # ---------------------------------------------------------------------- shared memory

@@ -200,6 +200,7 @@ class Worker:
                 backend=choose_backend(self.device, placement),
                 name=f"run {self.number}",
                 algorithm=self.strategy.sync_for(self.size).collective_algorithm,
+                replicas=self.strategy.layout(self.size).replicas,
                 host_id=self.config.host_id,
                 run_dir=self.config.run_dir,
             )

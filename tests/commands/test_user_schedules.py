@@ -10,7 +10,7 @@ from tests import scripts, user_schedules
 from tests.commands.test_run import losses
 from tests.scripts import json_of, shoal
 
-BOTH = 'ddp(algorithm="mine.py:two_hops") + pp(2, schedule="mine.py:zigzag")'
+BOTH = 'ddp(algorithm="mine.py:for_two") + pp(2, schedule="mine.py:zigzag")'
 
 
 @pytest.fixture
@@ -32,6 +32,7 @@ def test_run_trains_over_the_collective_of_the_user(folder: Path) -> None:
 
 
 def test_verify_finds_replicas_of_stages_equal(folder: Path) -> None:
+    """`for_two` makes a schedule of two ranks: the four workers together do not use it."""
     words = ("train.py", "-n", "4", "-s", BOTH, "--steps", "4", "--json")
     done = shoal("verify", *words, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr

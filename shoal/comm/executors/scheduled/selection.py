@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from shoal.comm.executors.scheduled.program import Program, compile_for
 from shoal.errors import BadInput
@@ -18,8 +19,17 @@ from shoal.schedules.user_proof import proven_collective
 
 # a user's own schedule: from the number of ranks to a Collective
 ScheduleFunction = Callable[[int], Collective]
-Algorithm = str | ScheduleFunction
-AlgorithmChoice = Algorithm | Mapping[str, Algorithm]
+
+
+class ForRanks(NamedTuple):
+    """A user's FILE.py:FUNCTION for groups of `ranks` ranks; groups of other sizes use "auto"."""
+
+    function: str
+    ranks: int
+
+
+Algorithm = str | ScheduleFunction | ForRanks
+AlgorithmChoice = str | ScheduleFunction | Mapping[str, Algorithm]
 AUTO = "auto"
 
 
@@ -71,6 +81,8 @@ class AlgorithmSelector:
             self._add_function(None, choice)
 
     def _settle_kind(self, kind: str, algorithm: Algorithm) -> None:
+        if isinstance(algorithm, ForRanks):
+            algorithm = algorithm.function if algorithm.ranks == self._ranks else AUTO
         if not isinstance(algorithm, str):
             self._add_function(kind, algorithm)
         elif is_user_function(algorithm):
