@@ -214,7 +214,7 @@ def test_layers_that_are_not_split_stay_the_same_bit_for_bit(world: World) -> No
             step(batch)
         tensor = step.shard.tensor
         assert tensor is not None
-        return {n: p.detach().clone() for n, p in step.flat.named if n not in tensor.shares}
+        return {n: p.detach().clone() for n, p in step.flat.named if n not in tensor.specs}
 
     first, *others = world(4, body)
     assert {"norm.weight", "blocks.0.attention.qkv.weight", "blocks.0.mlp.down.bias"} <= set(first)
@@ -311,11 +311,11 @@ def test_what_cannot_be_split_is_refused_by_name(world: World) -> None:
     assert 'splits norm by "row", and it is a LayerNorm' in refused(world, plan("norm", "row"), gpt)
     assert 'an nn.Embedding is split by "row"' in refused(world, plan("tokens", "column"), gpt)
     narrow = partial(nn.Sequential, nn.Linear(6, 1))
-    assert "cannot split 0: it has 1 features to deal out" in refused(
+    assert "cannot split 0: it has 1 features for 2 ranks" in refused(
         world, plan("0", "column"), narrow
     )
     attention = partial(nn.Sequential, nn.MultiheadAttention(4, 2))
-    assert "a part of an nn.MultiheadAttention: leave it out" in refused(
+    assert "belongs to an nn.MultiheadAttention: leave it out" in refused(
         world, plan("0.out_proj", "row"), attention
     )
     assert "exact=True adds in the order of one worker" in refused(world, "tp(2)", gpt, exact=True)

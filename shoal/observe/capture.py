@@ -20,7 +20,7 @@ from shoal.comm.group import Op
 from shoal.data.sampling import FullDatasetBatch
 from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import has_batchnorm
-from shoal.replica.tensor.attention import SplitAttention
+from shoal.replica.tensor.attention import ParallelAttention
 from shoal.runtime.config import CaptureConfig
 from shoal.schedules.pipelines.actions import accumulate
 from shoal.strategy.base import Batches
@@ -159,7 +159,7 @@ def switch_off_dropout(model: nn.Module) -> list[str]:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             module.p = 0.0
             names.append(name)
-        if isinstance(module, nn.MultiheadAttention | SplitAttention) and module.dropout > 0:
+        if isinstance(module, nn.MultiheadAttention | ParallelAttention) and module.dropout > 0:
             module.dropout = 0.0
             names.append(name)
     return names

@@ -26,7 +26,7 @@ from shoal.replica.pipeline.stages import Stages, named_tensors
 from shoal.replica.pipeline.tied_weights import TiedWeights
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.replica.tensor.plan import plan_of
-from shoal.replica.tensor.sharded_tensor import whole_tensors
+from shoal.replica.tensor.sharded_tensor import full_tensors
 from shoal.schedules.pipelines.actions import ActionKind, Pipeline, accumulate
 from shoal.schedules.pipelines.catalog import build, schedule
 from shoal.strategy.strategy import Strategy
@@ -218,11 +218,11 @@ class StageShard(ReplicaShard):
         same = torch.ones(1, device=engine.flat.device)
         with engine.flat.full_params(), preserve_modes(self.model):
             self.model.eval()
-            outputs = self.broadcast(tensors_of(whole_tensors(engine.predict(inputs))))
+            outputs = self.broadcast(tensors_of(full_tensors(engine.predict(inputs))))
             tensors = self._gather_tensors()
             if self.group.rank == 0:
                 expected = functional_call(self.model, tensors, *call_arguments(inputs))
-                same.fill_(_are_close(tensors_of(whole_tensors(expected)), outputs))
+                same.fill_(_are_close(tensors_of(full_tensors(expected)), outputs))
         self.group.broadcast(same).wait()
         if not same:
             raise BadInput(

@@ -13,24 +13,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.mappings import enter, leave
-from shoal.replica.tensor.rng import Streams
-from shoal.replica.tensor.sequence_parallel import SplitSequence, pack, unpack
-from shoal.replica.tensor.shard_spec import Share
+from shoal.replica.tensor.mappings import gather_sequence, reduce_scatter
+from shoal.replica.tensor.rng import TensorParallelRng
+from shoal.replica.tensor.sequence_messages import pack, unpack
+from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor
+from shoal.replica.tensor.shard_spec import ShardSpec
 from tests.conftest import World, run_world
 
 Function = Callable[[Tensor, Tensor, nn.Module], Tensor]
 
 
 def test_crossings_of_rows(world: World) -> None:
-    share = Share.even(0, 3, 2)
+    spec = ShardSpec.even(0, 3, 2)
 
     def body(group: Group) -> list[Any]:
         x = torch.arange(3.0).view(3, 1).requires_grad_()
-        total = leave(x, share, group)
+        total = reduce_scatter(x, spec, group)
         (total * 10).sum().backward()  # type: ignore[no-untyped-call]
-        piece = share.take(x.detach(), group.rank).requires_grad_()
-        whole = enter(piece, share, group)
+        piece = spec.take_shard(x.detach(), group.rank).requires_grad_()
+        whole = gather_sequence(piece, spec, group)
         (whole * (1 + group.rank)).sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None and piece.grad is not None
         return [t.flatten().tolist() for t in (total, x.grad, whole, piece.grad)]
@@ -102,11 +103,17 @@ def test_functions_give_what_they_give_of_the_whole(
     def body(group: Group) -> tuple[bool, Tensor, list[Tensor]]:
         a, b = leaves()
         # terms of a sum, of which this rank has one
-        split = SplitSequence.summed(a / group.size, group, Streams(group.rank, False))
+        split = SequenceParallelTensor.summed(
+            a / group.size, group, TensorParallelRng(group.rank, False)
+        )
         out = function(split, b, norm)
         found = gradients(out, [a, b, norm.weight, norm.bias])
-        stays = isinstance(out, SplitSequence)
-        return stays, (out.whole() if isinstance(out, SplitSequence) else out).detach(), found
+        stays = isinstance(out, SequenceParallelTensor)
+        return (
+            stays,
+            (out.full() if isinstance(out, SequenceParallelTensor) else out).detach(),
+            found,
+        )
 
     for stays, out, found in run_world(ranks, body):
         assert stays == (name in STAY)
@@ -118,10 +125,12 @@ def test_functions_give_what_they_give_of_the_whole(
 
 def test_dropout_of_rows_is_drawn_apart(world: World) -> None:
     def body(group: Group) -> tuple[Tensor, Tensor]:
-        split = SplitSequence.summed(torch.ones(2, 64, 4), group, Streams(group.rank, True))
+        split = SequenceParallelTensor.summed(
+            torch.ones(2, 64, 4), group, TensorParallelRng(group.rank, True)
+        )
         out = F.dropout(split, 0.5)
-        assert isinstance(out, SplitSequence)
-        return out.local, out.whole()
+        assert isinstance(out, SequenceParallelTensor)
+        return out.local, out.full()
 
     (first, whole), (second, other) = world(2, body)
     assert torch.equal(whole, other)
@@ -131,13 +140,13 @@ def test_dropout_of_rows_is_drawn_apart(world: World) -> None:
 
 def test_rows_go_to_another_stage_as_plain_tensors(world: World) -> None:
     def body(group: Group) -> bool:
-        streams = Streams(group.rank, False)
-        split = SplitSequence.summed(torch.ones(2, 3, 4), group, streams)
+        rng = TensorParallelRng(group.rank, False)
+        split = SequenceParallelTensor.summed(torch.ones(2, 3, 4), group, rng)
         tree = {"x": [split, torch.ones(1)], "n": ("a", 1, None)}
         packed = pack(tree)
         assert type(packed["x"][0][1]) is Tensor and packed["x"][0][1].shape == (3, 4)
-        again = unpack(packed, group, streams)
+        again = unpack(packed, group, rng)
         assert again["n"] == ("a", 1, None) and again["x"][0].shape == (2, 3, 4)
-        return torch.equal(again["x"][0].whole(), torch.full((2, 3, 4), 2.0))
+        return torch.equal(again["x"][0].full(), torch.full((2, 3, 4), 2.0))
 
     assert world(2, body) == [True, True]

@@ -16,33 +16,33 @@ from shoal.comm.group import Group
 from shoal.replica.tensor.layers import VocabularyEmbedding
 from shoal.replica.tensor.mappings import copy, gather, reduce, scatter
 from shoal.replica.tensor.plan import plan_of
-from shoal.replica.tensor.rng import Streams
-from shoal.replica.tensor.shard_spec import Share, cut
-from shoal.replica.tensor.vocab_parallel import SplitLogits
+from shoal.replica.tensor.rng import TensorParallelRng
+from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
+from shoal.replica.tensor.vocab_parallel import VocabParallelLogits
 from shoal.strategy.terms import Tp
 from tests.conftest import World
 
 
 def test_cuts_hold_whole_units_and_are_as_equal_as_can_be() -> None:
-    assert cut(12, 2, 4) == [range(8), range(8, 12)]
-    assert cut(10, 4) == [range(3), range(3, 6), range(6, 8), range(8, 10)]
+    assert even_ranges(12, 2, 4) == [range(8), range(8, 12)]
+    assert even_ranges(10, 4) == [range(3), range(3, 6), range(6, 8), range(8, 10)]
 
 
 def test_queries_keys_and_values_are_cut_apart() -> None:
-    share = Share.of_each(0, 3, 4, 2, 2)
-    assert share.take(torch.arange(12), 1).tolist() == [2, 3, 6, 7, 10, 11]
+    spec = ShardSpec.of_blocks(0, 3, 4, 2, 2)
+    assert spec.take_shard(torch.arange(12), 1).tolist() == [2, 3, 6, 7, 10, 11]
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.data())
 def test_pieces_make_the_whole(parts: int, unit: int, blocks: int, dim: int, data: Any) -> None:
     size = unit * data.draw(st.integers(parts, 9))
-    share = Share.of_each(dim, blocks, size, parts, unit)
+    spec = ShardSpec.of_blocks(dim, blocks, size, parts, unit)
     shape = [2, 3, 2]
     shape[dim] = blocks * size
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    pieces = [share.take(whole, rank) for rank in range(parts)]
-    assert [share.shape(shape, rank) for rank in range(parts)] == [p.shape for p in pieces]
-    assert torch.equal(share.join(pieces), whole)
+    pieces = [spec.take_shard(whole, rank) for rank in range(parts)]
+    assert [spec.shard_shape(shape, rank) for rank in range(parts)] == [p.shape for p in pieces]
+    assert torch.equal(spec.concatenate(pieces), whole)
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,17 @@ def test_pieces_make_the_whole(parts: int, unit: int, blocks: int, dim: int, dat
     [
         (lambda x, s, g: copy(x, g), [0, 1, 2], [2, 2, 2]),
         (lambda x, s, g: reduce(x, g), [0, 2, 4], [1, 1, 1]),
-        (lambda x, s, g: gather(s.take(x, g.rank), s, g), [0, 1, 2], [[1, 1, 0], [0, 0, 1]]),
+        (lambda x, s, g: gather(s.take_shard(x, g.rank), s, g), [0, 1, 2], [[1, 1, 0], [0, 0, 1]]),
         (lambda x, s, g: scatter(x, s, g), [[0, 1], [2]], [1, 1, 1]),
     ],
     ids=["copy", "reduce", "gather", "scatter"],
 )
 def test_crossings(world: World, cross: Callable[..., Tensor], out: Any, grad: Any) -> None:
-    share = Share.even(0, 3, 2)
+    spec = ShardSpec.even(0, 3, 2)
 
     def body(group: Group) -> tuple[list[float], list[float]]:
         x = torch.arange(3.0, requires_grad=True)
-        found = cross(x, share, group)
+        found = cross(x, spec, group)
         found.sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
         return found.tolist(), x.grad.tolist()
@@ -86,11 +86,11 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_split_logits(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathers: list[Share] = []
+    gathers: list[ShardSpec] = []
 
-    def noting(x: Tensor, share: Share, group: Group) -> Tensor:
-        gathers.append(share)
-        return gather(x, share, group)
+    def noting(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
+        gathers.append(spec)
+        return gather(x, spec, group)
 
     monkeypatch.setattr("shoal.replica.tensor.vocab_parallel.gather", noting)
     generator = torch.Generator().manual_seed(0)
@@ -99,11 +99,11 @@ def test_a_loss_of_split_logits(world: World, name: str, monkeypatch: pytest.Mon
     whole = values.clone().requires_grad_()
     expected = LOSSES[name](whole, targets)
     expected.backward()  # type: ignore[no-untyped-call]
-    share = Share.even(2, 7, 3)
+    spec = ShardSpec.even(2, 7, 3)
 
     def body(group: Group) -> tuple[Tensor, Tensor]:
-        local = share.take(values, group.rank).requires_grad_()
-        logits = SplitLogits.of(local, share, group)
+        local = spec.take_shard(values, group.rank).requires_grad_()
+        logits = VocabParallelLogits.of(local, spec, group)
         assert logits.shape == (2, 5, 7) and logits.dim() == 3 and logits.requires_grad
         loss = LOSSES[name](logits, targets)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ def test_a_loss_of_split_logits(world: World, name: str, monkeypatch: pytest.Mon
     for rank, (loss, grad) in enumerate(world(3, body)):
         torch.testing.assert_close(loss, expected.detach())
         assert whole.grad is not None
-        torch.testing.assert_close(grad, share.take(whole.grad, rank), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(grad, spec.take_shard(whole.grad, rank), atol=1e-6, rtol=1e-5)
     looks_at_all = ("smooth", "moved", "written", "operators")
     assert bool(gathers) == (name in looks_at_all)
 
@@ -122,7 +122,7 @@ def test_an_id_outside_of_the_vocabulary_is_refused(world: World) -> None:
     tables = [nn.Embedding(5, 2), nn.Embedding(5, 2)]
 
     def body(group: Group) -> None:
-        layer = VocabularyEmbedding(tables[group.rank], group, Streams(group.rank, False))
+        layer = VocabularyEmbedding(tables[group.rank], group, TensorParallelRng(group.rank, False))
         layer(torch.tensor([1, 5]))
 
     with pytest.raises(IndexError, match="outside of the 5"):
@@ -130,10 +130,10 @@ def test_an_id_outside_of_the_vocabulary_is_refused(world: World) -> None:
 
 
 def test_a_target_outside_of_the_classes_is_refused(world: World) -> None:
-    share = Share.even(1, 4, 2)
+    spec = ShardSpec.even(1, 4, 2)
 
     def body(group: Group) -> None:
-        logits = SplitLogits.of(torch.zeros(1, 2), share, group)
+        logits = VocabParallelLogits.of(torch.zeros(1, 2), spec, group)
         F.cross_entropy(logits, torch.tensor([4]))
 
     with pytest.raises(IndexError, match="Target 4 is out of bounds"):
@@ -145,10 +145,10 @@ def test_between_column_and_row_every_rank_draws_for_itself() -> None:
     drawn = []
     for rank in range(2):
         torch.manual_seed(7)
-        streams = Streams(rank, True)
-        streams.part(x)
+        rng = TensorParallelRng(rank, True)
+        rng.fork(x)
         inside = torch.rand(3 + rank).tolist()  # uneven slices draw unevenly
-        streams.meet(x)
+        rng.restore(x)
         drawn.append((inside[0], torch.rand(3).tolist()))
     assert drawn[0][0] != drawn[1][0]
     assert drawn[0][1] == drawn[1][1]

@@ -19,10 +19,10 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree, tensors_of
 from shoal.replica.microbatch import default_generators
 from shoal.replica.pipeline.split_backward import nodes_behind
-from shoal.replica.tensor.sharded_tensor import HERE
+from shoal.replica.tensor.sharded_tensor import LOCAL_METADATA
 
 _PLAIN = (bool, int, float, str, type(None))
-_METADATA = HERE | {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
+_METADATA = LOCAL_METADATA | {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
 
 
 class Blocks(Protocol):

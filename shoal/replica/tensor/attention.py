@@ -9,15 +9,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.layers import RowLinear, SplitLayer
+from shoal.replica.tensor.layers import RowLinear, TensorParallelLayer
 from shoal.replica.tensor.mappings import copy, gather, reduce
-from shoal.replica.tensor.rng import Streams
-from shoal.replica.tensor.sequence_parallel import SplitSequence
-from shoal.replica.tensor.shard_spec import Share, cut
+from shoal.replica.tensor.rng import TensorParallelRng
+from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor
+from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
 
 
-class SplitAttention(SplitLayer):
-    """Called as nn.MultiheadAttention; takes one all-reduce forward and one backward an input."""
+class ParallelAttention(TensorParallelLayer):
+    """Called as nn.MultiheadAttention.
+
+    It costs one all-reduce in forward, and one per input in backward.
+    """
 
     in_proj_weight: Tensor | None
     in_proj_bias: Tensor | None
@@ -26,21 +29,21 @@ class SplitAttention(SplitLayer):
     v_proj_weight: Tensor
     _qkv_same_embed_dim = False  # what torch's layers ask before they take a path of their own
 
-    def __init__(self, whole: nn.MultiheadAttention, group: Group, streams: Streams):
-        super().__init__(whole, group, streams)
-        self.embed_dim = whole.embed_dim
-        self.num_heads = whole.num_heads
-        self.head_dim = whole.head_dim
-        self.dropout = whole.dropout
-        self.batch_first = whole.batch_first
-        self.heads = cut(whole.num_heads, group.size)[group.rank]
-        each = Share.of_each(0, 3, whole.embed_dim, group.size, whole.head_dim)
-        one = Share.even(0, whole.embed_dim, group.size, whole.head_dim)
-        self.hold("in_proj_weight", whole.in_proj_weight, each)
+    def __init__(self, original: nn.MultiheadAttention, group: Group, rng: TensorParallelRng):
+        super().__init__(original, group, rng)
+        self.embed_dim = original.embed_dim
+        self.num_heads = original.num_heads
+        self.head_dim = original.head_dim
+        self.dropout = original.dropout
+        self.batch_first = original.batch_first
+        self.heads = even_ranges(original.num_heads, group.size)[group.rank]
+        each_of_qkv = ShardSpec.of_blocks(0, 3, original.embed_dim, group.size, original.head_dim)
+        single = ShardSpec.even(0, original.embed_dim, group.size, original.head_dim)
+        self.register("in_proj_weight", original.in_proj_weight, each_of_qkv)
         for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-            self.hold(name, getattr(whole, name), one)
-        self.hold("in_proj_bias", whole.in_proj_bias, each)
-        self.out_proj = RowLinear(whole.out_proj, group, streams, whole.head_dim, True)
+            self.register(name, getattr(original, name), single)
+        self.register("in_proj_bias", original.in_proj_bias, each_of_qkv)
+        self.out_proj = RowLinear(original.out_proj, group, rng, original.head_dim, True)
 
     def forward(
         self,
@@ -56,28 +59,28 @@ class SplitAttention(SplitLayer):
         is_batched = query.dim() == 3
         q, k, v = self._project(query, key, value, is_batched)
         if self.training:
-            self.streams.part(query)
+            self.rng.fork(query)
         mask = self._mask(q, k, key_padding_mask, attn_mask, is_batched)
         drop = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
             weights = _weights(q, k, mask)
-            mixed = F.dropout(weights, drop) @ v
+            attended = F.dropout(weights, drop) @ v
         else:
             causal = is_causal and mask is None
-            mixed = F.scaled_dot_product_attention(q, k, v, mask, drop, is_causal=causal)
-        out = self.out_proj(self._laid_out(mixed.transpose(1, 2).flatten(2), is_batched))
-        return out, self._outward(weights, average_attn_weights, is_batched)
+            attended = F.scaled_dot_product_attention(q, k, v, mask, drop, is_causal=causal)
+        out = self.out_proj(self._as_query(attended.transpose(1, 2).flatten(2), is_batched))
+        return out, self._returned_weights(weights, average_attn_weights, is_batched)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, is_batched: bool) -> list[Tensor]:
         """Queries, keys and values as (batch, heads, time, head)."""
         weight = self.in_proj_weight
-        is_own = query is key and key is value
-        if isinstance(query, SplitSequence) and is_own and weight is not None:
-            parts = query.linear(weight, self.in_proj_bias).chunk(3, -1)
-            return [self._by_head(self._batched(x, is_batched)) for x in parts]
+        is_self_attention = query is key and key is value
+        if isinstance(query, SequenceParallelTensor) and is_self_attention and weight is not None:
+            projected = query.linear(weight, self.in_proj_bias).chunk(3, -1)
+            return [self._by_head(self._batched(x, is_batched)) for x in projected]
         given = (query, key, value)
-        inputs = {id(t): self._batched(self._enter(t), is_batched) for t in given}
+        inputs = {id(t): self._batched(self._gathered(t), is_batched) for t in given}
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3)
         else:
@@ -88,9 +91,9 @@ class SplitAttention(SplitLayer):
             for x, w, b in zip(given, weights, biases, strict=True)
         ]
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def _gathered(self, x: Tensor) -> Tensor:
         """The same on all ranks, with gradients that come from all heads."""
-        return x.enter() if isinstance(x, SplitSequence) else copy(x, self.group)
+        return x.gather_sequence() if isinstance(x, SequenceParallelTensor) else copy(x, self.group)
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
@@ -101,7 +104,7 @@ class SplitAttention(SplitLayer):
             return x[None]
         return x if self.batch_first else x.transpose(0, 1)
 
-    def _laid_out(self, x: Tensor, is_batched: bool) -> Tensor:
+    def _as_query(self, x: Tensor, is_batched: bool) -> Tensor:
         """(batch, time, features) as the query was."""
         if not is_batched:
             return x[0]
@@ -128,13 +131,17 @@ class SplitAttention(SplitLayer):
             total = hidden if total is None else total + hidden
         return total
 
-    def _outward(self, weights: Tensor | None, average: bool, is_batched: bool) -> Tensor | None:
+    def _returned_weights(
+        self, weights: Tensor | None, average: bool, is_batched: bool
+    ) -> Tensor | None:
         if weights is None:
             return None
         if average:
             weights = reduce(weights.sum(1), self.group) / self.num_heads
         else:
-            weights = gather(weights, Share.even(1, self.num_heads, self.group.size), self.group)
+            weights = gather(
+                weights, ShardSpec.even(1, self.num_heads, self.group.size), self.group
+            )
         return weights if is_batched else weights[0]
 
 

@@ -1,6 +1,6 @@
 """Layers that multiply with one matrix: nn.Linear, and Conv1D of Hugging Face's transformers.
 
-Conv1D keeps its matrix the other way round, (inputs, outputs).
+Conv1D keeps its weight transposed, (inputs, outputs).
 """
 
 from __future__ import annotations
@@ -11,34 +11,36 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Matrix:
+class LinearLike:
+    """How the weight of such a layer lies."""
+
     inputs: int
     outputs: int
     is_transposed: bool = False
 
     @property
-    def dim_of_outputs(self) -> int:
+    def output_dim(self) -> int:
         return 1 if self.is_transposed else 0
 
     @property
-    def dim_of_inputs(self) -> int:
-        return 1 - self.dim_of_outputs
+    def input_dim(self) -> int:
+        return 1 - self.output_dim
 
-    def upright(self, weight: Tensor) -> Tensor:
-        """As F.linear takes it."""
+    def for_linear(self, weight: Tensor) -> Tensor:
+        """The weight as F.linear takes it."""
         return weight.t() if self.is_transposed else weight
 
 
-def matrix_of(module: nn.Module | None) -> Matrix | None:
+def linear_like(module: nn.Module | None) -> LinearLike | None:
     """None for a layer of another kind, or one whose weight is computed from others."""
     if module is None or set(module._parameters) != {"weight", "bias"}:
         return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return Matrix(module.in_features, module.out_features)
+        return LinearLike(module.in_features, module.out_features)
     if is_transformers(module, "Conv1D"):
         weight = module._parameters["weight"]
         assert weight is not None
-        return Matrix(weight.shape[0], weight.shape[1], is_transposed=True)
+        return LinearLike(weight.shape[0], weight.shape[1], is_transposed=True)
     return None
 
 

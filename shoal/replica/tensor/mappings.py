@@ -1,14 +1,14 @@
-"""Where activations cross between what all ranks of a tp group have and what each has a part of.
+"""Autograd mappings between activations that all ranks of a tp group have and sharded ones.
 
-              forward          backward
-    copy      nothing          all-reduce     before a layer that is split by column
-    reduce    all-reduce       nothing        behind a layer that is split by row
-    gather    all-gather       take own part  a split activation, for whoever wants all of it
-    scatter   take own part    all-gather     a whole activation, for a layer split by row
-    enter     all-gather       reduce-scatter rows of a sequence, before a layer split by column
-    leave     reduce-scatter   all-gather     behind a layer split by row, to rows of a sequence
+                     forward          backward
+    copy             nothing          all-reduce      before a column-parallel layer
+    reduce           all-reduce       nothing         behind a row-parallel layer
+    gather           all-gather       take own shard  a sharded activation that is used in full
+    scatter          take own shard   all-gather      a full activation, for a row-parallel layer
+    gather_sequence  all-gather       reduce-scatter  rows of a sequence, before a column layer
+    reduce_scatter   reduce-scatter   all-gather      behind a row layer, to rows of a sequence
 
-What is the same on all ranks on one side of a crossing has the same gradient on all of them.
+What is the same on all ranks on one side of a mapping has the same gradient on all of them.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.shard_spec import Share
+from shoal.replica.tensor.shard_spec import ShardSpec
 
-Move = Callable[[Tensor], Tensor]
+Operation = Callable[[Tensor], Tensor]
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    return _cross(x, lambda x: x.view_as(x), partial(_sum, group=group))
+    return _map(x, lambda x: x.view_as(x), partial(_sum, group=group))
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    return _cross(x, partial(_sum, group=group), lambda grad: grad)
+    return _map(x, partial(_sum, group=group), lambda grad: grad)
 
 
-def gather(x: Tensor, share: Share, group: Group) -> Tensor:
-    return _cross(x, partial(share.gather, group=group), partial(share.take, rank=group.rank))
+def gather(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
+    return _map(x, partial(spec.all_gather, group=group), partial(spec.take_shard, rank=group.rank))
 
 
-def scatter(x: Tensor, share: Share, group: Group) -> Tensor:
-    return _cross(x, partial(share.take, rank=group.rank), partial(share.gather, group=group))
+def scatter(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
+    return _map(x, partial(spec.take_shard, rank=group.rank), partial(spec.all_gather, group=group))
 
 
-def enter(x: Tensor, share: Share, group: Group) -> Tensor:
-    return _cross(x, partial(share.gather, group=group), partial(share.add_up, group=group))
+def gather_sequence(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
+    return _map(x, partial(spec.all_gather, group=group), partial(spec.reduce_scatter, group=group))
 
 
-def leave(x: Tensor, share: Share, group: Group) -> Tensor:
-    return _cross(x, partial(share.add_up, group=group), partial(share.gather, group=group))
+def reduce_scatter(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
+    return _map(x, partial(spec.reduce_scatter, group=group), partial(spec.all_gather, group=group))
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:
@@ -56,17 +56,17 @@ def _sum(x: Tensor, group: Group) -> Tensor:
     return total
 
 
-def _cross(x: Tensor, forward: Move, backward: Move) -> Tensor:
-    out: Tensor = _Crossing.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+def _map(x: Tensor, forward: Operation, backward: Operation) -> Tensor:
+    out: Tensor = _Mapping.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Crossing(torch.autograd.Function):
+class _Mapping(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Move, backward: Move) -> Tensor:
-        ctx.move_back = backward
+    def forward(ctx: Any, x: Tensor, forward: Operation, backward: Operation) -> Tensor:
+        ctx.operation = backward
         return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.move_back(grads[0]), None, None
+        return ctx.operation(grads[0]), None, None

@@ -1,8 +1,8 @@
-"""Tensor parallelism: a model's layers, each over the ranks of a tp group.
+"""Tensor parallelism: replaces layers of a model, and slices their parameters.
 
-All ranks have the same batch. A split layer starts from what all of them have, and what it ends
-with all of them have again, bit for bit; so layers that are not split compute the same on every
-rank, and their gradients and weights stay the same without any exchange.
+All ranks have the same batch. The input of a pair of split layers is the same on all ranks, and
+so is its output, bit for bit. So layers that are not split compute the same on every rank, and
+their gradients and weights stay the same without any exchange.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, full_name
-from shoal.replica.tensor.attention import SplitAttention
+from shoal.replica.tensor.adapters import adapt
+from shoal.replica.tensor.attention import ParallelAttention
 from shoal.replica.tensor.layers import (
     ColumnLinear,
     RowLinear,
-    SplitLayer,
+    TensorParallelLayer,
     VocabularyEmbedding,
 )
-from shoal.replica.tensor.linear_like import is_transformers
 from shoal.replica.tensor.plan import Role, Roles
-from shoal.replica.tensor.rng import Streams
-from shoal.replica.tensor.sequence_parallel import pack, unpack
-from shoal.replica.tensor.shard_spec import Share
+from shoal.replica.tensor.rng import TensorParallelRng
+from shoal.replica.tensor.sequence_messages import pack, unpack
+from shoal.replica.tensor.shard_spec import ShardSpec
 
 
 class TensorSplit:
-    """A model whose layers were replaced; `shares` tells which parameters are slices, by name."""
+    """A model whose layers were replaced; `specs` says which parameters are slices, by name."""
 
     def __init__(
         self,
@@ -42,26 +42,27 @@ class TensorSplit:
         filled: Iterable[list[TensorSlot]],
         sequence: bool = False,
     ):
-        """`filled` hands over one whole tensor after the other, by its places. With `sequence`,
-        between split layers every rank has some positions."""
+        """`filled` yields one full tensor after the other, by its slots.
+
+        With `sequence`, every rank has some positions between split layers.
+        """
         self.model = model
         self.group = group
         self.device = device
-        self.streams = Streams(group.rank, is_random(model))
+        self.rng = TensorParallelRng(group.rank, has_dropout(model))
         modules = dict(model.named_modules())
         layers = {modules[name]: self._layer(modules[name], role) for name, role in roles.items()}
         self._slices: set[nn.Parameter] = set()
-        self._slice(layers.values(), filled)
+        self._slice_parameters(layers.values(), filled)
         self._replace(layers)
-        self._tell_parents()
-        for module in model.modules():
-            if isinstance(module, SplitLayer):
-                module.in_rows = sequence
-        _take_slow_paths(model)
-        self.shares = {
-            full_name(prefix, own): share
+        adapt(model, group)
+        for layer in _parallel_layers(model.modules()):
+            layer.is_sequence_parallel = sequence
+        self.specs = {
+            full_name(prefix, key): spec
             for prefix, module in model.named_modules(remove_duplicate=False)
-            for own, share in (module.shares.items() if isinstance(module, SplitLayer) else ())
+            if isinstance(module, TensorParallelLayer)
+            for key, spec in module.specs.items()
         }
 
     def is_slice(self, parameter: nn.Parameter) -> bool:
@@ -72,90 +73,96 @@ class TensorSplit:
         return self.group.rank > 0 and not self.is_slice(parameter)
 
     def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors from slices; all ranks call it. Keys are a parameter's name, or that and
-        "/" and what an optimizer keeps of it."""
-        return {name: self._joined(name, tensor) for name, tensor in tensors.items()}
+        """Full tensors from slices; all ranks call it.
+
+        A key is a parameter's name, or that and "/" and the name of an optimizer state.
+        """
+        return {name: self._full(name, tensor) for name, tensor in tensors.items()}
 
     def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's slices of whole tensors; what has another shape is left as it is."""
-        return {name: self._taken(name, tensor) for name, tensor in tensors.items()}
+        """This rank's slices of full tensors; what has another shape is left as it is."""
+        return {name: self._slice(name, tensor) for name, tensor in tensors.items()}
 
     def pack(self, tree: Tree) -> Tree:
         """What goes from this rank of a stage to the same one of another: plain tensors."""
         return pack(tree)
 
     def unpack(self, tree: Tree) -> Tree:
-        return unpack(tree, self.group, self.streams)
+        return unpack(tree, self.group, self.rng)
 
     def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
         """Replace what belongs to a parameter that every rank holds by what the first one has."""
         copies = [tensor for p, tensor in tensors.items() if not self.is_slice(p)]
         if not copies:
             return
-        together = torch.cat([tensor.reshape(-1) for tensor in copies])
-        self.group.broadcast(together).wait()
-        parts = torch.split(together, [tensor.numel() for tensor in copies])
-        for tensor, part in zip(copies, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        flat = torch.cat([tensor.reshape(-1) for tensor in copies])
+        self.group.broadcast(flat).wait()
+        values = torch.split(flat, [tensor.numel() for tensor in copies])
+        for tensor, value in zip(copies, values, strict=True):
+            tensor.copy_(value.view(tensor.shape))
 
-    def _joined(self, name: str, tensor: Tensor) -> Tensor:
-        share = self._share(name)
-        if share is None or share.dim >= tensor.dim():
+    def _full(self, name: str, tensor: Tensor) -> Tensor:
+        spec = self._spec_of(name)
+        if spec is None or spec.dim >= tensor.dim():
             return tensor
-        return share.gather(tensor.to(self.device), self.group).to(tensor.device)
+        return spec.all_gather(tensor.to(self.device), self.group).to(tensor.device)
 
-    def _taken(self, name: str, tensor: Tensor) -> Tensor:
-        share = self._share(name)
-        if share is None or share.dim >= tensor.dim() or tensor.shape[share.dim] != share.size:
+    def _slice(self, name: str, tensor: Tensor) -> Tensor:
+        spec = self._spec_of(name)
+        if spec is None or spec.dim >= tensor.dim() or tensor.shape[spec.dim] != spec.size:
             return tensor
-        return share.take(tensor, self.group.rank)
+        return spec.take_shard(tensor, self.group.rank)
 
-    def _share(self, name: str) -> Share | None:
-        return self.shares.get(name) or self.shares.get(name.rpartition("/")[0])
+    def _spec_of(self, name: str) -> ShardSpec | None:
+        return self.specs.get(name) or self.specs.get(name.rpartition("/")[0])
 
-    def _replace(self, new: dict[nn.Module, SplitLayer]) -> None:
-        if self.model in new:
+    # ------------------------------------------------------------------ at the start
+
+    def _layer(self, original: nn.Module, role: Role) -> TensorParallelLayer:
+        group = self.group
+        rng = self.rng
+        if isinstance(original, nn.Embedding):
+            return VocabularyEmbedding(original, group, rng)
+        if isinstance(original, nn.MultiheadAttention):
+            return ParallelAttention(original, group, rng)
+        if role.kind == "column":
+            return ColumnLinear(original, group, rng, role.unit, role.output, role.blocks)
+        return RowLinear(original, group, rng, role.unit, role.input_is_sharded)
+
+    def _replace(self, layers: dict[nn.Module, TensorParallelLayer]) -> None:
+        if self.model in layers:
             raise BadInput(
                 f"tp cannot split a model that is one {type(self.model).__name__}: put it into an "
                 "nn.Sequential"
             )
         for module in list(self.model.modules()):
             for name, child in module._modules.items():
-                if child is not None and child in new:
-                    module._modules[name] = new[child]
+                if child is not None and child in layers:
+                    module._modules[name] = layers[child]
 
-    def _layer(self, whole: nn.Module, role: Role) -> SplitLayer:
-        streams = self.streams
-        if isinstance(whole, nn.Embedding):
-            return VocabularyEmbedding(whole, self.group, streams)
-        if isinstance(whole, nn.MultiheadAttention):
-            return SplitAttention(whole, self.group, streams)
-        if role.kind == "column":
-            return ColumnLinear(whole, self.group, streams, role.unit, role.output, role.blocks)
-        return RowLinear(whole, self.group, streams, role.unit, role.input_is_split)
-
-    def _tell_parents(self) -> None:
-        """GPT-2's attention cuts its queries, keys and values apart by a number that it keeps."""
-        for module in self.model.modules():
-            layer = getattr(module, "c_attn", None)
-            if isinstance(layer, ColumnLinear) and is_transformers(module, "GPT2Attention"):
-                width = layer.share.length(self.group.rank) // 3
-                module.split_size = width  # type: ignore[assignment]
-
-    def _slice(self, layers: Iterable[SplitLayer], filled: Iterable[list[TensorSlot]]) -> None:
+    def _slice_parameters(
+        self, layers: Iterable[TensorParallelLayer], filled: Iterable[list[TensorSlot]]
+    ) -> None:
         """Let every parameter that is split hold this rank's slice."""
-        shares: dict[Tensor, Share] = {}
-        for module in [inner for layer in layers for inner in layer.modules()]:
-            for own, share in module.shares.items() if isinstance(module, SplitLayer) else ():
-                shares[getattr(module, own)] = share
-        for found in filled:
-            parameter = found[0].tensor
-            if parameter in shares and isinstance(parameter, nn.Parameter):
-                parameter.data = shares[parameter].take(parameter.detach(), self.group.rank)
+        specs: dict[Tensor, ShardSpec] = {
+            getattr(layer, key): spec
+            for outer in layers
+            for layer in _parallel_layers(outer.modules())
+            for key, spec in layer.specs.items()
+        }
+        for slots in filled:
+            parameter = slots[0].tensor
+            if parameter in specs and isinstance(parameter, nn.Parameter):
+                full = parameter.detach()
+                parameter.data = specs[parameter].take_shard(full, self.group.rank)
                 self._slices.add(parameter)
 
 
-def is_random(model: nn.Module) -> bool:
+def _parallel_layers(modules: Iterable[nn.Module]) -> list[TensorParallelLayer]:
+    return [module for module in modules if isinstance(module, TensorParallelLayer)]
+
+
+def has_dropout(model: nn.Module) -> bool:
     """Whether anything in a model drops."""
     return any(
         float(value) > 0
@@ -163,12 +170,3 @@ def is_random(model: nn.Module) -> bool:
         for value in (getattr(module, "p", 0.0), getattr(module, "dropout", 0.0))
         if isinstance(value, float)
     )
-
-
-def _take_slow_paths(model: nn.Module) -> None:
-    """torch's layers have paths for evaluation that reach around their children."""
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
-        if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = module.enable_nested_tensor = False

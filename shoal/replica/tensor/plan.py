@@ -1,12 +1,12 @@
 """Which layers of a model tp splits, and how.
 
-By themselves: Linear–activation–Linear in an nn.Sequential, nn.MultiheadAttention, the layers of
-nn.Transformer, GPT-2 of Hugging Face's transformers, an nn.Embedding whose weight is also that of
-an nn.Linear (the head), and what a module's own `split_plan()` tells of its children:
+Without a plan: Linear–activation–Linear in an nn.Sequential, nn.MultiheadAttention, an
+nn.Embedding whose weight is also that of an nn.Linear (the head), the layers of `adapters.py`, and
+the children that a module's own `split_plan()` names:
 
     {"qkv": ("column", 3 * head_width), "out": ("row", head_width)}
 
-where the number is the run of features that has to stay in one piece. By the user's plan: any
+where the number is the run of features that has to stay on one rank. By the user's plan: any
 nn.Linear, by "column" or "row", and any nn.Embedding, by "row" (its vocabulary).
 """
 
@@ -19,17 +19,14 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import nn
-from torch.nn import functional as F
 
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
-from shoal.replica.tensor.linear_like import is_transformers, matrix_of
+from shoal.replica.tensor.adapters import ELEMENTWISE, LayerPair, known_pairs
+from shoal.replica.tensor.layers import ColumnOutput
+from shoal.replica.tensor.linear_like import linear_like
 from shoal.strategy.terms import Tp
 
-_ELEMENTWISE = (
-    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.Tanh, nn.Sigmoid, nn.SiLU, nn.ELU, nn.SELU, nn.CELU),
-    *(nn.LeakyReLU, nn.Mish, nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Dropout, nn.Identity),
-)
 Kind = Literal["column", "row", "vocabulary", "attention"]
 
 
@@ -38,15 +35,15 @@ class Role:
     kind: Kind
     unit: int = 1  # features that stay together
     blocks: int = 1  # of a column layer: queries, keys and values stand one after the other
-    output: str = "split"  # of a column layer: "split", "whole" or "logits"
-    input_is_split: bool = True  # of a row layer
+    output: ColumnOutput = "sharded"  # of a column layer
+    input_is_sharded: bool = True  # of a row layer
 
 
 Roles = dict[str, Role]
 
 
 def plan_of(model: nn.Module, tp: Tp) -> Roles:
-    """The role of every module that is split; the others are whole on every rank."""
+    """The role of every module that is split; the others are complete on every rank."""
     return _Planner(model, tp).roles
 
 
@@ -59,10 +56,10 @@ class _Planner:
         self._holders = Counter(
             id(p) for m in self.modules.values() for p in m._parameters.values() if p is not None
         )
-        self._follow(tp.plan or {})
+        self._apply_plan(tp.plan or {})
         for name, module in self.modules.items():
-            self._find(name, module)
-        self._find_heads()
+            self._plan_module(name, module)
+        self._plan_tied_heads()
         if not self.roles:
             raise BadInput(
                 f"{tp} finds nothing to split in {type(model).__name__}: name its layers, as in "
@@ -71,7 +68,7 @@ class _Planner:
 
     # ------------------------------------------------------------------ the user's plan
 
-    def _follow(self, plan: Mapping[str, str]) -> None:
+    def _apply_plan(self, plan: Mapping[str, str]) -> None:
         for pattern in plan:
             if not any(fnmatchcase(name, pattern) for name in self.modules):
                 raise BadInput(
@@ -86,17 +83,17 @@ class _Planner:
         }
         names = list(planned)
         for i, name in enumerate(names):
-            self.roles[name] = self._planned(name, planned[name])
+            self.roles[name] = self._planned_role(name, planned[name])
             if self.roles[name].kind == "row":
-                self._join(names[:i], name)
+                self._connect(names[:i], name)
         for name in names:
             self._check(name, self.roles[name])
 
-    def _planned(self, name: str, kind: str) -> Role:
+    def _planned_role(self, name: str, kind: str) -> Role:
         module = self.modules[name]
         if kind == "row" and isinstance(module, nn.Embedding):
             return Role("vocabulary")
-        if matrix_of(module) is None:
+        if linear_like(module) is None:
             allowed = ' (an nn.Embedding is split by "row")' if _is_embedding(module) else ""
             raise BadInput(
                 f'the plan of tp splits {name} by "{kind}", and it is a {type(module).__name__}: '
@@ -104,15 +101,15 @@ class _Planner:
             )
         if isinstance(self.modules.get(name.rpartition(".")[0]), nn.MultiheadAttention):
             raise BadInput(
-                f"the plan of tp cannot split {name}, a part of an nn.MultiheadAttention: leave it "
-                "out, and the attention is split by heads"
+                f"the plan of tp cannot split {name}, which belongs to an nn.MultiheadAttention: "
+                "leave it out, and the attention is split by heads"
             )
         if kind == "row":
-            return Role("row", input_is_split=False)
+            return Role("row", input_is_sharded=False)
         is_last = name == list(self.modules)[-1]
-        return Role("column", output="logits" if is_last else "whole")
+        return Role("column", output="logits" if is_last else "full")
 
-    def _join(self, before: list[str], row: str) -> None:
+    def _connect(self, before: list[str], row: str) -> None:
         """The column layers right before a row layer hand their features over without a gather.
 
         That is the last one, and those beside it that read the same input (q, k, v; gate, up).
@@ -121,80 +118,64 @@ class _Planner:
         parent = row.rpartition(".")[0]
         for name in reversed(before):
             module = self.modules[name]
-            matrix = matrix_of(module)
-            if self.roles[name].kind != "column" or matrix is None:
+            linear = linear_like(module)
+            if self.roles[name].kind != "column" or linear is None:
                 return
-            beside = name.rpartition(".")[0] == parent and matrix.inputs == features
+            beside = name.rpartition(".")[0] == parent and linear.inputs == features
             if features is not None and not beside:
                 return
-            features = matrix.inputs
-            self.roles[name] = replace(self.roles[name], output="split")
-            self.roles[row] = replace(self.roles[row], input_is_split=True)
+            features = linear.inputs
+            self.roles[name] = replace(self.roles[name], output="sharded")
+            self.roles[row] = replace(self.roles[row], input_is_sharded=True)
 
     def _check(self, name: str, role: Role) -> None:
         features = _features(self.modules[name], role)
         if features < self.tp.size:
-            raise BadInput(f"{self.tp} cannot split {name}: it has {features} features to deal out")
+            raise BadInput(
+                f"{self.tp} cannot split {name}: it has {features} features for "
+                f"{self.tp.size} ranks"
+            )
         if self._is_shared(name) and role.kind != "vocabulary":
             raise BadInput(
                 f"{self.tp} cannot split {name}: another layer has the same weight; leave it out "
                 "of the plan"
             )
 
-    # ------------------------------------------------------------------ what is found by itself
+    # ------------------------------------------------------------------ without a plan
 
-    def _find(self, name: str, module: nn.Module) -> None:
+    def _plan_module(self, name: str, module: nn.Module) -> None:
         if type(module) is nn.MultiheadAttention:
-            self._find_attention(name, module)
-        elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-            if module.activation in (F.relu, F.gelu) or isinstance(module.activation, _ELEMENTWISE):
-                self._pair(full_name(name, "linear1"), full_name(name, "linear2"))
-        elif isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-            for first, second in _pairs(module):
-                self._pair(full_name(name, first), full_name(name, second))
-        elif is_transformers(module, "GPT2MLP"):
-            self._pair(full_name(name, "c_fc"), full_name(name, "c_proj"))
-        elif is_transformers(module, "GPT2Attention"):
-            self._find_gpt2_attention(name, module)
-        elif callable(getattr(module, "split_plan", None)):
-            self._follow_module(name, module)
+            self._plan_attention(name, module)
+            return
+        for pair in _pairs_in(module):
+            self._plan_pair(name, pair)
 
-    def _find_attention(self, name: str, module: nn.MultiheadAttention) -> None:
+    def _plan_attention(self, name: str, module: nn.MultiheadAttention) -> None:
         is_plain = module.bias_k is None and module.bias_v is None and not module.add_zero_attn
-        is_plain = is_plain and matrix_of(module.out_proj) is not None
-        free = not any(_is_in(role, name) for role in self.roles)
-        if is_plain and free and module.num_heads >= self.tp.size and not self._is_shared(name):
+        is_plain = is_plain and linear_like(module.out_proj) is not None
+        is_free = not any(_is_in(role, name) for role in self.roles)
+        if is_plain and is_free and module.num_heads >= self.tp.size and not self._is_shared(name):
             self.roles[name] = Role("attention")
 
-    def _find_gpt2_attention(self, name: str, module: nn.Module) -> None:
-        if not getattr(module, "is_cross_attention", True):
-            unit = int(module.head_dim)  # type: ignore[arg-type]
-            self._pair(full_name(name, "c_attn"), full_name(name, "c_proj"), (unit, unit), blocks=3)
-
-    def _pair(
-        self, first: str, second: str, units: tuple[int, int] = (1, 1), blocks: int = 1
-    ) -> None:
-        """A column and a row layer with elementwise operations, or heads, between them."""
-        up = matrix_of(self.modules.get(first))
-        down = matrix_of(self.modules.get(second))
-        if up is None or down is None or {first, second} & set(self.roles):
+    def _plan_pair(self, name: str, pair: LayerPair) -> None:
+        """Split a pair of children of the module `name`, if it can be split."""
+        column = full_name(name, pair.column)
+        row = full_name(name, pair.row)
+        up = linear_like(self.modules.get(column))
+        down = linear_like(self.modules.get(row))
+        if up is None or down is None or {column, row} & set(self.roles):
             return
-        num = down.inputs // units[1]
-        fits = up.outputs == blocks * num * units[0] and down.inputs == num * units[1]
-        if fits and num >= self.tp.size and not (self._is_shared(first) or self._is_shared(second)):
-            self.roles[first] = Role("column", units[0], blocks)
-            self.roles[second] = Role("row", units[1])
+        units = down.inputs // pair.row_unit
+        fits = (
+            up.outputs == pair.blocks * units * pair.column_unit
+            and down.inputs == units * pair.row_unit
+        )
+        is_shared = self._is_shared(column) or self._is_shared(row)
+        if fits and units >= self.tp.size and not is_shared:
+            self.roles[column] = Role("column", pair.column_unit, pair.blocks)
+            self.roles[row] = Role("row", pair.row_unit)
 
-    def _follow_module(self, name: str, module: nn.Module) -> None:
-        told: Mapping[str, tuple[str, int]] = module.split_plan()  # type: ignore[operator]
-        column: tuple[str, int] | None = None
-        for own, (kind, unit) in told.items():
-            if kind == "column":
-                column = (own, unit)
-            elif column is not None:
-                self._pair(full_name(name, column[0]), full_name(name, own), (column[1], unit))
-
-    def _find_heads(self) -> None:
+    def _plan_tied_heads(self) -> None:
         """An embedding and the layer that turns features into logits with the same weight."""
         for name, module in self.modules.items():
             if not (_is_embedding(module) and isinstance(module, nn.Embedding)):
@@ -205,7 +186,7 @@ class _Planner:
             known = len(heads) == 1 and self._holders[id(module.weight)] == 2
             if name in self.roles and heads and not known:
                 raise BadInput(f"{self.tp} cannot split {name}: other layers have the same weight")
-            if not known or matrix_of(self.modules[heads[0]]) is None:
+            if not known or linear_like(self.modules[heads[0]]) is None:
                 continue
             if module.num_embeddings >= self.tp.size:
                 self.roles[name] = Role("vocabulary")
@@ -215,26 +196,47 @@ class _Planner:
         return any(self._holders[id(p)] > 1 for p in self.modules[name].parameters())
 
 
-def _pairs(container: nn.Sequential) -> Iterator[tuple[str, str]]:
+def _pairs_in(module: nn.Module) -> Iterator[LayerPair]:
+    """The pairs among the children of a module: of an adapter, a Sequential, or its own plan."""
+    adapted = list(known_pairs(module))
+    if adapted:
+        yield from adapted
+    elif isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        yield from _pairs_of_sequential(module)
+    elif callable(getattr(module, "split_plan", None)):
+        yield from _pairs_of_plan(module.split_plan())  # type: ignore[operator]
+
+
+def _pairs_of_sequential(container: nn.Sequential) -> Iterator[LayerPair]:
     """Neighbouring nn.Linear with elementwise layers between them, each in one pair."""
     first: str | None = None
     for name, module in container.named_children():
-        if matrix_of(module) is not None:
+        if linear_like(module) is not None:
             if first is None:
                 first = name
             else:
-                yield first, name
+                yield LayerPair(first, name)
                 first = None
-        elif type(module) not in _ELEMENTWISE:
+        elif type(module) not in ELEMENTWISE:
             first = None
+
+
+def _pairs_of_plan(plan: Mapping[str, tuple[str, int]]) -> Iterator[LayerPair]:
+    """Every row layer with the column layer before it."""
+    column: tuple[str, int] | None = None
+    for name, (kind, unit) in plan.items():
+        if kind == "column":
+            column = (name, unit)
+        elif column is not None:
+            yield LayerPair(column[0], name, column[1], unit)
 
 
 def _features(module: nn.Module, role: Role) -> int:
     if isinstance(module, nn.Embedding):
         return module.num_embeddings
-    matrix = matrix_of(module)
-    assert matrix is not None
-    return matrix.outputs if role.kind == "column" else matrix.inputs
+    linear = linear_like(module)
+    assert linear is not None
+    return linear.outputs if role.kind == "column" else linear.inputs
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:

@@ -1,4 +1,4 @@
-"""Randomness where the ranks of a tp group have different parts of an activation."""
+"""Random streams where the ranks of a tp group have different shards of an activation."""
 
 from __future__ import annotations
 
@@ -9,45 +9,48 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.replica.microbatch import default_generators
+from shoal.replica.microbatch import default_generators, seed_generators
 
 
 @dataclass
-class Streams:
-    """Between a column and a row layer every rank has other features, and else other rows.
+class TensorParallelRng:
+    """Between a column and a row layer every rank draws from a stream of its own.
 
-    Each rank then draws from a stream of its own; behind it all go on as one.
+    There the ranks have different features, or different rows. Behind it all of them continue
+    with the stream that they had in common.
     """
 
     rank: int
     active: bool  # whether anything in the model is random
-    _states: list[Tensor] | None = field(default=None, init=False)
+    _common_states: list[Tensor] | None = field(default=None, init=False)
 
-    def part(self, x: Tensor) -> None:
+    def fork(self, x: Tensor) -> None:
+        """From now on this rank draws from its own stream, on the device of `x`."""
         if self.active:
-            self._part(x)
+            self._fork(x)
 
-    def meet(self, x: Tensor) -> None:
-        if self._states is not None:
-            for generator, state in zip(default_generators(x.device), self._states, strict=True):
+    def restore(self, x: Tensor) -> None:
+        """From now on all ranks draw from the common stream."""
+        if self._common_states is not None:
+            generators = default_generators(x.device)
+            for generator, state in zip(generators, self._common_states, strict=True):
                 generator.set_state(state)
-            self._states = None
+            self._common_states = None
 
     @contextmanager
-    def apart(self, x: Tensor) -> Iterator[None]:
+    def forked(self, x: Tensor) -> Iterator[None]:
         """For one operation."""
-        if self._states is not None:  # they have parted already
+        if self._common_states is not None:  # forked already
             yield
             return
-        self._part(x)
+        self._fork(x)
         try:
             yield
         finally:
-            self.meet(x)
+            self.restore(x)
 
-    def _part(self, x: Tensor) -> None:
+    def _fork(self, x: Tensor) -> None:
         seed = int(torch.randint(1 << 62, ()))
         generators = default_generators(x.device)
-        self._states = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(seed + self.rank)
+        self._common_states = [generator.get_state() for generator in generators]
+        seed_generators(x.device, seed + self.rank)

@@ -1,11 +1,11 @@
-"""Activations between split layers of which every rank of a tp group has some positions.
+"""Sequence parallelism: between tensor-parallel layers every rank has some positions.
 
     RowLinear ─ reduce-scatter ─ + bias ─ dropout ─ + residual ─ norm ─ all-gather ─ ColumnLinear
                 └──────────────── each rank: its positions ─────────┘
 
-Positions of a (batch, time, features) tensor are its batch * time rows, dealt out evenly, whatever
-their number. Norms, dropout, sums and elementwise functions stay with the rows; what else looks at
-them gets them whole. A parameter that is used on rows has the sum of the ranks' gradients.
+Positions of a (batch, time, features) tensor are its batch * time rows, sharded evenly, whatever
+their number. Norms, dropout, sums and elementwise functions are computed on the rows; other
+operations gather them first. A parameter that is used on rows has the sum of the ranks' gradients.
 """
 
 from __future__ import annotations
@@ -21,77 +21,83 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.pytree import Tree
-from shoal.replica.tensor.mappings import copy, enter, gather, leave, scatter
-from shoal.replica.tensor.rng import Streams
-from shoal.replica.tensor.shard_spec import Share
-from shoal.replica.tensor.sharded_tensor import SplitTensor, reshaped
+from shoal.replica.tensor.mappings import (
+    copy,
+    gather,
+    gather_sequence,
+    reduce_scatter,
+    scatter,
+)
+from shoal.replica.tensor.rng import TensorParallelRng
+from shoal.replica.tensor.shard_spec import ShardSpec
+from shoal.replica.tensor.sharded_tensor import ShardedActivation, reshaped
 
-_MARK = "rows of a sequence"
 
+class SequenceParallelTensor(ShardedActivation):
+    """`local` is (rows, features); `leading` are the dimensions before the features."""
 
-class SplitSequence(SplitTensor):
-    """`local` is (rows, features); `lead` are the dimensions that the rows are of."""
-
-    lead: torch.Size
-    streams: Streams
-
-    @classmethod
-    def of(cls, local: Tensor, lead: torch.Size, group: Group, streams: Streams) -> SplitSequence:
-        found: SplitSequence = local.as_subclass(cls)
-        found.lead = lead
-        found.streams = streams
-        found.group = group
-        found.share = Share.even(0, math.prod(lead), group.size)
-        return found
+    leading: torch.Size
+    rng: TensorParallelRng
 
     @classmethod
-    def summed(cls, parts: Tensor, group: Group, streams: Streams) -> SplitSequence:
-        """Of what every rank has a term of, (…, features)."""
-        lead = parts.shape[:-1]
-        rows = parts.flatten(0, -2)
-        share = Share.even(0, len(rows), group.size)
-        return cls.of(leave(rows, share, group), lead, group, streams)
+    def of(
+        cls, local: Tensor, leading: torch.Size, group: Group, rng: TensorParallelRng
+    ) -> SequenceParallelTensor:
+        rows: SequenceParallelTensor = local.as_subclass(cls)
+        rows.leading = leading
+        rows.rng = rng
+        rows.group = group
+        rows.spec = ShardSpec.even(0, math.prod(leading), group.size)
+        return rows
 
-    def like(self, local: Tensor) -> SplitSequence:
-        return SplitSequence.of(local, self.lead, self.group, self.streams)
+    @classmethod
+    def summed(
+        cls, partial: Tensor, group: Group, rng: TensorParallelRng
+    ) -> SequenceParallelTensor:
+        """The sum over ranks of `partial`, (…, features)."""
+        rows = partial.flatten(0, -2)
+        spec = ShardSpec.even(0, len(rows), group.size)
+        return cls.of(reduce_scatter(rows, spec, group), partial.shape[:-1], group, rng)
 
-    def join(self) -> Tensor:
-        return self._shaped(gather(self.local, self.share, self.group))
+    def like(self, local: Tensor) -> SequenceParallelTensor:
+        return SequenceParallelTensor.of(local, self.leading, self.group, self.rng)
 
-    def part_of(self, whole: Tensor) -> Tensor:
-        return scatter(whole.flatten(0, -2), self.share, self.group)
+    def gather_full(self) -> Tensor:
+        return self._shaped(gather(self.local, self.spec, self.group))
 
-    def enter(self) -> Tensor:
-        """All positions, for what differs from rank to rank."""
-        return self._shaped(enter(self.local, self.share, self.group))
+    def shard_of(self, full: Tensor) -> Tensor:
+        return scatter(full.flatten(0, -2), self.spec, self.group)
+
+    def gather_sequence(self) -> Tensor:
+        """All positions, for computations that differ from rank to rank."""
+        return self._shaped(gather_sequence(self.local, self.spec, self.group))
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A layer whose weight is split by column. Its input is not kept: backward gathers it."""
+        """A column-parallel layer. Its input is not kept: backward gathers it again."""
         local = _as_autocast_does(self.local)
-        rows = enter(local, self.share, self.group)
-        with _keeping(local.detach(), rows, self.share, self.group):
+        rows = gather_sequence(local, self.spec, self.group)
+        with _saving_local(local.detach(), rows, self.spec, self.group):
             out = F.linear(rows, weight, bias)
         return self._shaped(out)
 
     def _shaped(self, rows: Tensor) -> Tensor:
-        return rows.view(*self.lead, rows.shape[-1])
+        return rows.view(*self.leading, rows.shape[-1])
 
     def rows_of(self, other: Any) -> Any:
         """Another operand of an elementwise function, for these rows; None if it has other ones."""
-        if isinstance(other, SplitSequence):
-            return other.local if other.lead == self.lead else None
+        if isinstance(other, SequenceParallelTensor):
+            return other.local if other.leading == self.leading else None
         if not isinstance(other, Tensor):
             return other
         if other.dim() <= 1:
             return copy(other, self.group)
-        if other.dim() - 1 > len(self.lead):
+        if other.dim() - 1 > len(self.leading):
             return None
         try:
-            whole = other.expand(*self.lead, other.shape[-1])
+            full = other.expand(*self.leading, other.shape[-1])
         except RuntimeError:
             return None
-        return scatter(whole.flatten(0, -2), self.share, self.group)
+        return scatter(full.flatten(0, -2), self.spec, self.group)
 
 
 class _Saved(NamedTuple):
@@ -102,21 +108,21 @@ class _Saved(NamedTuple):
 
 
 @contextmanager
-def _keeping(local: Tensor, rows: Tensor, share: Share, group: Group) -> Iterator[None]:
+def _saving_local(local: Tensor, rows: Tensor, spec: ShardSpec, group: Group) -> Iterator[None]:
     """What autograd saves of `rows` is `local`, of which all ranks have one; they gather again."""
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack, unpack = outer or (lambda x: x, lambda x: x)
-    here = rows.untyped_storage().data_ptr()
+    outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = outer_hooks or (lambda x: x, lambda x: x)
+    address = rows.untyped_storage().data_ptr()
 
     def save(tensor: Tensor) -> _Saved:
-        is_rows = tensor.untyped_storage().data_ptr() == here and tensor.shape == rows.shape
+        is_rows = tensor.untyped_storage().data_ptr() == address and tensor.shape == rows.shape
         return _Saved(pack(local if is_rows else tensor), is_rows)
 
-    def find(saved: _Saved) -> Tensor:
+    def load(saved: _Saved) -> Tensor:
         value: Tensor = unpack(saved.value)
-        return share.gather(value, group) if saved.is_rows else value
+        return spec.all_gather(value, group) if saved.is_rows else value
 
-    with saved_tensors_hooks(save, find):
+    with saved_tensors_hooks(save, load):
         yield
 
 
@@ -126,64 +132,27 @@ def _as_autocast_does(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-# ------------------------------------------------------------------ from stage to stage
+# ------------------------------------------------------------------ computed on the rows
 
 
-def pack(tree: Tree) -> Tree:
-    """Rows as a tuple that can be sent to the same rank of another stage."""
-    return _map(
-        lambda leaf: isinstance(leaf, SplitSequence),
-        lambda leaf: (_MARK, leaf.local, list(leaf.lead)),
-        tree,
-    )
+def _shape(x: SequenceParallelTensor) -> torch.Size:
+    return torch.Size([*x.leading, x.local.shape[-1]])
 
 
-def unpack(tree: Tree, group: Group, streams: Streams) -> Tree:
-    return _map(
-        _is_packed,
-        lambda leaf: SplitSequence.of(leaf[1], torch.Size(leaf[2]), group, streams),
-        tree,
-    )
-
-
-def _is_packed(leaf: Any) -> bool:
-    match leaf:
-        case (str(mark), Tensor(), [*_]):
-            return mark == _MARK
-    return False
-
-
-def _map(wanted: Callable[[Any], bool], change: Callable[[Any], Any], tree: Tree) -> Tree:
-    if wanted(tree):
-        return change(tree)
-    if isinstance(tree, dict):
-        return {key: _map(wanted, change, value) for key, value in tree.items()}
-    if type(tree) in (tuple, list):
-        return type(tree)(_map(wanted, change, item) for item in tree)
-    return tree
-
-
-# ------------------------------------------------------------------ what stays with the rows
-
-
-def _shape(x: SplitSequence) -> torch.Size:
-    return torch.Size([*x.lead, x.local.shape[-1]])
-
-
-def _size(x: SplitSequence, dim: int | None = None) -> Any:
+def _size(x: SequenceParallelTensor, dim: int | None = None) -> Any:
     return _shape(x) if dim is None else _shape(x)[dim]
 
 
-def _reshape(x: SplitSequence, *shape: Any) -> Tensor | None:
+def _reshape(x: SequenceParallelTensor, *shape: Any) -> Tensor | None:
     """Rows stay rows as long as the features are a dimension of their own."""
-    whole = reshaped(_shape(x), shape)
-    if whole is None or len(whole) < 2 or whole[-1] != x.local.shape[-1]:
+    full = reshaped(_shape(x), shape)
+    if full is None or len(full) < 2 or full[-1] != x.local.shape[-1]:
         return None
-    return SplitSequence.of(x.local, whole[:-1], x.group, x.streams)
+    return SequenceParallelTensor.of(x.local, full[:-1], x.group, x.rng)
 
 
-def _dim(x: SplitSequence) -> int:
-    return len(x.lead) + 1
+def _dim(x: SequenceParallelTensor) -> int:
+    return len(x.leading) + 1
 
 
 def _layer_norm(
@@ -193,7 +162,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    if not isinstance(x, SplitSequence) or list(normalized_shape) != [x.local.shape[-1]]:
+    if not isinstance(x, SequenceParallelTensor) or list(normalized_shape) != [x.local.shape[-1]]:
         return None
     scale, shift = (None if p is None else copy(p, x.group) for p in (weight, bias))
     return x.like(F.layer_norm(x.local, normalized_shape, scale, shift, eps))
@@ -202,20 +171,20 @@ def _layer_norm(
 def _rms_norm(
     x: Any, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor | None:
-    if not isinstance(x, SplitSequence) or list(normalized_shape) != [x.local.shape[-1]]:
+    if not isinstance(x, SequenceParallelTensor) or list(normalized_shape) != [x.local.shape[-1]]:
         return None
     scale = None if weight is None else copy(weight, x.group)
     return x.like(F.rms_norm(x.local, normalized_shape, scale, eps))
 
 
 def _dropout(
-    x: SplitSequence, p: float = 0.5, training: bool = True, inplace: bool = False
+    x: SequenceParallelTensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | None:
     if inplace:
         return None
     if not training or p == 0.0:
         return x
-    with x.streams.apart(x.local):
+    with x.rng.forked(x.local):
         return x.like(F.dropout(x.local, p))
 
 
@@ -223,32 +192,32 @@ def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor | None
     """Of one tensor; its other arguments are plain."""
 
     def apply(x: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        if kwargs.get("inplace") or not isinstance(x, SplitSequence):
+        if kwargs.get("inplace") or not isinstance(x, SequenceParallelTensor):
             return None
         return x.like(function(x.local, *args, **kwargs))
 
     return apply
 
 
-def _joining(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
-    """Of two, either of which may be split, plain, or a number."""
+def _binary(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    """Of two, either of which may be sharded, plain, or a number."""
 
     def apply(a: Any, b: Any, **kwargs: Any) -> Tensor | None:
-        split = a if isinstance(a, SplitSequence) else b
-        left = split.rows_of(a)
-        right = split.rows_of(b)
+        sharded = a if isinstance(a, SequenceParallelTensor) else b
+        left = sharded.rows_of(a)
+        right = sharded.rows_of(b)
         if left is None or right is None or "out" in kwargs:
             return None
-        return split.like(function(left, right, **kwargs))
+        return sharded.like(function(left, right, **kwargs))
 
     return apply
 
 
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
-    """`x += y` of rows that nobody has looked at as a whole since they were changed that way."""
+    """`x += y` of rows that were not modified through the full tensor before."""
 
     def apply(x: Any, other: Any, **kwargs: Any) -> Tensor | None:
-        if not isinstance(x, SplitSequence) or x.is_altered:
+        if not isinstance(x, SequenceParallelTensor) or x.is_modified:
             return None
         rows = x.rows_of(other)
         if rows is None:
@@ -261,7 +230,7 @@ def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     return apply
 
 
-def _cast(x: SplitSequence, *args: Any, **kwargs: Any) -> Tensor | None:
+def _cast(x: SequenceParallelTensor, *args: Any, **kwargs: Any) -> Tensor | None:
     if len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs:
         return x.like(x.local.to(args[0]))
     return None
@@ -280,12 +249,12 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "div": torch.div,
     "true_divide": torch.true_divide,
 }
-_FROM_THE_RIGHT = {
+_REFLECTED = {
     Tensor.__rsub__: lambda a, b: b - a,
     Tensor.__rdiv__: lambda a, b: b / a,
 }
 
-SplitSequence.known = {
+SequenceParallelTensor.sharded_ops = {
     Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
     Tensor.ndim.__get__: _dim,  # type: ignore[attr-defined]
     Tensor.size: _size,
@@ -298,8 +267,8 @@ SplitSequence.known = {
     F.rms_norm: _rms_norm,
     F.dropout: _dropout,
     **{function: _elementwise(function) for function in _UNARY},
-    **{getattr(torch, name): _joining(function) for name, function in _BINARY.items()},
-    **{getattr(Tensor, name): _joining(function) for name, function in _BINARY.items()},
+    **{getattr(torch, name): _binary(function) for name, function in _BINARY.items()},
+    **{getattr(Tensor, name): _binary(function) for name, function in _BINARY.items()},
     **{getattr(Tensor, f"{name}_"): _in_place(function) for name, function in _BINARY.items()},
-    **{method: _joining(function) for method, function in _FROM_THE_RIGHT.items()},
+    **{method: _binary(function) for method, function in _REFLECTED.items()},
 }

@@ -1,7 +1,7 @@
-"""Tensors of which every rank of a tp group has a part, and that are what they stand for.
+"""Activations of which every rank of a tp group has a shard, used as if they were complete.
 
-Operations that a kind of them knows are computed on the parts. To any other operation they are
-whole: they are gathered first, once.
+Operations that a subclass knows are computed on the shards. For any other operation the
+activation is gathered first, once.
 """
 
 from __future__ import annotations
@@ -14,39 +14,47 @@ from torch import Tensor
 
 from shoal.comm.group import Group
 from shoal.pytree import Tree, map_tensors
-from shoal.replica.tensor.shard_spec import Share
+from shoal.replica.tensor.shard_spec import ShardSpec
 
-Known = dict[Any, Callable[..., Any]]
+ShardedOps = dict[Any, Callable[..., Any]]
+
+# what a tensor knows of itself without the shards of other ranks
+LOCAL_METADATA = {
+    getattr(Tensor, name).__get__
+    for name in ("dtype", "device", "requires_grad", "ndim", "is_cuda", "layout", "is_leaf")
+} | {Tensor.dim, Tensor.is_floating_point, Tensor.as_subclass}
 
 
-class SplitTensor(Tensor):
-    """Its memory is this rank's part; `shape` is that of the whole.
+class ShardedActivation(Tensor):
+    """Its memory is this rank's shard; `shape` is that of the full tensor.
 
-    `known` are the operations that need no gathering; one that answers None needs it after all.
+    `sharded_ops` need no gathering; one that returns None needs it after all.
     """
 
-    known: ClassVar[Known] = {}
+    sharded_ops: ClassVar[ShardedOps] = {}
     group: Group
-    share: Share
+    spec: ShardSpec
     gathered: Tensor | None = None
-    is_altered = False  # in place, after it was gathered
+    is_modified = False  # in place, after it was gathered
 
     @property
     def local(self) -> Tensor:
+        """This rank's shard as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self.is_altered:
-                return self.part_of(self.whole())
+            if self.is_modified:
+                return self.shard_of(self.full())
             return self.as_subclass(Tensor)
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
+        """The full tensor; gathered once."""
         if self.gathered is None:
-            self.gathered = self.join()
+            self.gathered = self.gather_full()
         return self.gathered
 
-    def join(self) -> Tensor:
+    def gather_full(self) -> Tensor:
         raise NotImplementedError
 
-    def part_of(self, whole: Tensor) -> Tensor:
+    def shard_of(self, full: Tensor) -> Tensor:
         raise NotImplementedError
 
     @classmethod
@@ -59,21 +67,21 @@ class SplitTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in cls.known and any(isinstance(arg, cls) for arg in args[:2]):
-                found = cls.known[func](*args, **kwargs)
-                if found is not None:
-                    return found
-            if func in HERE:
+            if func in cls.sharded_ops and any(isinstance(arg, cls) for arg in args[:2]):
+                result = cls.sharded_ops[func](*args, **kwargs)
+                if result is not None:
+                    return result
+            if func in LOCAL_METADATA:
                 return func(*args, **kwargs)
-            if isinstance(args[0], SplitTensor) and _is_in_place(func, kwargs):
-                args[0].whole()
-                args[0].is_altered = True
-            return func(*whole_tensors(args), **whole_tensors(kwargs))
+            if isinstance(args[0], ShardedActivation) and _is_in_place(func, kwargs):
+                args[0].full()
+                args[0].is_modified = True
+            return func(*full_tensors(args), **full_tensors(kwargs))
 
 
-def whole_tensors(tree: Tree) -> Tree:
-    """The same tree with whole tensors."""
-    return map_tensors(lambda t: t.whole() if isinstance(t, SplitTensor) else t, tree)
+def full_tensors(tree: Tree) -> Tree:
+    """The same tree with sharded activations gathered."""
+    return map_tensors(lambda t: t.full() if isinstance(t, ShardedActivation) else t, tree)
 
 
 def reshaped(shape: Sequence[int], arguments: Sequence[Any]) -> torch.Size | None:
@@ -87,12 +95,5 @@ def reshaped(shape: Sequence[int], arguments: Sequence[Any]) -> torch.Size | Non
 
 def _is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
-    plain = name.endswith("_") and not name.endswith("__")
-    return plain or name.startswith(("__i", "__set")) or bool(kwargs.get("inplace"))
-
-
-# what is known without the other ranks' parts
-HERE = {
-    getattr(Tensor, name).__get__
-    for name in ("dtype", "device", "requires_grad", "ndim", "is_cuda", "layout", "is_leaf")
-} | {Tensor.dim, Tensor.is_floating_point, Tensor.as_subclass}
+    is_method = name.endswith("_") and not name.endswith("__")
+    return is_method or name.startswith(("__i", "__set")) or bool(kwargs.get("inplace"))

@@ -1,6 +1,6 @@
-"""Logits of which every rank of a tp group has some classes.
+"""Vocab-parallel cross-entropy: every rank of a tp group has the logits of some classes.
 
-`F.cross_entropy` of them costs three numbers a row between ranks instead of all the classes.
+`F.cross_entropy` of them exchanges three numbers per row between ranks instead of all classes.
 """
 
 from __future__ import annotations
@@ -13,63 +13,63 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group, Op
 from shoal.replica.tensor.mappings import gather, scatter
-from shoal.replica.tensor.shard_spec import Share
-from shoal.replica.tensor.sharded_tensor import SplitTensor, reshaped
+from shoal.replica.tensor.shard_spec import ShardSpec
+from shoal.replica.tensor.sharded_tensor import ShardedActivation, reshaped
 
 
-class SplitLogits(SplitTensor):
-    """The last dimension is split."""
+class VocabParallelLogits(ShardedActivation):
+    """The last dimension is sharded."""
 
     @classmethod
-    def of(cls, local: Tensor, share: Share, group: Group) -> SplitLogits:
-        """`share` deals out the classes; its dimension is the last one, whichever that is."""
-        found: SplitLogits = local.as_subclass(cls)
-        found.group = group
-        found.share = share
-        return found
+    def of(cls, local: Tensor, spec: ShardSpec, group: Group) -> VocabParallelLogits:
+        """`spec` shards the classes; its dimension is the last one, whichever that is."""
+        logits: VocabParallelLogits = local.as_subclass(cls)
+        logits.group = group
+        logits.spec = spec
+        return logits
 
-    def join(self) -> Tensor:
+    def gather_full(self) -> Tensor:
         local = self.local
-        return gather(local, Share(local.dim() - 1, self.share.ranges), self.group)
+        return gather(local, ShardSpec(local.dim() - 1, self.spec.ranges), self.group)
 
-    def part_of(self, whole: Tensor) -> Tensor:
-        return scatter(whole, Share(whole.dim() - 1, self.share.ranges), self.group)
+    def shard_of(self, full: Tensor) -> Tensor:
+        return scatter(full, ShardSpec(full.dim() - 1, self.spec.ranges), self.group)
 
 
-def _shape(logits: SplitLogits) -> torch.Size:
+def _shape(logits: VocabParallelLogits) -> torch.Size:
     local = logits.local.shape
-    return torch.Size([*local[:-1], logits.share.size])
+    return torch.Size([*local[:-1], logits.spec.size])
 
 
-def _size(logits: SplitLogits, dim: int | None = None) -> Any:
+def _size(logits: VocabParallelLogits, dim: int | None = None) -> Any:
     return _shape(logits) if dim is None else _shape(logits)[dim]
 
 
-def _flatten(logits: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
-    """Stays split as long as the classes are a dimension of their own."""
+def _flatten(logits: VocabParallelLogits, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
+    """Stays sharded as long as the classes are a dimension of their own."""
     dims = logits.local.dim()
     if end_dim % dims == dims - 1 and start_dim % dims != dims - 1:
         return None
     return _like(logits, logits.local.flatten(start_dim, end_dim))
 
 
-def _reshape(logits: SplitLogits, *shape: Any) -> Tensor | None:
-    whole = reshaped(_shape(logits), shape)
-    if not whole or whole[-1] != logits.share.size:
+def _reshape(logits: VocabParallelLogits, *shape: Any) -> Tensor | None:
+    full = reshaped(_shape(logits), shape)
+    if not full or full[-1] != logits.spec.size:
         return None
-    return _like(logits, logits.local.reshape(*whole[:-1], logits.local.shape[-1]))
+    return _like(logits, logits.local.reshape(*full[:-1], logits.local.shape[-1]))
 
 
-def _float(logits: SplitLogits) -> Tensor:
+def _float(logits: VocabParallelLogits) -> Tensor:
     return _like(logits, logits.local.float())
 
 
-def _like(logits: SplitLogits, local: Tensor) -> Tensor:
-    return SplitLogits.of(local, logits.share, logits.group)
+def _like(logits: VocabParallelLogits, local: Tensor) -> Tensor:
+    return VocabParallelLogits.of(local, logits.spec, logits.group)
 
 
 def _cross_entropy(
-    logits: SplitLogits,
+    logits: VocabParallelLogits,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -78,7 +78,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    if not isinstance(logits, SplitLogits):  # the target is
+    if not isinstance(logits, VocabParallelLogits):  # the target is
         return None
     is_plain = weight is None and size_average is None and reduce is None and not label_smoothing
     local = logits.local
@@ -86,11 +86,11 @@ def _cross_entropy(
         return None
     counted = target != ignore_index
     if target.device.type == "cpu":
-        wrong = counted & ((target < 0) | (target >= logits.share.size))
+        wrong = counted & ((target < 0) | (target >= logits.spec.size))
         if wrong.any():
             raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        local, target, counted, logits.share.ranges[logits.group.rank][0], logits.group
+        local, target, counted, logits.spec.ranges[logits.group.rank][0], logits.group
     )
     if reduction == "none":
         return losses
@@ -102,7 +102,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, target: Tensor, counted: Tensor, mine: range, group: Group
+        ctx: Any, local: Tensor, target: Tensor, counted: Tensor, classes: range, group: Group
     ) -> Tensor:
         ctx.dtype = local.dtype
         x = local.detach().float() if local.dtype in (torch.float16, torch.bfloat16) else local
@@ -110,25 +110,25 @@ class _CrossEntropy(torch.autograd.Function):
         highest = x.amax(1)
         group.all_reduce(highest, Op.MAX).wait()
         x = x - highest[:, None]
-        here = counted & (target >= mine.start) & (target < mine.stop)
-        place = (target - mine.start).where(here, 0)
-        wanted = x.gather(1, place[:, None])[:, 0].where(here, 0)
+        is_local = counted & (target >= classes.start) & (target < classes.stop)
+        index = (target - classes.start).where(is_local, 0)
+        target_logit = x.gather(1, index[:, None])[:, 0].where(is_local, 0)
         power = x.exp_()
-        sums = torch.stack([power.sum(1), wanted])
+        sums = torch.stack([power.sum(1), target_logit])
         group.all_reduce(sums).wait()
-        ctx.save_for_backward(power / sums[0][:, None], place, here, counted)
+        ctx.save_for_backward(power / sums[0][:, None], index, is_local, counted)
         return (sums[0].log() - sums[1]).where(counted, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        share, place, here, counted = ctx.saved_tensors
-        grad = share.clone()
-        grad.scatter_add_(1, place[:, None], -here.to(grad.dtype)[:, None])
+        softmax, index, is_local, counted = ctx.saved_tensors
+        grad = softmax.clone()
+        grad.scatter_add_(1, index[:, None], -is_local.to(grad.dtype)[:, None])
         grad *= (grads[0] * counted)[:, None]
         return grad.to(ctx.dtype), None, None, None, None
 
 
-SplitLogits.known = {
+VocabParallelLogits.sharded_ops = {
     Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
     Tensor.size: _size,
     Tensor.flatten: _flatten,
