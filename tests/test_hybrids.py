@@ -316,7 +316,7 @@ def test_what_is_left_to_send_moves_to_another_cut(world: World, tmp_path: Path,
 
 def _left_to_send(step: Step) -> Tensor:
     if isinstance(step.sync, CompressedReduce):
-        return step.sync.exchange.residual
+        return step.sync.sums.residual
     assert isinstance(step.sync, PsWorker) and isinstance(step.sync.push, CompressedPush)
     return step.sync.push.residual
 

@@ -31,6 +31,7 @@ LAYERS = [
     ["train.build_step", "train.evaluate", "train.state"],
     ["train.job"],
     ["observe.capture", "observe.comparison", "observe.time_shares", "observe.verify"],
+    ["observe.model_sizes"],
     ["observe.memory_estimate"],
     ["observe.memory_probe"],
     ["launch.run", "launch.worker"],

@@ -26,6 +26,7 @@ from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig
 from shoal.strategy.strategy import Strategy, as_strategy
 
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
+FURTHER = ("copies", "residuals", "in_flight", "shared", "server")  # shown where there are some
 
 
 def memory(
@@ -40,9 +41,11 @@ def memory(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Tell how much memory each worker needs.
+    """Show how much memory each worker needs.
 
-    Parameters, gradients, optimizer state and activations, estimated without allocating them.
+    Parameters, gradients, optimizer state, activations and what the strategy keeps (copies of
+    weights, residuals of compression, messages in flight, shared segments, a server inside the
+    worker), estimated without allocating them.
     """
     command = command_for(script, args)
     value = strategy_for(strategy, workers, to_run=measure)
@@ -75,19 +78,25 @@ def _estimate(command: list[str], strategy: Strategy, workers: int, folder: Path
 def _print(document: dict[str, Any], title: str) -> None:
     table = Table(title=f"memory of each worker: {title}", title_justify="left")
     table.add_column("worker")
-    for column in (*COLUMNS, "together"):
-        table.add_column(column, justify="right")
     measured = document.get("measured")
+    columns = _shown([*document["estimated"], *(measured or [])])
+    for column in (*columns, "together"):
+        table.add_column(column.replace("_", " "), justify="right")
     for rank, row in enumerate(document["estimated"]):
-        table.add_row(f"{rank} estimated", *_cells(row))
+        table.add_row(f"{rank} estimated", *_cells(row, columns))
         if measured:
-            table.add_row(f"{rank} measured", *_cells(measured[rank]), end_section=True)
+            table.add_row(f"{rank} measured", *_cells(measured[rank], columns), end_section=True)
     wide_console().print(table)
     for why in document["unknown"]:
-        print(f"activations cannot be told without running the model: {why}", file=sys.stderr)
+        print(f"activations are unknown without running the model: {why}", file=sys.stderr)
 
 
-def _cells(row: dict[str, int | None]) -> list[str]:
-    numbers = [row[column] for column in COLUMNS]
+def _shown(rows: list[dict[str, int | None]]) -> list[str]:
+    further = [column for column in FURTHER if any(row[column] for row in rows)]
+    return [*COLUMNS[:-1], *further, COLUMNS[-1]]
+
+
+def _cells(row: dict[str, int | None], columns: list[str]) -> list[str]:
+    numbers = [row[column] for column in columns]
     together = sum(number for number in numbers if number is not None)
     return [*("?" if n is None else show_bytes(n) for n in numbers), show_bytes(together)]

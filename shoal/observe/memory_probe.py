@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.observe.capture import StopTraining
-from shoal.observe.memory_estimate import Memory, Saved
+from shoal.observe.memory_estimate import WorkerMemory
+from shoal.pytree import Tree, tensors_of
 from shoal.replica.fsdp.sharded_params import ShardedParams
+from shoal.replica.microbatch import MicroBatch
 from shoal.runtime.config import MemoryProbeConfig
+from shoal.sync.compressed_sum import CompressedSum
+from shoal.sync.memory import MemoryCounter, SyncMemory, tensors_held_by
 from shoal.train.job import Job
 from shoal.train.step import Step
 
@@ -26,9 +33,9 @@ class Probe:
         self.job = job
         self.folder = folder
         self.steps = steps
-        self._models: dict[int, _Model] = {}
+        self._models: dict[int, ModelProbe] = {}
         job.dry = True
-        job.on_build.append(lambda step: self._models.update({id(step): _Model(step)}))
+        job.on_build.append(lambda step: self._models.update({id(step): ModelProbe(step)}))
         job.on_step.append(self._after_step)
 
     @classmethod
@@ -50,58 +57,140 @@ class Probe:
             raise StopTraining
 
 
-class _Model:
+class ModelProbe:
+    """Counts the memory of one model's step, each byte once and in the first column that has it."""
+
     def __init__(self, step: Step):
         self.step = step
-        self.saved = Saved(())
-        self.parameters = self.gathered = self.gradients = self.optimizer = self.activations = 0
+        self.activations = SavedBytes()
+        self._most = dict.fromkeys((f.name for f in fields(SyncMemory)), 0)
         for p in step.flat.params:
-            p.register_post_accumulate_grad_hook(self._got)  # type: ignore[no-untyped-call]
-        flat = step.flat
-        if isinstance(flat, ShardedParams):
-            flat.on_saved = self._note
-        forward = step.model.forward
-        loss = step.engine.loss
-        step.model.forward = self._watched(forward, starts=True)
-        step.engine.loss = self._watched(loss)
+            p.register_hook(self._hook(p))  # type: ignore[no-untyped-call]
+        step.flat.grads.on_copy = self._look
+        if isinstance(step.flat, ShardedParams):
+            step.flat.on_saved = self._note
+        step.engine.loss = self._watched(step.engine.loss)
+        stage = step.engine.stage
+        stage.compute = self._watched(stage.compute)  # type: ignore[method-assign]
+        step.sync.finish = self._before(step.sync.finish)  # type: ignore[method-assign]
+        for sums in vars(step.sync).values():
+            if isinstance(sums, CompressedSum):
+                sums.on_stage = self._look
 
-    def memory(self) -> Memory:
-        return Memory(
-            self.parameters, self.gathered, self.gradients, self.optimizer, self.activations
-        )
+    def memory(self) -> WorkerMemory:
+        return WorkerMemory(**self._most, activations=self.activations.most)
 
     def look_after_step(self) -> None:
-        model = self.step.model
-        flat = self.step.flat
-        tensors = [*model.parameters(), *model.buffers()]
-        self.parameters = bytes_of([*tensors, flat.data])
-        state = self.step.update.optimizer.state.values()
-        self.optimizer = bytes_of(v for s in state for v in s.values() if isinstance(v, Tensor))
+        self._look()
 
-    def _got(self, _: Tensor) -> None:
-        flat = self.step.flat
-        fresh = bytes_of(p.grad for p in flat.params if p.grad is not None)
-        self.gradients = max(self.gradients, fresh + self.step.sync.gradient_bytes())
+    def _look(self, arriving: Tensor | None = None) -> None:
+        """Count what there is now; `arriving` is a gradient before its parameter has it."""
+        for column, value in self._count(arriving).items():
+            self._most[column] = max(self._most[column], value)
+
+    def _count(self, arriving: Tensor | None) -> dict[str, int]:
+        step = self.step
+        flat = step.flat
+        counter = MemoryCounter()
+        counts = dict.fromkeys(self._most, 0)
+        counts["gathered"] = self._gathered()
         if isinstance(flat, ShardedParams):
-            self.gathered = max(self.gathered, flat.resident_bytes() - flat.shard_data.nbytes)
+            counts["parameters"] = counter.add([flat.shard_data, *self._untrained()])
+        else:
+            model = step.model
+            counts["parameters"] = counter.add([flat.data, *model.parameters(), *model.buffers()])
+        grads = [p.grad for p in flat.params if p.grad is not None]
+        grads += [] if arriving is None else [arriving]
+        counts["gradients"] = counter.add(
+            [*grads, *flat.grads.held(), *step.sync.gradient_tensors()]
+        )
+        counts["optimizer"] = counter.add(_state_tensors(step.update.optimizer))
+        for column, tensor in tensors_held_by(step.sync):
+            counts[column] += counter.add([tensor])
+        counts["shared"] += step.sync.shared_bytes()
+        counts["server"] = counter.add(step.sync.server_tensors())
+        return counts
+
+    def _untrained(self) -> list[Tensor]:
+        trained = {id(p) for p in self.step.flat.params}
+        tensors = [*self.step.model.parameters(), *self.step.model.buffers()]
+        return [t for t in tensors if id(t) not in trained]
+
+    def _hook(self, p: nn.Parameter) -> Callable[[Tensor], None]:
+        def look(grad: Tensor) -> None:
+            self._look(None if p.grad is not None else grad)
+
+        return look
 
     def _note(self, tensor: Tensor) -> Tensor:
-        self.saved.note(tensor)
-        self.activations = max(self.activations, self.saved.total)
-        return tensor
+        """Autograd is about to save a tensor; what forward has gathered is here now."""
+        self._most["gathered"] = max(self._most["gathered"], self._gathered())
+        return self.activations.note(tensor)
 
-    def _watched(self, function: Callable[..., Any], starts: bool = False) -> Callable[..., Any]:
+    def _gathered(self) -> int:
+        flat = self.step.flat
+        if not isinstance(flat, ShardedParams):
+            return 0
+        return flat.resident_bytes() - flat.shard_data.nbytes
+
+    def _before(self, function: Callable[[], None]) -> Callable[[], None]:
+        def looked() -> None:
+            self._look()
+            function()
+
+        return looked
+
+    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if starts:
-                known = [*self.step.model.parameters(), *self.step.model.buffers()]
-                self.saved = Saved([*known, self.step.flat.data])
+            model = self.step.model
+            micros = [arg for arg in args if isinstance(arg, MicroBatch)]
+            self.activations.see_batch([m.inputs for m in micros] + [m.targets for m in micros])
+            self.activations.known = [*model.parameters(), *model.buffers(), self.step.flat.data]
             with saved_tensors_hooks(self._note, lambda tensor: tensor):
                 return function(*args, **kwargs)
 
         return watched
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Each memory once, whatever looks at it."""
-    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(found.values())
+class SavedBytes:
+    """Bytes of tensors that autograd keeps now, each storage once, without the `known` ones."""
+
+    def __init__(self) -> None:
+        self.known: list[Tensor] = []
+        self.most = 0
+        self._total = 0
+        self._references: Counter[int] = Counter()  # by storage, or address in the batch
+        self._batch: set[int] = set()
+
+    def see_batch(self, trees: Sequence[Tree]) -> None:
+        """Micro-batches are views of a batch; what backward needs of it is the view."""
+        for tree in trees:
+            self._batch |= {t.untyped_storage()._cdata for t in tensors_of(tree)}
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """To be saved instead of `tensor`: an alias whose end is noticed."""
+        storage = tensor.untyped_storage()
+        if any(storage._cdata == t.untyped_storage()._cdata for t in self.known):
+            return tensor
+        alias = tensor.detach()
+        key = storage._cdata
+        num_bytes = storage.nbytes()
+        if key in self._batch:
+            key = tensor.data_ptr()
+            num_bytes = tensor.nbytes
+        if not self._references[key]:
+            self._total += num_bytes
+        self._references[key] += 1
+        self.most = max(self.most, self._total)
+        weakref.finalize(alias, self._forget, key, num_bytes)
+        return alias
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._references[key] -= 1
+        if not self._references[key]:
+            self._total -= num_bytes
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    entries = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in entries if isinstance(value, Tensor)]

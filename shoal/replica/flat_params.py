@@ -44,6 +44,7 @@ class FlatParams(FlatLayout):
         """Set `p.grad` to None, so that the next backward may put its own tensors there."""
         for p in self.params:
             p.grad = None
+        self.grads.release()
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Around a forward: the parameters that it uses are here."""

@@ -37,7 +37,9 @@ class GradBuckets:
         )
         self.records_loss = False  # whether the engine's loss is written to the header
         self.buckets: list[slice] = []
+        self._in_place: set[int] = set()
         self.tied: set[int] = set()  # parameters whose gradient is not final before `flush`
+        self.on_copy: Callable[[], None] | None = None  # called when gradients are there twice
         self._on_bucket: OnBucket | None = None
         self._allocate: Allocate | None = None
 
@@ -117,11 +119,14 @@ class GradBuckets:
         separate_header = 0 if self.layout.header_fits else self.header.nbytes
         return self.layout.size * self.layout.dtype.itemsize + separate_header
 
-    def in_place_bytes(self) -> int:
-        """Memory of gradients that were left where backward has put them."""
-        buffer = self.buffer.untyped_storage().data_ptr()
-        views = [self._views[i] for i in self._in_place]
-        return sum(v.nbytes for v in views if v.untyped_storage().data_ptr() != buffer)
+    def held(self) -> list[Tensor]:
+        """The memory of gradients: the buffer, and those left where backward has put them."""
+        return [self.buffer, *(self._views[i] for i in self._in_place)]
+
+    def release(self) -> None:
+        """Free the gradients that were left where backward has put them."""
+        for i in self._in_place:
+            self._reset_view(i)
 
     # ------------------------------------------------------------------ one step
 
@@ -194,6 +199,8 @@ class GradBuckets:
                 assert grad is not None
                 targets.append(target)
                 grads.append(grad.to_dense() if grad.is_sparse else grad)
+        if self.on_copy is not None:
+            self.on_copy()
         if targets:
             torch._foreach_copy_(targets, grads)
         for i in self._members[number]:

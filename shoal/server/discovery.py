@@ -87,6 +87,11 @@ class ServerSet:
         """Whether this worker has started server processes, and has to end them."""
         return self._started is not None and bool(self._started.processes)
 
+    @property
+    def server_here(self) -> Server | None:
+        """The server that runs as a thread of this worker."""
+        return None if self._started is None else self._started.server
+
     def follow(self, replica_group: ReplicaGroup) -> None:
         """Let the first server of shard 0 lead the servers of all shards of the replica."""
         first = self._servers[0].encode()
@@ -105,7 +110,7 @@ class StartedServers:
         self.secret = secret
         self.config = config
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._server: Server | None = None
+        self.server: Server | None = None
         self._run_dir: RunDir | None = None
 
     def start(self, term: Ps, index: int, host: str, has_remote_workers: bool) -> ServerAddress:
@@ -123,10 +128,10 @@ class StartedServers:
 
     def close(self, failed: bool = False) -> None:
         """End them when no worker uses them; after a failure, after a few seconds."""
-        if self._server is not None:
-            self._server.wait_idle(_IDLE_AFTER_FAILURE_S if failed else None)
-            self._server.close()
-            self._server = None
+        if self.server is not None:
+            self.server.wait_idle(_IDLE_AFTER_FAILURE_S if failed else None)
+            self.server.close()
+            self.server = None
         for process in self.processes:
             process.terminate()
         for process in self.processes:
@@ -140,8 +145,8 @@ class StartedServers:
         """Returns the address for other hosts."""
         run_dir = self.config.run_dir
         has_exited = None if run_dir is None else run_dir.has_exited
-        self._server = Server(local, self.secret, has_exited=has_exited, remote_address=remote)
-        return self._server.remote_address
+        self.server = Server(local, self.secret, has_exited=has_exited, remote_address=remote)
+        return self.server.remote_address
 
     def _start_process(self, term: Ps, index: int, remote: str) -> str:
         """Returns the address for other hosts, which the process writes once it listens."""

@@ -6,6 +6,7 @@ plan.materialize(model, …)       the model on its device, or left deferred whe
 plan.layout(shard, …)            its parameters as one flat buffer
 plan.owns(flat, …)               what the optimizer of this rank updates
 plan.build(replica)              the Sync
+plan.memory(sizes, …)            what all of it takes, without allocating it
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.shard import ReplicaShard
 from shoal.strategy.base import SyncTerm
+from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import NormOver, OptimizerStep
 
 DEFAULT_BUCKET_BYTES = 25 << 20
@@ -103,8 +105,16 @@ class Sync(Protocol):
         """Take back what `state` gave, or what another strategy did; comes after `after_load`."""
         return None
 
-    def gradient_bytes(self) -> int:
-        """Memory that is kept for gradients now, besides what backward has left at parameters."""
+    def gradient_tensors(self) -> list[Tensor]:
+        """Tensors that hold gradients now, besides the buffer and what is at parameters."""
+        return []
+
+    def server_tensors(self) -> list[Tensor]:
+        """Tensors of a parameter server that lives in this worker, without shared ones."""
+        return []
+
+    def shared_bytes(self) -> int:
+        """Memory of segments that this worker shares with others, without tensors of torch."""
         return 0
 
     def report(self) -> dict[str, Any]:
@@ -217,6 +227,17 @@ class SyncPlan(Generic[T]):
     def owns(self, flat: FlatParams, dp: Group, exact: bool) -> Ownership:
         """What the optimizer of this rank updates."""
         return Ownership(flat.named)
+
+    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
+        """What one worker of replica `rank` holds. Nothing is allocated to find out.
+
+        Here: the full model, its gradients where backward put them, and the optimizer's state.
+        """
+        return SyncMemory(
+            parameters=sizes.buffer + sizes.untrained,
+            gradients=sizes.separate_gradients,
+            optimizer=sum(sizes.state.values()),
+        )
 
     def build(self, replica: Replica) -> Sync:
         """The sync; called once, when a step is built."""

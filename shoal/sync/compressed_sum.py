@@ -1,20 +1,21 @@
 """Sums over all replicas in compressed form, with what compression loses kept for later.
 
 Error feedback: what a replica could not send of a step (its residual) is added to what it sends
-in the next. Nothing is lost, only late; and everybody ends with the same bits, since everybody
-unpacks the same bytes.
+in the next. Nothing is lost, only delayed. All replicas end with the same bits, since all unpack
+the same bytes.
 
-    Sharded     fp16 bf16 int8    shards to their owners, who add them up, pack the sum and send it
-                onebit topk       to all: 2·(p-1)/p of the packed size, as a ring all-reduce
-    Factored    powersgd          all-reduces of P and of Q
+    ShardedSum    fp16 bf16 int8    shards to their owners, which add them up, pack the sum and
+                  onebit topk       send it to all: 2·(p-1)/p of the packed size, as a ring does
+    FactoredSum   powersgd          all-reduces of P and of Q
 
 A sum goes in stages, written as a generator: what it yields is under way while other things run.
+Tensors that a later stage does not need are deleted before the generator yields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,18 +26,23 @@ from shoal.compress.catalog import make_compressor
 from shoal.compress.compressor import Compressor
 from shoal.compress.powersgd import PowerSgd
 from shoal.compress.topk import TopK
-from shoal.errors import BadInput, CheckpointError
+from shoal.errors import BadInput
+from shoal.replica.flat_layout import FlatLayout
 from shoal.replica.flat_params import FlatParams
 from shoal.strategy.base import SyncTerm
 from shoal.sync.base import Copies, StepSettings
+from shoal.sync.residuals import (
+    check_size,
+    gaps_in,
+    positions_in,
+    residual_dtype,
+    take_residual,
+    unused_positions,
+)
 from shoal.transport.transport import Work
 
+_INDEX_BYTES = 8  # of a position in the buffer
 MOST_KEPT = 4  # times as many elements of a sum as each replica sends
-
-
-def synchronize_copies(flat: FlatParams, buffer: Tensor, copies: Copies | None) -> None:
-    if copies is not None:
-        copies.synchronize_copies({p: flat.view(i, buffer, 0) for i, p in enumerate(flat.params)})
 
 
 class Staged:
@@ -54,23 +60,38 @@ class Staged:
         return self._work is not None
 
 
-def complete(under_way: Sequence[Staged]) -> None:
-    """Finish them all, side by side."""
-    while under_way:
-        under_way = [staged for staged in under_way if staged.advance()]
-
-
-class Exchange(Protocol):
+class CompressedSum:
     """Adds up slices of a flat buffer over all replicas. All ranks call it in the same order."""
 
+    memory_column: ClassVar[str] = "residuals"
     group: Group
     residual: Tensor
-    unused: Tensor  # places of the buffer between parameters, and of copies
+    unused: Tensor  # positions of the buffer between parameters, and of copies
+    under_way: list[Staged]
     feedback: bool = True  # False: what compression loses is lost, to see what that does
+    on_stage: Callable[[], None] | None = None  # called when a stage has begun, to look at memory
 
-    def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
-        """Replace `x`, which lies at `at` of the buffer, by (about) the sum of everybody's."""
-        ...
+    def start(self, x: Tensor, at: slice) -> None:
+        """Begin to replace `x`, which lies at `at` of the buffer, by (about) the sum of all."""
+        self.under_way.append(Staged(self.stages(x, at)))
+        self._notify()
+
+    def finish(self) -> None:
+        """Finish all sums, side by side."""
+        while self.under_way:
+            advancing = list(self.under_way)
+            for staged in advancing:
+                if not staged.advance():
+                    self.under_way.remove(staged)
+                self._notify()
+
+    def stages(self, x: Tensor, at: slice) -> Iterator[Work]:
+        """Replace `x` stage by stage; yields what is under way."""
+        raise NotImplementedError
+
+    def _notify(self) -> None:
+        if self.on_stage is not None:
+            self.on_stage()
 
     def clear_unused(self) -> None:
         """What was lost there is of no use, and no checkpoint has it."""
@@ -84,12 +105,12 @@ class Exchange(Protocol):
         return {f"worker/{r}/residual": row for r, row in enumerate(residuals)} if is_root else {}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Everybody takes his own back; another number of workers shares the sum equally."""
+        """Each worker takes its own back; another number of workers splits the sum equally."""
         take_residual(tensors, self.residual, self.group.rank, self.group.size)
 
 
-class Sharded(Exchange):
-    """Every rank owns a shard of each slice and packs its sum, perhaps in another way (`answers`).
+class ShardedSum(CompressedSum):
+    """Every rank owns a shard of each slice and packs its sum, perhaps in another way.
 
     What the second packing loses is kept by the owner (`owed`) and added to its next sum.
     """
@@ -100,74 +121,80 @@ class Sharded(Exchange):
         group: Group,
         slices: Sequence[slice],
         compressor: Compressor,
-        answers: Compressor,
         unused: Tensor,
     ):
         self.group = group
         self.compressor = compressor
-        self.answers = answers
+        self.sum_compressor = _sum_compressor(compressor, group.size)
+        self.under_way = []
         self.residual = _zeros(flat, flat.size)
         self.unused = unused
-        self._places = {at.start: self._place(at) for at in slices}
-        self.owed = {start: _zeros(flat, p.stop - p.start) for start, p in self._places.items()}
-        self._unused = {start: _inside(unused, p) for start, p in self._places.items()}
+        self.owned = {at.start: owned_shard(at, group.rank, group.size) for at in slices}
+        self.owed = {start: _zeros(flat, s.stop - s.start) for start, s in self.owned.items()}
+        self._unused = {start: positions_in(unused, s) for start, s in self.owned.items()}
 
     def clear_unused(self) -> None:
         super().clear_unused()
-        for start, places in self._unused.items():
-            self.owed[start][places] = 0.0
+        for start, positions in self._unused.items():
+            self.owed[start][positions] = 0.0
 
-    def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
+    def stages(self, x: Tensor, at: slice) -> Iterator[Work]:
+        packed = self._pack(x, at)
+        arrived = torch.empty_like(packed)
+        yield self.group.all_to_all(arrived, packed)
+        answer = self._pack_sum(arrived, at)
+        del packed, arrived
+        sums = answer.new_empty(self.group.size, answer.numel())
+        yield self.group.all_gather(sums, answer)
+        x.copy_(self._join(self.sum_compressor, sums, x))
+
+    def _pack(self, x: Tensor, at: slice) -> Tensor:
+        """A row for each rank: its shard of `x` and of what is left to send."""
         size = self.group.size
-        shard = _shard(x.numel(), self.group.size)
+        shard = _shard(x.numel(), size)
         wanted = x + self.residual[at]
         rows = F.pad(wanted, (0, size * shard - x.numel())).view(size, shard)
         packed = torch.stack([self.compressor.pack(row) for row in rows])
         if self.feedback:
             torch.sub(wanted, self._join(self.compressor, packed, x), out=self.residual[at])
-        arrived = torch.empty_like(packed)
-        yield self.group.all_to_all(arrived, packed)
+        return packed
+
+    def _pack_sum(self, arrived: Tensor, at: slice) -> Tensor:
+        """The sum of this rank's shard over all ranks, packed."""
+        shard = _shard(at.stop - at.start, self.group.size)
         owed = self.owed[at.start]
         total = F.pad(owed, (0, shard - owed.numel()))
         for message in arrived:
             total += self.compressor.unpack(message, shard)
-        answer = self.answers.pack(total)
+        answer = self.sum_compressor.pack(total)
         if self.feedback:
-            total -= self.answers.unpack(answer, shard)
+            total -= self.sum_compressor.unpack(answer, shard)
             owed.copy_(total[: owed.numel()])
-        sums = answer.new_empty(size, answer.numel())
-        yield self.group.all_gather(sums, answer)
-        x.copy_(self._join(self.answers, sums, x))
+        return answer
 
     def state(self) -> dict[str, Tensor]:
-        whole = torch.zeros_like(self.residual)
-        for start, place in self._places.items():
-            whole[place] = self.owed[start]
-        self.group.reduce(whole, op=Op.SUM).wait()
+        all_owed = torch.zeros_like(self.residual)
+        for start, owned in self.owned.items():
+            all_owed[owned] = self.owed[start]
+        self.group.reduce(all_owed, op=Op.SUM).wait()
         saved = super().state()
-        return {**saved, "owed": whole} if self.group.rank == 0 else {}
+        return {**saved, "owed": all_owed} if self.group.rank == 0 else {}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         super().load_state(tensors)
         if "owed" not in tensors:
             return
         check_size(tensors["owed"], self.residual)
-        for start, place in self._places.items():
-            self.owed[start].copy_(tensors["owed"][place])
+        for start, owned in self.owned.items():
+            self.owed[start].copy_(tensors["owed"][owned])
 
     def _join(self, compressor: Compressor, packed: Tensor, like: Tensor) -> Tensor:
         """The shards that the rows of `packed` stand for, one after the other."""
         shard = _shard(like.numel(), self.group.size)
         return torch.cat([compressor.unpack(row, shard) for row in packed])[: like.numel()]
 
-    def _place(self, at: slice) -> slice:
-        """Where this rank's shard of a slice lies in the buffer."""
-        shard = _shard(at.stop - at.start, self.group.size)
-        start = min(at.stop, at.start + self.group.rank * shard)
-        return slice(start, min(at.stop, start + shard))
 
-
-class Factored(Exchange):
+class FactoredSum(CompressedSum):
     """PowerSGD: the projections of all replicas are added up, P is made orthogonal, and so on.
 
     A replica keeps what its own matrices have outside of the space that P spans.
@@ -182,10 +209,11 @@ class Factored(Exchange):
     ):
         self.group = group
         self.factors = factors
+        self.under_way = []
         self.residual = _zeros(flat, flat.size)
         self.unused = unused
 
-    def sum(self, x: Tensor, at: slice) -> Iterator[Work]:
+    def stages(self, x: Tensor, at: slice) -> Iterator[Work]:
         factors = self.factors[at.start]
         wanted = x + self.residual[at]
         left = factors.project(wanted)
@@ -194,8 +222,10 @@ class Factored(Exchange):
         factors.orthogonalise(left)
         right = factors.correlate(wanted, left)
         if self.feedback:
-            own = torch.cat([left[: factors.num_left], rest])
-            torch.sub(wanted, factors.expand(own, right), out=self.residual[at])
+            sent = torch.cat([left[: factors.num_left], rest])
+            torch.sub(wanted, factors.expand(sent, right), out=self.residual[at])
+            del sent
+        del wanted, rest
         if factors.num_right:
             yield self.group.all_reduce(right)
         factors.continue_from(right)
@@ -206,7 +236,7 @@ class Factored(Exchange):
         return {**super().state(), **bases}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Bases of other buckets are of no use: the iteration then starts anew."""
+        """Bases of other buckets are of no use: the iteration then starts again."""
         super().load_state(tensors)
         for start, factors in self.factors.items():
             basis = tensors.get(f"basis/{start}")
@@ -214,32 +244,56 @@ class Factored(Exchange):
                 factors.basis = basis.to(self.residual.device)
 
 
-def make_exchange(
+class CompressedMemory(NamedTuple):
+    """Bytes that a compressed sum takes."""
+
+    residuals: int  # kept from step to step
+    in_flight: int  # most at a time, when all slices are under way
+
+
+def make_compressed_sum(
     text: str,
     flat: FlatParams,
     group: Group,
     slices: Sequence[slice],
     copies: Copies | None = None,
-) -> Exchange:
+) -> CompressedSum:
     """What `compress="…"` asks for, for these slices of the buffer."""
-    unused = unused_places(flat, copies)
-    made = {at.start: make_compressor(text, *_layout(flat, at)) for at in slices}
-    factors = {start: c for start, c in made.items() if isinstance(c, PowerSgd)}
-    first = next(iter(made.values()))
+    unused = unused_positions(flat, copies)
+    compressors = _compressors(text, flat, slices)
+    factors = {start: c for start, c in compressors.items() if isinstance(c, PowerSgd)}
+    first = next(iter(compressors.values()))
     if factors:
-        return Factored(flat, group, factors, unused)
-    return Sharded(flat, group, slices, first, _answers(first, group.size), unused)
+        return FactoredSum(flat, group, factors, unused)
+    return ShardedSum(flat, group, slices, first, unused)
 
 
-def _answers(compressor: Compressor, replicas: int) -> Compressor:
-    """How sums are packed.
-
-    The largest elements of several replicas are mostly different ones. Sums over up to four of
-    them are sent whole, those over more in part, so that bytes do not grow with their number.
-    """
-    if isinstance(compressor, TopK):
-        return TopK(min(1.0, compressor.fraction * min(replicas, MOST_KEPT)))
-    return compressor
+def compressed_memory(
+    text: str, flat: FlatLayout, slices: Sequence[slice], rank: int, replicas: int
+) -> CompressedMemory:
+    """What `make_compressed_sum` and its messages take, without making it."""
+    width = residual_dtype(flat.dtype).itemsize
+    kept = flat.size * width + _INDEX_BYTES * gaps_in(flat, slice(flat.offset, flat.size))
+    first_stage = []
+    second_stage = []
+    for at, compressor in zip(slices, _compressors(text, flat, slices).values(), strict=True):
+        numel = at.stop - at.start
+        if isinstance(compressor, PowerSgd):
+            left = 4 * (compressor.num_left + compressor.num_rest)
+            right = 4 * compressor.num_right
+            kept += right
+            first_stage.append(numel * width + left + 4 * compressor.num_rest)
+            second_stage.append(left + right if right else 0)
+        else:
+            owned = owned_shard(at, rank, replicas)
+            kept += (owned.stop - owned.start) * width + _INDEX_BYTES * gaps_in(flat, owned)
+            shard = _shard(numel, replicas)
+            first_stage.append(2 * replicas * compressor.num_bytes(shard))
+            answer = _sum_compressor(compressor, replicas).num_bytes(shard)
+            second_stage.append((replicas + 1) * answer)
+    advanced = range(len(slices) + 1)  # slices go from the first stage to the second in turn
+    in_flight = max(sum(second_stage[:k]) + sum(first_stage[k:]) for k in advanced)
+    return CompressedMemory(kept, in_flight)
 
 
 def refuse_scaled(term: SyncTerm, options: StepSettings) -> None:
@@ -251,57 +305,40 @@ def refuse_scaled(term: SyncTerm, options: StepSettings) -> None:
         )
 
 
-def take_residual(tensors: dict[str, Tensor], residual: Tensor, rank: int, size: int) -> None:
-    """The saved residual of one of `size` workers; its share of them all if others have saved."""
-    found = [t for name, t in tensors.items() if name.endswith("/residual")]
-    for tensor in found:
-        check_size(tensor, residual)
-    own = tensors.get(f"worker/{rank}/residual")
-    if own is not None and len(found) == size:
-        residual.copy_(own)
-    else:
-        total = torch.stack(found).sum(0) if found else torch.zeros(())
-        residual.copy_(total / size)
+def owned_shard(at: slice, rank: int, replicas: int) -> slice:
+    """Where the shard of a slice lies that this rank adds up."""
+    shard = _shard(at.stop - at.start, replicas)
+    start = min(at.stop, at.start + rank * shard)
+    return slice(start, min(at.stop, start + shard))
 
 
-def check_size(saved: Tensor, own: Tensor) -> None:
-    if saved.numel() != own.numel():
-        raise CheckpointError(
-            "the checkpoint's state of the strategy is of another model: it has "
-            f"{saved.numel()} elements, and this one needs {own.numel()}"
-        )
+def _sum_compressor(compressor: Compressor, replicas: int) -> Compressor:
+    """How sums are packed.
+
+    The largest elements of several replicas are mostly different ones. Sums over up to four of
+    them are sent completely, those over more in part, so that bytes do not grow with their number.
+    """
+    if isinstance(compressor, TopK):
+        return TopK(min(1.0, compressor.fraction * min(replicas, MOST_KEPT)))
+    return compressor
 
 
-def _layout(flat: FlatParams, at: slice) -> tuple[list[tuple[int, Sequence[int]]], int]:
+def _compressors(text: str, flat: FlatLayout, slices: Sequence[slice]) -> dict[int, Compressor]:
+    return {at.start: make_compressor(text, *_shapes_in(flat, at)) for at in slices}
+
+
+def _shapes_in(flat: FlatLayout, at: slice) -> tuple[list[tuple[int, Sequence[int]]], int]:
     """Where the parameters of a slice lie in it, and how long it is."""
     shapes: list[tuple[int, Sequence[int]]] = [
-        (piece.start - at.start, tuple(p.shape))
-        for piece, p in zip(flat.ranges, flat.params, strict=True)
-        if at.start <= piece.start < at.stop
+        (param.start - at.start, tuple(p.shape))
+        for param, p in zip(flat.ranges, flat.params, strict=True)
+        if at.start <= param.start < at.stop
     ]
     return shapes, at.stop - at.start
 
 
 def _zeros(flat: FlatParams, numel: int) -> Tensor:
-    """What is carried over has at least 24 bits of precision, whatever the parameters have."""
-    dtype = torch.promote_types(flat.dtype, torch.float32)
-    return torch.zeros(numel, dtype=dtype, device=flat.device)
-
-
-def unused_places(flat: FlatParams, copies: Copies | None) -> Tensor:
-    """Places of the buffer between parameters, and of what another worker has the say about."""
-    found = [flat.gaps()]
-    for piece, p in zip(flat.ranges, flat.params, strict=True):
-        if copies is not None and copies.is_duplicate(p):
-            found.append(torch.arange(piece.start, piece.stop, device=flat.device))
-    return torch.cat(found)
-
-
-def _inside(places: Tensor, where: slice) -> Tensor:
-    """Those of the places that lie in a slice, counted from its start."""
-    is_inside = (places >= where.start) & (places < where.stop)
-    found: Tensor = places[is_inside] - where.start
-    return found
+    return torch.zeros(numel, dtype=residual_dtype(flat.dtype), device=flat.device)
 
 
 def _shard(numel: int, size: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -9,10 +10,11 @@ from torch import Tensor
 from shoal.comm.counting import Counting
 from shoal.comm.group import Group
 from shoal.strategy.terms import Ddp
-from shoal.sync.base import FIRST_BUCKET_BYTES, Replica, StepSettings, Sync, SyncPlan
+from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
 from shoal.sync.compressed_sum import refuse_scaled
-from shoal.sync.ddp_compressed import CompressedReduce
-from shoal.sync.ddp_exact import ExactReduce
+from shoal.sync.ddp_compressed import CompressedReduce, compressed_ddp_memory, ddp_buckets
+from shoal.sync.ddp_exact import ExactReduce, exact_memory
+from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.registry import runs
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
@@ -35,9 +37,7 @@ class DdpSync(Sync):
         self.group = Group(self.counter)
         self.traffic = StepTraffic(flat, self.counter)
         self._under_way: list[Work] = []
-        flat.grads.watch(
-            flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)), LARGE_BYTES
-        )
+        flat.grads.watch(ddp_buckets(flat, bucket_bytes), LARGE_BYTES)
 
     def begin(self) -> None:
         self._under_way.clear()
@@ -53,9 +53,6 @@ class DdpSync(Sync):
         self.flat.grads.publish()
         self.update.apply()
         self.flat.zero_grad()
-
-    def gradient_bytes(self) -> int:
-        return self.flat.grads.buffer.nbytes + self.flat.grads.in_place_bytes()
 
     def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0].clone()
@@ -78,6 +75,15 @@ class DdpPlan(SyncPlan[Ddp]):
         super().check(options, replicas)
         if self.term.compress is not None:
             refuse_scaled(self.term, options)
+
+    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
+        plain = super().memory(sizes, rank, replicas)
+        if sizes.exact_microbatches is not None:
+            return exact_memory(plain, sizes, rank, replicas, self.bucket_bytes)
+        buckets = ddp_buckets(sizes.flat, self.bucket_bytes)
+        if self.term.compress is not None:
+            return compressed_ddp_memory(self.term.compress, plain, sizes, buckets, rank, replicas)
+        return replace(plain, gradients=sizes.bucketed_gradients(buckets, LARGE_BYTES))
 
     def build(self, replica: Replica) -> Sync:
         if replica.exact_microbatches is not None:

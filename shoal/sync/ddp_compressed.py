@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from shoal.comm.counting import Counting
 from shoal.comm.group import Group
+from shoal.replica.flat_layout import FlatLayout
 from shoal.sync.base import FIRST_BUCKET_BYTES, Replica, Sync
-from shoal.sync.compressed_sum import (
-    Exchange,
-    Staged,
-    complete,
-    make_exchange,
-    synchronize_copies,
-)
+from shoal.sync.compressed_sum import compressed_memory, make_compressed_sum
+from shoal.sync.memory import ModelSizes, SyncMemory
+from shoal.sync.residuals import synchronize_copies
 from shoal.sync.traffic import StepTraffic
+from shoal.transport.transport import Work
 
 
 class CompressedReduce(Sync):
-    """As `DdpSync`, with packed buckets. The head (loss and flags) travels as it is.
+    """As `DdpSync`, with packed buckets. The header (loss and flags) travels as it is.
 
     A bucket is packed and on its way while backward still runs; its further stages follow in
     `finish`. The gradients of a step are those that arrived, the same bits on every replica.
@@ -32,28 +32,30 @@ class CompressedReduce(Sync):
         self.update = replica.update
         self.counter = Counting(replica.group.executor)
         self.group = Group(self.counter)
-        buckets = flat.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
+        buckets = ddp_buckets(flat, bucket_bytes)
         flat.grads.watch(buckets)
-        bodies = [self._body(bucket) for bucket in buckets]
-        self.exchange: Exchange = make_exchange(compress, flat, self.group, bodies, replica.copies)
+        bodies = [without_header(flat, bucket) for bucket in buckets]
+        self.sums = make_compressed_sum(compress, flat, self.group, bodies, replica.copies)
         self.traffic = StepTraffic(flat, self.counter)
-        self._under_way: list[Staged] = []
+        self._header: Work | None = None
         self._gaps = flat.gaps()
         self._copies = replica.copies
 
     def begin(self) -> None:
-        self._under_way.clear()
+        self.sums.under_way.clear()
 
     def reduce(self, bucket: slice) -> None:
-        body = self._body(bucket)
-        self._under_way.append(Staged(self.exchange.sum(self.flat.grads.buffer[body], body)))
+        body = without_header(self.flat, bucket)
+        self.sums.start(self.flat.grads.buffer[body], body)
         if bucket.start == 0:
-            self._under_way.append(Staged(iter([self.group.all_reduce(self.flat.grads.header)])))
+            self._header = self.group.all_reduce(self.flat.grads.header)
 
     def finish(self) -> None:
-        complete(self._under_way)
+        self.sums.finish()
+        if self._header is not None:
+            self._header.wait()
         self.flat.grads.buffer[self._gaps] = 0.0  # unpacking leaves noise there, which would add up
-        self.exchange.clear_unused()
+        self.sums.clear_unused()
         synchronize_copies(self.flat, self.flat.grads.buffer, self._copies)
         self.traffic.steps += 1
         self.flat.grads.publish()
@@ -66,15 +68,15 @@ class CompressedReduce(Sync):
     def state(self) -> dict[str, Tensor]:
         """What each worker has still to send, and what the method carries from step to step."""
         with self.counter.uncounted():
-            saved = self.exchange.state()
+            saved = self.sums.state()
         return {f"gradients/{name}": tensor for name, tensor in saved.items()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         prefix = "gradients/"
-        self.exchange.load_state(
+        self.sums.load_state(
             {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         )
-        self.exchange.clear_unused()
+        self.sums.clear_unused()
 
     def report(self) -> dict[str, Any]:
         return self.traffic.report()
@@ -82,6 +84,33 @@ class CompressedReduce(Sync):
     def summary(self) -> list[str]:
         return self.traffic.summary()
 
-    def _body(self, bucket: slice) -> slice:
-        """A bucket without the head."""
-        return slice(max(bucket.start, self.flat.offset), bucket.stop)
+
+def ddp_buckets(layout: FlatLayout, bucket_bytes: int) -> list[slice]:
+    """The buckets of a step; the one that is full first is small."""
+    return layout.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
+
+
+def compressed_ddp_memory(
+    compress: str,
+    memory: SyncMemory,
+    sizes: ModelSizes,
+    buckets: Sequence[slice],
+    rank: int,
+    replicas: int,
+) -> SyncMemory:
+    """With a gradient buffer, and what compression takes."""
+    flat = sizes.flat
+    bodies = [without_header(flat, bucket) for bucket in buckets]
+    compressed = compressed_memory(compress, flat, bodies, rank, replicas)
+    return replace(
+        memory,
+        gradients=sizes.bucketed_gradients(buckets),
+        copies=sizes.gap_index,
+        residuals=compressed.residuals,
+        in_flight=compressed.in_flight,
+    )
+
+
+def without_header(layout: FlatLayout, bucket: slice) -> slice:
+    """A bucket without the header, which travels uncompressed."""
+    return slice(max(bucket.start, layout.offset), bucket.stop)

@@ -9,11 +9,14 @@ gathered (at most 2·log2 M of them a replica), and everybody finishes the tree.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from shoal.replica.ordered_sum import Node, add_up, note_leaf, runs_of, whole_subtrees
-from shoal.sync.base import Replica, Sync
+from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, Sync
+from shoal.sync.memory import ModelSizes, SyncMemory
 
 
 class ExactReduce(Sync):
@@ -49,9 +52,6 @@ class ExactReduce(Sync):
         self.update.apply()
         self.flat.zero_grad()
 
-    def gradient_bytes(self) -> int:
-        return self.flat.grads.buffer.nbytes
-
     def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0].clone()
 
@@ -71,3 +71,15 @@ class ExactReduce(Sync):
             for i, node in enumerate(own)
         }
         return add_up(self.root, known)
+
+
+def exact_memory(
+    memory: SyncMemory,
+    sizes: ModelSizes,
+    rank: int,
+    replicas: int,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> SyncMemory:
+    """With a gradient buffer and the partial sums of `ExactReduce`."""
+    gradients = sizes.bucketed_gradients(sizes.flat.buckets(bucket_bytes))
+    return replace(memory, gradients=gradients, copies=sizes.exact_sums(rank, replicas))

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,8 +34,9 @@ from shoal.observe.trace import WAIT
 from shoal.schedules.gossip.mixing import Mixing, mixing_for
 from shoal.strategy.terms import Gossip
 from shoal.sync.base import Replica, Sync, SyncPlan
-from shoal.sync.gossip_async import AsyncGossip
+from shoal.sync.gossip_async import AsyncGossip, async_memory
 from shoal.sync.local import LocalSync
+from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.registry import runs
 from shoal.sync.replica_mean import averaged, mean_state
 from shoal.sync.traffic import StepTraffic
@@ -233,8 +235,32 @@ class MixWeights(Mixer):
         data[0] = 0.0
 
 
+def mixing_bytes(mixing: Mixing, rank: int, numel: int, width: int) -> int:
+    """What `Neighbours` keeps for a tensor of so many elements: messages, and a sum."""
+    chunk = CHUNK_BYTES // width
+    turns = [min(numel, chunk), min(max(0, numel - chunk), chunk)]
+    places = set()
+    for step in range(len(mixing.matrices)):
+        peers = sorted(mixing.heard_by(rank, step))
+        places |= {place for place, peer in enumerate(peers) if peer != rank}
+    return (len(places) * sum(turns) + turns[0]) * width
+
+
 @runs(Gossip)
 class GossipPlan(SyncPlan[Gossip]):
+    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
+        plain = super().memory(sizes, rank, replicas)
+        if replicas == 1:
+            return plain
+        if self.term.mode == "async":
+            return async_memory(plain, sizes)
+        mixing = mixing_for(self.term.graph, replicas)
+        copies = mixing_bytes(mixing, rank, sizes.flat.size, sizes.width)
+        if not mixing.is_uniform:
+            return replace(plain, copies=copies)
+        gradients = sizes.bucketed_gradients([slice(0, sizes.flat.size)])
+        return replace(plain, copies=copies, gradients=gradients)
+
     def build(self, replica: Replica) -> Sync:
         """Read the graph, say what is to be expected of it, and choose how to mix."""
         if replica.group.size == 1:

@@ -13,8 +13,9 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
 from shoal.schedules.gossip.mixing import Mixing
 from shoal.sync.base import Replica, Sync
+from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept
-from shoal.transport.shm.versioned_pages import Bytes, VersionedPages
+from shoal.transport.shm.versioned_pages import Bytes, VersionedPages, page_bytes
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next
 _ALIGN = 64
@@ -59,12 +61,12 @@ class AsyncGossip(Sync):
         self._measure_at = MEASURE_EVERY
         self._seen = [0] * group.size
         self._tensors = [flat.data, *replica.statistics]
-        self._page, self._views = room_for(self._tensors)
+        self._page = Page(self._tensors)
         self._others = torch.empty_like(flat.data)
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
         exchange = partial(all_gather_bytes, group, device=flat.device)
-        pages = VersionedPages.join(exchange, self.rank, self._page.nbytes)
+        pages = VersionedPages.join(exchange, self.rank, self._page.bytes.nbytes)
         if pages is None:
             raise BadInput(
                 'gossip(mode="async") goes through the memory of one host, and these workers '
@@ -124,6 +126,9 @@ class AsyncGossip(Sync):
             f"{self.behind / self.reads:.1f} steps behind on average, {self.most_behind} at most"
         ]
 
+    def shared_bytes(self) -> int:
+        return page_bytes(self._page.bytes.nbytes)
+
     def close(self) -> None:
         self.pages.close()
 
@@ -146,7 +151,7 @@ class AsyncGossip(Sync):
             self.distances.append((self.steps + 1, sum(apart) / len(apart)))
 
     def _read_news(self, peer: int) -> Tensor | None:
-        version = self.pages.read(peer, self._page, self._seen[peer])
+        version = self.pages.read(peer, self._page.bytes, self._seen[peer])
         if version is None:
             self._note_loss_of(peer)
             return None
@@ -155,14 +160,14 @@ class AsyncGossip(Sync):
         self.reads = self.reads + 1
         self.behind = self.behind + late
         self.most_behind = max(self.most_behind, late)
-        self.bytes_read += self._page.nbytes
-        return self._views[0].to(self.flat.device)
+        self.bytes_read += self._page.bytes.nbytes
+        return self._page.views[0].to(self.flat.device)
 
     def _lay_out(self) -> None:
-        for view, tensor in zip(self._views, self._tensors, strict=True):
+        for view, tensor in zip(self._page.views, self._tensors, strict=True):
             view.copy_(tensor)
-        self.pages.write(self._page)
-        self.bytes_sent += self._page.nbytes
+        self.pages.write(self._page.bytes)
+        self.bytes_sent += self._page.bytes.nbytes
 
     def _note_loss_of(self, peer: int) -> None:
         if peer not in self.lost and self.pages.has_died(peer):
@@ -189,20 +194,35 @@ class AsyncGossip(Sync):
             self._note_loss_of(peer)
             if peer in self.lost or peer == self.rank:
                 continue
-            if self.pages.read(peer, self._page) is not None:
+            if self.pages.read(peer, self._page.bytes) is not None:
                 count += 1
-                for total, view in zip(totals, self._views, strict=True):
+                for total, view in zip(totals, self._page.views, strict=True):
                     total.add_(view.to(total.device))
         for tensor, total in zip(self._tensors, totals, strict=True):
             tensor.copy_(total.div_(count))
 
 
-def room_for(tensors: Sequence[Tensor]) -> tuple[Bytes, list[Tensor]]:
-    """Host memory for a copy of these tensors: as bytes, and as tensors of their shapes."""
-    ends = list(itertools.accumulate(-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors))
-    page = torch.zeros(ends[-1], dtype=torch.uint8)
-    views = [
-        page[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip([0, *ends], tensors, strict=False)
-    ]
-    return page.numpy(), views
+class Page:
+    """Host memory for a copy of some tensors: as bytes, and as tensors of their shapes."""
+
+    memory_column: ClassVar[str] = "copies"
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        ends = list(itertools.accumulate(_aligned(tensor.nbytes) for tensor in tensors))
+        page = torch.zeros(ends[-1], dtype=torch.uint8)
+        self.bytes: Bytes = page.numpy()
+        self.views = [
+            page[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip([0, *ends], tensors, strict=False)
+        ]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
+
+
+def async_memory(memory: SyncMemory, sizes: ModelSizes) -> SyncMemory:
+    """With a copy of what is laid out, the sum over neighbours, and the page that they read."""
+    tensors = [sizes.buffer, *sizes.statistics]
+    laid_out = sum(map(_aligned, tensors))
+    return replace(memory, copies=laid_out + sizes.buffer, shared=page_bytes(laid_out))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shoal.strategy.terms import Single
 from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, Sync, SyncPlan
-from shoal.sync.ddp_exact import ExactReduce
+from shoal.sync.ddp_exact import ExactReduce, exact_memory
+from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.registry import runs
 
 
@@ -23,6 +24,11 @@ class LocalSync(Sync):
 @runs(Single)
 class SinglePlan(SyncPlan[Single]):
     can_be_exact = True
+
+    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
+        if sizes.exact_microbatches is not None:
+            return exact_memory(super().memory(sizes, rank, replicas), sizes, rank, replicas)
+        return super().memory(sizes, rank, replicas)
 
     def build(self, replica: Replica) -> Sync:
         if replica.exact_microbatches is not None:

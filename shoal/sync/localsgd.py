@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,17 +21,12 @@ from shoal.comm.counting import Counting
 from shoal.comm.group import Group, Op
 from shoal.strategy.terms import Localsgd
 from shoal.sync.base import Replica, Sync, SyncPlan
-from shoal.sync.compressed_sum import (
-    Exchange,
-    Staged,
-    check_size,
-    complete,
-    make_exchange,
-    synchronize_copies,
-)
-from shoal.sync.outer_optimizer import Outer
+from shoal.sync.compressed_sum import CompressedSum, compressed_memory, make_compressed_sum
+from shoal.sync.memory import ModelSizes, SyncMemory
+from shoal.sync.outer_optimizer import Outer, outer_state_bytes
 from shoal.sync.registry import runs
 from shoal.sync.replica_mean import mean_state
+from shoal.sync.residuals import check_size, synchronize_copies
 from shoal.sync.traffic import StepTraffic
 
 
@@ -60,8 +56,8 @@ class LocalSgdSync(Sync):
         self.since = 0
         self.outer = Outer(term.outer, self.agreed) if term.outer else None
         body = slice(flat.offset, flat.size)
-        self.exchange: Exchange | None = (
-            make_exchange(term.compress, flat, self.group, [body], replica.copies)
+        self.sums: CompressedSum | None = (
+            make_compressed_sum(term.compress, flat, self.group, [body], replica.copies)
             if term.compress
             else None
         )
@@ -107,22 +103,23 @@ class LocalSgdSync(Sync):
     def _add_up(self, difference: Tensor) -> Tensor:
         """The sum of everybody's in place; returns the sum of the losses, which goes along."""
         loss = self.flat.grads.header[:1]
-        if self.exchange is None and self.flat.offset:
+        if self.sums is None and self.flat.offset:
             difference[0] = loss[0]
             self.group.all_reduce(difference).wait()
             loss = difference[:1].clone()
             difference[0] = 0.0
             return loss[0]
-        works = [Staged(iter([self.group.all_reduce(loss)]))]
-        if self.exchange is None:
-            works.append(Staged(iter([self.group.all_reduce(difference)])))
+        work = self.group.all_reduce(loss)
+        if self.sums is None:
+            self.group.all_reduce(difference).wait()
         else:
             body = slice(self.flat.offset, self.flat.size)
-            works.append(Staged(self.exchange.sum(difference[body], body)))
-        complete(works)
+            self.sums.start(difference[body], body)
+            self.sums.finish()
+        work.wait()
         difference[self._gaps] = 0.0
-        if self.exchange is not None:
-            self.exchange.clear_unused()
+        if self.sums is not None:
+            self.sums.clear_unused()
             synchronize_copies(self.flat, difference, self._copies)
         return loss[0].clone()
 
@@ -161,9 +158,9 @@ class LocalSgdSync(Sync):
             saved["agreed"] = self.agreed.data
         if self.outer is not None:
             saved |= self.outer.state()
-        if self.exchange is not None:
+        if self.sums is not None:
             with self.counter.uncounted():
-                saved |= self.exchange.state()
+                saved |= self.sums.state()
         return {f"weights/{name}": tensor for name, tensor in saved.items()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
@@ -175,9 +172,9 @@ class LocalSgdSync(Sync):
             self.since = int(saved["since"].sum()) if "since" in saved else self.every
         if self.outer is not None:
             self.outer.load_state(saved)
-        if self.exchange is not None:
-            self.exchange.load_state(saved)
-            self.exchange.clear_unused()
+        if self.sums is not None:
+            self.sums.load_state(saved)
+            self.sums.clear_unused()
 
     def report(self) -> dict[str, Any]:
         return self.traffic.report()
@@ -195,5 +192,20 @@ def _put(flat: Tensor, into: Sequence[Tensor]) -> None:
 
 @runs(Localsgd)
 class LocalSgdPlan(SyncPlan[Localsgd]):
+    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
+        """With the anchor and the outer optimizer's state.
+
+        When replicas agree, the difference takes the place of the gradients, which are freed.
+        """
+        plain = super().memory(sizes, rank, replicas)
+        outer = outer_state_bytes(self.term.outer, sizes.buffer) if self.term.outer else 0
+        copies = sizes.buffer + outer + sizes.gap_index
+        if self.term.compress is None:
+            return replace(plain, copies=copies)
+        body = slice(sizes.flat.offset, sizes.flat.size)
+        compressed = compressed_memory(self.term.compress, sizes.flat, [body], rank, replicas)
+        in_flight = sizes.buffer + compressed.in_flight
+        return replace(plain, copies=copies, residuals=compressed.residuals, in_flight=in_flight)
+
     def build(self, replica: Replica) -> Sync:
         return LocalSgdSync(replica, self.term)

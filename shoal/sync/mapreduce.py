@@ -9,6 +9,7 @@ Bulk synchronous: a step takes as long as its slowest worker.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from shoal.errors import BadInput
 from shoal.strategy.terms import Mapreduce
 from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, StepSettings, Sync, SyncPlan
 from shoal.sync.local import LocalSync
+from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.registry import runs
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
@@ -88,6 +90,16 @@ class MapReducePlan(SyncPlan[Mapreduce]):
                 'mapreduce and precision="fp16" exclude each other: the master alone knows the '
                 'scale of the next step; take precision="bf16"'
             )
+
+    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
+        """The master alone has an optimizer's state."""
+        plain = super().memory(sizes, rank, replicas)
+        if replicas == 1:
+            return plain
+        state = sizes.state if rank == MASTER else sizes.first_state
+        buckets = sizes.flat.buckets(DEFAULT_BUCKET_BYTES)
+        gradients = sizes.bucketed_gradients(buckets)
+        return replace(plain, gradients=gradients, optimizer=sum(state.values()))
 
     def build(self, replica: Replica) -> Sync:
         if replica.group.size == 1:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.strategy.settings import outer_settings
-from shoal.sync.compressed_sum import check_size
+from shoal.sync.residuals import check_size
 
 
 class Outer:
@@ -58,3 +58,11 @@ class Outer:
                 check_size(tensor, self.weights)
             device = self.weights.device if tensor.dim() else "cpu"
             self.optimizer.state[self.weights][key] = tensor.to(device, copy=True)
+
+
+def outer_state_bytes(text: str, buffer_bytes: int) -> int:
+    """What the state of an outer optimizer takes after its first step."""
+    name, settings = outer_settings(text)
+    if name == "adam":
+        return 2 * buffer_bytes + torch.float32.itemsize  # two moments, and the number of steps
+    return buffer_bytes if settings["momentum"] else 0

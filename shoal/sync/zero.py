@@ -15,9 +15,11 @@ A step moves each gradient once and each parameter once (zero(3): twice), as ddp
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +42,9 @@ from shoal.sync.base import (
     Sync,
     SyncPlan,
 )
-from shoal.sync.ddp_exact import ExactReduce
+from shoal.sync.ddp_exact import ExactReduce, exact_memory
 from shoal.sync.gather_optimizer import gather_optimizer
+from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.registry import runs
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
@@ -151,15 +154,19 @@ class ZeroReduce(Sync):
         self._kept = torch.zeros(kept.stop - kept.start, dtype=flat.dtype, device=flat.device)
         self._kept_at = kept
         self._last = buckets[-1].start
+        self._memory: Tensor | None = None  # of the bucket that is being filled
+        self._sent: deque[_Sent] = deque()
         flat.grads.watch(buckets, allocate=self._room)
 
     def begin(self) -> None:
-        self._sent: deque[_Sent] = deque()
+        self._sent.clear()
         self._taken: set[int] = set()
         self._heads: list[tuple[Work, Tensor]] = []
 
     def reduce(self, bucket: slice) -> None:
         memory = self._memory
+        assert memory is not None
+        self._memory = None
         work = self.group.reduce(memory, root=self._owner[bucket.start])
         self._sent.append(_Sent(work, bucket, memory))
         if bucket.start == self._last:
@@ -181,9 +188,9 @@ class ZeroReduce(Sync):
     def loss(self, local_loss: Tensor) -> Tensor:
         return self._head[0].clone()
 
-    def gradient_bytes(self) -> int:
-        lent = [sent.memory for sent in self._sent if not self._is_kept(sent)]
-        return self._kept.nbytes + sum(memory.nbytes for memory in lent)
+    def gradient_tensors(self) -> list[Tensor]:
+        filling = [] if self._memory is None else [self._memory]
+        return [self._kept, *filling, *(sent.memory for sent in self._sent)]
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
@@ -203,12 +210,13 @@ class ZeroReduce(Sync):
         kept = self._kept_at
         if kept.start <= bucket.start < kept.stop and bucket.start not in self._taken:
             self._taken.add(bucket.start)
-            self._memory = self._place(bucket)
+            memory = self._place(bucket)
         else:
-            self._memory = torch.empty(
+            memory = torch.empty(
                 bucket.stop - bucket.start, dtype=self.flat.dtype, device=self.flat.device
             )
-        return self._memory
+        self._memory = memory
+        return memory
 
     def _settle(self, left: int) -> None:
         """Wait until at most `left` buckets are on their way; add up what came to its owner."""
@@ -276,11 +284,74 @@ class ZeroPlan(SyncPlan[Zero]):
             return Ownership(named, clipped=flat.params)
         return Ownership(named, norm_over(flat, dp))
 
+    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
+        plain = super().memory(sizes, rank, replicas)
+        if sizes.exact_microbatches is not None:
+            plain = exact_memory(plain, sizes, rank, replicas)
+        else:
+            plain = replace(plain, gradients=self._gradients(sizes, rank, replicas))
+        shard = sizes.flat.shards(replicas)[rank]
+        names = [sizes.flat.named[i][0] for i in sizes.flat.params_in(shard)]
+        plain = replace(plain, optimizer=sum(sizes.state[name] for name in names))
+        if not self.shards_parameters(replicas):
+            return plain
+        held = (shard.stop - shard.start) * sizes.width + sizes.untrained
+        return replace(plain, parameters=held, gathered=_gathered(sizes, shard))
+
+    def _gradients(self, sizes: ModelSizes, rank: int, replicas: int) -> int:
+        """The buffer that is kept, buckets on their way, and what waits at parameters."""
+        flat = sizes.flat
+        owned = owned_buckets(flat, replicas, bytes_of_shards(flat, replicas))
+        waiting = [sum(flat.params[i].numel() for i in flat.params_in(b)) for _, b in owned]
+        if sizes.is_stage or (sizes.accumulates and self.term.stage == 1):
+            waiting = [sum(waiting[k:]) for k in range(len(waiting))]
+        if self.term.stage == 1:
+            return int(flat.size - flat.offset + max(waiting)) * sizes.width
+        kept = flat.shards(replicas)[rank]
+        passes = 2 if sizes.accumulates and not sizes.is_stage else 1
+        most = _most_under_way(owned, waiting, rank, passes)
+        return int(kept.stop - kept.start + most) * sizes.width
+
     def build(self, replica: Replica) -> Sync:
         if replica.exact_microbatches is not None:
             return ExactZero(replica, replica.exact_microbatches, DEFAULT_BUCKET_BYTES)
         bucket_bytes = bytes_of_shards(replica.flat, replica.group.size)
         return ZeroReduce(replica, self.term.stage, bucket_bytes)
+
+
+def _most_under_way(
+    owned: Sequence[tuple[int, slice]], waiting: Sequence[int], rank: int, passes: int
+) -> int:
+    """Elements of lent buckets and of gradients that wait, at the worst moment of a backward.
+
+    In the first pass a rank's own buckets are kept and need nothing more.
+    """
+    sent: deque[int] = deque(maxlen=ON_THE_WAY)
+    most = 0
+    for number in range(passes):
+        for (owner, bucket), waits in zip(owned, waiting, strict=True):
+            is_kept = owner == rank and number == 0
+            lent = 0 if is_kept else bucket.stop - bucket.start
+            before = sum(sent) + waits
+            while len(sent) >= ON_THE_WAY:
+                sent.popleft()
+            most = max(most, before, sum(sent) + lent + waits)
+            sent.append(lent)
+    return most
+
+
+def _gathered(sizes: ModelSizes, shard: slice) -> int:
+    """Bytes of others' parameters: of the root unit, of one that computes, and of the next."""
+    flat = sizes.flat
+    index = {name: i for i, (name, _) in enumerate(flat.named)}
+    elements = []
+    for unit in sizes.units:
+        ranges = [flat.ranges[index[name]] for name in unit]
+        others = [r for r in ranges if not shard.start <= r.start < shard.stop]
+        elements.append(sum(flat.round_up(r.stop) - r.start for r in others))
+    root, *blocks = elements
+    pairs = [a + b for a, b in itertools.pairwise([0, *blocks, 0])]
+    return (root + max(pairs, default=0)) * sizes.width
 
 
 def move_untrained(model: nn.Module, flat: FlatParams, device: torch.device) -> None:

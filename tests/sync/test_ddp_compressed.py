@@ -14,8 +14,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.strategy.terms import Ddp
-from shoal.sync.compressed_sum import Exchange, Staged, complete, make_exchange
-from shoal.sync.compressed_sum import Sharded as ShardedExchange
+from shoal.sync.compressed_sum import CompressedSum, ShardedSum, make_compressed_sum
 from shoal.sync.registry import plan_for
 from shoal.train.checkpoint import read
 from shoal.train.step import Step, StepOptions
@@ -32,8 +31,8 @@ from tests.sync.compressing import (
 )
 
 
-def exchange_of(step: Step) -> Exchange:
-    found: Exchange = step.sync.exchange  # type: ignore[attr-defined]
+def sums_of(step: Step) -> CompressedSum:
+    found: CompressedSum = step.sync.sums  # type: ignore[attr-defined]
     return found
 
 
@@ -53,7 +52,7 @@ def test_what_was_sent_and_what_is_left_make_up_all_gradients(
         flat = FlatParams(models[group.rank].named_parameters())
         cut = flat.ranges[2].start
         slices = [slice(cut, flat.size), slice(flat.offset, cut)]
-        exchange = make_exchange(method, flat, group, slices)
+        sums = make_compressed_sum(method, flat, group, slices)
         generator = torch.Generator().manual_seed(group.rank)
         given = torch.zeros(flat.size)
         arrived = torch.zeros(flat.size)
@@ -63,12 +62,14 @@ def test_what_was_sent_and_what_is_left_make_up_all_gradients(
             x[gaps] = 0.0
             x[: flat.offset] = 0.0
             given += x
-            complete([Staged(exchange.sum(x[at], at)) for at in slices])
+            for at in slices:
+                sums.start(x[at], at)
+            sums.finish()
             arrived += x
-        left = exchange.residual.clone()
-        if isinstance(exchange, ShardedExchange):
-            for begin, place in exchange._places.items():
-                left[place] += exchange.owed[begin]
+        left = sums.residual.clone()
+        if isinstance(sums, ShardedSum):
+            for begin, owned in sums.owned.items():
+                left[owned] += sums.owed[begin]
         return given, arrived, left
 
     found = world(size, body)
@@ -178,7 +179,7 @@ def test_without_error_feedback_topk_does_not_learn(world: World) -> None:
         def body(group: Group) -> float:
             job, step = start(group, text, models[group.rank])
             if "compress" in text:
-                exchange_of(step).feedback = feedback
+                sums_of(step).feedback = feedback
             for batch in job.batches(data, 40, epochs=20):
                 loss = step(batch)
             return float(loss)
@@ -245,7 +246,7 @@ def test_other_workers_share_what_was_left_to_send(
         job.load(tmp_path)
         where = [step.flat.view(i, torch.arange(step.flat.size), 0) for i in range(6)]
         places = torch.cat([place.view(-1) for place in where])
-        state = exchange_of(step).state()
+        state = sums_of(step).state()
         return {n: t[places] for n, t in state.items() if len(t) == step.flat.size}
 
     found = world(3, body)[0]

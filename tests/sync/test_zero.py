@@ -238,7 +238,8 @@ def held_by(group: Group, strategy: str, model: nn.Module) -> dict[str, int]:
 
     def look(_: Any) -> None:
         fresh = bytes_of(p.grad for p in step.flat.params if p.grad is not None)
-        gradients.append(fresh + step.sync.gradient_bytes())
+        held = [*step.flat.grads.held(), *step.sync.gradient_tensors()]
+        gradients.append(fresh + bytes_of(held))
         parameters.append(_parameter_bytes(step))
 
     for p in step.flat.params:

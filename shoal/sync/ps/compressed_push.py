@@ -7,7 +7,7 @@ uncompressed: they are the same for all workers, whichever are late or lost.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from shoal.server.protocol.messages import SavedResidual
 from shoal.server.request import Request
 from shoal.server.shared_memory import bytes_of
 from shoal.sync.base import Copies
-from shoal.sync.compressed_sum import take_residual, unused_places
 from shoal.sync.ps.push import BUCKET_BYTES, GradientPush
+from shoal.sync.residuals import take_residual, unused_positions
 
 PREFIX = "gradients/"
 
@@ -30,6 +30,7 @@ PREFIX = "gradients/"
 class CompressedPush(GradientPush):
     """`residual` is what compression has lost so far; it is added to the next push."""
 
+    memory_column: ClassVar[str] = "residuals"
     has_state = True
     feedback: bool = True  # False: what compression loses stays lost, to see what that does
 
@@ -42,7 +43,7 @@ class CompressedPush(GradientPush):
         self.pushes = 0
         self.pushed_bytes = 0
         self._gaps = flat.gaps()
-        self._unused = unused_places(flat, copies)
+        self._unused = unused_positions(flat, copies)
         rule = client.specs[0].rule
         may_be_dropped = rule.quorum is not None and not rule.fold
         self._residual_before = self.residual.clone() if may_be_dropped else None

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+from shoal.compress.catalog import make_compressor
+from shoal.compress.powersgd import PowerSgd
+from shoal.replica.ordered_sum import runs_of, whole_subtrees
+from shoal.server.model.partition import FlatParameter, ServerSlice, partition
+from shoal.server.protocol.messages import ParameterSlice
 from shoal.strategy.terms import Ps
 from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
 from shoal.sync.compressed_sum import refuse_scaled
+from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.ps.connect import join_servers
+from shoal.sync.ps.push import BUCKET_BYTES
 from shoal.sync.registry import runs
+from shoal.sync.residuals import residual_dtype
 
 
 @runs(Ps)
@@ -20,5 +31,84 @@ class PsPlan(SyncPlan[Ps]):
         if self.term.compress is not None:
             refuse_scaled(self.term, options)
 
+    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
+        """On CPUs, with workers and servers on one host.
+
+        Gradients are pushed from a segment, `out`, and weights (or sums) pulled into `inbox`.
+        Without compression `out` is the gradient buffer. Where servers update and all workers
+        wait, the parameters live in the servers' memory and take the place of `inbox`.
+        """
+        plain = super().memory(sizes, rank, replicas)
+        exact = sizes.exact_microbatches
+        is_out_gradients = exact is None and self.term.compress is None
+        out = 0 if is_out_gradients else self._sums_per_push(sizes, replicas) * sizes.buffer
+        inbox = 0 if self._shares_weights else sizes.buffer
+        state = sizes.first_state if self.term.update == "server" else sizes.state
+        return replace(
+            plain,
+            gradients=sizes.bucketed_gradients(sizes.flat.buckets(BUCKET_BYTES)),
+            optimizer=sum(state.values()),
+            copies=0 if exact is None else sizes.exact_sums(rank, replicas),
+            residuals=self._residuals(sizes, replicas),
+            shared=out + inbox,
+            server=self._server(sizes, rank, replicas),
+        )
+
+    @property
+    def _shares_weights(self) -> bool:
+        return self.term.update == "server" and self.term.lockstep
+
+    def _sums_per_push(self, sizes: ModelSizes, replicas: int) -> int:
+        exact = sizes.exact_microbatches
+        if exact is None:
+            return 1
+        return max(len(whole_subtrees((0, exact), run)) for run in runs_of(exact, replicas))
+
+    def _residuals(self, sizes: ModelSizes, replicas: int) -> int:
+        """Those of `CompressedPush`: one, a copy of it where late pushes are dropped, and bases."""
+        if self.term.compress is None:
+            return 0
+        drops = self.term.quorum is not None and self.term.late == "drop"
+        residual = sizes.flat.size * residual_dtype(sizes.flat.dtype).itemsize
+        bases = sum(self._basis(held) for held in self._slices(sizes, replicas))
+        return residual * (2 if drops else 1) + 2 * sizes.gap_index + bases
+
+    def _basis(self, held: ServerSlice) -> int:
+        """Bytes of PowerSGD's basis for one server's slice."""
+        assert self.term.compress is not None
+        shapes = [(piece.start - held.start, piece.shape) for piece in held.slices]
+        compressor = make_compressor(self.term.compress, shapes, held.stop - held.start)
+        return 4 * compressor.num_right if isinstance(compressor, PowerSgd) else 0
+
+    def _server(self, sizes: ModelSizes, rank: int, replicas: int) -> int:
+        """The server that lives in this worker: weights, their sum, optimizer state, pushes."""
+        hosts = {"servers": False, "rank0": rank == 0, "workers": True}[self.term.placement]
+        if not hosts:
+            return 0
+        held = self._slices(sizes, replicas)[rank]
+        slice_bytes = (held.stop - held.start) * sizes.width
+        buffers = 1 if self._shares_weights else 2
+        if self.term.compress is not None:
+            buffers += replicas
+        state = 0
+        if self.term.update == "server":
+            state = sum(_state_of(piece, sizes) for piece in held.slices)
+        basis = 0 if self.term.compress is None else self._basis(held)
+        return buffers * slice_bytes + state + basis
+
+    def _slices(self, sizes: ModelSizes, replicas: int) -> list[ServerSlice]:
+        servers = replicas if self.term.placement == "workers" else self.term.servers
+        parameters = [
+            FlatParameter(param.name, param.start, tuple(p.shape))
+            for param, p in zip(sizes.flat.ranges, sizes.flat.params, strict=True)
+        ]
+        return partition(parameters, sizes.flat.size, servers, sizes.exact_microbatches is None)
+
     def build(self, replica: Replica) -> Sync:
         return join_servers(self.term, replica)
+
+
+def _state_of(piece: ParameterSlice, sizes: ModelSizes) -> int:
+    """Bytes of optimizer state of the rows of a parameter that one server holds."""
+    name, parameter = sizes.flat.named[piece.parameter]
+    return sizes.state[name] * math.prod(piece.shape) // parameter.numel()

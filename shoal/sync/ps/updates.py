@@ -17,8 +17,8 @@ from shoal.observe.trace import WAIT
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client, PullResult
 from shoal.sync.base import Copies
-from shoal.sync.compressed_sum import synchronize_copies
 from shoal.sync.optimizer_step import OptimizerStep
+from shoal.sync.residuals import synchronize_copies
 
 Tell = Callable[[str], list[str]]
 

@@ -35,6 +35,7 @@ from shoal.server.discovery import ServerSet
 from shoal.server.protocol.messages import Ack, Commit
 from shoal.server.row_client import ServerStore
 from shoal.sync.base import Sync
+from shoal.sync.memory import tensors_of_server
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.optimizer_shards import join_state, shard_state
 from shoal.sync.ps.push import GradientPush
@@ -208,6 +209,9 @@ class PsWorker(Sync):
         rule = self.context.rule
         sentences = summarize(self._stats, rule, self.client.shares_memory, counted)
         return [*sentences, *self.push.summary()]
+
+    def server_tensors(self) -> list[Tensor]:
+        return tensors_of_server(self.context.servers.server_here)
 
     def close(self) -> None:
         if self._closed:

@@ -85,7 +85,7 @@ class VersionedPages:
     def join(cls, exchange: Exchange, rank: int, num_bytes: int) -> VersionedPages | None:
         """All ranks call it with the same `num_bytes`; None on all of them if one cannot join."""
         generation = memfd.new_generation()
-        fd = memfd.make("shoal-page", _page_bytes(num_bytes), generation)
+        fd = memfd.make("shoal-page", page_bytes(num_bytes), generation)
 
         def attach(offers: list[Offer]) -> VersionedPages:
             pidfds = open_pidfds([offer.pid for offer in offers])
@@ -141,7 +141,7 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // 64) * 64
 
 
-def _page_bytes(num_bytes: int) -> int:
+def page_bytes(num_bytes: int) -> int:
     return _HEADER_BYTES + 2 * _padded(num_bytes)
 
 
@@ -149,7 +149,7 @@ def _map_pages(offers: list[Offer], num_bytes: int) -> list[VersionedPage]:
     pages: list[VersionedPage] = []
     try:
         for offer in offers:
-            pages.append(VersionedPage(offer.map(_page_bytes(num_bytes)), num_bytes))
+            pages.append(VersionedPage(offer.map(page_bytes(num_bytes)), num_bytes))
     except (OSError, ValueError):
         for page in pages:
             page.release()

@@ -1,0 +1,192 @@
+"""The sizes of a model's tensors, found without allocating them: on meta, and as fake tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+
+from shoal.pytree import Tree, map_tensors
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.fsdp.wrapping import wrap_modules
+from shoal.replica.microbatch import Loss, call_model, fork_rng
+from shoal.replica.pipeline.stages import Stages
+from shoal.sync.memory import ModelSizes
+from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def sizes_of(
+    model: nn.Module, optimizer: OptimizerFactory, names: Iterable[str] | None = None
+) -> ModelSizes:
+    """The sizes of a model, or of its parameters and buffers with these names."""
+    params = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    kept = set(params) | set(buffers) if names is None else set(names)
+    named = [(name, p) for name, p in params.items() if name in kept]
+    trained = [p for _, p in named if p.requires_grad and p.numel()]
+    ids = {id(p) for p in trained}
+    name_of = {p: name for name, p in named}
+    untrained: list[Tensor] = [p for _, p in named if id(p) not in ids]
+    untrained += [b for name, b in buffers.items() if name in kept]
+    meta = [
+        (name, nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
+        for name, p in named
+    ]
+    flat = FlatParams(meta)
+    first_state, state = state_bytes(flat.named, optimizer)
+    return ModelSizes(
+        flat,
+        untrained=sum(t.nbytes for t in untrained),
+        units=[[name_of[p] for p in unit.params] for unit in wrap_modules(model, trained)],
+        state=state,
+        first_state=first_state,
+        statistics=[b.nbytes for name, b in buffers.items() if name in kept and _is_running(name)],
+    )
+
+
+def _is_running(name: str) -> bool:
+    return name.endswith(("running_mean", "running_var"))
+
+
+def state_bytes(
+    named: list[tuple[str, nn.Parameter]], optimizer: OptimizerFactory
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What an optimizer keeps for each parameter before and after its first step."""
+    made = make_optimizer(optimizer, named)
+    before = {name: _held(made, p) for name, p in named}
+    for _, p in named:
+        p.grad = torch.zeros_like(p)
+    made.step()
+    for _, p in named:
+        p.grad = None
+    return before, {name: _held(made, p) for name, p in named}
+
+
+def _held(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> int:
+    entries = optimizer.state[p].values() if p in optimizer.state else ()
+    return sum(t.nbytes for t in entries if isinstance(t, Tensor))
+
+
+def activation_bytes(
+    model: nn.Module, loss: Loss, micro: Any, precision: str, stages: Stages | None = None
+) -> list[int]:
+    """What autograd saves of a micro-batch in each virtual stage; parameters do not count."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    dtype = _AUTOCAST.get(precision)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        fork_rng(torch.device("cpu")),
+        torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None),
+    ):
+        fake = {name: _fake(t).requires_grad_(t.requires_grad) for name, t in tensors}
+        inputs, targets = map_tensors(_fake, tuple(micro))
+        with _reparametrize_module(model, fake, tie_weights=True):
+            forwards = _forwards(model, stages, inputs)
+            return list(_saved_by(forwards, inputs, lambda y: loss(y, targets), fake.values()))
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _forwards(model: nn.Module, stages: Stages | None, inputs: Tree) -> list[Callable[[Any], Any]]:
+    """What each virtual stage makes of what the one before it gives."""
+    if stages is None:
+        return [lambda values: call_model(model, values)]
+    names, values = stages.bind_inputs(inputs)
+    first = partial(stages.compute, 0, names)
+    others = [
+        partial(stages.compute, virtual, names) for virtual in range(1, stages.virtual_stages)
+    ]
+    return [lambda _: first(values), *others]
+
+
+def _saved_by(
+    forwards: Sequence[Callable[[Any], Any]],
+    values: Tree,
+    loss: Callable[[Any], Any],
+    known: Collection[Tensor],
+) -> Iterator[int]:
+    for number, forward in enumerate(forwards):
+        saved = Saved(known)
+        with saved_tensors_hooks(saved.note, lambda tensor: tensor):
+            values = forward(values)
+            if number == len(forwards) - 1:
+                loss(values)
+        yield saved.total
+        values = map_tensors(_received, values)
+
+
+def _received(tensor: Tensor) -> Tensor:
+    """What the next stage gets of an output: a tensor of its own."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+class Saved:
+    """Adds up the memory of saved tensors; those of `known` tensors do not count."""
+
+    def __init__(self, known: Iterable[Tensor]):
+        self._known = {t.untyped_storage()._cdata for t in known}
+        self._seen: dict[int, Any] = {}
+        self.total = 0
+
+    def note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known and storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage  # kept, so that its number is not given again
+            self.total += storage.nbytes()
+        return tensor
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Modules that are made inside the block have their parameters on the meta device.
+
+    Those of torch make them there; from others they go there, one by one, as they are registered.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta:
+            kind = type(param) if type(param) is nn.Parameter else nn.Parameter
+            self._parameters[name] = kind(param.to("meta"), param.requires_grad)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        with _MadeOnMeta():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _MadeOnMeta(TorchFunctionMode):
+    """`torch.empty` of a module of torch takes no memory; it would be filled and used as weights.
+
+    Modules ask for it without a device unless they were told one.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and _is_torch_module(1):
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _is_torch_module(above: int) -> bool:
+    """Whether the code so many calls above the caller is that of a module of torch."""
+    name = sys._getframe(above + 1).f_globals.get("__name__", "")
+    return bool(name.startswith("torch.nn.modules."))

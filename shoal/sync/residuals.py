@@ -1,0 +1,70 @@
+"""What compression loses is kept, and sent later: the residual of a worker, in checkpoints too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.errors import CheckpointError
+from shoal.replica.flat_layout import FlatLayout
+from shoal.replica.flat_params import FlatParams
+from shoal.sync.base import Copies
+
+
+def residual_dtype(dtype: torch.dtype) -> torch.dtype:
+    """A residual has at least 24 bits of precision, whatever the parameters have."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def take_residual(tensors: dict[str, Tensor], residual: Tensor, rank: int, size: int) -> None:
+    """Load the saved residual of one of `size` workers.
+
+    If another number of workers has saved, each takes an equal fraction of the sum.
+    """
+    saved = [t for name, t in tensors.items() if name.endswith("/residual")]
+    for tensor in saved:
+        check_size(tensor, residual)
+    of_rank = tensors.get(f"worker/{rank}/residual")
+    if of_rank is not None and len(saved) == size:
+        residual.copy_(of_rank)
+    else:
+        total = torch.stack(saved).sum(0) if saved else torch.zeros(())
+        residual.copy_(total / size)
+
+
+def check_size(saved: Tensor, expected: Tensor) -> None:
+    if saved.numel() != expected.numel():
+        raise CheckpointError(
+            "the checkpoint's state of the strategy is of another model: it has "
+            f"{saved.numel()} elements, and this one needs {expected.numel()}"
+        )
+
+
+def synchronize_copies(flat: FlatParams, buffer: Tensor, copies: Copies | None) -> None:
+    """Make equal what several workers of a replica have of the same parameters in `buffer`."""
+    if copies is not None:
+        copies.synchronize_copies({p: flat.view(i, buffer, 0) for i, p in enumerate(flat.params)})
+
+
+def unused_positions(flat: FlatParams, copies: Copies | None) -> Tensor:
+    """Positions of the buffer between parameters, and of copies that another worker decides."""
+    positions = [flat.gaps()]
+    for param, p in zip(flat.ranges, flat.params, strict=True):
+        if copies is not None and copies.is_duplicate(p):
+            positions.append(torch.arange(param.start, param.stop, device=flat.device))
+    return torch.cat(positions)
+
+
+def positions_in(positions: Tensor, where: slice) -> Tensor:
+    """Those of the positions that lie in a slice, counted from its start."""
+    is_inside = (positions >= where.start) & (positions < where.stop)
+    inside: Tensor = positions[is_inside] - where.start
+    return inside
+
+
+def gaps_in(layout: FlatLayout, where: slice) -> int:
+    """How many positions of a slice belong to no parameter."""
+    used = 0
+    for param in layout.ranges:
+        used += max(0, min(where.stop, param.stop) - max(where.start, param.start))
+    return int(max(0, where.stop - where.start) - used)

@@ -1,0 +1,200 @@
+"""What a plan says of its memory is what a worker holds, for every strategy and compression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm.group import Group
+from shoal.observe.memory_estimate import (
+    WorkerMemory,
+    memory_of,
+    split_model,
+    stage_activations,
+    stage_sizes,
+)
+from shoal.observe.memory_probe import ModelProbe
+from shoal.observe.model_sizes import activation_bytes
+from shoal.strategy.base import TERMS, Batches
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from tests.conftest import World
+from tests.models import convnet, samples
+
+CPU = torch.device("cpu")
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+ADAGRAD = partial(torch.optim.Adagrad, lr=1e-2)
+COMPRESSED = ("fp16", "bf16", "int8", "topk(0.1)", "powersgd(rank=2)", "onebit")
+HEADER = 256  # bytes of loss and flags, which some syncs copy
+STEPS = 3
+BATCH = 24  # rows
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(40, 72), nn.ReLU(), nn.Linear(72, 33), nn.ReLU(), nn.Linear(33, 10)
+    )
+
+
+def measured(
+    world: World, size: int, text: str, make: Callable[[], nn.Module], **options: Any
+) -> list[WorkerMemory]:
+    models = [make() for _ in range(size)]
+    data = samples(STEPS * BATCH, (1, 4, 4) if make is convnet else (40,))
+
+    def body(group: Group) -> WorkerMemory:
+        job = Job(parse(text), group, device=CPU, seed=1)
+        step = job.step(models[group.rank], F.cross_entropy, **options)
+        probe = ModelProbe(step)
+        for batch in job.batches(data, BATCH):
+            step(batch)
+            probe.look_after_step()
+        job.close()
+        return probe.memory()
+
+    found: list[WorkerMemory] = world(size, body)
+    return found
+
+
+def estimated(
+    size: int, text: str, make: Callable[[], nn.Module], optimizer: Any, **sizes: Any
+) -> list[WorkerMemory]:
+    strategy = parse(text)
+    model = make()
+    split = split_model(model, strategy.pp)
+    replicas = strategy.layout(size).replicas
+    is_turn = strategy.sync_for(replicas).batches is Batches.IN_TURNS
+    microbatches = 2 * split.stages if split else 2 if sizes.get("accumulates") else 1
+    microbatches = sizes.get("exact_microbatches", 0) // replicas or microbatches
+    rows = BATCH // microbatches // (1 if is_turn else replicas)
+    micro = (batch_of(make)[:rows], torch.zeros(rows, dtype=torch.int64))
+    virtual = activation_bytes(model, F.cross_entropy, micro, "fp32", split)
+    stages = [replace(one, **sizes) for one in stage_sizes(model, optimizer, split)]
+    return memory_of(strategy, size, stages, stage_activations(virtual, strategy.pp, microbatches))
+
+
+def batch_of(make: Callable[[], nn.Module]) -> Tensor:
+    return torch.zeros(BATCH, *((1, 4, 4) if make is convnet else (40,)))
+
+
+def compare(
+    world: World,
+    size: int,
+    text: str,
+    make: Callable[[], nn.Module] = perceptron,
+    optimizer: Any = ADAMW,
+    options: dict[str, Any] | None = None,
+    **sizes: Any,
+) -> None:
+    found = measured(world, size, text, make, optimizer=optimizer, **(options or {}))
+    expected = estimated(size, text, make, optimizer, **sizes)
+    for estimate, measurement in zip(expected, found, strict=True):
+        for column, value in asdict(measurement).items():
+            assert getattr(estimate, column) == pytest.approx(value, abs=HEADER), column
+
+
+SINGLE_AND_SUMS = ["single", "ddp", "ddp(bucket_mb=0.01)", 'mapreduce(batch="mini")']
+ZERO = ["zero(1)", "zero(2)", "zero(3)"]
+LOCALSGD = [
+    "localsgd(every=2)",
+    'localsgd(every=2, outer="sgd(lr=1.0)")',
+    'localsgd(every=2, outer="nesterov")',
+    'localsgd(every=2, outer="adam")',
+]
+GOSSIP = [f'gossip(graph="{g}")' for g in ("ring", "star", "complete", "one-peer", "exponential")]
+PS = [
+    f"ps({options})"
+    for options in (
+        'placement="rank0"',
+        'placement="workers"',
+        'placement="rank0", update="worker"',
+        'placement="workers", update="worker"',
+        'placement="rank0", quorum=0.75',
+        'placement="rank0", staleness=2',
+        'placement="workers", mode="async"',
+    )
+]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("text", [*SINGLE_AND_SUMS, *ZERO, *LOCALSGD])
+def test_strategies_hold_what_their_plan_says(world: World, text: str, size: int) -> None:
+    compare(world, 1 if text == "single" else size, text)
+
+
+@pytest.mark.parametrize("text", GOSSIP)
+def test_gossip_holds_what_its_plan_says(world: World, text: str) -> None:
+    compare(world, 4, text)
+
+
+def test_asynchronous_gossip_holds_pages_with_statistics(world: World) -> None:
+    compare(world, 2, 'gossip(mode="async")', convnet)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD])
+def test_hogwild_holds_one_copy_that_all_share(world: World, optimizer: Any) -> None:
+    compare(world, 2, "hogwild(momentum=True)", convnet, optimizer)
+
+
+@pytest.mark.parametrize("text", PS)
+def test_workers_of_servers_hold_what_their_plan_says(world: World, text: str) -> None:
+    compare(world, 3, text)
+
+
+@pytest.mark.parametrize("compress", COMPRESSED)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ddp(compress='{}')",
+        "ddp(bucket_mb=0.01, compress='{}')",
+        "localsgd(every=2, compress='{}')",
+        "localsgd(every=1, outer='nesterov', compress='{}')",
+        "ps(placement='rank0', compress='{}')",
+        "ps(placement='workers', compress='{}')",
+        "ps(placement='rank0', quorum=0.75, compress='{}')",
+    ],
+)
+def test_compression_holds_what_its_plan_says(world: World, text: str, compress: str) -> None:
+    compare(world, 3, text.format(compress))
+
+
+@pytest.mark.parametrize("text", ["single", "ddp", "zero(1)", "zero(3)", 'ps(placement="rank0")'])
+def test_exact_steps_hold_partial_sums(world: World, text: str) -> None:
+    options = {"exact": True, "microbatches": 6}
+    compare(world, 1 if text == "single" else 3, text, options=options, exact_microbatches=6)
+
+
+@pytest.mark.parametrize("text", ["single", "ddp", "zero(1)", "zero(2)", 'ps(placement="rank0")'])
+def test_accumulated_gradients_wait_at_the_parameters(world: World, text: str) -> None:
+    options = {"accumulate": 2}
+    compare(world, 1 if text == "single" else 2, text, options=options, accumulates=True)
+
+
+@pytest.mark.parametrize("text", ["pp(2)", "ddp + pp(2)", "zero(1) + pp(2)", "localsgd + pp(2)"])
+def test_stages_hold_their_own_layers_and_no_shapes(world: World, text: str) -> None:
+    """The model's other tensors are on the meta device, which takes no memory."""
+    compare(world, 2 if text == "pp(2)" else 4, text)
+
+
+def test_stages_keep_activations_of_the_microbatches_under_way(world: World) -> None:
+    """1F1B on two stages: the first keeps two micro-batches, the second one."""
+    found = measured(world, 2, 'pp(2, microbatches=4, cuts=["2"])', perceptron, optimizer=SGD)
+    rows = BATCH // 4
+    assert found[0].activations == 2 * rows * (40 + 72) * 4  # inputs and outputs of ReLU
+    received = rows * 72 * 4
+    loss = rows * 10 * 4 + rows * 8 + 4  # log-probabilities, targets, their weight
+    assert found[1].activations == received + rows * 33 * 4 + loss
+
+
+def test_every_term_is_compared() -> None:
+    texts = [*SINGLE_AND_SUMS, *ZERO, *LOCALSGD, *GOSSIP, *PS, "hogwild"]
+    assert {parse(text).terms[0].name for text in texts} | {"tp", "pp"} == set(TERMS)
