@@ -1,4 +1,4 @@
-"""Trees of tensors: a tensor, or tuples, lists and dicts of trees."""
+"""Pytrees of tensors: a tensor, or tuples, lists and dicts of pytrees."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 
 def tensors_of(tree: Tree) -> list[Tensor]:
     """The tensors of a tree, from left to right."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
         return tensor
 
-    map_tensors(note, tree)
-    return found
+    map_tensors(collect, tree)
+    return tensors

@@ -10,7 +10,7 @@ from shoal.transport.transport import Transport, Work
 
 
 class SubsetTransport:
-    """`ranks[i]` of `transport` is rank i here; the own rank must be among them."""
+    """`ranks[i]` of `transport` is rank i here; `ranks` must include this rank."""
 
     def __init__(self, transport: Transport, ranks: Sequence[int]):
         self._transport = transport

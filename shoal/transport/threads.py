@@ -20,7 +20,7 @@ class DoneWork:
 
 
 class PendingWork:
-    """Work that is carried out by whoever waits for it, once; what failed stays failed."""
+    """Work that the waiting thread executes, once; an error is raised by every later wait too."""
 
     def __init__(self, run: Callable[[], None]):
         self._run: Callable[[], None] | None = run
@@ -40,7 +40,7 @@ class PendingWork:
 
 
 class Mailboxes:
-    """What the threads of one world share. `close` wakes every rank that still waits."""
+    """What the threads of one world share. `break_all` wakes every rank that still waits."""
 
     def __init__(self, size: int, timeout_s: float = 60.0):
         self.size = size
@@ -66,7 +66,7 @@ class Mailboxes:
             raise PeerLost(dst, peer, f"recv tag {tag}", None if arrived else self.timeout_s)
 
     def break_all(self, rank: int) -> None:
-        """`rank` has failed: everyone who waits gets a `PeerLost` instead of waiting on."""
+        """`rank` has failed: every waiting rank gets a `PeerLost`."""
         with self._changed:
             if self._broken_by is None:
                 self._broken_by = rank
@@ -74,7 +74,7 @@ class Mailboxes:
 
 
 class ThreadTransport:
-    """One rank's end of the mailboxes. A send copies, so the sender may go on at once."""
+    """One rank's end of the mailboxes. A send copies, so it returns at once."""
 
     def __init__(self, boxes: Mailboxes, rank: int):
         self._boxes = boxes
@@ -91,7 +91,7 @@ class ThreadTransport:
             if data.shape != into.shape or data.dtype != into.dtype:
                 raise ShoalError(
                     f"rank {self.rank} expected {tuple(into.shape)} {into.dtype} from rank {src} "
-                    f"with tag {tag}, and got {tuple(data.shape)} {data.dtype}"
+                    f"with tag {tag}, got {tuple(data.shape)} {data.dtype}"
                 )
             into.copy_(data)
 

@@ -10,7 +10,7 @@ from shoal.transport.transport import Work
 
 
 class TorchWork:
-    """A torch request; its failure is told as a lost peer."""
+    """A torch request; its failure is raised as `PeerLost`."""
 
     def __init__(self, request: dist.Work, rank: int, peer: int, doing: str):
         self._request = request
@@ -26,7 +26,7 @@ class TorchWork:
 
 
 class TorchTransport:
-    """Ranks are those of `group` (by default the whole world). Made for Gloo on CPU tensors."""
+    """Ranks are those of `group` (default: the world). For Gloo and tensors on the CPU."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self._group = group
@@ -50,8 +50,8 @@ class TorchTransport:
 def short_tag(tag: int) -> int:
     """Gloo's tags have 31 bits: 20 of the number, 1 for collectives, 10 of the tag space.
 
-    Tags that meet here are told apart by their order, so they must not be in flight together;
-    that would take a million operations under way at once.
+    Messages whose tags become equal here are distinguished by their order only, so they must not
+    be in flight together; that would take a million operations at once.
     """
     number = tag & 0xFFFFF
     collective = tag >> 39 & 1

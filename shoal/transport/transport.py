@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """Something under way. `wait` returns when it is done, or raises what went wrong."""
+    """An operation in progress. `wait` returns when it is done, or raises its error."""
 
     def wait(self) -> None: ...
 

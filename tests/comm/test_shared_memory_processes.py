@@ -18,7 +18,7 @@ from shoal.comm.group import Group, Op
 from shoal.errors import PeerLost
 from shoal.runtime.run_dir import RunDir
 from shoal.transport.shm.segment import is_built
-from tests.comm.shm import ShmWorld
+from tests.comm.shm import ShmWorld, memory_of
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 KILLS = int(os.environ.get("SHOAL_TEST_KILLS", "6"))
@@ -187,7 +187,7 @@ def test_a_rank_that_waits_for_a_message_of_a_killed_rank_is_told() -> None:
 
 def test_operations_before_a_failure_are_written_to_the_run_directory(tmp_path: Path) -> None:
     def body(group: Group) -> str:
-        group.segment.run_dir = RunDir(tmp_path)
+        memory_of(group).segment.run_dir = RunDir(tmp_path)
         group.broadcast(torch.zeros(3)).wait()
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

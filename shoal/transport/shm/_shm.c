@@ -3,7 +3,7 @@
  *   segment:  header | a block of each rank | slots of each rank | a ring for each (source, target)
  *
  * A collective goes in passes. In pass k every rank writes what others need into its slot k % SLOTS
- * and then raises its flag to k; whoever needs it waits for that flag. So "flag of r >= k" says:
+ * and then raises its flag to k; a rank that needs it waits for that flag. So "flag of r >= k" says:
  * what r has for pass k is there, and r has read everything of the passes before; but in a long
  * reduction, which is pipelined, only of the passes before k - 2. See `free_from`.
  *
@@ -75,7 +75,7 @@ typedef struct {
     u8 pad1[LINE - 48];
     _Atomic u32 round, round_sleepers; /* rung by the rank that completes a pass */
     u8 pad2[LINE - 8];
-    _Atomic u32 failed; /* 0, BUSY while it is being told, or what went wrong first */
+    _Atomic u32 failed; /* 0, BUSY while it is written, or the first failure */
     u32 failed_rank, failed_peer, pad3;
     u64 failed_seq;
     u8 pad4[LINE - 24];
@@ -118,7 +118,7 @@ struct Message {
     Message *next;
     int source, dropped;
     u64 tag, bytes, moved;
-    u8 *data; /* its own memory, when nobody asked for it yet or its size is wrong */
+    u8 *data; /* its own memory, when no receive was posted yet or its size is wrong */
     Op *into;
 };
 
@@ -360,7 +360,7 @@ static u32 flag_of(const Group *g, int rank) {
     return atomic_load_explicit(&block(g, rank)->flag, memory_order_acquire);
 }
 
-static int is_gone(const Group *g, int rank) {
+static int has_left(const Group *g, int rank) {
     if (rank == g->rank) return 0;
     if (atomic_load(&block(g, rank)->left)) return 1;
     if (g->pidfds[rank] >= 0) {
@@ -370,7 +370,7 @@ static int is_gone(const Group *g, int rank) {
     return kill((pid_t)atomic_load(&block(g, rank)->pid), 0) != 0 && errno == ESRCH;
 }
 
-static void wake_everybody(Group *g) {
+static void wake_all(Group *g) {
     atomic_fetch_add(&g->head->round, 1);
     futex_wake(&g->head->round);
     for (int rank = 0; rank < g->size; rank++) {
@@ -380,7 +380,7 @@ static void wake_everybody(Group *g) {
     }
 }
 
-/* The first failure of a group is told to all its ranks. */
+/* The first failure of a group is recorded for all its ranks. */
 static int fail(Group *g, int outcome, int peer) {
     u32 nothing = 0;
     g->lost = peer;
@@ -390,12 +390,12 @@ static int fail(Group *g, int outcome, int peer) {
         g->head->failed_peer = (u32)peer;
         g->head->failed_seq = g->seq;
         atomic_store(&g->head->failed, (u32)outcome);
-        wake_everybody(g);
+        wake_all(g);
     }
     return outcome;
 }
 
-static int told_failure(Group *g) {
+static int recorded_failure(Group *g) {
     if (g->broken) return g->broken;
     u32 outcome = atomic_load(&g->head->failed);
     if (outcome == 0 || outcome == BUSY) return FINE;
@@ -407,8 +407,8 @@ static int told_failure(Group *g) {
 /* Called ten times a second while rank `peer` (or anybody, -1) is behind `want`. */
 static int look_around(Group *g, int peer, u32 want, u64 deadline_ns) {
     for (int rank = 0; rank < g->size; rank++) {
-        if ((peer < 0 || rank == peer) && is_gone(g, rank) && !reached(flag_of(g, rank), want)) {
-            if (told_failure(g)) return g->broken;
+        if ((peer < 0 || rank == peer) && has_left(g, rank) && !reached(flag_of(g, rank), want)) {
+            if (recorded_failure(g)) return g->broken;
             return fail(g, LOST, rank);
         }
     }
@@ -436,7 +436,7 @@ static int wait_peer(Group *g, int peer, u32 want, u64 deadline_ns) {
     for (;;) {
         u32 seen = atomic_load(&b->flag);
         if (reached(seen, want)) break;
-        if ((outcome = told_failure(g))) break;
+        if ((outcome = recorded_failure(g))) break;
         if (futex_wait(&b->flag, seen, SLICE_NS) != 0 && errno != EAGAIN
             && (outcome = look_around(g, peer, want, deadline_ns))) break;
     }
@@ -461,7 +461,7 @@ static int wait_all(Group *g, u32 want, u64 deadline_ns) {
         u32 seen = atomic_load(&g->head->round);
         atomic_thread_fence(memory_order_seq_cst);
         if (all_reached(g, want)) break;
-        if ((outcome = told_failure(g))) break;
+        if ((outcome = recorded_failure(g))) break;
         if (futex_wait(&g->head->round, seen, SLICE_NS) != 0 && errno != EAGAIN
             && (outcome = look_around(g, -1, want, deadline_ns))) break;
     }
@@ -624,7 +624,7 @@ static u64 bound(u64 bytes, int share, int size) {
     return share == size ? bytes : at;
 }
 
-/* Long reductions: everybody reduces a share of each chunk, and takes the other shares' results.
+/* Long reductions: each rank reduces a slice of each chunk, and reads the results of the other slices.
  *
  *   publish k      inputs of chunk j         in slot k
  *   publish k+1    inputs of chunk j+1       in slot k+1, results of chunk j in slot k
@@ -700,7 +700,7 @@ static void open_call(Group *g, Call *c) {
 static void close_call(Group *g, const Call *c) { record(g, g->rank, c->seq)->end_ns = now_ns(); }
 
 static int run_call(Group *g, Call *c, u64 timeout_ns) {
-    int outcome = told_failure(g);
+    int outcome = recorded_failure(g);
     if (outcome) return outcome;
     u64 deadline_ns = now_ns() + timeout_ns;
     open_call(g, c);
@@ -723,7 +723,7 @@ static int start_call(Group *g, Call *c) {
     u64 bytes = c->kind == BARRIER ? 0 : c->count * ELEMENT_BYTES[c->dtype];
     u32 number = g->pass + 1;
     if (bytes > g->direct_bytes || bytes * (many ? (u64)g->size : 1) > g->slot_bytes / 2) return 0;
-    if (c->kind == ALL_TO_ALL_V || told_failure(g) || !all_reached(g, free_from(g, number))) return 0;
+    if (c->kind == ALL_TO_ALL_V || recorded_failure(g) || !all_reached(g, free_from(g, number))) return 0;
     open_call(g, c);
     fill(g, c, 0, slot(g, g->rank, number));
     publish(g, number);
@@ -834,7 +834,7 @@ static Message *announce(Group *g, int from, const Head *h) {
     return m;
 }
 
-/* A message is complete: hand it over, if somebody has asked for it. */
+/* A message is complete: deliver it, if a receive was posted. */
 static void deliver(Group *g, Message *m) {
     Op *op = m->into;
     if (!op && !m->dropped) return;
@@ -920,7 +920,7 @@ static int state_of(Group *g, Op *op) {
     return state;
 }
 
-/* Nobody waits for it any more: its memory must not be written to. */
+/* No thread waits for it any more: its memory must not be written to. */
 static void forget(Group *g, Op *op) {
     pthread_mutex_lock(&g->lock);
     if (op->state < 0) {
@@ -942,7 +942,7 @@ static void forget(Group *g, Op *op) {
     free(op);
 }
 
-/* Take back a receive that nothing has come for; 0 where something has. Nobody may wait for it. */
+/* Cancel a receive for which nothing has arrived; 0 if something has. No thread may wait for it. */
 static int withdraw(Group *g, Op *op) {
     pthread_mutex_lock(&g->lock);
     if (op->state < 0) progress(g);
@@ -960,7 +960,7 @@ static int withdraw(Group *g, Op *op) {
 
 static int missing_peer(Group *g, const Op *op) {
     for (int rank = 0; rank < g->size; rank++)
-        if ((op->peer == rank || (op->peer < 0 && rank != g->rank)) && is_gone(g, rank)) return rank;
+        if ((op->peer == rank || (op->peer < 0 && rank != g->rank)) && has_left(g, rank)) return rank;
     return -1;
 }
 
@@ -974,7 +974,7 @@ static int wait_op(Group *g, Op *op, u64 timeout_ns, int *lost) {
     while (state < 0) {
         u32 seen = atomic_load(&own->bell);
         if ((state = state_of(g, op)) >= 0) break;
-        if ((outcome = told_failure(g))) break;
+        if ((outcome = recorded_failure(g))) break;
         if (futex_wait(&own->bell, seen, SLICE_NS) == 0 || errno == EAGAIN) continue;
         if ((*lost = missing_peer(g, op)) >= 0 && (state = state_of(g, op)) < 0) { outcome = LOST; break; }
         if (check_signals && check_signals()) { outcome = INTERRUPTED; break; }
@@ -988,7 +988,7 @@ static int wait_op(Group *g, Op *op, u64 timeout_ns, int *lost) {
     return outcome ? outcome : state;
 }
 
-/* Moves messages on behalf of those who do not wait for them; returns when told to stop. */
+/* Moves messages that no thread waits for; returns after stop. */
 static void serve(Group *g) {
     Block *own = block(g, g->rank);
     while (!atomic_load(&g->stopping)) {
@@ -1017,7 +1017,7 @@ static void stop_serving(Group *g) {
 
 /* ---------------------------------------------------------------- a group's life */
 
-/* Memory without a name: nothing can be left behind, whoever is killed when. */
+/* A memfd has no name: nothing can be left behind, whichever process is killed. */
 static int create_segment(int size, u64 slot_bytes, u64 ring_bytes, u64 generation) {
     u64 bytes = segment_bytes(size, slot_bytes, ring_bytes);
     int fd = (int)syscall(SYS_memfd_create, "shoal", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -1084,7 +1084,7 @@ static void watch_peers(Group *g) {
 static void leave(Group *g) {
     if (!g->broken) g->broken = CLOSED;
     atomic_store(&block(g, g->rank)->left, 1);
-    wake_everybody(g);
+    wake_all(g);
 }
 
 static void detach(Group *g) {
@@ -1216,7 +1216,7 @@ static PyObject *py_finish(ARGS) {
     return answer(outcome);
 }
 
-/* (outcome, peer) as this rank saw it, and (rank, peer, number) as it was told first. */
+/* (outcome, peer) as this rank saw it, and (rank, peer, number) as it was recorded first. */
 static PyObject *py_failure(ARGS) {
     NEED(1) GROUP(g)
     return Py_BuildValue("iiIIK", g->broken, g->lost, g->head->failed_rank, g->head->failed_peer,

@@ -1,7 +1,7 @@
 """A transport through shared memory: messages go through a ring for each pair of ranks.
 
-A short message is in the ring when `send` returns. What does not fit is moved by whoever waits,
-or by a thread that serves while nobody does, so a rank that computes does not hold up its peers.
+A short message is in the ring when `send` returns. What does not fit is moved by the thread that
+waits, or by a service thread while none waits, so a rank that computes does not delay its peers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if shared.is_built():
     from shoal.transport.shm import _shm
 
 _TAGS = (1 << 64) - 1
-_MANY = 256
+_MAX_UNSWEPT = 256
 ANY_SOURCE = -1
 
 
 class ShmWork:
-    """A message under way. It holds its tensor until it is done."""
+    """A message in flight. It holds its tensor until it is done."""
 
     def __init__(self, transport: ShmTransport, op: int, data: Tensor, is_send: bool, doing: str):
         self._transport = transport
@@ -53,7 +53,7 @@ class ShmWork:
         if outcome == WRONG_SIZE:
             raise ShoalError(
                 f"rank {segment.rank} expected {self._data.nbytes} bytes from rank {peer} "
-                f"in {self._doing}, and got {num_bytes}"
+                f"in {self._doing}, got {num_bytes}"
             )
         if outcome in (LOST, LATE, INTERRUPTED):
             raise segment.lost(peer, self._doing, timeout_ns / 1e9 if outcome == LATE else None)
@@ -70,7 +70,7 @@ class ShmTransport:
         self.segment = segment
         self.rank = segment.rank
         self.size = segment.size
-        self._under_way: dict[int, ShmWork] = {}
+        self._in_flight: dict[int, ShmWork] = {}
         self._thread: threading.Thread | None = None
 
     def send(self, data: Tensor, dst: int, tag: int) -> ShmWork:
@@ -79,42 +79,42 @@ class ShmTransport:
     def recv(
         self, into: Tensor, src: int, tag: int, after: Callable[[], None] | None = None
     ) -> ShmWork:
-        """`src` may be ANY_SOURCE; the work then tells where the message came from.
+        """`src` may be ANY_SOURCE; `source` of the work is then the rank that sent the message.
 
-        `after` is done by the wait when the message has come.
+        `after` is called by the wait once the message has arrived.
         """
         work = self._post(0, into, src, tag, f"recv from {src}, tag {tag}")
         work.after = after
         return work
 
     def close(self) -> None:
-        """Stop serving. Messages that are still under way are given up."""
+        """Stop the service thread. Messages that are still in flight are dropped."""
         if self._thread is not None:
             _shm.stop(self.segment.handle)
             self._thread.join()
             self._thread = None
-        for op in list(self._under_way):
+        for op in list(self._in_flight):
             _shm.forget(self.segment.handle, op)
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def withdraw(self, work: ShmWork) -> bool:
-        """Take back a receive that nothing has come for. Nobody may wait for it meanwhile."""
+        """Cancel a receive for which nothing has arrived. No thread may wait for it meanwhile."""
         if work.is_done or not _shm.withdraw(self.segment.handle, work.op):
             return False
-        del self._under_way[work.op]
+        del self._in_flight[work.op]
         return True
 
     def release(self, work: ShmWork, op: int) -> None:
-        if self._under_way.pop(op, None) is not None:
+        if self._in_flight.pop(op, None) is not None:
             _shm.forget(self.segment.handle, op)
 
     def _post(self, is_send: int, data: Tensor, peer: int, tag: int, doing: str) -> ShmWork:
         handle = self.segment.handle
-        if len(self._under_way) >= _MANY:
+        if len(self._in_flight) >= _MAX_UNSWEPT:
             self._sweep()
         op = _shm.post(handle, is_send, data.data_ptr(), data.nbytes, peer, tag & _TAGS)
         work = ShmWork(self, op, data, is_send == 1, doing)
-        self._under_way[op] = work
+        self._in_flight[op] = work
         if _shm.state(handle, op) >= 0 and is_send:
             work.wait()
         elif self._thread is None:
@@ -122,8 +122,8 @@ class ShmTransport:
         return work
 
     def _sweep(self) -> None:
-        """Let go of messages that are done though nobody has waited for them."""
-        for op, work in list(self._under_way.items()):
+        """Release sends that are done and were not waited for."""
+        for op, work in list(self._in_flight.items()):
             if work.is_send and _shm.state(self.segment.handle, op) == FINE:
                 work.wait()
 
