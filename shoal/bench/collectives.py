@@ -1,8 +1,8 @@
-"""What collectives cost: Shoal's group, its torch.distributed backend, Gloo, MPI, and the memory.
+"""What collectives cost: Shoal's group, its torch.distributed backend, Gloo, MPI, and a bound.
 
-Run by `shoal bench collectives` in each of several workers (of mpirun, where MPI takes part); all
-ways are measured alternately in the same processes, each for about as long as the others.
-The bound is what an all-reduce cannot avoid: every rank adds its share and copies the rest.
+Run by `shoal bench collectives` in each of several workers (of mpirun, where MPI takes part). All
+ways are measured alternately in the same processes, each for about the same time.
+The bound is what an all-reduce cannot avoid: every rank adds its slice and copies the rest.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"
 _ROUND_S = 0.02  # one round of one way takes about this long
 
 
-def by_group(group: Group, kind: str, data: Tensor, whole: Tensor) -> Callable[[], Any]:
-    """One call; `data` has the bytes that are asked for, `whole` as many for every rank."""
-    other = whole.clone()
+def by_group(group: Group, kind: str, data: Tensor, everything: Tensor) -> Callable[[], Any]:
+    """One call; `data` has the requested bytes, `everything` as many for every rank."""
+    other = everything.clone()
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: group.all_reduce(data).wait(),
         "broadcast": lambda: group.broadcast(data).wait(),
-        "all_gather": lambda: group.all_gather(whole, data).wait(),
-        "reduce_scatter": lambda: group.reduce_scatter(data, whole).wait(),
-        "all_to_all": lambda: group.all_to_all(other, whole).wait(),
+        "all_gather": lambda: group.all_gather(everything, data).wait(),
+        "reduce_scatter": lambda: group.reduce_scatter(data, everything).wait(),
+        "all_to_all": lambda: group.all_to_all(other, everything).wait(),
     }
     return calls[kind]
 
 
-def by_torch(group: Any, kind: str, data: Tensor, whole: Tensor) -> Callable[[], Any]:
-    other = whole.clone()
+def by_torch(group: Any, kind: str, data: Tensor, everything: Tensor) -> Callable[[], Any]:
+    other = everything.clone()
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(data, group=group),
         "broadcast": lambda: dist.broadcast(data, group_src=0, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, data, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(data, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(everything, data, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(data, everything, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, everything, group=group),
     }
     return calls[kind]
 
 
 def bound(data: Tensor, size: int) -> Callable[[], None]:
     other = torch.zeros_like(data)
-    share = max(1, data.numel() // size)
+    slice_numel = max(1, data.numel() // size)
 
     def add_and_copy() -> None:
-        torch.add(data[:share], other[:share], out=data[:share])
-        data[share:].copy_(other[share:])
+        torch.add(data[:slice_numel], other[:slice_numel], out=data[:slice_numel])
+        data[slice_numel:].copy_(other[slice_numel:])
 
     return add_and_copy
 
 
-def by_mpi(comm: Any, kind: str, data: Tensor, whole: Tensor) -> Callable[[], Any]:
+def by_mpi(comm: Any, kind: str, data: Tensor, everything: Tensor) -> Callable[[], Any]:
     from mpi4py import MPI
 
     given = data.numpy()
-    everything = whole.numpy()
-    other = whole.clone().numpy()
+    gathered = everything.numpy()
+    other = everything.clone().numpy()
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, given),
         "broadcast": lambda: comm.Bcast(given),
-        "all_gather": lambda: comm.Allgather(given, everything),
-        "reduce_scatter": lambda: comm.Reduce_scatter_block(everything, given),
-        "all_to_all": lambda: comm.Alltoall(everything, other),
+        "all_gather": lambda: comm.Allgather(given, gathered),
+        "reduce_scatter": lambda: comm.Reduce_scatter_block(gathered, given),
+        "all_to_all": lambda: comm.Alltoall(gathered, other),
     }
     return calls[kind]
 
@@ -101,15 +101,15 @@ class Bench:
     def measure(self, kind: str, num_bytes: int, rounds: int) -> Any:
         """Median µs a call of every way and the quartiles around it, on rank 0."""
         data = torch.zeros(max(1, num_bytes // 4))
-        whole = torch.zeros(data.numel() * self._group.size)
+        everything = torch.zeros(data.numel() * self._group.size)
         ways: dict[str, Callable[[], Any]] = {
-            "group": by_group(self._group, kind, data, whole),
-            "backend": by_torch(self._backend, kind, data, whole),
+            "group": by_group(self._group, kind, data, everything),
+            "backend": by_torch(self._backend, kind, data, everything),
         }
         if "gloo" in self._against:
-            ways["gloo"] = by_torch(dist.group.WORLD, kind, data, whole)
+            ways["gloo"] = by_torch(dist.group.WORLD, kind, data, everything)
         if self._mpi is not None:
-            ways["mpi"] = by_mpi(self._mpi, kind, data, whole)
+            ways["mpi"] = by_mpi(self._mpi, kind, data, everything)
         if kind == "all_reduce":
             ways["memory"] = bound(data, self._group.size)
         calls = {name: self._calls(way) for name, way in ways.items()}
@@ -152,13 +152,13 @@ def main() -> None:
     def train(job: shoal.Job) -> None:
         torch.set_num_threads(1)
         bench = Bench(job.group, args.against.split(","))
-        found = [
+        measurements = [
             bench.measure(kind, int(size), args.rounds)
             for kind in args.kinds.split(",")
             for size in args.sizes.split(",")
         ]
         if job.rank == 0:
-            args.result.write_text(json.dumps(found))
+            args.result.write_text(json.dumps(measurements))
 
     shoal.run(train)
 

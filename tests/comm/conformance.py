@@ -1,4 +1,4 @@
-"""One suite for every group: each collective against plain torch arithmetic.
+"""One suite for every executor: each collective against plain torch arithmetic.
 
 A case runs on every rank. It does all its communication first and then returns what it got
 beside what it should have got, so that a wrong number on one rank leaves the others in step.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group, Op
+from shoal.errors import BadInput
 
 Findings = list[tuple[str, Tensor, Tensor]]  # what, got, wanted
 Case = Callable[[Group], Findings]
@@ -314,6 +315,217 @@ def barriers_and_collectives_follow_each_other(group: Group) -> Findings:
     return [("data", data, expected(parts, Op.MAX))]
 
 
+def all_reduce_into_another_tensor(group: Group) -> Findings:
+    data = contribution(group.rank, (2, 3))
+    out = torch.zeros(3, 2).t()
+    group.all_reduce(data, Op.MEAN, out=out).wait()
+    parts = [contribution(r, (2, 3)) for r in range(group.size)]
+    return [
+        ("out", out, expected(parts, Op.MEAN)),
+        ("data", data, contribution(group.rank, (2, 3))),
+    ]
+
+
+def exclusive_scan_combines_the_ranks_before_this_one(group: Group) -> Findings:
+    found = []
+    empty = {Op.SUM: 0.0, Op.MEAN: 0.0, Op.PROD: 1.0, Op.MAX: -torch.inf, Op.MIN: torch.inf}
+    for op in NUMERIC:
+        data = contribution(group.rank, (2, 3))
+        out = torch.zeros(2, 3)
+        group.scan(data, op, exclusive=True, out=out).wait()
+        parts = [contribution(r, (2, 3)) for r in range(group.rank)]
+        wanted = expected(parts, op) if parts else torch.full((2, 3), empty[op])
+        found.append((f"{op}", out, wanted))
+        found.append(("data", data, contribution(group.rank, (2, 3))))
+    return found
+
+
+def integers_and_truth_values_have_bitwise_operators(group: Group) -> Findings:
+    found = []
+    combine = {Op.AND: torch.bitwise_and, Op.OR: torch.bitwise_or, Op.XOR: torch.bitwise_xor}
+    for dtype in (torch.int32, torch.uint8, torch.bool):
+        for op, function in combine.items():
+            parts = [(contribution(r, (5,)) - 1).to(dtype) for r in range(group.size)]
+            data = parts[group.rank].clone()
+            group.all_reduce(data, op).wait()
+            wanted = parts[0]
+            for other in parts[1:]:
+                wanted = function(wanted, other)
+            found.append((f"{op} {dtype}", data, wanted))
+    return found
+
+
+def truth_values_are_combined_as_any_and_all(group: Group) -> Findings:
+    found = []
+    parts = [(torch.arange(4) + r) % 3 > 0 for r in range(group.size)]
+    stacked = torch.stack(parts)
+    wanted = {Op.SUM: stacked.any(0), Op.MAX: stacked.any(0)}
+    wanted |= {Op.PROD: stacked.all(0), Op.MIN: stacked.all(0)}
+    for op, result in wanted.items():
+        data = parts[group.rank].clone()
+        group.all_reduce(data, op).wait()
+        found.append((f"{op}", data, result))
+    return found
+
+
+def complex_numbers_are_summed_and_averaged(group: Group) -> Findings:
+    parts = [torch.tensor([1j * r, 2.0 + r]) for r in range(group.size)]
+    total = torch.stack(parts).sum(0)
+    found = []
+    for op, wanted in ((Op.SUM, total), (Op.MEAN, total / group.size)):
+        data = parts[group.rank].clone()
+        group.all_reduce(data, op).wait()
+        found.append((f"{op}", torch.view_as_real(data), torch.view_as_real(wanted)))
+    return found
+
+
+def means_of_integers_are_rounded_towards_zero(group: Group) -> Findings:
+    parts = [torch.tensor([-7 - r, 7 + r]) for r in range(group.size)]
+    data = parts[group.rank].clone()
+    group.all_reduce(data, Op.MEAN).wait()
+    mean = torch.stack(parts).sum(0).div(group.size, rounding_mode="trunc")
+    return [("mean", data, mean)]
+
+
+def tensors_need_not_be_contiguous(group: Group) -> Findings:
+    """Every second element, and dimensions in another order."""
+    size = group.size
+    given = contribution(group.rank, (2, size)).t()  # a row for each rank, not contiguous
+    everyone = [contribution(r, (2, size)).t() for r in range(size)]
+    data = strided(given)
+    group.all_reduce(data).wait()
+    found = [("all_reduce", data, expected(everyone, Op.SUM))]
+    data = strided(given)
+    group.broadcast(data).wait()
+    found.append(("broadcast", data, everyone[0]))
+    out = strided(torch.zeros(size, size, 2))
+    group.all_gather(out, given).wait()
+    found.append(("all_gather", out, torch.stack(everyone)))
+    row = strided(torch.zeros(2))
+    group.reduce_scatter(row, given).wait()
+    found.append(("reduce_scatter", row, expected(everyone, Op.SUM)[group.rank]))
+    swapped = strided(torch.zeros(size, 2))
+    group.all_to_all(swapped, given).wait()
+    found.append(("all_to_all", swapped, torch.stack([rows[group.rank] for rows in everyone])))
+    group.gather(out if group.rank == 0 else None, given).wait()
+    row = strided(torch.zeros(2))
+    group.scatter(row, given if group.rank == 0 else None).wait()
+    found.append(("scatter", row, everyone[0][group.rank]))
+    data = strided(given)
+    group.scan(data).wait()
+    found.append(("scan", data, expected(everyone[: group.rank + 1], Op.SUM)))
+    if size > 1:
+        sent = group.send(given, (group.rank + 1) % size)
+        data = strided(torch.zeros(size, 2))
+        group.recv(data, (group.rank - 1) % size).wait()
+        sent.wait()
+        found.append(("recv", data, everyone[group.rank - 1]))
+    return found
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same numbers in every second place."""
+    wide = tensor.new_zeros((*tensor.shape, 2))
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+def tensors_may_be_empty(group: Group) -> Findings:
+    empty = torch.zeros(0)
+    out = torch.zeros(group.size, 0)
+    group.all_reduce(empty).wait()
+    group.all_reduce(empty, Op.MEAN).wait()
+    group.broadcast(empty).wait()
+    group.reduce(empty).wait()
+    group.all_gather(out, empty).wait()
+    group.reduce_scatter(empty, out).wait()
+    group.all_to_all(out, out.clone()).wait()
+    group.gather(out if group.rank == 0 else None, empty).wait()
+    group.scatter(empty, out if group.rank == 0 else None).wait()
+    group.scan(empty).wait()
+    after = contribution(group.rank, (3,))
+    group.all_reduce(after).wait()
+    parts = [contribution(r, (3,)) for r in range(group.size)]
+    return [("after", after, expected(parts, Op.SUM))]
+
+
+def pieces_may_be_lists_of_tensors(group: Group) -> Findings:
+    size = group.size
+    rows = [contribution(r, (size, 3)) for r in range(size)]
+    given = [row.clone() for row in rows[group.rank]]
+    columns = torch.stack([row[group.rank] for row in rows])
+    gathered = [torch.zeros(3) for _ in range(size)]
+    group.all_gather(gathered, given[0]).wait()
+    swapped = [strided(torch.zeros(3)) for _ in range(size)]
+    group.all_to_all(swapped, given).wait()
+    total = torch.zeros(3)
+    group.reduce_scatter(total, given).wait()
+    piece = torch.zeros(3)
+    group.scatter(piece, given if group.rank == 0 else None).wait()
+    at_root = [torch.zeros(3) for _ in range(size)] if group.rank == 0 else None
+    group.gather(at_root, given[0]).wait()
+    firsts = torch.stack([row[0] for row in rows])
+    found = [
+        ("all_gather", torch.stack(gathered), firsts),
+        ("all_to_all", torch.stack(swapped), columns),
+        ("reduce_scatter", total, expected(list(columns), Op.SUM)),
+        ("scatter", piece, rows[0][group.rank]),
+    ]
+    return found if at_root is None else [*found, ("gather", torch.stack(at_root), firsts)]
+
+
+def all_to_all_takes_pieces_of_different_sizes(group: Group) -> Findings:
+    """Rank r sends r + s elements to rank s; rank 0 sends itself none."""
+    counts = [group.rank + peer for peer in range(group.size)]
+    data = torch.full((sum(counts),), float(group.rank))
+    out = torch.zeros(sum(counts))
+    group.all_to_all_uneven(out, data, counts, counts).wait()
+    wanted = [torch.full((count,), float(peer)) for peer, count in enumerate(counts)]
+    return [("out", out, torch.cat(wanted))]
+
+
+WrongCall = Callable[[Group], object]
+# what is called, and a part of the error
+WRONG_CALLS: list[tuple[WrongCall, str]] = [
+    (lambda g: g.broadcast(torch.zeros(1), root=g.size), "the root must be one of the ranks 0"),
+    (lambda g: g.reduce(torch.zeros(1), root=-1), "the root must be one of the ranks 0"),
+    (lambda g: g.all_gather(torch.zeros(2 * g.size + 1), torch.zeros(2)), "elements in `out`"),
+    (lambda g: g.all_gather(torch.zeros(g.size).int(), torch.zeros(1)), "torch.int32"),
+    (lambda g: g.all_gather([torch.zeros(1)] * (g.size + 1), torch.zeros(1)), "tensors in `out`"),
+    (lambda g: g.all_gather([torch.zeros(2)] * g.size, torch.zeros(1)), "one size and type"),
+    (lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(2 * g.size + 1)), "elements in `data`"),
+    (lambda g: g.all_to_all(torch.zeros(g.size + 1), torch.zeros(g.size)), "of one size that"),
+    (lambda g: g.all_to_all(torch.zeros(g.size).int(), torch.zeros(g.size)), "one type of number"),
+    (lambda g: g.all_to_all([torch.zeros(1)] * g.size, torch.zeros(g.size)), "or two lists"),
+    (lambda g: g.all_to_all_uneven(torch.zeros(3), torch.zeros(3), [1], []), "do not divide"),
+    (lambda g: g.gather(None, torch.zeros(1), root=g.rank), "it needs `out`"),
+    (lambda g: g.gather(torch.zeros(0), torch.zeros(1), root=g.rank), "elements in `out`"),
+    (lambda g: g.scatter(torch.zeros(1), None, root=g.rank), "it needs `data`"),
+    (lambda g: g.all_reduce(torch.ones(1).bool(), Op.MEAN), "truth values have no mean"),
+    (lambda g: g.scan(torch.ones(1).bool(), Op.MEAN), "truth values have no mean"),
+    (lambda g: g.all_reduce(torch.zeros(1) * 1j, Op.MAX), "complex numbers have no max"),
+    (lambda g: g.reduce_scatter(torch.zeros(1), torch.zeros(g.size), Op.AND), "no bitwise and"),
+    (lambda g: g.all_reduce(torch.zeros(2), out=torch.zeros(3)), "as many in `out`"),
+    (lambda g: g.scan(torch.zeros(2), out=torch.zeros(2).int()), "one type of number"),
+    (lambda g: g.subgroup([0, g.size]), "different ranks below"),
+    (lambda g: g.subgroup([0, 0]), "different ranks below"),
+    (lambda g: g.subgroup([]), "different ranks below"),
+    (lambda g: g.send(torch.zeros(1), g.size), "send to"),
+    (lambda g: g.recv(torch.zeros(1), g.size), "receive from"),
+]
+
+
+def wrong_arguments_are_refused_before_anything_is_sent(group: Group) -> Findings:
+    for call, sentence in WRONG_CALLS:
+        try:
+            call(group)
+        except BadInput as error:
+            assert sentence in str(error), f"{sentence!r} is not in {str(error)!r}"
+        else:
+            raise AssertionError(f"nothing was raised where {sentence!r} was expected")
+    return barriers_and_collectives_follow_each_other(group)
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
@@ -338,5 +550,16 @@ CASES: dict[str, Case] = {
         subgroups_count_from_zero,
         duplicates_of_subgroups,
         barriers_and_collectives_follow_each_other,
+        all_reduce_into_another_tensor,
+        exclusive_scan_combines_the_ranks_before_this_one,
+        integers_and_truth_values_have_bitwise_operators,
+        truth_values_are_combined_as_any_and_all,
+        complex_numbers_are_summed_and_averaged,
+        means_of_integers_are_rounded_towards_zero,
+        tensors_need_not_be_contiguous,
+        tensors_may_be_empty,
+        pieces_may_be_lists_of_tensors,
+        all_to_all_takes_pieces_of_different_sizes,
+        wrong_arguments_are_refused_before_anything_is_sent,
     )
 }

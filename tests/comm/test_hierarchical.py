@@ -1,4 +1,4 @@
-"""Groups over several hosts: the same conformance suite, and what is their own."""
+"""What is particular to groups over several hosts; the rest is in the conformance suite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from shoal.errors import BadInput, PeerLost
 from shoal.observe.trace import Recorder
 from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.shm.segment import is_built
-from tests.comm.conformance import CASES, check
 from tests.comm.hosts import on_hosts
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
@@ -27,13 +26,6 @@ def test_places_are_told_by_host_in_the_order_of_ranks() -> None:
 
 def test_the_host_can_be_named() -> None:
     assert len({host_id(), host_id("a"), host_id("b")}) == 3
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("where", ["aabb", "abab", "aab"])
-def test_conformance(where: str, case: str) -> None:
-    for found in on_hosts(where, lambda group: CASES[case](group)):
-        check(found)
 
 
 @pytest.mark.parametrize("where", ["aabb", "abab", "abbb"])

@@ -26,63 +26,18 @@ from shoal.comm.call import (
     reduced_natively,
 )
 from shoal.comm.executor import AllReduce, Executor
+from shoal.comm.executors.native_work import NativeArguments, NativeWork
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
 from shoal.comm.staging import on_host, share_storage
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput, ShoalError
 from shoal.transport.shm.messages import ShmTransport, ShmWork
-from shoal.transport.shm.segment import Segment, is_built, join
+from shoal.transport.shm.segment import Segment, join
 from shoal.transport.transport import Work
-
-if is_built():
-    from shoal.transport.shm import _shm
 
 _REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan")
 _IN_PLACE = frozenset(("broadcast", "reduce", "all_reduce", "scan"))
-# kind, address in, address out, count, type, operator, root
-NativeArguments = tuple[int, int, int, int, int, int, int]
-
-
-class NativeWork(QueuedWork):
-    """One call of a native collective: light ones are begun in the call (see `WorkQueue`)."""
-
-    __slots__ = ("_after", "_args", "_keep", "_segment", "_table")
-
-    def __init__(
-        self,
-        queue: WorkQueue,
-        segment: Segment,
-        args: NativeArguments,
-        keep: object = None,
-        after: Callable[[], None] | None = None,
-        table: Tensor | None = None,
-    ):
-        """`keep` is what must stay in memory, `after` is done when the numbers have arrived."""
-        self.queue = queue
-        self.is_done = False
-        self.error = None
-        self._callbacks = None
-        self._segment = segment
-        self._args = args
-        self._after = after
-        self._keep = keep if table is None else (keep, table)
-        self._table = 0 if table is None else table.data_ptr()
-
-    def begin(self) -> bool:
-        return _shm.start(self._segment.handle, *self._args, self._table)
-
-    def run(self) -> None:
-        segment = self._segment
-        if self.begun:
-            outcome = _shm.finish(segment.handle, segment.timeout_ns)
-        else:
-            outcome = _shm.collective(segment.handle, *self._args, self._table, segment.timeout_ns)
-        if outcome:
-            segment.check(outcome)
-        if self._after is not None:
-            self._after()
-        self._keep = self._after = None
 
 
 class SharedMemory(Executor):

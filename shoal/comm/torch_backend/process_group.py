@@ -1,8 +1,8 @@
 """Shoal as a backend of torch.distributed: `dist.init_process_group("shoal")`.
 
-Ranks of one host go through shared memory, those of several hosts over Gloo between the hosts;
-CUDA tensors by way of the host's memory (so several ranks can share a GPU). Ranks that share no
-host, and installations without the native part, get Gloo instead, which is said once.
+Ranks of one host use shared memory, those of several hosts Gloo between the hosts. CUDA tensors
+are copied through the host's memory, so several ranks can share a GPU. Ranks that share no host,
+and installations without the native part, get Gloo instead; a message says so once.
 """
 
 # torch declares each method with several signatures; it calls the ones that are defined here
@@ -10,8 +10,6 @@ host, and installations without the native part, get Gloo instead, which is said
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,15 +20,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.comm.call import TORCH_OPS, Op
-from shoal.comm.executors.hierarchical.any_source import Message
 from shoal.comm.executors.hierarchical.executor import Hierarchical
-from shoal.comm.executors.hierarchical.point_to_point import reserved_tag
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.group import Group
 from shoal.comm.select import HostSpec, share_memory
+from shoal.comm.torch_backend.monitored_barrier import monitored_barrier
 from shoal.comm.torch_backend.sparse import add_sparse
-from shoal.comm.work_queue import QueuedWork
-from shoal.errors import BadInput, PeerLost
+from shoal.comm.torch_backend.work import BackendWork
+from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.transport import Work
@@ -49,83 +46,6 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     if executor is not None:
         return ShoalProcessGroup(executor, store)
     return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-class BackendWork(dist.Work):
-    """One or several operations as a torch Work. Messages have no future, as with Gloo."""
-
-    def __init__(self, works: Sequence[Any], tensors: Any):
-        super().__init__()
-        self._works: Sequence[QueuedWork | Message] = works
-        self._tensors = tensors
-        self._future: torch.futures.Future[Any] | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is not None and timeout.total_seconds() > 0:
-            self._wait_until(timeout.total_seconds())
-        for work in self._works:
-            work.wait()
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.poll() for work in self._works)
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> Any:
-        errors = [work.error for work in self._works if isinstance(work, QueuedWork) and work.error]
-        return errors[0] if errors else None
-
-    def result(self) -> Any:
-        self.wait()
-        return self._tensors
-
-    def _source_rank(self) -> int:
-        last = self._works[-1]
-        return -1 if isinstance(last, QueuedWork) else last.source
-
-    source_rank = _source_rank
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        if self._future is None:
-            self._future = torch.futures.Future(devices=_gpus_of(self._tensors))
-            self._queued_work().when_done(self._fulfil)
-        return self._future
-
-    def _queued_work(self) -> QueuedWork:
-        last = self._works[-1]
-        if not isinstance(last, QueuedWork):
-            raise RuntimeError("point-to-point operations have no future: wait for the work")
-        return last  # those before it are done when it is
-
-    def _fulfil(self) -> None:
-        assert self._future is not None
-        error = self.exception()
-        if error is None:
-            self._future.set_result(self._tensors)
-        else:
-            self._future.set_exception(error)
-
-    def _wait_until(self, timeout_s: float) -> None:
-        last = self._works[-1]
-        if not isinstance(last, QueuedWork):
-            last.wait(timeout_s)
-            return
-        arrived = threading.Event()
-        self._queued_work().when_done(arrived.set)
-        if not arrived.wait(timeout_s):
-            raise RuntimeError(f"Timed out waiting {timeout_s * 1e3:.0f}ms for an operation")
-
-
-def _gpus_of(tensors: Any) -> list[Any]:
-    """A future has to know the GPUs of its value."""
-    if isinstance(tensors, Tensor):
-        return [tensors.device] if tensors.is_cuda else []
-    return list(dict.fromkeys(gpu for each in tensors for gpu in _gpus_of(each)))
 
 
 def _op_of(opts: Any) -> Op:
@@ -312,49 +232,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that says which ranks did not come; rank 0 looks after it."""
+        """A barrier whose error names the ranks that did not reach it; rank 0 collects them."""
         self._barriers += 1
-        tag = reserved_tag(self._barriers)
-        token = torch.zeros(1)
         limit_s = self.executor.timeout_s if timeout is None else timeout.total_seconds()
-        if self.group.rank:
-            sent = self.executor.send(token, 0, tag)
-            answer = torch.zeros(1)
-            try:
-                self.executor.recv(answer, 0, tag).wait(limit_s)
-                sent.wait(limit_s)
-            except PeerLost as error:
-                raise RuntimeError(
-                    f"Rank {self.group.rank} successfully reached monitoredBarrier, but received "
-                    f"errors while waiting for send/recv from rank 0: {error}"
-                ) from error
-            return
-        missing = self._missing(tag, token, limit_s, wait_all_ranks)
-        if missing:
-            ranks = ", ".join(str(rank) for rank in missing)
-            raise RuntimeError(
-                f"{'Ranks' if wait_all_ranks else 'Rank'} {ranks} failed to pass monitoredBarrier "
-                f"in {limit_s * 1e3:.0f} ms"
-            )
-        for going in [self.executor.send(token, peer, tag) for peer in range(1, self.group.size)]:
-            going.wait(limit_s)
-
-    def _missing(self, tag: int, token: Tensor, limit_s: float, all_of_them: bool) -> list[int]:
-        missing: list[int] = []
-        deadline_s = time.monotonic() + limit_s
-        peers = range(1, self.group.size)
-        calls = [self.executor.recv(token.clone(), peer, tag) for peer in peers]
-        for peer, call in zip(peers, calls, strict=True):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 and not missing:
-                raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {limit_s:g} s")
-            try:
-                call.wait(max(left_s, 0.001))
-            except PeerLost:
-                missing.append(peer)
-                if not all_of_them:
-                    break
-        return missing
+        monitored_barrier(self.executor, self._barriers, limit_s, wait_all_ranks)
 
     monitoredBarrier: Callable[..., None] = monitored_barrier
 

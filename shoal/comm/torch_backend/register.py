@@ -15,7 +15,7 @@ def register() -> None:
     if not dist.is_available() or hasattr(dist.Backend, "SHOAL"):
         return
     dist.Backend.register_backend("shoal", _create, devices=["cpu", "cuda"])
-    # torch's own function asks for Gloo by name before it asks the group
+    # torch's function checks for Gloo by name before it asks the group
     wider = _also_for_shoal(dist.monitored_barrier)
     dist.monitored_barrier = distributed_c10d.monitored_barrier = wider
 

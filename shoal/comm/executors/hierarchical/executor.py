@@ -22,7 +22,7 @@ from shoal.comm.executors.hierarchical.any_source import Message
 from shoal.comm.executors.hierarchical.collectives import HierarchicalCollectives
 from shoal.comm.executors.hierarchical.inter_host import InterHost
 from shoal.comm.executors.hierarchical.point_to_point import PointToPoint, with_global_ranks
-from shoal.comm.executors.hierarchical.steps import Exchange, Steps, exchange_of, steps_of
+from shoal.comm.executors.hierarchical.steps import PieceExchange, Steps, exchange_of, steps_of
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import as_shoal_error
@@ -106,7 +106,7 @@ class Hierarchical(Executor):
     def record_times(self) -> None:
         self.queue.timed = True
 
-    def _exchange(self, exchange: Exchange, number: int, limit_s: float) -> None:
+    def _exchange(self, exchange: PieceExchange, number: int, limit_s: float) -> None:
         messages = [
             *(self._messages.recv(t, peer, exchange.tag(number)) for peer, t in exchange.receives),
             *(self._messages.send(t, peer, exchange.tag(number)) for peer, t in exchange.sends),

@@ -26,7 +26,7 @@ class Steps(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class PieceExchange:
     """Pieces that go straight to their ranks: rank to piece, of what is sent and received."""
 
     rank: int
@@ -57,23 +57,23 @@ class Exchange:
         return [(peer, t) for peer, t in pieces.items() if peer != self.rank and t.numel()]
 
 
-def exchange_of(call: Call, rank: int, size: int) -> Exchange | None:
+def exchange_of(call: Call, rank: int, size: int) -> PieceExchange | None:
     """The pieces of a gather, scatter or all_to_all; None for other kinds."""
     if call.kind == "gather":
         given = {call.root: on_host(_given(call.data), copy=True).flat}
         if call.out is None:
-            return Exchange(rank, given)
+            return PieceExchange(rank, given)
         target = on_host(call.out)
-        return Exchange(rank, given, _rows(target, size), target)
+        return PieceExchange(rank, given, _rows(target, size), target)
     if call.kind == "scatter":
         target = on_host(_given(call.out))
         given = {} if call.data is None else _rows(on_host(call.data, copy=True), size)
-        return Exchange(rank, given, {call.root: target.flat}, target)
+        return PieceExchange(rank, given, {call.root: target.flat}, target)
     if call.kind in ("all_to_all", "all_to_all_uneven"):
         source = on_host(_given(call.data), copy=True)
         target = on_host(_given(call.out))
         given = _divided(source, call.send_counts, size)
-        return Exchange(rank, given, _divided(target, call.recv_counts, size), target)
+        return PieceExchange(rank, given, _divided(target, call.recv_counts, size), target)
     return None
 
 

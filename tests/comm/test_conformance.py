@@ -1,8 +1,7 @@
-"""One conformance suite, against every group: alone, threads, processes over Gloo."""
+"""One conformance suite, against every executor, on threads; and over Gloo on processes."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from shoal.errors import PeerLost, ShoalError
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.threads import Mailboxes, ThreadTransport
 from tests.comm.conformance import CASES, check
-from tests.comm.threads import on_threads
+from tests.comm.executors import EXECUTORS, cannot_run
 from tests.conftest import World
 from tests.processes import findings
 
@@ -24,23 +23,11 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 
 @every_case
-def test_solo_group(case: str) -> None:
-    check(CASES[case](solo_group()))
-
-
-@every_case
-@pytest.mark.parametrize("background", [False, True], ids=["on wait", "in background"])
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_scheduled_group_on_threads(size: int, background: bool, case: str) -> None:
-    if not background and case == "duplicates_are_waited_for_in_contrary_orders":
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_every_executor(executor: str, case: str) -> None:
+    if cannot_run(executor, case):
         pytest.skip("nothing goes on before it is waited for")
-    findings = on_threads(
-        size, lambda t: CASES[case](Group(Scheduled(t, link=Link(), background=background)))
-    )
-    for thread in threading.enumerate():  # it is about to end when the last work is done
-        if thread.name == "collectives":
-            thread.join()
-    for found in findings:
+    for found in EXECUTORS[executor](CASES[case]):
         check(found)
 
 
@@ -52,7 +39,7 @@ def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @every_case
 @pytest.mark.parametrize("where", ["world", "pair"])
-def test_torch_group_over_gloo(gloo: list[dict[str, Any]], where: str, case: str) -> None:
+def test_torch_executor_over_gloo(gloo: list[dict[str, Any]], where: str, case: str) -> None:
     """The world has 3 ranks; the pair has 2, whose ranks inside are not those in the world."""
     outcomes = [report[where][case] for report in gloo if where in report]
     assert len(outcomes) == {"world": 3, "pair": 2}[where]

@@ -1,0 +1,75 @@
+"""Every executor that the conformance suite runs on, by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from shoal.comm.counting import Counting
+from shoal.comm.executor import Executor
+from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.solo import solo_group
+from shoal.comm.group import Group
+from shoal.comm.tracing import Traced
+from shoal.observe.trace import Recorder
+from shoal.schedules.collectives.cost import Link
+from shoal.transport.shm.segment import is_built
+from tests.comm.conformance import Case, Findings
+from tests.comm.hosts import on_hosts
+from tests.comm.shm import on_shm_threads
+from tests.comm.threads import on_threads
+
+Run = Callable[[Case], list[Findings]]  # the findings of every rank
+Wrap = Callable[[Executor], Executor]
+
+
+def solo(case: Case) -> list[Findings]:
+    return [case(solo_group())]
+
+
+def scheduled(size: int, background: bool, wrap: Wrap = lambda executor: executor) -> Run:
+    def run(case: Case) -> list[Findings]:
+        findings = on_threads(
+            size, lambda t: case(Group(wrap(Scheduled(t, link=Link(), background=background))))
+        )
+        for thread in threading.enumerate():  # it is about to end when the last work is done
+            if thread.name == "collectives":
+                thread.join()
+        return findings
+
+    return run
+
+
+def shared_memory(size: int, wrap: Wrap = lambda executor: executor) -> Run:
+    return lambda case: on_shm_threads(size, lambda group: case(Group(wrap(group.executor))))
+
+
+def hierarchical(where: str) -> Run:
+    return lambda case: on_hosts(where, case)
+
+
+def traced(executor: Executor) -> Executor:
+    return Traced(executor, Recorder(executor.rank, 0))
+
+
+EXECUTORS: dict[str, Run] = {
+    "solo": solo,
+    **{f"scheduled on wait, {size} ranks": scheduled(size, False) for size in (1, 2, 3, 5)},
+    **{f"scheduled in background, {size} ranks": scheduled(size, True) for size in (1, 2, 3, 5)},
+    "scheduled, traced": scheduled(2, True, traced),
+    "scheduled, counted": scheduled(3, True, Counting),
+}
+if is_built():
+    EXECUTORS |= {
+        **{f"shared memory, {size} ranks": shared_memory(size) for size in (1, 2, 3)},
+        "shared memory, traced": shared_memory(2, traced),
+        "shared memory, counted": shared_memory(2, Counting),
+        **{
+            f"hierarchical, hosts {hosts}": hierarchical(hosts) for hosts in ("aabb", "abab", "aab")
+        },
+    }
+
+
+def cannot_run(name: str, case: str) -> bool:
+    """Nothing goes on before it is waited for."""
+    return "on wait" in name and case == "duplicates_are_waited_for_in_contrary_orders"

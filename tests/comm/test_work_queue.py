@@ -1,0 +1,114 @@
+"""Operations run in the order of the calls, on the thread or on the one that waits."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from shoal.comm.work_queue import QueuedWork, WorkQueue
+
+
+class Light(QueuedWork):
+    """Begun in the call, ended by the wait."""
+
+    def __init__(self, queue: WorkQueue, log: list[str], name: str):
+        super().__init__(queue)
+        self.log = log
+        self.name = name
+
+    def begin(self) -> bool:
+        self.log.append(f"begin {self.name}")
+        return True
+
+    def run(self) -> None:
+        self.log.append(f"{'end' if self.begun else 'run'} {self.name} {thread_name()}")
+
+
+def thread_name() -> str:
+    return "thread" if threading.current_thread().name == "queue" else "caller"
+
+
+def test_without_a_background_the_caller_runs_all_before_the_one_it_waits_for() -> None:
+    queue = WorkQueue("queue", background=False)
+    log: list[int] = []
+    works = [queue.call(lambda i=i: log.append(i)) for i in range(4)]  # type: ignore[misc]
+    works[2].wait()
+    assert log == [0, 1, 2] and not works[3].is_done
+    works[3].wait()
+    assert log == [0, 1, 2, 3]
+
+
+def test_in_the_background_operations_start_at_the_call() -> None:
+    queue = WorkQueue("queue", idle_s=0.0)
+    started = threading.Event()
+    queue.call(started.set)
+    assert started.wait(20)
+    queue.close()
+
+
+def test_a_light_operation_needs_no_thread() -> None:
+    queue = WorkQueue("queue")
+    log: list[str] = []
+    work = Light(queue, log, "a")
+    queue.submit(work)
+    work.wait()
+    assert log == ["begin a", "end a caller"]
+
+
+def test_an_operation_behind_another_is_not_begun_in_the_call() -> None:
+    queue = WorkQueue("queue", background=False)
+    log: list[str] = []
+    queue.call(lambda: log.append("first"))
+    work = Light(queue, log, "a")
+    queue.submit(work)
+    work.wait()
+    assert log == ["first", "run a caller"]
+
+
+def test_the_thread_takes_over_what_is_polled() -> None:
+    queue = WorkQueue("queue", idle_s=0.0)
+    log: list[str] = []
+    work = Light(queue, log, "a")
+    done = threading.Event()
+    queue.submit(work)
+    work.when_done(done.set)
+    assert done.wait(20) and work.poll()
+    assert log == ["begin a", "end a thread"]
+    work.when_done(lambda: log.append("at once"))
+    assert log[-1] == "at once"
+    queue.close()
+
+
+def test_an_error_is_raised_by_every_wait_and_does_not_stop_the_queue() -> None:
+    queue = WorkQueue("queue", background=False)
+
+    def fail() -> None:
+        raise ZeroDivisionError("no")
+
+    work = queue.call(fail)
+    after = queue.call(lambda: None)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            work.wait()
+    after.wait()
+
+
+def test_times_are_noted_when_asked_for() -> None:
+    queue = WorkQueue("queue", background=False)
+    first = queue.call(lambda: None)
+    first.wait()
+    queue.timed = True
+    second = queue.call(lambda: None)
+    assert second.times is None
+    second.wait()
+    assert first.times is None
+    assert second.times is not None and 0 < second.times[0] <= second.times[1]
+
+
+def test_what_is_not_begun_when_the_queue_closes_is_abandoned() -> None:
+    queue = WorkQueue("queue", background=False)
+    log: list[int] = []
+    queue.call(lambda: log.append(1))
+    queue.close()
+    assert not log
