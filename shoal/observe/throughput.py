@@ -1,57 +1,93 @@
-"""How fast a rank has trained, for the report of a run."""
+"""How fast a run trains: of the whole job now, for progress; of a rank, for its report."""
 
 from __future__ import annotations
 
 import time
 from typing import Any, NamedTuple
 
-_MOST_MARKS = 512
-_START = 0.2  # the share of steps in which workers that started late catch up
+_MAX_MARKS = 512
+_WARM_UP = 0.2  # the fraction of steps in which workers that started late catch up
 
 
 class Mark(NamedTuple):
-    """The end of a step: when, and what had been done by then."""
+    """The end of a step: its time, and what had been done by then."""
 
     time_ns: int
     steps: int
     samples: int
 
 
-class Pace:
-    """Samples of this rank, and steps of the job; speeds without the first fifth of the steps."""
+class Throughput:
+    """Counts the samples of the job and of this rank, and the steps of the job."""
 
     def __init__(self) -> None:
-        self.samples = self._steps = self._calls = 0
+        self._rank_samples = 0
+        self._steps = 0
+        self._calls = 0
         self._every = 1
         self._marks: list[Mark] = []
         self._last: Mark | None = None
+        self.restart()
 
-    def note(self, steps: int = 1) -> None:
-        """A step has ended, which counts as `steps` where replicas take batches in turns."""
+    def restart(self) -> None:
+        """Measure the speed of progress from the next `progress` on."""
+        self._job_samples = 0
+        self._start_steps = 0
+        self._start_ns: int | None = None
+
+    def add_samples(self, job: int, rank: int) -> None:
+        """A batch of `job` samples begins, `rank` of them on this rank."""
+        self._job_samples += job
+        self._rank_samples += rank
+
+    def remove_samples(self, rank: int) -> None:
+        """This rank has skipped the step."""
+        self._rank_samples -= rank
+
+    def end_step(self, steps: int = 1) -> None:
+        """A step has ended; it counts as `steps` where replicas take batches in turns."""
         self._steps += steps
         self._calls += 1
-        self._last = Mark(time.monotonic_ns(), self._steps, self.samples)
+        self._last = Mark(time.monotonic_ns(), self._steps, self._rank_samples)
         if self._calls % self._every:
             return
         self._marks.append(self._last)
-        if len(self._marks) > _MOST_MARKS:  # every other one will do
+        if len(self._marks) > _MAX_MARKS:  # keep every second one
             self._marks = self._marks[1::2]
             self._every = 2 * self._every
 
-    def read(self, origin_ns: int = 0) -> dict[str, Any]:
-        """`measured_ns` is when speeds were measured, on the clock of a trace with that origin."""
-        first = self._settled()
+    def progress(self, steps: int, total: int | None) -> dict[str, float | None]:
+        """Samples per second of the job up to now, and the time left at that speed."""
+        now_ns = time.monotonic_ns()
+        if self._start_ns is None:  # the first step has start-up costs: measure from its end
+            self._start_ns = now_ns
+            self._start_steps = steps
+            self._job_samples = 0
+            return {"samples_per_s": None, "left_s": None}
+        passed_s = (now_ns - self._start_ns) / 1e9
+        done = steps - self._start_steps
+        if passed_s <= 0 or done <= 0:
+            return {"samples_per_s": None, "left_s": None}
+        left_s = None if total is None else passed_s / done * (total - steps)
+        return {"samples_per_s": self._job_samples / passed_s, "left_s": left_s}
+
+    def report(self, origin_ns: int = 0) -> dict[str, Any]:
+        """The speeds of this rank, without the first fifth of the steps.
+
+        `measured_ns` is when speeds were measured, on the clock of a trace with that origin.
+        """
+        first = self._after_warm_up()
         last = self._last
         seconds = 0.0 if first is None or last is None else (last.time_ns - first.time_ns) / 1e9
-        found: dict[str, Any] = {"seconds": seconds, "samples": self.samples}
+        totals: dict[str, Any] = {"seconds": seconds, "samples": self._rank_samples}
         if first is None or last is None or seconds <= 0:
-            return {**found, "steps_per_s": None, "samples_per_s": None, "measured_ns": None}
+            return {**totals, "steps_per_s": None, "samples_per_s": None, "measured_ns": None}
         return {
-            **found,
+            **totals,
             "steps_per_s": (last.steps - first.steps) / seconds,
             "samples_per_s": (last.samples - first.samples) / seconds,
             "measured_ns": [first.time_ns - origin_ns, last.time_ns - origin_ns],
         }
 
-    def _settled(self) -> Mark | None:
-        return self._marks[int(_START * len(self._marks))] if self._marks else None
+    def _after_warm_up(self) -> Mark | None:
+        return self._marks[int(_WARM_UP * len(self._marks))] if self._marks else None

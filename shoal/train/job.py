@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from shoal.data.sampling import Batch, BatchSplit, Collate, mix
 from shoal.data.stream import BatchOptions, BatchStream
 from shoal.errors import BadInput
 from shoal.observe.progress import Progress, SilentProgress
-from shoal.observe.throughput import Pace
+from shoal.observe.throughput import Throughput
 from shoal.observe.trace import OFF, Tracer
 from shoal.replica.microbatch import Loss, Precision
 from shoal.runtime.faults import Faults
@@ -90,8 +89,7 @@ class Job:
             self.mesh.dp, device, seed, lambda: self.steps, self._before_batch, self._say_once
         )
         self._stream.kind = strategy.sync_for(self.replicas).batches
-        self._clock = _Clock()
-        self._pace = Pace()
+        self._throughput = Throughput()
 
     def step(
         self,
@@ -165,7 +163,7 @@ class Job:
         for name, value in values.items():
             if not math.isfinite(value):
                 self._say_once(f"{name} is not a finite number any more")
-        speeds = self._clock.read(self.steps, total)
+        speeds = self._throughput.progress(self.steps, total)
         self._services.progress.show(
             {"step": self.steps, "total": total, "metrics": values, **speeds}
         )
@@ -240,7 +238,7 @@ class Job:
         self.steps = saved.document["steps"]
         self._stream.delivered = saved.document["batches"]
         self._stream.skip = saved.document["batches"]
-        self._clock = _Clock(self.steps)
+        self._throughput.restart()
         about = saved.document.get("about", {})
         return about if isinstance(about, dict) else {}
 
@@ -262,7 +260,7 @@ class Job:
             "steps": self.steps,
             "logged": {name: float(value) for name, value in self._logged.items()},
             "evaluated": self._evaluated,
-            **self._pace.read(self._services.tracer.origin_ns),
+            **self._throughput.report(self._services.tracer.origin_ns),
             "sync": [step.sync.report() for step in self._steps],
         }
 
@@ -290,14 +288,13 @@ class Job:
         self.generator.manual_seed(seed)
         for step in self._steps:
             step.latest = batch
-        self._clock.samples += batch.total * batch.concurrent
-        self._pace.samples += sum(batch.microbatch_sizes)
+        self._throughput.add_samples(batch.total * batch.concurrent, sum(batch.microbatch_sizes))
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
         if step.steps > self.steps:  # one step of a job may train several models
             if step.sync.is_skipped and step.latest is not None:  # this replica skipped the step
-                self._pace.samples -= sum(step.latest.microbatch_sizes)
-            self._pace.note(step.steps - self.steps)
+                self._throughput.remove_samples(sum(step.latest.microbatch_sizes))
+            self._throughput.end_step(step.steps - self.steps)
             self.steps = step.steps
 
     @property
@@ -319,26 +316,3 @@ class Job:
         if not self._steps:
             raise BadInput("job.evaluate comes after job.step: there is no model yet")
         return self._steps[-1]
-
-
-class _Clock:
-    """Samples a second since the run began, and the time that is left at that pace."""
-
-    def __init__(self, steps: int = 0):
-        self._start_steps = steps
-        self.samples = 0
-        self._start_s: float | None = None
-
-    def read(self, steps: int, total: int | None) -> dict[str, float | None]:
-        now = time.monotonic()
-        if self._start_s is None:  # the first step carries start-up costs: count from its end
-            self._start_s = now
-            self._start_steps = steps
-            self.samples = 0
-            return {"samples_per_s": None, "left_s": None}
-        passed = now - self._start_s
-        done = steps - self._start_steps
-        if passed <= 0 or done <= 0:
-            return {"samples_per_s": None, "left_s": None}
-        left = None if total is None else passed / done * (total - steps)
-        return {"samples_per_s": self.samples / passed, "left_s": left}
