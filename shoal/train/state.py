@@ -10,6 +10,14 @@ from torch import Tensor
 
 from shoal.errors import BadInput, CheckpointError
 from shoal.train import checkpoint
+from shoal.train.named_tensors import (
+    join_optimizers,
+    load_model,
+    load_optimizer,
+    model_tensors,
+    on_cpu,
+    optimizer_tensors,
+)
 from shoal.train.step import Step
 
 
@@ -44,11 +52,11 @@ def snapshot(
 
 
 def gather_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """`checkpoint.model_tensors` of the whole model, at the first worker of a replica.
+    """`model_tensors` of the whole model, at the first worker of a replica.
 
     All workers of the replica call it; the others get their own shard.
     """
-    tensors, tied = checkpoint.model_tensors(step.model)
+    tensors, tied = model_tensors(step.model)
     shards = step.shard.gather((step.shard.gather_full(tensors), tied))
     joined = {name: tensor for tensors, _ in reversed(shards) for name, tensor in tensors.items()}
     tied = {name: other for _, pairs in shards for name, other in pairs.items()}
@@ -56,14 +64,14 @@ def gather_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def gather_optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """`checkpoint.optimizer_tensors` of the whole model, in the same way."""
-    state, rest = checkpoint.optimizer_tensors(step.update.optimizer, step.flat.named)
+    """`optimizer_tensors` of the whole model, in the same way."""
+    state, rest = optimizer_tensors(step.update.optimizer, step.flat.named)
     mine = step.shard.gather_full(state), rest
     shards = step.shard.gather(mine)
     if len(shards) == 1:
         return mine
     tensors = {name: tensor for state, _ in reversed(shards) for name, tensor in state.items()}
-    return tensors, checkpoint.join_optimizers([rest for _, rest in shards])
+    return tensors, join_optimizers([rest for _, rest in shards])
 
 
 def gather_sync_state(
@@ -78,7 +86,7 @@ def gather_sync_state(
     others = {}
     is_split = step.mesh.pp.size > 1 or step.mesh.tp.size > 1
     for key, tensor in state.items():
-        tensor = checkpoint.on_cpu(tensor)
+        tensor = on_cpu(tensor)
         if tensor.shape == (flat.size,):
             for i, (name, _) in enumerate(flat.named):
                 by_parameter[f"{name}/{key.replace('/', ':')}"] = flat.view(i, tensor, 0).clone()
@@ -130,9 +138,9 @@ def _restore_step(
     model = _restore_rows(step, _named(prefix, saved.model), rest.get("tables", {}), path)
     model = step.shard.take_shard(model)
     optimizer = step.shard.take_shard(_named(prefix, saved.optimizer))
-    checkpoint.load_model(step.model, model, rest.get("tied"), path)
+    load_model(step.model, model, rest.get("tied"), path)
     if step.update.named:  # otherwise this rank trains no parameter
-        checkpoint.load_optimizer(
+        load_optimizer(
             step.update.optimizer, step.flat.named, optimizer, rest.get("optimizer"), path
         )
     step.steps = rest["steps"]
