@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo   train the digits example on 2 workers, test it, verify it against one worker"
 	@echo "make test   the tests"
-	@echo "make check  ruff, mypy --strict and the tests"
+	@echo "make check  ruff, mypy --strict, and all tests: whole products, all ranks, more examples"
 	@echo "make native        build the native part for use from this folder"
 	@echo "make check-native  the native part under the address and thread sanitizers"
 	@echo "make clean  remove the virtual environment and caches"
@@ -37,7 +37,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --whole
 
 native: setup
 	$(BIN)/python setup.py --quiet build_ext --inplace
