@@ -48,7 +48,9 @@ class Ours:
         self.flat = FlatParams([("weight", self.parameter)])
         update = OptimizerStep(self.flat.named, partial(torch.optim.SGD, lr=LR))
         plan = plan_for(job.strategy.sync_for(job.size))
-        self.sync: Sync = plan.build(Replica(self.flat, update, job.group))
+        self.sync: Sync = plan.build(
+            Replica(self.flat, update, job.group, config=RunConfig.from_environment())
+        )
         self.sync.batch_fraction = 1 / job.size
         store: RowStore | None = self.sync.row_store()
         assert store is not None

@@ -94,6 +94,7 @@ class Worker:
                         tracer=tracer,
                         faults=faults_of(self.config, self.rank, self.size),
                         elastic_sum=self._make_elastic_sum(),
+                        config=self.config,
                     ),
                 )
 

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from shoal.observe.trace import OFF, Tracer
+from shoal.runtime.config import TlsConfig
 from shoal.server import shared_memory as shared
 from shoal.server.link import PostedRequest, ServerLink
 from shoal.server.model.shard import DTYPES, partial_sums
+from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, decode, encode
 from shoal.server.protocol.messages import (
     Ack,
@@ -76,6 +78,7 @@ class Client:
         secret: bytes,
         specs: Sequence[ModelSpec],
         tracer: Tracer = OFF,
+        tls: TlsConfig = PLAIN,
     ):
         first = specs[0]
         self.rank = rank
@@ -95,7 +98,8 @@ class Client:
         header = Header(FrameKind.HELLO, rank, model, secrets.randbits(63))
         try:
             for index, address in enumerate(addresses):
-                link = ServerLink(index, address, secret, header, first.split.rank, tracer)
+                rank_of = first.split.rank
+                link = ServerLink(index, address, secret, header, rank_of, tracer, tls)
                 self.links.append(link)
             self._make_memory()
             for link, spec in zip(self.links, self.specs, strict=True):

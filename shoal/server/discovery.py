@@ -145,7 +145,13 @@ class StartedServers:
         """Returns the address for other hosts."""
         run_dir = self.config.run_dir
         has_exited = None if run_dir is None else run_dir.has_exited
-        self.server = Server(local, self.secret, has_exited=has_exited, remote_address=remote)
+        self.server = Server(
+            local,
+            self.secret,
+            has_exited=has_exited,
+            remote_address=remote,
+            tls=self.config.tls,
+        )
         return self.server.remote_address
 
     def _start_process(self, term: Ps, index: int, remote: str) -> str:
@@ -169,10 +175,9 @@ class StartedServers:
 
 
 def find_or_start_servers(
-    term: Ps, group: Group, replica_group: ReplicaGroup, config: RunConfig | None = None
+    term: Ps, group: Group, replica_group: ReplicaGroup, config: RunConfig
 ) -> ServerSet:
     """All ranks call it together. Servers of all shards of a replica have one secret."""
-    config = config or RunConfig.from_environment()
     if term.placement == "servers" and config.servers is not None:
         return _launched(term, config, config.servers)
     started = StartedServers(_share_secret(group, replica_group, config), config)

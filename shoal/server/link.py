@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import PeerLost, ShoalError
 from shoal.observe.trace import OFF, Tracer
+from shoal.runtime.config import TlsConfig
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import CONNECT_S, connect
+from shoal.server.protocol.endpoint import CONNECT_S, PLAIN, connect
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, decode
 from shoal.server.protocol.handshake import RECONNECT_S, authenticate
 from shoal.server.protocol.messages import Channel, ErrorReply
@@ -76,6 +77,7 @@ class ServerLink:
         header: Header,
         rank_of: Callable[[int], int],
         tracer: Tracer = OFF,
+        tls: TlsConfig = PLAIN,
     ):
         """`rank_of` turns the number of a worker, as servers count them, into its rank."""
         self.index = index
@@ -86,6 +88,7 @@ class ServerLink:
         self._header = header
         self._rank_of = rank_of
         self._tracer = tracer
+        self._tls = tls
         self._channels: dict[Channel, _OpenChannel] = {}
         self._replaced: list[Connection] = []
         self._failure: PeerLost | None = None
@@ -261,7 +264,7 @@ class ServerLink:
             time.sleep(RETRY_S)
 
     def _introduced(self, channel: Channel, timeout_s: float) -> Connection:
-        connection = connect(self.address, timeout_s=min(timeout_s, CONNECT_S))
+        connection = connect(self.address, self._tls, min(timeout_s, CONNECT_S))
         try:
             connection.sock.settimeout(timeout_s)
             authenticate(connection, self._secret, channel, self._header)

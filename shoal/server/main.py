@@ -57,7 +57,7 @@ def _open_server(config: RunConfig) -> Server:
     address = config.server.listen or run_dir.socket(index)
     beyond = config.server.beyond or ""
     has_exited = None if config.run_dir is None else config.run_dir.has_exited
-    server = Server(address, secret, has_exited=has_exited, remote_address=beyond)
+    server = Server(address, secret, has_exited=has_exited, remote_address=beyond, tls=config.tls)
     if beyond:
         write_atomically(run_dir.server_address(index), server.remote_address)
     return server

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.errors import BadInput
+from shoal.runtime.config import TlsConfig
 from shoal.server.model.check_spec import check_spec
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import Follow, ModelSpec
 from shoal.server.replication import Follower, Followers
@@ -30,11 +32,13 @@ class ModelHost:
         max_bytes: int,
         report: Callable[[], dict[str, Any]],
         has_exited: Callable[[int], bool] | None = None,
+        tls: TlsConfig = PLAIN,
     ):
         self.models: dict[int, ServedModel] = {}
         self.report = report
         self.has_exited = has_exited
         self._secret = secret
+        self._tls = tls
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._being_made: set[int] = set()
@@ -79,7 +83,7 @@ class ModelHost:
         if not is_leader:
             leader_model = spec.split.leader_model
             followed = model_id if leader_model is None else leader_model
-            follower = Follower(model, followed, self._secret)
+            follower = Follower(model, followed, self._secret, self._tls)
         with self._changed:
             if not is_leader:
                 self._following.append(follower)

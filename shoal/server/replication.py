@@ -11,10 +11,11 @@ from __future__ import annotations
 import secrets
 import threading
 
+from shoal.runtime.config import TlsConfig
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import connect
+from shoal.server.protocol.endpoint import PLAIN, connect
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.handshake import authenticate
 from shoal.server.protocol.messages import (
@@ -104,11 +105,13 @@ class Followers:
 class Follower:
     """A follower's side: a thread that applies the leader's entries while the leader is there."""
 
-    def __init__(self, model: ServedModel, leader_model: int, secret: bytes):
+    def __init__(
+        self, model: ServedModel, leader_model: int, secret: bytes, tls: TlsConfig = PLAIN
+    ):
         """Connects to the leader of `leader_model`; Refused or an OSError if that fails."""
         self._model = model
         self._index = model.spec.index
-        self.connection = connect(model.spec.leader)
+        self.connection = connect(model.spec.leader, tls)
         try:
             self._subscribe(leader_model, secret)
         except Exception:

@@ -26,11 +26,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from shoal.runtime.config import TlsConfig
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost
 from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import Listener
+from shoal.server.protocol.endpoint import PLAIN, Listener
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.server.protocol.messages import ErrorReply
@@ -51,11 +52,12 @@ class Server:
         max_bytes: int | None = None,
         has_exited: Callable[[int], bool] | None = None,
         remote_address: str = "",
+        tls: TlsConfig = PLAIN,
     ):
         """`has_exited(rank)` tells whether a worker that has not joined never will."""
         self.secret = secret
-        self.host = ModelHost(secret, max_bytes or _memory_bytes(), self.report, has_exited)
-        self.listeners = _listen(address, remote_address)
+        self.host = ModelHost(secret, max_bytes or _memory_bytes(), self.report, has_exited, tls)
+        self.listeners = _listen(address, remote_address, tls)
         self.address = self.listeners[0].address
         self.remote_address = self.listeners[1].address if remote_address else ""
         self.refused: Counter[str] = Counter()
@@ -198,11 +200,11 @@ class Server:
         sock.close()
 
 
-def _listen(address: str, remote_address: str) -> list[Listener]:
-    listeners = [Listener(address)]
+def _listen(address: str, remote_address: str, tls: TlsConfig) -> list[Listener]:
+    listeners = [Listener(address, tls)]
     if remote_address:
         try:
-            listeners.append(Listener(remote_address))
+            listeners.append(Listener(remote_address, tls))
         except BaseException:
             listeners[0].close()
             raise

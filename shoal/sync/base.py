@@ -25,6 +25,7 @@ from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.shard import ReplicaShard
+from shoal.runtime.config import RunConfig
 from shoal.strategy.base import SyncTerm
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import NormOver, OptimizerStep
@@ -154,6 +155,7 @@ class Replica:
     say: Callable[[str], None] = lambda sentence: None
     copies: Copies | None = None  # where a replica is split over workers
     replica_group: ReplicaGroup = field(default_factory=ReplicaGroup)  # these workers
+    config: RunConfig = field(default_factory=RunConfig)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from shoal.replica.batchnorm import (
 from shoal.replica.engine import EngineOptions
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.shard import ReplicaShard, build_shard
+from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults, busy_s
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Strategy
@@ -51,6 +52,7 @@ class StepContext:
     tracer: Tracer
     say: Callable[[str], None]
     faults: Faults | None = None
+    config: RunConfig = field(default_factory=RunConfig)
 
     @property
     def is_split(self) -> bool:
@@ -178,6 +180,7 @@ def _replica(
         say=context.say,
         copies=shard if context.is_split else None,
         replica_group=context.mesh.replica_group,
+        config=context.config,
     )
 
 

@@ -23,6 +23,7 @@ from shoal.observe.progress import Progress, SilentProgress
 from shoal.observe.throughput import Throughput
 from shoal.observe.trace import OFF, Tracer
 from shoal.replica.microbatch import Loss, Precision
+from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
@@ -39,13 +40,15 @@ from shoal.train.step import AfterStep, Step
 class RunServices:
     """What surrounds a job: progress, tracing, injected faults, and sums over survivors.
 
-    `elastic_sum` is None if the loss of a rank ends the run.
+    `elastic_sum` is None if the loss of a rank ends the run. A job that no launcher made reads
+    its configuration from the environment.
     """
 
     progress: Progress = field(default_factory=SilentProgress)
     tracer: Tracer = OFF
     faults: Faults | None = None
     elastic_sum: ElasticSum | None = None
+    config: RunConfig = field(default_factory=RunConfig.from_environment)
 
 
 class Job:
@@ -275,6 +278,7 @@ class Job:
             tracer=self._services.tracer,
             say=self._say_once,
             faults=self._services.faults,
+            config=self._services.config,
         )
 
     def _split(self) -> BatchSplit:

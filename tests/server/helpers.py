@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.replica.flat_params import FlatParams
+from shoal.runtime.config import TlsConfig
 from shoal.runtime.run_dir import new_secret
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
+from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.messages import Commit
 from shoal.server.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
@@ -52,13 +54,18 @@ def flat_of() -> FlatParams:
 
 
 def client_of(
-    found: list[Server], rank: int, rule: Rule, secret: bytes = SECRET, **options: Any
+    found: list[Server],
+    rank: int,
+    rule: Rule,
+    secret: bytes = SECRET,
+    tls: TlsConfig = PLAIN,
+    **options: Any,
 ) -> Client:
     flat = flat_of()
     served = ServedOptions(rule, **{"optimizer": NamedOptimizer("SGD", {"lr": 1.0}), **options})
     addresses = [server.address for server in found]
     specs = specs_of(flat, [addresses[0]] * len(addresses), served)
-    return Client(rank, MODEL, addresses, secret, specs)
+    return Client(rank, MODEL, addresses, secret, specs, tls=tls)
 
 
 def fill(client: Client, value: float) -> tuple[Commit, Tensor]:

@@ -14,14 +14,13 @@ from shoal.errors import BadInput, ShoalError
 from shoal.runtime.config import TlsConfig
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.protocol.endpoint import Listener, connect
+from shoal.server.protocol.endpoint import PLAIN, Listener, connect
 from shoal.server.server import Server
 from tests.server.helpers import SECRET, client_of, fill, weights
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="there is no openssl to make certificates with"
 )
-PLAIN = TlsConfig()
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:
@@ -42,18 +41,15 @@ def certificate(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def secured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The environment of a run whose servers show a certificate; returns that certificate."""
+def tls(tmp_path: Path) -> TlsConfig:
+    """The configuration of a run whose servers show a certificate."""
     cert, key = certificate(tmp_path, "server")
-    monkeypatch.setenv("SHOAL_TLS_CERT", str(cert))
-    monkeypatch.setenv("SHOAL_TLS_KEY", str(key))
-    monkeypatch.setenv("SHOAL_TLS_CA", str(cert))
-    return cert
+    return TlsConfig(str(cert), str(key), authority=str(cert))
 
 
-def test_pushes_and_pulls_go_through_tls(secured: Path) -> None:
-    with Server("tcp:127.0.0.1:0", SECRET) as server:
-        client = client_of([server], 0, Rule(1))
+def test_pushes_and_pulls_go_through_tls(tls: TlsConfig) -> None:
+    with Server("tcp:127.0.0.1:0", SECRET, tls=tls) as server:
+        client = client_of([server], 0, Rule(1), tls=tls)
         for link in client.links:
             assert isinstance(link.connection("push").sock, ssl.SSLSocket)
         assert client.commit(*fill(client, 2.0)).verdict == "admitted"
@@ -62,39 +58,34 @@ def test_pushes_and_pulls_go_through_tls(secured: Path) -> None:
         client.close()
 
 
-def test_a_certificate_of_another_authority_is_refused(
-    secured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_certificate_of_another_authority_is_refused(tls: TlsConfig, tmp_path: Path) -> None:
     other, _ = certificate(tmp_path, "other")
-    with Server("tcp:127.0.0.1:0", SECRET) as server:
-        monkeypatch.setenv("SHOAL_TLS_CA", str(other))
-        with pytest.raises(BadInput, match=r"a certificate that SHOAL_TLS_CA does not vouch"):
-            client_of([server], 0, Rule(1))
+    refused = pytest.raises(BadInput, match=r"a certificate that SHOAL_TLS_CA does not vouch")
+    with Server("tcp:127.0.0.1:0", SECRET, tls=tls) as server, refused:
+        client_of([server], 0, Rule(1), tls=TlsConfig(authority=str(other)))
 
 
-def test_a_worker_without_tls_is_refused(secured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_tls_is_refused(tls: TlsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.server.server.HANDSHAKE_S", 0.3)
     monkeypatch.setattr("shoal.server.link.START_TIMEOUT_S", 1.0)
-    with Server("tcp:127.0.0.1:0", SECRET) as server:
-        monkeypatch.delenv("SHOAL_TLS_CA")
+    with Server("tcp:127.0.0.1:0", SECRET, tls=tls) as server:
         with pytest.raises(ShoalError, match="connecting to server 0"):
             client_of([server], 0, Rule(1))
         assert server.refused["silent or broken before HELLO"] >= 1
         assert not server.models
 
 
-def test_a_server_without_tls_is_refused(secured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SHOAL_TLS_CERT")
+def test_a_server_without_tls_is_refused(tls: TlsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.server.server.HANDSHAKE_S", 0.3)
     refused = pytest.raises(BadInput, match="does not speak TLS")
     with Server("tcp:127.0.0.1:0", SECRET) as server, refused:
-        client_of([server], 0, Rule(1))
+        client_of([server], 0, Rule(1), tls=tls)
 
 
-def test_tls_lets_a_listener_go_beyond_loopback(secured: Path) -> None:
+def test_tls_lets_a_listener_go_beyond_loopback(tls: TlsConfig) -> None:
     with pytest.raises(BadInput, match="in the clear"):
         Listener("tcp:0.0.0.0:0", PLAIN)
-    Listener("tcp:0.0.0.0:0").close()
+    Listener("tcp:0.0.0.0:0", tls).close()
     with pytest.raises(BadInput, match=r"SHOAL_TLS_CERT .*nowhere"):
         Listener("tcp:0.0.0.0:0", TlsConfig(certificate="/nowhere.pem"))
 
@@ -104,9 +95,9 @@ def test_a_worker_does_not_speak_in_the_clear_beyond_loopback() -> None:
         connect("tcp:192.0.2.1:7", PLAIN)
 
 
-def test_breaks_are_mended_under_tls(secured: Path) -> None:
-    with Server("tcp:127.0.0.1:0", SECRET) as server:
-        client: Client = client_of([server], 0, Rule(1))
+def test_breaks_are_mended_under_tls(tls: TlsConfig) -> None:
+    with Server("tcp:127.0.0.1:0", SECRET, tls=tls) as server:
+        client: Client = client_of([server], 0, Rule(1), tls=tls)
         client.links[0].connection("push").abort()
         assert client.commit(*fill(client, 2.0)).verdict == "admitted"
         assert torch.any(weights(client, version=1) == -2.0)

@@ -16,20 +16,21 @@ import ssl
 from contextlib import suppress
 
 from shoal.errors import BadInput
-from shoal.runtime.config import RunConfig, TlsConfig
+from shoal.runtime.config import TlsConfig
 from shoal.server.protocol.connection import Closed, Connection
 
 CONNECT_S = 30.0
+PLAIN = TlsConfig()  # for sockets of this host
 SILENT_PEER_MS = 30_000  # a host that does not respond is lost after so long
 
 
-def connect(address: str, tls: TlsConfig | None = None, timeout_s: float = CONNECT_S) -> Connection:
+def connect(address: str, tls: TlsConfig = PLAIN, timeout_s: float = CONNECT_S) -> Connection:
     """Connect to a server that listens; an OSError if it does not."""
     kind, _, path = address.partition(":")
     if kind == "unix":
         sock = _connect_unix(path, timeout_s)
     else:
-        sock = _connect_tcp(address, tls or RunConfig.from_environment().tls, timeout_s)
+        sock = _connect_tcp(address, tls, timeout_s)
     sock.settimeout(None)
     return Connection(sock)
 
@@ -79,7 +80,7 @@ def _secured(sock: socket.socket, host: str, address: str, authority: str) -> ss
 class Listener:
     """Accepts connections at one address. `accept` returns None once it is closed."""
 
-    def __init__(self, address: str, tls: TlsConfig | None = None):
+    def __init__(self, address: str, tls: TlsConfig = PLAIN):
         kind, _, path = address.partition(":")
         self._path: str | None = None
         self._context: ssl.SSLContext | None = None
@@ -90,7 +91,7 @@ class Listener:
             self.address = address
         elif kind == "tcp":
             host, port = _host_and_port(address)
-            self._context = _server_context(host, tls or RunConfig.from_environment().tls)
+            self._context = _server_context(host, tls)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._sock = _bound(family, (host, port))
             self.address = f"tcp:{host}:{self._sock.getsockname()[1]}"

@@ -38,7 +38,7 @@ def join_servers(term: Ps, replica: Replica) -> PsWorker:
     """
     rule = Rule.of(term, replica.group.size)
     served = _served_model(term, replica, rule)
-    servers = find_or_start_servers(term, replica.group, replica.replica_group)
+    servers = find_or_start_servers(term, replica.group, replica.replica_group, replica.config)
     try:
         client = _join(replica, served, servers)
     except BaseException:
@@ -151,6 +151,7 @@ def _join(replica: Replica, served: ServedOptions, servers: ServerSet) -> Client
         servers.secret,
         specs,
         replica.update.tracer,
+        replica.config.tls,
     )
     if shares_leader and replica.replica_group.is_leader:
         replica.replica_group.barrier()
