@@ -82,7 +82,7 @@ class ShmWorld:
             for pipe in self.pipes:
                 pipe.send(said)
 
-    def answer(self, rank: int, timeout_s: float = 60.0) -> Any:
+    def answer(self, rank: int, timeout_s: float = 300.0) -> Any:
         """What the body gave, or the text of what it raised."""
         assert self.pipes[rank].poll(timeout_s), f"rank {rank} does not answer"
         return self.pipes[rank].recv()

@@ -137,12 +137,12 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
         (("broadcast", "tree", 4, 4), "root must be one of the ranks 0 to 3"),
     ],
 )
-def test_bad_arguments_are_told(arguments: tuple[object, ...], sentence: str) -> None:
+def test_bad_arguments_are_refused(arguments: tuple[object, ...], sentence: str) -> None:
     with pytest.raises(BadInput, match=sentence):
         build(*arguments)  # type: ignore[arg-type]
 
 
-def test_bad_options_are_told() -> None:
+def test_bad_options_are_refused() -> None:
     with pytest.raises(BadInput, match="no such option"):
         build("all_reduce", "ring", 4, node=2)
     with pytest.raises(BadInput, match="cannot have 4 columns"):
