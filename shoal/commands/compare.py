@@ -28,6 +28,7 @@ from shoal.observe.comparison import BEGUN, ComparedRun, RunOutcome, losses_of, 
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
+from shoal.strategy.base import TERMS
 from shoal.strategy.strategy import as_strategy
 
 if TYPE_CHECKING:
@@ -37,17 +38,6 @@ if TYPE_CHECKING:
 
 EXAMPLE_STEPS = 120
 WORKER = "shoal.commands.compare_worker"
-# What is compared unless told: one of each kind, and the options that change most. What this
-# version does not run, or so many workers cannot, is left out.
-FIELD = (
-    *("ddp", 'ddp(algorithm="ring")', 'ddp(compress="int8")', 'ddp(compress="powersgd(rank=4)")'),
-    *("zero(1)", "zero(2)", "zero(3)", "tp(2)", "pp(2)"),
-    *("ps", "ps(quorum=0.75)", "ps(staleness=2)", 'ps(mode="async")'),
-    *('gossip(graph="complete")', 'gossip(graph="ring")', 'gossip(graph="ring", mode="async")'),
-    *("hogwild", 'mapreduce(batch="mini")', "mapreduce"),
-    *("localsgd(every=8)", 'localsgd(every=8, outer="nesterov(lr=0.7)")'),
-)
-
 Strategies = Annotated[
     list[str] | None,
     typer.Option(
@@ -119,13 +109,18 @@ def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
     if given:
         others = [text for text in given if as_strategy(text) != as_strategy("single")]
         return list(dict.fromkeys(str(strategy_for(text, workers)) for text in others))
-    found = []
-    for text in FIELD:
+    names = []
+    for text in default_field():
         try:
-            found.append(str(strategy_for(text, workers)))
+            names.append(str(strategy_for(text, workers)))
         except BadInput:  # not built, or not for so many workers
             continue
-    return found
+    return names
+
+
+def default_field() -> list[str]:
+    """One strategy of each kind, and the options that change most."""
+    return [text for term in TERMS.values() for text in term.compared]
 
 
 def _entries(names: Sequence[str], workers: int, folder: Path) -> list[ComparedRun]:

@@ -71,8 +71,8 @@ def _estimate(command: list[str], strategy: Strategy, workers: int, folder: Path
     run_quietly(command, 1, replace(config, memory_estimate=estimate))
     file = folder / "estimate.json"
     check_trained(file)
-    found = json.loads(file.read_text())
-    return {"estimated": found["workers"], "unknown": found["unknown"]}
+    estimate = json.loads(file.read_text())
+    return {"estimated": estimate["workers"], "unknown": estimate["unknown"]}
 
 
 def _print(document: dict[str, Any], title: str) -> None:

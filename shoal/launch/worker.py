@@ -173,7 +173,7 @@ class Worker:
     @contextmanager
     def _open_group(self) -> Iterator[Group]:
         run_dir = self.run_dir
-        if self.placement is None or not self.strategy.sync_for(self.size).needs_group:
+        if self.placement is None or not self.strategy.sync_for(self.size).communicates:
             yield solo_group()
         elif run_dir is not None and self.strategy.starts_apart:
             folder = run_dir.start_folder(self.number)

@@ -43,11 +43,11 @@ class Probe:
         return None if config.folder is None else cls(job, config.folder, config.steps)
 
     def write(self) -> None:
-        found = [model.memory() for model in self._models.values()]
-        if not found:
+        memories = [model.memory() for model in self._models.values()]
+        if not memories:
             return
-        total = found[0]
-        for more in found[1:]:
+        total = memories[0]
+        for more in memories[1:]:
             total = total.plus(more)
         (self.folder / f"{self.job.rank}.json").write_text(json.dumps(asdict(total)))
 

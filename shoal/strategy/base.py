@@ -34,6 +34,7 @@ class Batches(enum.Enum):
 class Term:
     """One term of a strategy; `+` joins terms to a `Strategy`."""
 
+    compared: ClassVar[tuple[str, ...]]  # what `shoal compare` runs of it by default
     role: ClassVar[str]  # "sync", "tp" or "pp": a strategy has at most one of each
     join: ClassVar[Callable[[Sequence[Any]], Any]]  # makes a Strategy; set by shoal.strategy
 
@@ -42,6 +43,8 @@ class Term:
             cls.role = role
         if not abstract:
             TERMS[cls.__name__.lower()] = cls
+            if "compared" not in vars(cls):
+                cls.compared = (cls.__name__.lower(),)
 
     def __post_init__(self) -> None:
         for option, constraint in constraints_of(type(self)).items():
@@ -135,7 +138,7 @@ class SyncTerm(Term, role="sync", abstract=True):
         return False
 
     @property
-    def needs_group(self) -> bool:
+    def communicates(self) -> bool:
         """Whether its workers communicate, even if there is only one."""
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.errors import StrategyError
 
-# Outer optimizers of localsgd: what can be set, and what it is unless set.
+# Outer optimizers of localsgd: what can be set, and its default.
 OUTERS: dict[str, dict[str, float]] = {
     "sgd": {"lr": 1.0, "momentum": 0.0, "warmup": 10.0},
     "nesterov": {"lr": 0.7, "momentum": 0.9, "warmup": 10.0},
@@ -15,11 +15,11 @@ OUTERS: dict[str, dict[str, float]] = {
 def read_setting(text: str) -> tuple[str, dict[str, float]]:
     """The name before the bracket and the numbers inside; one without a name is called ""."""
     name, _, inside = text.rstrip(")").partition("(")
-    found = {}
+    settings = {}
     for word in filter(None, inside.split(",")):
         key, _, value = word.strip().rpartition("=")
-        found[key] = float(value)
-    return name, found
+        settings[key] = float(value)
+    return name, settings
 
 
 def outer_settings(text: str) -> tuple[str, dict[str, float]]:

@@ -76,10 +76,12 @@ _NAMES = Constraint("a list of module names", is_names, tuple)
 class Single(SyncTerm):
     """One replica: there is nothing to agree on."""
 
+    compared: ClassVar[tuple[str, ...]] = ()  # always, as the reference
+
     sync_module: ClassVar[str] = "shoal.sync.local"
 
     @property
-    def needs_group(self) -> bool:
+    def communicates(self) -> bool:
         return False
 
     def check(self, replicas: int) -> None:
@@ -92,6 +94,13 @@ class Single(SyncTerm):
 @dataclass(frozen=True, kw_only=True)
 class Ddp(SyncTerm):
     """Replicas add up their gradients with an all-reduce, bucket by bucket."""
+
+    compared: ClassVar[tuple[str, ...]] = (
+        "ddp",
+        'ddp(algorithm="ring")',
+        'ddp(compress="int8")',
+        'ddp(compress="powersgd(rank=4)")',
+    )
 
     algorithm: Annotated[str, _ALGORITHM] = "auto"
     bucket_mb: Annotated[float, positive(MAX_NUMBER)] = 25
@@ -114,12 +123,21 @@ class Ddp(SyncTerm):
 class Zero(SyncTerm):
     """Replicas shard optimizer state (1), gradients too (2), parameters too (3)."""
 
+    compared: ClassVar[tuple[str, ...]] = ("zero(1)", "zero(2)", "zero(3)")
+
     stage: Annotated[int, one_of(1, 2, 3)] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ps(SyncTerm):
     """Servers hold the weights; workers push gradients and pull weights."""
+
+    compared: ClassVar[tuple[str, ...]] = (
+        "ps",
+        "ps(quorum=0.75)",
+        "ps(staleness=2)",
+        'ps(mode="async")',
+    )
 
     sync_module: ClassVar[str] = "shoal.sync.ps.plan"
 
@@ -196,6 +214,12 @@ class Gossip(SyncTerm):
     takes of its neighbour's weights.
     """
 
+    compared: ClassVar[tuple[str, ...]] = (
+        'gossip(graph="complete")',
+        'gossip(graph="ring")',
+        'gossip(graph="ring", mode="async")',
+    )
+
     graph: Annotated[str, _GRAPH] = "ring"
     mode: Annotated[str, _SYNC_OR_ASYNC] = "sync"
 
@@ -262,6 +286,8 @@ class Hogwild(SyncTerm):
 class Mapreduce(SyncTerm):
     """Map: the gradients of a slice of the samples; reduce: their sum and one update."""
 
+    compared: ClassVar[tuple[str, ...]] = ('mapreduce(batch="mini")', "mapreduce")
+
     batch: Annotated[str, one_of("full", "mini")] = "full"
 
     @property
@@ -276,6 +302,11 @@ class Mapreduce(SyncTerm):
 @dataclass(frozen=True, kw_only=True)
 class Localsgd(SyncTerm):
     """Replicas train alone for `every` steps, then average or take an outer step."""
+
+    compared: ClassVar[tuple[str, ...]] = (
+        "localsgd(every=8)",
+        'localsgd(every=8, outer="nesterov(lr=0.7)")',
+    )
 
     every: Annotated[int, whole(1)] = 16
     outer: Annotated[str | None, optional(_OUTER)] = None
@@ -299,6 +330,8 @@ class Localsgd(SyncTerm):
 class Tp(Term, role="tp"):
     """Tensor parallelism: matrices are split by column or row over `size` workers."""
 
+    compared: ClassVar[tuple[str, ...]] = ("tp(2)",)
+
     size: Annotated[int, whole(1)]
     _: KW_ONLY
     plan: Annotated[Mapping[str, str] | None, optional(_PLAN)] = field(default=None, hash=False)
@@ -308,6 +341,8 @@ class Tp(Term, role="tp"):
 @dataclass(frozen=True)
 class Pp(Term, role="pp"):
     """Pipeline parallelism: layers are cut into stages over `size` workers."""
+
+    compared: ClassVar[tuple[str, ...]] = ("pp(2)",)
 
     size: Annotated[int, whole(1)]
     _: KW_ONLY

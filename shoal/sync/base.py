@@ -28,7 +28,7 @@ from shoal.replica.shard import ReplicaShard
 from shoal.runtime.config import RunConfig
 from shoal.strategy.base import SyncTerm
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.optimizer_step import NormOver, OptimizerStep
+from shoal.sync.optimizer_step import GradNorm, OptimizerStep
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
@@ -163,8 +163,7 @@ class Ownership:
     """What this rank's optimizer updates, and how it learns the norm of the full gradient."""
 
     named: list[tuple[str, nn.Parameter]]
-    norm_over: NormOver | None = None
-    clipped: list[nn.Parameter] | None = None
+    grad_norm: GradNorm = field(default_factory=GradNorm)
 
 
 class StepSettings(Protocol):

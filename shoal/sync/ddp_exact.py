@@ -1,10 +1,10 @@
 """The same bits at any number of replicas that divides the number of micro-batches.
 
 Floating-point addition is not associative, so the order of additions is fixed: a binary tree
-over the index of the micro-batch, whoever computed it (`replica/addition.py`).
+over the index of the micro-batch, whichever replica computed it (`replica/ordered_sum.py`).
 
 A replica owns a run of leaves. It adds up the largest whole subtrees inside that run, these are
-gathered (at most 2·log2 M of them a replica), and everybody finishes the tree.
+gathered (at most 2·log2 M of them a replica), and every replica finishes the tree.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class ExactReduce(Sync):
     def _agree(self, mine: dict[Node, Tensor]) -> Tensor:
         nodes = [whole_subtrees(self.root, run) for run in self.runs]
         most = max(map(len, nodes))
-        own = [mine[node] for node in nodes[self.group.rank]]
-        message = torch.stack(own + [own[0]] * (most - len(own)))
+        sums = [mine[node] for node in nodes[self.group.rank]]
+        message = torch.stack(sums + [sums[0]] * (most - len(sums)))
         everything = message.new_empty(self.group.size, *message.shape)
         self.group.all_gather(everything, message).wait()
         known = {
             node: everything[rank, i]
-            for rank, own in enumerate(nodes)
-            for i, node in enumerate(own)
+            for rank, of_rank in enumerate(nodes)
+            for i, node in enumerate(of_rank)
         }
         return add_up(self.root, known)
 

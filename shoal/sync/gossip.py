@@ -1,5 +1,4 @@
-"""Decentralized training: every replica averages with its neighbours in a graph, and with nobody
-else.
+"""Decentralized training: every replica averages with its neighbours in a graph only.
 
     step t, replica i       x_i <- update(x_i, gradient of i's samples)       on its own
                             x_i <- sum over neighbours j of w[i, j] x_j       one message each way
@@ -53,7 +52,7 @@ class Neighbours:
     def __init__(self, group: Group, mixing: Mixing):
         self.group = group
         self.mixing = mixing
-        self._landing: dict[tuple[int, int], Tensor] = {}  # by place in line and turn
+        self._landing: dict[tuple[int, int], Tensor] = {}  # by position among peers, and turn
         self._sum = torch.zeros(0)
 
     def mix(self, data: Tensor, step: int) -> None:
@@ -61,11 +60,11 @@ class Neighbours:
 
         Terms go in the order of ranks, so that equal weights give equal bits everywhere.
         """
-        shares = self.mixing.heard_by(self.group.rank, step)
+        weights = self.mixing.heard_by(self.group.rank, step)
         listeners = self.mixing.listeners(self.group.rank, step)
         before: Callable[[], None] | None = None
         for turn, chunk in enumerate(torch.split(data, CHUNK_BYTES // data.element_size())):
-            works, terms = self._exchange(chunk, shares, listeners, turn % 2)
+            works, terms = self._exchange(chunk, weights, listeners, turn % 2)
             if before is not None:
                 before()
             before = partial(self._settle, chunk, works, terms)
@@ -73,30 +72,31 @@ class Neighbours:
             before()
 
     def _exchange(
-        self, chunk: Tensor, shares: dict[int, float], listeners: Sequence[int], turn: int
+        self, chunk: Tensor, weights: dict[int, float], listeners: Sequence[int], turn: int
     ) -> tuple[list[Work], list[tuple[float, Tensor]]]:
         rank = self.group.rank
         works = []
         terms = []
-        for peer in sorted({*shares, *listeners}):
+        for peer in sorted({*weights, *listeners}):
             if peer == rank:
-                terms.append((shares[rank], chunk))
+                terms.append((weights[rank], chunk))
                 continue
             # of two ranks the lower one sends first: NCCL runs messages of a pair in this order
             for sends in (rank < peer, rank > peer):
                 if sends and peer in listeners:
                     works.append(self.group.send(chunk, peer, _TAG))
-                elif not sends and peer in shares:
+                elif not sends and peer in weights:
                     landing = self._buffer(len(terms), turn, chunk)
                     works.append(self.group.recv(landing, peer, _TAG))
-                    terms.append((shares[peer], landing))
+                    terms.append((weights[peer], landing))
         return works, terms
 
-    def _buffer(self, place: int, turn: int, like: Tensor) -> Tensor:
-        found = self._landing.get((place, turn))
-        if found is None or found.numel() < like.numel() or found.dtype != like.dtype:
-            found = self._landing[place, turn] = torch.empty_like(like)
-        return found[: like.numel()]
+    def _buffer(self, position: int, turn: int, like: Tensor) -> Tensor:
+        buffer = self._landing.get((position, turn))
+        if buffer is None or buffer.numel() < like.numel() or buffer.dtype != like.dtype:
+            buffer = torch.empty_like(like)
+            self._landing[position, turn] = buffer
+        return buffer[: like.numel()]
 
     def _settle(self, chunk: Tensor, works: list[Work], terms: list[tuple[float, Tensor]]) -> None:
         for work in works:
@@ -104,13 +104,13 @@ class Neighbours:
         if self._sum.numel() < chunk.numel() or self._sum.dtype != chunk.dtype:
             self._sum = torch.empty_like(chunk)
         total = self._sum[: chunk.numel()].zero_()
-        for share, term in terms:
-            total.add_(term, alpha=share)
+        for weight, term in terms:
+            total.add_(term, alpha=weight)
         chunk.copy_(total)
 
 
 class Mixer(Sync):
-    """What both ways to average have. `statistics` are those of BatchNorm, if replicas keep own."""
+    """What both ways to average have. `statistics` are running ones of BatchNorm."""
 
     mixes_gradients: bool
 
@@ -124,7 +124,7 @@ class Mixer(Sync):
         self.statistics = replica.statistics
         self.neighbours = Neighbours(self.group, mixing)
         self.traffic = StepTraffic(flat, self.counter)
-        self.gradient_scale = float(self.group.size)  # the mean of this is the sum of shares
+        self.gradient_scale = float(self.group.size)  # the mean over replicas is the sum
         self.distances: list[tuple[int, float]] = []
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
@@ -239,11 +239,11 @@ def mixing_bytes(mixing: Mixing, rank: int, numel: int, width: int) -> int:
     """What `Neighbours` keeps for a tensor of so many elements: messages, and a sum."""
     chunk = CHUNK_BYTES // width
     turns = [min(numel, chunk), min(max(0, numel - chunk), chunk)]
-    places = set()
+    positions = set()
     for step in range(len(mixing.matrices)):
         peers = sorted(mixing.heard_by(rank, step))
-        places |= {place for place, peer in enumerate(peers) if peer != rank}
-    return (len(places) * sum(turns) + turns[0]) * width
+        positions |= {position for position, peer in enumerate(peers) if peer != rank}
+    return (len(positions) * sum(turns) + turns[0]) * width
 
 
 @runs(Gossip)

@@ -1,4 +1,4 @@
-"""Decentralized training at everybody's own pace, on one host.
+"""Asynchronous decentralized training on one host.
 
 Each worker lays its weights out in memory that the others read
 (`transport/shm/versioned_pages.py`). After an update of its own it averages with what its

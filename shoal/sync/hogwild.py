@@ -121,7 +121,7 @@ class HogwildSync(Sync):
             pause()
 
     def after_load(self) -> None:
-        """All have put the same into the shared weights; nobody trains before the last one has."""
+        """All workers have written the same shared weights; none trains before the last one has."""
         self._settings.take()
         self._put_sums(new=True)
         self.group.barrier().wait()
@@ -210,8 +210,8 @@ class Settings:
             return {}
         if "betas" in group:
             raise BadInput(
-                f"hogwild keeps no momentum unless told, and {self._name} is not to be had without "
-                "(betas): updates that others make meanwhile act as momentum already; take SGD or "
+                f"hogwild keeps no momentum by default, and {self._name} has no form without it "
+                "(betas): concurrent updates of other workers act as momentum already; take SGD or "
                 "Adagrad, or hogwild(momentum=True)"
             )
         if not group.get("momentum"):

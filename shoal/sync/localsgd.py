@@ -101,7 +101,7 @@ class LocalSgdSync(Sync):
         self.since = 0
 
     def _add_up(self, difference: Tensor) -> Tensor:
-        """The sum of everybody's in place; returns the sum of the losses, which goes along."""
+        """Sum over all replicas in place; returns the sum of the losses, which travels with it."""
         loss = self.flat.grads.header[:1]
         if self.sums is None and self.flat.offset:
             difference[0] = loss[0]
@@ -133,7 +133,8 @@ class LocalSgdSync(Sync):
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        own = self.flat.data.clone(), [t.clone() for t in self.statistics]
+        weights = self.flat.data.clone()
+        statistics = [t.clone() for t in self.statistics]
         with self.counter.uncounted():
             states = mean_state(self.update.optimizer, self.group) if optimizer else []
             if self.since:
@@ -144,8 +145,8 @@ class LocalSgdSync(Sync):
         try:
             yield
         finally:
-            self.flat.data.copy_(own[0])
-            for tensor, before in [*zip(self.statistics, own[1], strict=True), *states]:
+            self.flat.data.copy_(weights)
+            for tensor, before in [*zip(self.statistics, statistics, strict=True), *states]:
                 tensor.copy_(before)
 
     def after_load(self) -> None:

@@ -1,8 +1,9 @@
-"""One optimizer step on gradients that are agreed: unscale, clip, learning rate, update."""
+"""One optimizer step on reduced gradients: unscale, clip, learning rate, update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +16,27 @@ from shoal.server.model.named_optimizer import ratios
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 LearningRate = Callable[[int], float]
-NormOver = Callable[[Tensor], Tensor]
+SumOfSquares = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class GradNorm:
+    """Whose gradients `clip_norm` looks at, where the optimizer of this rank owns a shard of them.
+
+    `over_shards` makes the sum of squares of this rank's gradients that of all shards; or `params`
+    names all parameters, where their gradients are here. `over_replica` adds the shards of a
+    replica that is split over workers.
+    """
+
+    over_shards: SumOfSquares | None = None
+    params: list[nn.Parameter] | None = None
+    over_replica: ReplicaGradNorm | None = None
 
 
 class OptimizerStep:
     """Owns the optimizer. `lr(step)` is absolute; parameter groups keep their ratios to it.
 
-    `named` may be a part of the model, or nothing. `norm_over` then makes the sum of squares of
-    these gradients that of all of them, for clipping; or `clipped` names them all, where they are
-    at hand. `total_norm` knows the norm of a gradient that is spread over stages.
+    `named` may be a shard of the model, or nothing.
     """
 
     def __init__(
@@ -32,11 +45,9 @@ class OptimizerStep:
         factory: OptimizerFactory,
         *,
         clip_norm: float | None = None,
+        grad_norm: GradNorm | None = None,
         lr: LearningRate | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        norm_over: NormOver | None = None,
-        clipped: list[nn.Parameter] | None = None,
-        total_norm: ReplicaGradNorm | None = None,
         tracer: Tracer = OFF,
     ):
         self.named = named
@@ -44,12 +55,10 @@ class OptimizerStep:
         self.factory = factory
         self.optimizer = make_optimizer(factory, named) if named else _idle()
         self.clip_norm = clip_norm
+        self.grad_norm = grad_norm or GradNorm()
         self.lr = lr
         self.scaler = scaler
         self.tracer = tracer
-        self.norm_over = norm_over
-        self.clipped = self.params if clipped is None else clipped
-        self.total_norm = total_norm
         self.steps = 0
         self._ratios = ratios(self.optimizer)
 
@@ -77,15 +86,17 @@ class OptimizerStep:
         return scaled
 
     def _clip(self, bound: float) -> None:
-        if self.total_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.clipped, bound, self.total_norm(self.clipped))
+        scope = self.grad_norm
+        params = self.params if scope.params is None else scope.params
+        if scope.over_replica is not None:
+            nn.utils.clip_grads_with_norm_(params, bound, scope.over_replica(params))
             return
-        if self.norm_over is None:
-            nn.utils.clip_grad_norm_(self.clipped, bound)
+        if scope.over_shards is None:
+            nn.utils.clip_grad_norm_(params, bound)
             return
-        norm = nn.utils.get_total_norm([p.grad for p in self.clipped if p.grad is not None])
-        total = self.norm_over(norm.double().square()).sqrt().to(norm.dtype)
-        nn.utils.clip_grads_with_norm_(self.clipped, bound, total)
+        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        total = scope.over_shards(norm.double().square()).sqrt().to(norm.dtype)
+        nn.utils.clip_grads_with_norm_(params, bound, total)
 
     def set_lr(self, value: float) -> None:
         for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):

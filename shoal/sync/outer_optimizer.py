@@ -48,12 +48,12 @@ class Outer:
         return {f"{self.name}/{key}": value for key, value in tensors.items()}
 
     def load_state(self, saved: dict[str, Tensor]) -> None:
-        """What the same optimizer has saved; what another one has is passed over."""
+        """Load what the same optimizer has saved; ignore what another one has."""
         prefix = f"{self.name}/"
-        own = {n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)}
-        if "rounds" in own:
-            self.rounds = max(0, int(own.pop("rounds").sum()))
-        for key, tensor in own.items():
+        state = {n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)}
+        if "rounds" in state:
+            self.rounds = max(0, int(state.pop("rounds").sum()))
+        for key, tensor in state.items():
             if tensor.dim():
                 check_size(tensor, self.weights)
             device = self.weights.device if tensor.dim() else "cpu"

@@ -15,11 +15,11 @@ from shoal.comm.objects import all_equal
 @contextmanager
 def kept(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Whatever the block does to these tensors, they have their values again afterwards."""
-    own = [tensor.clone() for tensor in tensors]
+    before = [tensor.clone() for tensor in tensors]
     try:
         yield
     finally:
-        for tensor, value in zip(tensors, own, strict=True):
+        for tensor, value in zip(tensors, before, strict=True):
             tensor.copy_(value)
 
 
@@ -38,13 +38,13 @@ def mean_state(optimizer: torch.optim.Optimizer, group: Group) -> list[tuple[Ten
     Only what has the shape of its parameter is averaged. Where ranks remember different things
     (a parameter that got a gradient on some ranks only) rank 0's state is left as it is.
     """
-    found = _alike(optimizer)
+    named = _alike(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
-    names = "\n".join(name for name, _ in found).encode()
+    names = "\n".join(name for name, _ in named).encode()
     if group.size == 1 or not all_equal(group, names, device):
         return []
     before = []
-    for _, tensor in found:
+    for _, tensor in named:
         mean = tensor.clone()
         group.reduce(mean, op=Op.MEAN).wait()
         if group.rank == 0:

@@ -1,4 +1,4 @@
-"""ZeRO: every replica computes on its part of the batch and owns a part of the training state.
+"""ZeRO: every replica computes on its slice of the batch and owns a shard of the training state.
 
     backward     bucket full ─▶ reduced to the rank that owns its parameters
     update       each rank updates the parameters that it owns, with an optimizer of its own
@@ -45,6 +45,7 @@ from shoal.sync.base import (
 from shoal.sync.ddp_exact import ExactReduce, exact_memory
 from shoal.sync.gather_optimizer import gather_optimizer
 from shoal.sync.memory import ModelSizes, SyncMemory
+from shoal.sync.optimizer_step import GradNorm
 from shoal.sync.registry import runs
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
@@ -53,13 +54,13 @@ SMALLEST_BUCKET_BYTES = 1 << 20
 ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept
 
 
-def own_named(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter]]:
+def owned_params(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter]]:
     """The parameters that this rank owns; none where there are more ranks than parameters."""
     shard = flat.shards(group.size)[group.rank]
     return [flat.named[i] for i in flat.params_in(shard)]
 
 
-def norm_over(flat: FlatParams, group: Group) -> Callable[[Tensor], Tensor]:
+def sum_over_shards(flat: FlatParams, group: Group) -> Callable[[Tensor], Tensor]:
     """The sum of squares over all shards, from that of this one."""
 
     def over(squares: Tensor) -> Tensor:
@@ -73,11 +74,11 @@ def norm_over(flat: FlatParams, group: Group) -> Callable[[Tensor], Tensor]:
 def owned_buckets(flat: FlatParams, ranks: int, num_bytes: int) -> list[tuple[int, slice]]:
     """Buckets with their owners, last one first; none crosses the border of a shard."""
     first = min(num_bytes, FIRST_BUCKET_BYTES)
-    found: list[tuple[int, slice]] = []
+    owned: list[tuple[int, slice]] = []
     for rank, shard in reversed(list(enumerate(flat.shards(ranks)))):
-        cuts = flat.buckets(num_bytes, None if found else first, shard)
-        found += [(rank, bucket) for bucket in cuts]
-    return found
+        buckets = flat.buckets(num_bytes, None if owned else first, shard)
+        owned += [(rank, bucket) for bucket in buckets]
+    return owned
 
 
 class _Sent(NamedTuple):
@@ -101,8 +102,8 @@ class ShardedUpdate:
         if isinstance(self.flat, ShardedParams):
             self.flat.reshard()
             return
-        parts = [(r, self.flat.data[s]) for r, s in enumerate(self.shards) if s.start < s.stop]
-        for work in [self.group.broadcast(part, root=rank) for rank, part in parts]:
+        shards = [(r, self.flat.data[s]) for r, s in enumerate(self.shards) if s.start < s.stop]
+        for work in [self.group.broadcast(shard, root=rank) for rank, shard in shards]:
             work.wait()
 
     @contextmanager
@@ -116,12 +117,12 @@ class ShardedUpdate:
 
     @contextmanager
     def _whole_optimizer(self) -> Iterator[None]:
-        own = self.update.optimizer
-        self.update.optimizer = gather_optimizer(self.update, self.flat, self.group) or own
+        sharded = self.update.optimizer
+        self.update.optimizer = gather_optimizer(self.update, self.flat, self.group) or sharded
         try:
             yield
         finally:
-            self.update.optimizer = own
+            self.update.optimizer = sharded
 
     def evaluating(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -210,7 +211,7 @@ class ZeroReduce(Sync):
         kept = self._kept_at
         if kept.start <= bucket.start < kept.stop and bucket.start not in self._taken:
             self._taken.add(bucket.start)
-            memory = self._place(bucket)
+            memory = self._kept_slice(bucket)
         else:
             memory = torch.empty(
                 bucket.stop - bucket.start, dtype=self.flat.dtype, device=self.flat.device
@@ -225,9 +226,9 @@ class ZeroReduce(Sync):
             work, bucket, memory = sent
             work.wait()
             if self._owner[bucket.start] == self.group.rank and not self._is_kept(sent):
-                self._place(bucket).add_(memory)
+                self._kept_slice(bucket).add_(memory)
 
-    def _place(self, bucket: slice) -> Tensor:
+    def _kept_slice(self, bucket: slice) -> Tensor:
         start = self._kept_at.start
         return self._kept[bucket.start - start : bucket.stop - start]
 
@@ -279,10 +280,10 @@ class ZeroPlan(SyncPlan[Zero]):
         return flat
 
     def owns(self, flat: FlatParams, dp: Group, exact: bool) -> Ownership:
-        named = own_named(flat, dp)
+        named = owned_params(flat, dp)
         if exact:  # every rank has the full gradient
-            return Ownership(named, clipped=flat.params)
-        return Ownership(named, norm_over(flat, dp))
+            return Ownership(named, GradNorm(params=flat.params))
+        return Ownership(named, GradNorm(sum_over_shards(flat, dp)))
 
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         plain = super().memory(sizes, rank, replicas)

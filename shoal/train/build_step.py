@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -149,16 +149,14 @@ def _optimizer_step(
     context: StepContext,
 ) -> OptimizerStep:
     scales = options.precision == "fp16"
-    shards = None if owned.norm_over is None else context.mesh.dp
+    shards = None if owned.grad_norm.over_shards is None else context.mesh.dp
     return OptimizerStep(
         owned.named,
         functions.optimizer,
         clip_norm=options.clip_norm,
+        grad_norm=replace(owned.grad_norm, over_replica=shard.total_norm(shards)),
         lr=functions.lr,
         scaler=torch.amp.GradScaler(context.device.type) if scales else None,
-        norm_over=owned.norm_over,
-        clipped=owned.clipped,
-        total_norm=shard.total_norm(shards),
         tracer=context.tracer,
     )
 

@@ -174,7 +174,7 @@ def test_adam_needs_momentum(world: World) -> None:
         step = job_of(group, strategy).step(models[group.rank], F.cross_entropy, optimizer=adam)
         return float(step.update.optimizer.param_groups[0]["lr"])
 
-    with pytest.raises(BadInput, match="AdamW is not to be had without"):
+    with pytest.raises(BadInput, match="AdamW has no form without it"):
         world(2, lambda g: body(g, "hogwild"))
     assert world(2, lambda g: body(g, "hogwild(momentum=True)")) == [0.01, 0.01]
 

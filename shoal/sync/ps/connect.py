@@ -80,7 +80,7 @@ def _served_model(term: Ps, replica: Replica, rule: Rule) -> ServedOptions:
         replica.update.clip_norm,
         replica.exact_microbatches,
         term.compress,
-        norm_from_workers=replica.update.total_norm is not None and rule.is_synchronous,
+        norm_from_workers=replica.update.grad_norm.over_replica is not None and rule.is_synchronous,
         split=ReplicaSplit(replica.replica_group.rank, replica.replica_group.size),
     )
 

@@ -42,7 +42,7 @@ class NormExchange:
     def __call__(self) -> None:
         client = self._context.client
         params = self._context.flat.params
-        total_norm = self._context.update.total_norm
+        total_norm = self._context.update.grad_norm.over_replica
         assert total_norm is not None
         norms = {
             params[index]: torch.tensor(norm, dtype=torch.float64)
