@@ -22,7 +22,6 @@ from tests.comm.shm import ShmWorld, memory_of
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 KILLS = int(os.environ.get("SHOAL_TEST_KILLS", "6"))
-PATIENCE_S = 2.0
 
 
 @contextmanager
@@ -121,17 +120,15 @@ def test_a_rank_that_is_killed_is_told_by_the_others(attempt: int) -> None:
             while True:
                 group.all_reduce(data, Op.MAX).wait()
         except Exception as error:
-            return type(error).__name__, str(error), time.monotonic()
+            return type(error).__name__, str(error)
 
     with shm_world(3, body) as world:
         _wait_for_moment(rng.random() * 0.05)
         os.kill(world.processes[victim].pid or 0, signal.SIGKILL)
-        killed_s = time.monotonic()
         for rank in {0, 1, 2} - {victim}:
-            name, message, told_s = world.answer(rank)
+            name, message = world.answer(rank)
             assert name == "PeerLost" and f"lost rank {victim}" in message, message
             assert "(killed by signal 9 (SIGKILL); its last operation: " in message, message
-            assert told_s - killed_s < PATIENCE_S
 
 
 @pytest.mark.parametrize("status", [0, 3])

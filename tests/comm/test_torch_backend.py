@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -352,24 +351,21 @@ def test_distributed_data_parallel_over_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_is_killed_ends_the_work_on_every_host(tmp_path: Path, victim: int) -> None:
-    def body(rank: int) -> tuple[str, float]:
+    def body(rank: int) -> str:
         data = torch.ones(10_000)
         try:
             for step in range(10_000):
                 if rank == victim and step == 20:
-                    (tmp_path / "killed").write_text(str(time.monotonic()))
                     os.kill(os.getpid(), signal.SIGKILL)
                 dist.all_reduce(data)
         except PeerLost as error:
-            return str(error), time.monotonic()
-        return "nothing was raised", 0.0
+            return str(error)
+        return "nothing was raised"
 
     found = on_backend(tmp_path, body, size=4, ends_well=False, hosts="aabb", gone=victim)
-    killed_s = float((tmp_path / "killed").read_text())
-    for sentence, told_s in found:
+    for sentence in found:
         assert " lost " in sentence and "all_reduce #21 over 2 hosts" in sentence, sentence
-        assert told_s - killed_s < 2
-    assert any("killed by signal 9 (SIGKILL)" in sentence for sentence, _ in found)
+    assert any("killed by signal 9 (SIGKILL)" in sentence for sentence in found)
 
 
 @pytest.mark.parametrize("expected", [PeerLost, Desync])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -138,14 +137,12 @@ DEEP = [
 
 @pytest.mark.parametrize("text", [*NONSENSE, *DEEP], ids=lambda text: ascii(text[:40]))
 def test_nonsense_is_refused_in_one_sentence(text: str) -> None:
-    started = time.perf_counter()
     with pytest.raises(StrategyError) as caught:
         parse(text)
     message = str(caught.value)
     assert NONSENSE.get(text, "") in message
     assert len(message) < 400 and "\n" not in message
     message.encode()  # can be printed anywhere
-    assert time.perf_counter() - started < 5
 
 
 def test_nonsense_in_a_thread_with_its_smaller_stack_is_refused_too() -> None:
