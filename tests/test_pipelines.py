@@ -365,7 +365,9 @@ class Counting(nn.Module):
 
 def test_stages_that_do_not_compute_what_the_model_does_are_refused(world: World) -> None:
     models = [Counting(), Counting()]
-    with pytest.raises(BadInput, match=r"the stages of Counting, cut at layers\.1, do not compute"):
+    with pytest.raises(
+        BadInput, match=r"the stages of Counting, split at layers\.1, do not compute"
+    ):
         world(2, lambda g: train(g, "pp(2)", models[g.rank], samples(8), 8))
 
 

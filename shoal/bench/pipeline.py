@@ -1,7 +1,7 @@
 """What a step of a pipeline costs: Shoal, and torch.distributed.pipelining on the same stages.
 
-Run by `shoal bench pipeline` in each of two workers. Both train their own copy of the same model,
-cut at the same block, on the same micro-batches.
+Run by `shoal bench pipeline` in each of two workers. Both train a copy of the same model, split at
+the same block, on the same micro-batches.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.bench.alternate import Timing, alternate, ratios
 from shoal.examples.gpt import VOCABULARY, Block
+from shoal.strategy.terms import Pp
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -47,13 +48,14 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def torch_step(
-    whole: nn.Sequential, cut: int, rank: int, schedule: str, microbatches: int, batch: Any
+    model: nn.Sequential, split_at: int, rank: int, pp: Pp, batch: tuple[Tensor, Tensor]
 ) -> Callable[[], None]:
     """A training step of torch.distributed.pipelining over the world of this process."""
-    layers = list(whole)
-    module = nn.Sequential(*(layers[:cut] if rank == 0 else layers[cut:]))
+    assert pp.microbatches is not None
+    layers = list(model)
+    module = nn.Sequential(*(layers[:split_at] if rank == 0 else layers[split_at:]))
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
-    runner = THEIRS[schedule](stage, n_microbatches=microbatches, loss_fn=loss)
+    runner = THEIRS[pp.schedule](stage, n_microbatches=pp.microbatches, loss_fn=loss)
     optimizer = SGD(module.parameters())
 
     def step() -> None:
@@ -76,14 +78,14 @@ def measure(job: shoal.Job, batch_size: int, rounds: int, steps: int) -> dict[st
     tokens = torch.randint(0, VOCABULARY, (batch_size, CONTEXT))
     batch = tokens, tokens.roll(-1, 1)
     step = job.step(ours, loss, optimizer=SGD)
-    part = next(iter(job.batches([batch])))
-    cut = int(step.shard.stages.cuts[0])  # type: ignore[attr-defined]
+    batch_of_job = next(iter(job.batches([batch])))
+    split_at = int(step.shard.stages.cuts[0])  # type: ignore[attr-defined]
     ways: dict[str, Callable[[], Any]] = {
-        "shoal": lambda: step(part),
-        "peer": torch_step(theirs, cut, job.rank, pp.schedule, pp.microbatches, batch),
+        "shoal": lambda: step(batch_of_job),
+        "peer": torch_step(theirs, split_at, job.rank, pp, batch),
     }
     times = alternate(ways, rounds, steps, lambda: job.group.barrier().wait())
-    found = ratios(times["shoal"], times["peer"])
+    ratio = ratios(times["shoal"], times["peer"])
     return {
         "schedule": pp.schedule,
         "microbatches": pp.microbatches,
@@ -93,7 +95,7 @@ def measure(job: shoal.Job, batch_size: int, rounds: int, steps: int) -> dict[st
         "backend": dist.get_backend(),
         "shoal": asdict(Timing.of(times["shoal"])),
         "theirs": asdict(Timing.of(times["peer"])),
-        "ratio": {"median": found.median_ms, "low": found.low_ms, "high": found.high_ms},
+        "ratio": {"median": ratio.median_ms, "low": ratio.low_ms, "high": ratio.high_ms},
     }
 
 
@@ -105,9 +107,9 @@ def main() -> None:
     args = parser.parse_args()
 
     def train(job: shoal.Job) -> None:
-        found = measure(job, args.batch_size, args.rounds, args.steps)
+        result = measure(job, args.batch_size, args.rounds, args.steps)
         if job.rank == 0:
-            args.result.write_text(json.dumps(found))
+            args.result.write_text(json.dumps(result))
 
     shoal.run(train)
 

@@ -1,6 +1,6 @@
-"""How long the stages of a pipeline idle: traced, beside what the simulation says.
+"""How long the stages of a pipeline idle: traced, beside the simulation.
 
-Layers sleep instead of computing, so that few cores can play many stages; each stage is a thread.
+Layers sleep instead of computing, so that few cores can run many stages; each stage is a thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from shoal.comm.group import Group
 from shoal.observe.trace import Recorder, Span
 from shoal.plan.timeline import Times, simulate
 from shoal.schedules.collectives.cost import Link
+from shoal.schedules.pipelines.actions import Pipeline
 from shoal.schedules.pipelines.catalog import build
-from shoal.strategy.strategy import parse
+from shoal.strategy.strategy import Strategy, parse
 from shoal.train.job import Job, RunServices
 from shoal.transport.threads import Mailboxes, ThreadTransport
 
@@ -66,33 +67,14 @@ def compare(
     action_s: float = 0.08,
     steps: int = 3,
 ) -> dict[str, Any]:
-    """The idle share of a step, the median of `steps`, beside the simulated one.
+    """The idle fraction of a step, the median of `steps`, beside the simulated one.
 
     Each of F, I and W takes `action_s`.
     """
     pipeline = build(schedule, stages, microbatches)
-    simulated = simulate(pipeline, Times(action_s, action_s, action_s)).idle
-    layers = stages * pipeline.chunks
-    cuts = [str(place) for place in range(1, layers)]
-    names = ", ".join(f'"{cut}"' for cut in cuts)
-    strategy = f'pp({stages}, schedule="{schedule}", microbatches={microbatches}, cuts=[{names}])'
 
     def train(rank: int, boxes: Mailboxes) -> list[list[Span]]:
-        tracer = Recorder(rank, 0)
-        group = Group(Scheduled(ThreadTransport(boxes, rank), link=Link()))
-        job = Job(
-            parse(strategy), group, device=torch.device("cpu"), services=RunServices(tracer=tracer)
-        )
-        model = nn.Sequential(*(Slow(action_s / pipeline.chunks) for _ in range(layers)))
-        step = job.step(model, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.0))
-        batch = torch.zeros(microbatches, 4), torch.zeros(microbatches, 4)
-        found = []
-        for part in job.batches([batch] * (steps + 1)):
-            group.barrier().wait()
-            tracer.spans = []
-            step(part)
-            found.append(tracer.spans)
-        return found[1:]  # the first step is also checked
+        return _traced_steps(rank, boxes, pipeline, action_s, steps)
 
     spans = _on_threads(stages, train)
     return {
@@ -100,20 +82,49 @@ def compare(
         "stages": stages,
         "microbatches": microbatches,
         "chunks": pipeline.chunks,
-        "simulated_idle": simulated,
+        "simulated_idle": simulate(pipeline, Times(action_s, action_s, action_s)).idle,
         "traced_idle": statistics.median(
-            idle_share(list(step)) for step in zip(*spans, strict=True)
+            idle_fraction(list(step)) for step in zip(*spans, strict=True)
         ),
     }
 
 
-def idle_share(spans: list[list[Span]]) -> float:
-    """The part of all stages' time in which they do not compute, from the first to the last."""
-    work = [[s for s in own if s.kind in ("forward", "backward")] for own in spans]
-    start = min(s.start_ns for own in work for s in own)
-    end = max(s.end_ns for own in work for s in own)
-    busy = sum(s.end_ns - s.start_ns for own in work for s in own)
-    return 1 - busy / ((end - start) * len(work))
+def _traced_steps(
+    rank: int, boxes: Mailboxes, pipeline: Pipeline, action_s: float, steps: int
+) -> list[list[Span]]:
+    """The spans of each step on one stage."""
+    tracer = Recorder(rank, 0)
+    group = Group(Scheduled(ThreadTransport(boxes, rank), link=Link()))
+    services = RunServices(tracer=tracer)
+    job = Job(_strategy(pipeline), group, device=torch.device("cpu"), services=services)
+    layers = pipeline.stages * pipeline.chunks
+    model = nn.Sequential(*(Slow(action_s / pipeline.chunks) for _ in range(layers)))
+    step = job.step(model, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.0))
+    batch = torch.zeros(pipeline.microbatches, 4), torch.zeros(pipeline.microbatches, 4)
+    spans = []
+    for local_batch in job.batches([batch] * (steps + 1)):
+        group.barrier().wait()
+        tracer.spans = []
+        step(local_batch)
+        spans.append(tracer.spans)
+    return spans[1:]  # the first step also checks the stages against the model
+
+
+def _strategy(pipeline: Pipeline) -> Strategy:
+    """One layer on each virtual stage."""
+    layers = range(1, pipeline.stages * pipeline.chunks)
+    cuts = ", ".join(f'"{layer}"' for layer in layers)
+    options = f'schedule="{pipeline.name}", microbatches={pipeline.microbatches}'
+    return parse(f"pp({pipeline.stages}, {options}, cuts=[{cuts}])")
+
+
+def idle_fraction(spans: list[list[Span]]) -> float:
+    """The fraction of all stages' time in which they do not compute, from first to last."""
+    compute = [[s for s in stage if s.kind in ("forward", "backward")] for stage in spans]
+    start = min(s.start_ns for stage in compute for s in stage)
+    end = max(s.end_ns for stage in compute for s in stage)
+    busy = sum(s.end_ns - s.start_ns for stage in compute for s in stage)
+    return 1 - busy / ((end - start) * len(compute))
 
 
 def _on_threads(size: int, train: Callable[[int, Mailboxes], T]) -> list[T]:

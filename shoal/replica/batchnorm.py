@@ -3,13 +3,13 @@
 `GlobalBatchNorm` has the statistics of the global batch (of each micro-batch of it).
 Each rank sends its mean, variance and count per channel (2C + 1 numbers, one all-gather in
 forward), and the ranks combine them in the same order; backward adds up two sums per channel
-(2C numbers, one all-reduce). A rank whose part of the batch is empty takes part with count 0.
+(2C numbers, one all-reduce). A rank whose rows of the batch are empty joins with count 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,17 @@ from shoal.comm.group import Group
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class Presence:
-    """Whether the rows that now run through the model are real, or stand in for an empty part."""
+class ForwardState:
+    """What the forward that runs now computes on."""
 
-    real = True
-    again = False  # computed a second time, for backward: nothing is to be noted
+    rows_are_real = True  # False: one row stands in for an empty micro-batch
+    is_recomputed = False  # for backward: statistics are already up to date
+
+
+class _Statistics(NamedTuple):
+    mean: Tensor
+    var: Tensor
+    samples: Tensor  # per channel, over all ranks
 
 
 class _Normalize(torch.autograd.Function):
@@ -34,15 +40,15 @@ class _Normalize(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        mean: Tensor,
-        inv_std: Tensor,
-        count: Tensor,
+        statistics: _Statistics,
+        eps: float,
         group: Group,
         real: bool,
     ) -> Tensor:
         shape = _channels(x)
-        normal = (x - mean.view(shape)) * inv_std.view(shape)
-        ctx.save_for_backward(normal, weight, inv_std, count)
+        inv_std = torch.rsqrt(statistics.var + eps)
+        normal = (x - statistics.mean.view(shape)) * inv_std.view(shape)
+        ctx.save_for_backward(normal, weight, inv_std, statistics.samples)
         ctx.group = group
         ctx.real = real
         out = normal
@@ -57,7 +63,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         normal, weight, inv_std, count = ctx.saved_tensors
         grad = grads[0].to(normal.dtype)
-        others = _others(grad)
+        others = _all_but_channels(grad)
         shape = _channels(grad)
         sums = torch.stack([grad.sum(others), (grad * normal).sum(others)])
         grad_bias = sums[0].clone()
@@ -66,94 +72,99 @@ class _Normalize(torch.autograd.Function):
         sums /= count.clamp(min=1)
         scale = inv_std if weight is None else inv_std * weight
         grad_x = (grad - sums[0].view(shape) - normal * sums[1].view(shape)) * scale.view(shape)
-        if not ctx.real:  # rows that stand in are no part of the statistics
+        if not ctx.real:  # rows that stand in are not in the statistics
             grad_x = torch.zeros_like(grad_x)
         affine = (
             None if weight is None else grad_weight,
             grad_bias if ctx.has_bias else None,
         )
-        return grad_x.to(grads[0].dtype), *affine, None, None, None, None, None
+        return grad_x.to(grads[0].dtype), *affine, None, None, None, None
 
 
 class GlobalBatchNorm(_BatchNorm):
     """A drop-in for BatchNorm1d/2d/3d that shares statistics over a group while training."""
 
-    def __init__(self, local: _BatchNorm, group: Group, presence: Presence):
+    def __init__(self, local: _BatchNorm, group: Group, state: ForwardState):
         super().__init__(
             local.num_features, local.eps, local.momentum, local.affine, local.track_running_stats
         )
         self._parameters = local._parameters
         self._buffers = local._buffers
         self.training = local.training
-        self._dims = _dims_of(local)
+        self._allowed_dims = _allowed_dims(local)
         self._group = group
-        self._presence = presence
+        self._state = state
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() not in self._dims:
-            raise ValueError(f"expected an input of {self._dims} dimensions, got {input.dim()}")
+        if input.dim() not in self._allowed_dims:
+            raise ValueError(
+                f"expected an input of {self._allowed_dims} dimensions, got {input.dim()}"
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         self._check_input_dim(input)
-        mean, var, count = self._statistics(input)
-        if count.device.type == "cpu" and count == 1:
+        statistics = self._statistics(input)
+        if statistics.samples.device.type == "cpu" and statistics.samples == 1:
             raise ValueError(
                 "BatchNorm needs more than 1 value per channel in a global batch while training"
             )
-        inv_std = torch.rsqrt(var + self.eps)
         if self.training and self.running_mean is not None:
-            self._remember(mean, var, count)
+            self._update_running(statistics)
+        real = self._state.rows_are_real
         out: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, inv_std, count, self._group, self._presence.real
+            input, self.weight, self.bias, statistics, self.eps, self._group, real
         )
         return out
 
     @torch.no_grad()
-    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _statistics(self, x: Tensor) -> _Statistics:
         """Mean and variance over all ranks, merged pairwise so that nothing cancels."""
         wide = x.detach().float() if x.dtype in (torch.float16, torch.bfloat16) else x.detach()
-        var, mean = torch.var_mean(wide, dim=_others(x), correction=0)
-        count = wide.new_tensor([x.numel() / x.shape[1] if self._presence.real else 0.0])
-        mine = torch.cat([mean, var, count])
-        everyone = mine.new_empty(self._group.size * mine.numel())
-        self._group.all_gather(everyone, mine).wait()
-        table = everyone.view(self._group.size, -1)
+        var, mean = torch.var_mean(wide, dim=_all_but_channels(x), correction=0)
+        count = wide.new_tensor([x.numel() / x.shape[1] if self._state.rows_are_real else 0.0])
+        local = torch.cat([mean, var, count])
+        gathered = local.new_empty(self._group.size * local.numel())
+        self._group.all_gather(gathered, local).wait()
+        table = gathered.view(self._group.size, -1)
         means, variances, counts = torch.split(table, [mean.numel(), mean.numel(), 1], dim=1)
         total = counts.sum()
-        share = counts / total.clamp(min=1)  # all 0 where nobody has a sample
-        mean = (means * share).sum(0)
-        var = (share * (variances + (means - mean) ** 2)).sum(0)
-        return mean, var, total
+        fraction = counts / total.clamp(min=1)  # all 0 where no rank has a sample
+        mean = (means * fraction).sum(0)
+        var = (fraction * (variances + (means - mean) ** 2)).sum(0)
+        return _Statistics(mean, var, total)
 
     @torch.no_grad()
-    def _remember(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    def _update_running(self, statistics: _Statistics) -> None:
+        mean, var, count = statistics
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
-        happened = (count > 0).to(self.running_mean.dtype)
-        self.num_batches_tracked.add_(happened.long())
+        has_samples = (count > 0).to(self.running_mean.dtype)
+        self.num_batches_tracked.add_(has_samples.long())
         momentum = self.momentum
         if momentum is None:
             momentum = 1.0 / max(1.0, float(self.num_batches_tracked))
         unbiased = var * (count / (count - 1).clamp(min=1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), happened * momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), happened * momentum)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), has_samples * momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), has_samples * momentum)
 
 
 class MicroBatchNorm(_BatchNorm):
-    """BatchNorm of one micro-batch, for exact mode: it notes what it saw, and `settle` later
-    brings the running statistics up to date, micro-batch by micro-batch in the batch's order."""
+    """BatchNorm of one micro-batch, for exact mode: it records its statistics.
 
-    def __init__(self, local: _BatchNorm, presence: Presence):
+    `update_running` later updates the running statistics, in the order of micro-batches.
+    """
+
+    def __init__(self, local: _BatchNorm, state: ForwardState):
         super().__init__(
             local.num_features, local.eps, local.momentum, local.affine, local.track_running_stats
         )
         self._parameters = local._parameters
         self._buffers = local._buffers
         self.training = local.training
-        self._presence = presence
-        self._seen: list[Tensor] = []
+        self._state = state
+        self._recorded: list[Tensor] = []
 
     def _check_input_dim(self, input: Tensor) -> None:
         return None
@@ -161,29 +172,31 @@ class MicroBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.running_mean is None:
             return super().forward(input)
-        self._note(input.detach())
+        self._record(input.detach())
         return nn.functional.batch_norm(
             input, None, None, self.weight, self.bias, training=True, eps=self.eps
         )
 
-    def _note(self, x: Tensor) -> None:
-        if self._presence.again:
+    def _record(self, x: Tensor) -> None:
+        if self._state.is_recomputed:
             return
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        var, mean = torch.var_mean(wide, dim=_others(x), correction=1)
-        self._seen.append(torch.cat([mean, var, mean.new_tensor([float(self._presence.real)])]))
+        var, mean = torch.var_mean(wide, dim=_all_but_channels(x), correction=1)
+        self._recorded.append(
+            torch.cat([mean, var, mean.new_tensor([float(self._state.rows_are_real)])])
+        )
 
     @torch.no_grad()
-    def settle(self, group: Group) -> None:
-        """One all-gather of 2C + 1 numbers a micro-batch; then the same updates everywhere."""
-        if not self._seen or self.running_mean is None or self.running_var is None:
+    def update_running(self, group: Group) -> None:
+        """One all-gather of 2C + 1 numbers per micro-batch; then the same updates on all ranks."""
+        if not self._recorded or self.running_mean is None or self.running_var is None:
             return
-        mine = torch.stack(self._seen)
-        self._seen.clear()
-        everyone = mine.new_empty(group.size * mine.shape[0], mine.shape[1])
-        group.all_gather(everyone, mine).wait()
+        local = torch.stack(self._recorded)
+        self._recorded.clear()
+        gathered = local.new_empty(group.size * local.shape[0], local.shape[1])
+        group.all_gather(gathered, local).wait()
         assert self.num_batches_tracked is not None
-        for row in everyone:
+        for row in gathered:
             if not row[-1]:
                 continue
             self.num_batches_tracked.add_(1)
@@ -201,49 +214,49 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
     """The running means and variances that are here, each once."""
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for module in model.modules():
         if isinstance(module, _NormBase) and module.running_mean is not None:
             assert module.running_var is not None
-            found |= {id(t): t for t in (module.running_mean, module.running_var)}
-    return [tensor for tensor in found.values() if not tensor.is_meta]
+            tensors |= {id(t): t for t in (module.running_mean, module.running_var)}
+    return [tensor for tensor in tensors.values() if not tensor.is_meta]
 
 
-def globalize(model: nn.Module, group: Group) -> Presence:
+def use_global_batchnorm(model: nn.Module, group: Group) -> ForwardState:
     """Replace every BatchNorm inside `model`; names and parameters stay as they are."""
-    presence = Presence()
-    _replace(model, lambda local: GlobalBatchNorm(local, group, presence))
-    return presence
+    state = ForwardState()
+    _replace(model, lambda local: GlobalBatchNorm(local, group, state))
+    return state
 
 
-def note_microbatches(model: nn.Module) -> Presence:
-    """Replace every BatchNorm inside `model` by one that is settled after each step."""
-    presence = Presence()
-    _replace(model, lambda local: MicroBatchNorm(local, presence))
-    return presence
+def use_microbatch_norm(model: nn.Module) -> ForwardState:
+    """Replace every BatchNorm inside `model` by one that is updated after each step."""
+    state = ForwardState()
+    _replace(model, lambda local: MicroBatchNorm(local, state))
+    return state
 
 
-def settle(model: nn.Module, group: Group) -> None:
+def update_running_statistics(model: nn.Module, group: Group) -> None:
     for module in model.modules():
         if isinstance(module, MicroBatchNorm):
-            module.settle(group)
+            module.update_running(group)
 
 
 def _replace(model: nn.Module, make: Callable[[_BatchNorm], nn.Module]) -> None:
-    made: dict[int, nn.Module] = {}  # a layer that is used in two places stays one
+    replaced: dict[int, nn.Module] = {}  # a layer that is used twice stays one
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if isinstance(child, _BatchNorm) and type(child) in _PLAIN:
-                parent._modules[name] = made.setdefault(id(child), make(child))
+                parent._modules[name] = replaced.setdefault(id(child), make(child))
 
 
-def _dims_of(local: nn.Module) -> tuple[int, ...]:
+def _allowed_dims(local: nn.Module) -> tuple[int, ...]:
     if isinstance(local, nn.BatchNorm1d):
         return (2, 3)
     return (4,) if isinstance(local, nn.BatchNorm2d) else (5,)
 
 
-def _others(x: Tensor) -> list[int]:
+def _all_but_channels(x: Tensor) -> list[int]:
     return [0, *range(2, x.dim())]
 
 

@@ -24,7 +24,7 @@ from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.accumulation import Accumulation, NoAccumulation, StepAccumulation
-from shoal.replica.batchnorm import Presence
+from shoal.replica.batchnorm import ForwardState
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import OnBucket
 from shoal.replica.microbatch import (
@@ -52,7 +52,7 @@ class EngineOptions:
     every_microbatch: bool = False
     gradient_scale: float = 1.0
     loss_scale: Callable[[Tensor], Tensor] | None = None
-    presence: Presence = field(default_factory=Presence)
+    forward_state: ForwardState = field(default_factory=ForwardState)
     tracer: Tracer = OFF
     recompute: bool = False
 
@@ -94,7 +94,7 @@ class Engine:
         self.follow(actions)
         self.accumulation = accumulation
         self.options = options
-        self.presence = options.presence
+        self.forward_state = options.forward_state
         self._autocast = autocast_for(flat.device, options.precision)
         self._span = options.tracer.span
         self._actions = {
@@ -193,7 +193,7 @@ class Engine:
 
     def _compute(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
         """The outputs of a chunk; behind the last one the loss."""
-        self.presence.real = micro.real
+        self.forward_state.rows_are_real = micro.real
         with self._autocast():
             outputs = self.stage.compute(action, micro, inputs)
             return self._loss_of(outputs, micro) if self.stage.computes_loss(action) else outputs
@@ -225,11 +225,11 @@ class Engine:
         """A forward is computed again: the buffers that it updates are already up to date."""
         buffers = [b for b in self.stage.model.buffers() if b.device.type != "meta"]
         before = [b.clone() for b in buffers]
-        self.presence.again = True
+        self.forward_state.is_recomputed = True
         try:
             yield
         finally:
-            self.presence.again = False
+            self.forward_state.is_recomputed = False
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.data.copy_(value)  # unseen by autograd, which holds it but does not read it
 

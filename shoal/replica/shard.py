@@ -1,4 +1,4 @@
-"""What one worker has of a replica: the whole model, a stage, slices of tensors, or both."""
+"""What one worker has of a replica: the full model, a stage, slices of tensors, or both."""
 
 from __future__ import annotations
 
@@ -226,9 +226,10 @@ class StageShard(ReplicaShard):
         self.group.broadcast(same).wait()
         if not same:
             raise BadInput(
-                f"the stages of {type(self.model).__name__}, cut at {', '.join(self.stages.cuts)}, "
-                "do not compute what the model does: its forward uses more than its inputs and "
-                "modules; put what is special about it into a module of its own"
+                f"the stages of {type(self.model).__name__}, split at "
+                f"{', '.join(self.stages.cuts)}, do not compute what the model does: "
+                "its forward uses more than its inputs and modules; put what is special about it "
+                "into a module of its own"
             )
 
     def _gather_tensors(self) -> dict[str, Tensor]:

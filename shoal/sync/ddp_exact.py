@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.replica.ordered_sum import Node, add_up, note_leaf, runs_of, whole_subtrees
+from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of, tree_sum
 from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, Sync
 from shoal.sync.memory import ModelSizes, SyncMemory
 
@@ -56,10 +56,10 @@ class ExactReduce(Sync):
         return self.flat.grads.header[0].clone()
 
     def _note(self, sums: dict[Node, Tensor], leaf: Tensor) -> None:
-        note_leaf(self.root, self.runs[self.group.rank][0], sums, leaf)
+        add_leaf(self.root, self.runs[self.group.rank][0], sums, leaf)
 
     def _agree(self, mine: dict[Node, Tensor]) -> Tensor:
-        nodes = [whole_subtrees(self.root, run) for run in self.runs]
+        nodes = [full_subtrees(self.root, run) for run in self.runs]
         most = max(map(len, nodes))
         sums = [mine[node] for node in nodes[self.group.rank]]
         message = torch.stack(sums + [sums[0]] * (most - len(sums)))
@@ -70,7 +70,7 @@ class ExactReduce(Sync):
             for rank, of_rank in enumerate(nodes)
             for i, node in enumerate(of_rank)
         }
-        return add_up(self.root, known)
+        return tree_sum(self.root, known)
 
 
 def exact_memory(

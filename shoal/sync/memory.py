@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.ordered_sum import Node, note_leaf, runs_of
+from shoal.replica.ordered_sum import Node, add_leaf, runs_of
 
 # Objects of these modules are looked into. Groups, parameters and optimizers are not.
 _SYNC = ("shoal.sync.", "shoal.compress.", "shoal.server.client", "shoal.server.model.")
@@ -85,7 +85,7 @@ class ModelSizes:
         sums: dict[Node, Tensor] = {}
         most = 0
         for _ in range(start, stop):
-            note_leaf(root, start, sums, torch.zeros(1))
+            add_leaf(root, start, sums, torch.zeros(1))
             most = max(most, len(sums))
         return most * self.buffer
 

@@ -19,11 +19,11 @@ from shoal.errors import BadInput, NotBuilt
 from shoal.observe.trace import Tracer
 from shoal.pytree import Tree
 from shoal.replica.batchnorm import (
-    Presence,
-    globalize,
+    ForwardState,
     has_batchnorm,
-    note_microbatches,
     running_statistics,
+    use_global_batchnorm,
+    use_microbatch_norm,
 )
 from shoal.replica.engine import EngineOptions
 from shoal.replica.flat_params import FlatParams
@@ -87,7 +87,7 @@ def build_step(
     embeddings = bind_embeddings(model, functions.optimizer, context.seed)
     if embeddings:
         _check_embeddings(term, options, context)
-    presence = _share_batchnorm(model, term, options, context)
+    forward_state = _share_batchnorm(model, term, options, context)
 
     # this worker's shard of the replica, and its parameters as the strategy keeps them
     shard = build_shard(model, context.strategy, mesh, device, deferred, example)
@@ -117,7 +117,7 @@ def build_step(
             every_microbatch=sync.every_microbatch and (options.exact or mesh.pp.size == 1),
             gradient_scale=sync.gradient_scale,
             loss_scale=update.scale if update.scaler is not None else None,
-            presence=presence,
+            forward_state=forward_state,
             tracer=context.tracer,
         ),
     )
@@ -203,14 +203,14 @@ def _check_embeddings(term: SyncTerm, options: StepOptions, context: StepContext
 
 def _share_batchnorm(
     model: nn.Module, term: SyncTerm, options: StepOptions, context: StepContext
-) -> Presence:
+) -> ForwardState:
     """Make BatchNorm use the samples of all replicas, where the strategy allows it."""
     dp = context.mesh.dp
     if not has_batchnorm(model) or options.batchnorm == "local":
-        return Presence()
+        return ForwardState()
     if dp.size > 1 and not term.lockstep:
         context.say(_local_statistics(term))
-        return Presence()
+        return ForwardState()
     if context.mesh.pp.size > 1 and options.accumulate == 1 and not options.exact:
         context.say(
             "BatchNorm uses the whole batch, so the stages compute it in one micro-batch, one "
@@ -222,8 +222,8 @@ def _share_batchnorm(
             "because the batch is computed in several micro-batches"
         )
     if options.exact:
-        return note_microbatches(model)
-    return globalize(model, dp.duplicate()) if dp.size > 1 else Presence()
+        return use_microbatch_norm(model)
+    return use_global_batchnorm(model, dp.duplicate()) if dp.size > 1 else ForwardState()
 
 
 def _local_statistics(term: SyncTerm) -> str:

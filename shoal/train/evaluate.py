@@ -107,7 +107,7 @@ class Evaluation:
         """The metric of one batch by name, where the outputs are known."""
         engine = self.step.engine
         inputs, targets = map_tensors(lambda t: t.to(self._device), tuple(batch))
-        engine.presence.real = batch.microbatch_sizes[0] > 0
+        engine.forward_state.rows_are_real = batch.microbatch_sizes[0] > 0
         with self.tracer.span("forward", "evaluate"):
             outputs = engine.predict(inputs)
             values = self.metric(outputs, targets) if engine.is_last else {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.sampling import Batch, FullDatasetBatch
 from shoal.embedding.module import Embedding, apply_embeddings
-from shoal.replica.batchnorm import settle
+from shoal.replica.batchnorm import update_running_statistics
 from shoal.replica.engine import Engine
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import OnBucket
@@ -77,7 +77,7 @@ class Step:
             self._push_rows(is_dataset or any(m.real for m in microbatches))
         self.sync.finish()
         if self.options.exact:
-            settle(self.model, self.mesh.dp)
+            update_running_statistics(self.model, self.mesh.dp)
         return self.sync.loss(local)
 
     def _push_rows(self, has_samples: bool) -> None:

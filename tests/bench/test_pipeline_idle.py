@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.bench.pipeline_idle import Slow, compare, idle_share
+from shoal.bench.pipeline_idle import Slow, compare, idle_fraction
 from shoal.observe.trace import Span
 from shoal.replica.pipeline.split_backward import SplitBackward
 
@@ -18,7 +18,7 @@ def span(kind: str, start: int, end: int) -> Span:
 def test_idle_is_what_is_not_computing_from_the_first_begin_to_the_last_end() -> None:
     first = [span("forward", 10, 20), span("wait", 20, 40), span("backward", 40, 50)]
     second = [span("wait", 0, 20), span("forward", 20, 30), span("backward", 30, 40)]
-    assert idle_share([first, second]) == pytest.approx(1 - 40 / 80)
+    assert idle_fraction([first, second]) == pytest.approx(1 - 40 / 80)
 
 
 def test_a_slow_layer_sleeps_once_in_each_half(monkeypatch: pytest.MonkeyPatch) -> None:

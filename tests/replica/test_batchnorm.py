@@ -16,13 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.replica.batchnorm import (
+    ForwardState,
     GlobalBatchNorm,
     MicroBatchNorm,
-    Presence,
-    globalize,
     has_batchnorm,
-    note_microbatches,
-    settle,
+    update_running_statistics,
+    use_global_batchnorm,
+    use_microbatch_norm,
 )
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -85,14 +85,14 @@ def compare(
     wanted = Outcome(whole, list(zip(x, slope, strict=True)))
 
     def body(group: Group) -> Outcome:
-        presence = Presence()
-        presence.real = parts[group.rank] > 0
-        layer = GlobalBatchNorm(layers[group.rank], group, presence)
+        forward_state = ForwardState()
+        forward_state.rows_are_real = parts[group.rank] > 0
+        layer = GlobalBatchNorm(layers[group.rank], group, forward_state)
         pieces = [
             (a.split(parts)[group.rank], b.split(parts)[group.rank])
             for a, b in zip(x, slope, strict=True)
         ]
-        if not presence.real:
+        if not forward_state.rows_are_real:
             pieces = [(numbers(1, *shape, seed=9) * 50, torch.zeros(1, *shape))] * steps
         return Outcome(layer, pieces)
 
@@ -198,7 +198,7 @@ def test_a_large_mean_does_not_swallow_the_variance(world: World) -> None:
     layers = [layer_of(nn.BatchNorm1d, torch.float32) for _ in range(2)]
 
     def body(group: Group) -> Tensor:
-        layer = GlobalBatchNorm(layers[group.rank], group, Presence())
+        layer = GlobalBatchNorm(layers[group.rank], group, ForwardState())
         out: Tensor = layer(x.chunk(2)[group.rank])
         return out.detach()
 
@@ -211,7 +211,7 @@ def test_bfloat16_inputs_are_normalized_in_float32(world: World) -> None:
     layers = [layer_of(nn.BatchNorm1d, torch.float32) for _ in range(2)]
 
     def body(group: Group) -> Tensor:
-        layer = GlobalBatchNorm(layers[group.rank], group, Presence())
+        layer = GlobalBatchNorm(layers[group.rank], group, ForwardState())
         out: Tensor = layer(x.chunk(2)[group.rank])
         return out.detach()
 
@@ -225,9 +225,9 @@ def test_one_value_per_channel_is_refused_as_on_one_device(world: World) -> None
     layers = [layer_of(nn.BatchNorm1d) for _ in range(2)]
 
     def body(group: Group) -> None:
-        presence = Presence()
-        presence.real = group.rank == 0
-        GlobalBatchNorm(layers[group.rank], group, presence)(numbers(1, CHANNELS))
+        forward_state = ForwardState()
+        forward_state.rows_are_real = group.rank == 0
+        GlobalBatchNorm(layers[group.rank], group, forward_state)(numbers(1, CHANNELS))
 
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         layer_of(nn.BatchNorm1d)(numbers(1, CHANNELS))
@@ -237,7 +237,7 @@ def test_one_value_per_channel_is_refused_as_on_one_device(world: World) -> None
 
 def test_a_wrong_number_of_dimensions_is_refused_as_on_one_device() -> None:
     local = layer_of(nn.BatchNorm2d)
-    for layer in (local, GlobalBatchNorm(local, solo_group(), Presence())):
+    for layer in (local, GlobalBatchNorm(local, solo_group(), ForwardState())):
         with pytest.raises(ValueError, match="expected"):
             layer(numbers(3, CHANNELS))
 
@@ -254,7 +254,7 @@ def test_every_batchnorm_of_a_model_is_replaced_and_nothing_is_renamed() -> None
     names = list(net.state_dict())
     parameters = list(net.parameters())
     assert has_batchnorm(net)
-    globalize(net, solo_group())
+    use_global_batchnorm(net, solo_group())
     assert isinstance(net.body[1], GlobalBatchNorm) and isinstance(net.norm, GlobalBatchNorm)
     assert list(net.state_dict()) == names
     assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
@@ -263,7 +263,7 @@ def test_every_batchnorm_of_a_model_is_replaced_and_nothing_is_renamed() -> None
 def test_a_batchnorm_that_is_used_twice_is_replaced_at_both_places() -> None:
     norm = nn.BatchNorm1d(CHANNELS)
     net = nn.Sequential(nn.Linear(3, CHANNELS), norm, nn.Linear(CHANNELS, CHANNELS), norm)
-    globalize(net, solo_group())
+    use_global_batchnorm(net, solo_group())
     assert isinstance(net[1], GlobalBatchNorm)
     assert isinstance(net[3], GlobalBatchNorm)
 
@@ -271,13 +271,13 @@ def test_a_batchnorm_that_is_used_twice_is_replaced_at_both_places() -> None:
 def test_other_norms_stay() -> None:
     net = nn.Sequential(nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3))
     assert not has_batchnorm(net)
-    globalize(net, solo_group())
+    use_global_batchnorm(net, solo_group())
     assert [type(m) for m in net] == [nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d]
 
 
 def test_a_copy_of_a_model_keeps_its_batchnorm() -> None:
     net = Net()
-    globalize(net, solo_group())
+    use_global_batchnorm(net, solo_group())
     twin = copy.deepcopy(net)
     assert isinstance(twin.norm, GlobalBatchNorm)
     twin.norm(numbers(3, 4, dtype=torch.float32))
@@ -298,11 +298,11 @@ def test_noted_microbatches_settle_in_the_order_of_the_batch(
     def body(group: Group) -> tuple[list[Tensor], dict[str, Tensor]]:
         net = nets[group.rank]
         each = 4 // size
-        note_microbatches(net)
+        use_microbatch_norm(net)
         assert isinstance(net[0], MicroBatchNorm)
         mine = microbatches[group.rank * each : (group.rank + 1) * each]
         out = [net(m).detach() for m in mine]
-        settle(net, group)
+        update_running_statistics(net, group)
         return out, dict(net[0].named_buffers())
 
     together = world(size, body)
@@ -315,9 +315,9 @@ def test_noted_microbatches_settle_in_the_order_of_the_batch(
 
 def test_noted_rows_that_stand_in_leave_no_trace() -> None:
     net = nn.Sequential(layer_of(nn.BatchNorm2d))
-    presence = note_microbatches(net)
-    presence.real = False
+    forward_state = use_microbatch_norm(net)
+    forward_state.rows_are_real = False
     net(numbers(1, CHANNELS, 2, 2))
-    settle(net, solo_group())
+    update_running_statistics(net, solo_group())
     assert net[0].num_batches_tracked == 0
     assert not net[0].running_mean.any()

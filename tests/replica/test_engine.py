@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.executors.solo import solo_group
-from shoal.comm.group import Op
+from shoal.comm.call import Call
+from shoal.comm.executors.solo import Solo, solo_group
+from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.observe.trace import Recorder
-from shoal.replica.batchnorm import Presence
+from shoal.replica.batchnorm import ForwardState
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import MicroBatch, call_model
@@ -126,14 +127,14 @@ def test_the_scale_of_a_loss_multiplies_gradients_and_not_the_loss() -> None:
 
 
 def test_the_model_can_tell_rows_that_stand_in() -> None:
-    presence = Presence()
+    forward_state = ForwardState()
     seen: list[bool] = []
 
     def loss(out: Tensor, target: Tensor) -> Tensor:
-        seen.append(presence.real)
+        seen.append(forward_state.rows_are_real)
         return F.mse_loss(out, target)
 
-    engine = engine_of(linear(), 2, loss, presence=presence)
+    engine = engine_of(linear(), 2, loss, forward_state=forward_state)
     engine.run([micro([1.0, 0.0], 0.0, real=False), micro([1.0, 0.0], 1.0)], ignore)
     assert seen == [False, True]
 
@@ -280,8 +281,8 @@ def test_dropout_that_is_switched_on_later_draws_from_its_own_stream_too() -> No
     assert model.masks[2:4] == model.masks[4:6]
 
 
-class LonelyRank:
-    """One rank of a world whose other ranks agree with everything it says.
+class LonelyRank(Solo):
+    """One rank of a world whose other ranks contribute what it contributes, or nothing.
 
     Ranks of a world of threads share one global random state, so masks are seen rank by rank.
     """
@@ -290,14 +291,11 @@ class LonelyRank:
         self.rank = rank
         self.size = size
 
-    def broadcast(self, data: Tensor, root: int = 0) -> Work:
-        return DoneWork()
-
-    def all_reduce(self, data: Tensor, op: Op = Op.SUM) -> Work:
-        return DoneWork()
-
-    def all_gather(self, out: Tensor, data: Tensor) -> Work:
-        out.copy_(data.expand(self.size, *data.shape).reshape(out.shape))
+    def submit(self, call: Call) -> Work:
+        if call.kind == "all_gather":
+            assert isinstance(call.data, Tensor) and isinstance(call.out, Tensor)
+            repeated = call.data.expand(self.size, *call.data.shape)
+            call.out.copy_(repeated.reshape(call.out.shape))
         return DoneWork()
 
 
@@ -305,7 +303,7 @@ def masks_by_step(size: int, exact: bool, steps: int = 3) -> list[list[list[floa
     """The masks of each step, in the order of micro-batches over all ranks."""
     found: list[list[list[float]]] = [[] for _ in range(steps)]
     for rank in range(size):
-        group: Any = LonelyRank(rank, size)
+        group = Group(LonelyRank(rank, size))
         job = Job(parse("ddp"), group, device=CPU, seed=4)
         model = Noisy()
         options: dict[str, Any] = {"exact": True, "microbatches": 4} if exact else {}

@@ -14,7 +14,7 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.ordered_sum import Node, add_up, halves, whole_subtrees
+from shoal.replica.ordered_sum import Node, children, full_subtrees, tree_sum
 from shoal.strategy.strategy import parse
 from shoal.sync.base import Replica
 from shoal.sync.ddp_exact import ExactReduce
@@ -50,24 +50,24 @@ def test_the_tree_of_six_leaves() -> None:
             \______ /
                0-6
     """
-    assert halves((0, 6)) == ((0, 4), (4, 6))
-    assert halves((0, 4)) == ((0, 2), (2, 4))
-    assert halves((4, 6)) == ((4, 5), (5, 6))
-    assert whole_subtrees((0, 6), (0, 3)) == [(0, 2), (2, 3)]
-    assert whole_subtrees((0, 6), (3, 6)) == [(3, 4), (4, 6)]
-    assert [whole_subtrees((0, 6), run) for run in runs_of(6, 3)] == [[(0, 2)], [(2, 4)], [(4, 6)]]
+    assert children((0, 6)) == ((0, 4), (4, 6))
+    assert children((0, 4)) == ((0, 2), (2, 4))
+    assert children((4, 6)) == ((4, 5), (5, 6))
+    assert full_subtrees((0, 6), (0, 3)) == [(0, 2), (2, 3)]
+    assert full_subtrees((0, 6), (3, 6)) == [(3, 4), (4, 6)]
+    assert [full_subtrees((0, 6), run) for run in runs_of(6, 3)] == [[(0, 2)], [(2, 4)], [(4, 6)]]
 
 
 def test_six_leaves_are_added_in_the_order_of_the_tree() -> None:
     known = {(i, i + 1): torch.tensor(x) for i, x in enumerate([1e8, 1.0, 2.0, -1e8, 3.0, 4.0])}
     v = [known[i, i + 1] for i in range(6)]
-    assert torch.equal(add_up((0, 6), known), ((v[0] + v[1]) + (v[2] + v[3])) + (v[4] + v[5]))
+    assert torch.equal(tree_sum((0, 6), known), ((v[0] + v[1]) + (v[2] + v[3])) + (v[4] + v[5]))
 
 
 @quick
 @given(st.integers(0, 1000), st.integers(2, 1000))
 def test_the_left_half_is_a_power_of_two_and_not_the_smaller_one(start: int, leaves: int) -> None:
-    left, right = halves((start, start + leaves))
+    left, right = children((start, start + leaves))
     assert left[0] == start and left[1] == right[0] and right[1] == start + leaves
     size = left[1] - left[0]
     assert size & (size - 1) == 0
@@ -76,14 +76,14 @@ def test_the_left_half_is_a_power_of_two_and_not_the_smaller_one(start: int, lea
 
 @pytest.mark.parametrize(("m", "r"), pairs)
 def test_the_subtrees_of_all_runs_tile_the_tree(m: int, r: int) -> None:
-    nodes = [node for run in runs_of(m, r) for node in whole_subtrees((0, m), run)]
+    nodes = [node for run in runs_of(m, r) for node in full_subtrees((0, m), run)]
     assert [leaf for a, b in nodes for leaf in range(a, b)] == list(range(m))
 
 
 @pytest.mark.parametrize(("m", "r"), pairs)
 def test_a_run_needs_at_most_twice_the_depth_of_the_tree(m: int, r: int) -> None:
     depth = max(1, (m - 1).bit_length())
-    assert all(len(whole_subtrees((0, m), run)) <= 2 * depth for run in runs_of(m, r))
+    assert all(len(full_subtrees((0, m), run)) <= 2 * depth for run in runs_of(m, r))
 
 
 @quick
@@ -93,11 +93,11 @@ def test_the_sum_has_the_same_bits_at_any_number_of_replicas(
 ) -> None:
     m, r = pair
     leaves = {(i, i + 1): leaf for i, leaf in enumerate(leaves_of(m, seed))}
-    alone = add_up((0, m), leaves)
+    alone = tree_sum((0, m), leaves)
     gathered = {
-        node: add_up(node, leaves) for run in runs_of(m, r) for node in whole_subtrees((0, m), run)
+        node: tree_sum(node, leaves) for run in runs_of(m, r) for node in full_subtrees((0, m), run)
     }
-    assert torch.equal(add_up((0, m), gathered), alone)
+    assert torch.equal(tree_sum((0, m), gathered), alone)
 
 
 def test_another_order_would_give_other_bits() -> None:
@@ -105,7 +105,7 @@ def test_another_order_would_give_other_bits() -> None:
     different = 0
     for seed in range(20):
         leaves = leaves_of(16, seed)
-        tree = add_up((0, 16), {(i, i + 1): leaf for i, leaf in enumerate(leaves)})
+        tree = tree_sum((0, 16), {(i, i + 1): leaf for i, leaf in enumerate(leaves)})
         different += not torch.equal(tree, sum(leaves[1:], leaves[0]))
     assert different > 10
 

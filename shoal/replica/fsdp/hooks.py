@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from shoal.replica.fsdp.unit_gather import Run, Sharded, UnitGather, in_backward
+from shoal.replica.fsdp.unit_gather import Run, ShardHolder, UnitGather, in_backward
 
 _METADATA = {  # what a function may ask of a parameter without using its values
     getattr(torch.Tensor, name).__get__
@@ -42,7 +42,7 @@ class SavedPosition(NamedTuple):
     offset: int  # from the start of the run
 
 
-class HookedParams(Sharded, Protocol):
+class HookedParams(ShardHolder, Protocol):
     dtype: torch.dtype
     is_full: bool
     on_saved: Callable[[Tensor], Tensor]

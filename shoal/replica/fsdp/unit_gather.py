@@ -49,7 +49,7 @@ class Unit:
     missing_grads: int = 0
 
 
-class Sharded(Protocol):
+class ShardHolder(Protocol):
     """What gathering needs to know of the parameters and this rank's shard."""
 
     group: Group
@@ -72,7 +72,7 @@ class Sharded(Protocol):
 class UnitGather:
     """The units of a model. Every rank gathers the same units in the same order."""
 
-    def __init__(self, flat: Sharded, wrapped: Sequence[WrappedModule]):
+    def __init__(self, flat: ShardHolder, wrapped: Sequence[WrappedModule]):
         self._flat = flat
         self.units: list[Unit] = []
         self.unit_of = [0] * len(flat.params)

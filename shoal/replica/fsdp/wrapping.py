@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-LARGEST = 8  # a unit is at most this part of the model, where the modules allow it
-SMALLEST = 64  # smaller modules than this part of the model join the root unit ...
-ROOT = 16  # ... as long as that is smaller than this part
+LARGEST = 8  # a unit is at most 1 / LARGEST of the model, where the modules allow it
+SMALLEST = 64  # modules below 1 / SMALLEST of the model join the root unit ...
+ROOT = 16  # ... as long as that stays below 1 / ROOT of the model
 
 
 @dataclass(frozen=True)

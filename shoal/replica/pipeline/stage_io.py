@@ -93,7 +93,7 @@ class StageMessages:
                 sent.wait()
         self.held[source.stage] = [one for one in messages if one[0] > done]
 
-    def _position_at(self, place: VirtualStage, action: Action) -> int:
+    def _position_at(self, other: VirtualStage, action: Action) -> int:
         """Where the action of that stage for this micro-batch, in this direction, stands."""
         kinds = (
             [ActionKind.FORWARD]
@@ -101,10 +101,10 @@ class StageMessages:
             else [ActionKind.BACKWARD, ActionKind.INPUT]
         )
         for kind in kinds:
-            other = Action(kind, action.microbatch, place.chunk)
-            if (place.stage, other) in self._position:
-                return self._position[place.stage, other]
-        raise AssertionError(f"stage {place.stage} has no counterpart of {action}")
+            counterpart = Action(kind, action.microbatch, other.chunk)
+            if (other.stage, counterpart) in self._position:
+                return self._position[other.stage, counterpart]
+        raise AssertionError(f"stage {other.stage} has no counterpart of {action}")
 
 
 class PipelineStage:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.replica.ordered_sum import Node, add_up, runs_of, whole_subtrees
+from shoal.replica.ordered_sum import Node, full_subtrees, runs_of, tree_sum
 from shoal.server.model.named_optimizer import ratios
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import ModelSpec, ParameterSlice, ShardState, StateTensor
@@ -99,7 +99,7 @@ class Shard:
             for pushed, nodes in zip(pushes, subtrees, strict=True)
             for i, node in enumerate(nodes)
         }
-        return add_up((0, self.spec.microbatches), known)
+        return tree_sum((0, self.spec.microbatches), known)
 
     def divide(self, by: float) -> None:
         if by not in (0.0, 1.0):
@@ -237,7 +237,7 @@ def subtrees_of(spec: ModelSpec) -> list[list[Node]] | None:
     if spec.microbatches is None:
         return None
     runs = runs_of(spec.microbatches, spec.rule.workers)
-    return [whole_subtrees((0, spec.microbatches), run) for run in runs]
+    return [full_subtrees((0, spec.microbatches), run) for run in runs]
 
 
 def partial_sums(spec: ModelSpec) -> int:

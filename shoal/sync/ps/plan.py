@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shoal.compress.catalog import make_compressor
 from shoal.compress.powersgd import PowerSgd
-from shoal.replica.ordered_sum import runs_of, whole_subtrees
+from shoal.replica.ordered_sum import full_subtrees, runs_of
 from shoal.server.model.partition import FlatParameter, ServerSlice, partition
 from shoal.server.protocol.messages import ParameterSlice
 from shoal.strategy.terms import Ps
@@ -62,7 +62,7 @@ class PsPlan(SyncPlan[Ps]):
         exact = sizes.exact_microbatches
         if exact is None:
             return 1
-        return max(len(whole_subtrees((0, exact), run)) for run in runs_of(exact, replicas))
+        return max(len(full_subtrees((0, exact), run)) for run in runs_of(exact, replicas))
 
     def _residuals(self, sizes: ModelSizes, replicas: int) -> int:
         """Those of `CompressedPush`: one, a copy of it where late pushes are dropped, and bases."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.ordered_sum import Node, note_leaf, runs_of, whole_subtrees
+from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of
 from shoal.server.client import Client
 
 BUCKET_BYTES = 4 << 20
@@ -92,7 +92,7 @@ class ExactPush(GradientPush):
         workers = client.specs[0].rule.workers
         self._root = (0, microbatches)
         self._run = runs_of(microbatches, workers)[client.rank]
-        self._subtrees = whole_subtrees(self._root, self._run)
+        self._subtrees = full_subtrees(self._root, self._run)
 
     def begin(self) -> None:
         self._sums: dict[int, dict[Node, Tensor]] = {}
@@ -100,9 +100,9 @@ class ExactPush(GradientPush):
 
     def reduce(self, bucket: slice) -> None:
         sums = self._sums.setdefault(bucket.start, {})
-        note_leaf(self._root, self._run[0], sums, self.flat.grads.buffer[bucket])
+        add_leaf(self._root, self._run[0], sums, self.flat.grads.buffer[bucket])
         if bucket.start == 0:
-            note_leaf(self._root, self._run[0], self._headers, self.flat.grads.header)
+            add_leaf(self._root, self._run[0], self._headers, self.flat.grads.header)
 
     def finish(self) -> Tensor:
         grads = self.flat.grads
