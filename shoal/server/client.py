@@ -22,6 +22,7 @@ from shoal.runtime.config import TlsConfig
 from shoal.server import shared_memory as shared
 from shoal.server.link import PostedRequest, ServerLink
 from shoal.server.model.shard import DTYPES, partial_sums
+from shoal.server.model.shard_state import read_tensors
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, decode, encode
 from shoal.server.protocol.messages import (
@@ -321,11 +322,4 @@ def _unpack_state(reply: Reply) -> tuple[ShardState, list[Tensor]]:
     state = decode(reply.meta, ShardState)
     payload = reply.payload
     flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0)
-    tensors = []
-    start = 0
-    for value in state.tensors:
-        dtype = DTYPES[value.dtype]
-        stop = start + math.prod(value.shape) * dtype.itemsize
-        tensors.append(flat[start:stop].clone().view(dtype).reshape(value.shape))
-        start = stop
-    return state, tensors
+    return state, read_tensors(state, flat)

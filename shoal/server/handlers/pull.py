@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.server.handlers.dispatch import handles
+from shoal.server.model.shard_state import check_state
 from shoal.server.peer import Peer
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.messages import Pull, ShardState
@@ -30,7 +31,7 @@ def get_state(peer: Peer, header: Header, meta: bytes) -> None:
 def set_state(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
     state = decode(meta, ShardState)
-    num_bytes = model.state.shard.check_state(state)
+    num_bytes = check_state(model.state.shard, state)
     if header.payload_bytes != num_bytes:
         raise Refused(f"expected {num_bytes} bytes of state, got {header.payload_bytes}")
     payload = bytearray(num_bytes)

@@ -19,19 +19,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
 from typing import Any
 
 from torch import Tensor
 
-from shoal.server.consistency import PushVerdict
 from shoal.server.model.clipping import Clipping
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.log import Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer
+from shoal.server.model.shard_state import get_state, restore
 from shoal.server.model.snapshot import Snapshot, install_snapshot, take_snapshot
 from shoal.server.model.state import ModelState
+from shoal.server.model.statistics import Statistics
 from shoal.server.model.tables import Tables
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import (
@@ -61,9 +61,7 @@ class ServedModel:
         self.log = Log(self.state, self.clipping)
         if is_leader:
             self.membership.on_departure = self._log_departure
-        self._repeated = 0
-        self._missed_updates: Counter[int] = Counter()  # between a pull and its push
-        self._steps_ahead: Counter[int] = Counter()  # of the slowest worker, at a pull
+        self._statistics = Statistics()
         self._weights_file: tuple[int, int] | None = None  # the memory that workers map
 
     @property
@@ -124,13 +122,13 @@ class ServedModel:
                 self.log.followers.wait_connected()
             pushes = self.membership.members[worker].pushes
             if pushes.is_repeated(sequence):
-                self._repeated += 1
+                self._statistics.repeated_pushes += 1
                 return Ack("again", self.log.position)
             self._check_gradients(pushes, sequence)
             pushes.commit(sequence)
             ack = Ack("staged", self.log.position)
             if self.is_leader:
-                self._missed_updates[max(0, self.version - commit.version)] += 1
+                self._statistics.note_push(self.version - commit.version)
                 ack = self.log.decide(worker, sequence, commit)
             self.lock.notify_all()
             return ack
@@ -190,7 +188,7 @@ class ServedModel:
             return Pulled(self.version, None, None)
         ledger = self.state.ledger
         if request.step is not None:
-            self._steps_ahead[max(0, request.step - ledger.slowest)] += 1
+            self._statistics.note_pull(request.step - ledger.slowest)
         return Pulled(self.version, ledger.slowest, ledger.fastest)
 
     # ------------------------------------------------------------------ checkpoints
@@ -198,13 +196,13 @@ class ServedModel:
     def optimizer_state(self) -> tuple[ShardState, list[Tensor]]:
         with self.lock:
             self.membership.check()
-            state, tensors = self.state.shard.state(self.version)
+            state, tensors = get_state(self.state.shard, self.version)
             return state, [tensor.clone() for tensor in tensors]
 
     def restore(self, state: ShardState, payload: bytearray) -> None:
         """Weights and optimizer state of a checkpoint; all workers continue from its step."""
         with self.lock:
-            self.state.shard.restore(state, payload)
+            restore(self.state.shard, state, payload)
             self.state.restart(state.steps)
             self.log.restart(self.log.position, self.log.epoch)
             self.lock.notify_all()
@@ -224,28 +222,5 @@ class ServedModel:
 
     def report(self) -> dict[str, Any]:
         with self.lock:
-            report = {
-                "updates": self.version,
-                "sent_again": self._repeated,
-                "lost": self.membership.lost,
-            }
-            return report | self._decisions() if self.is_leader else report
-
-    def _decisions(self) -> dict[str, Any]:
-        ledger = self.state.ledger
-        workers = sorted(ledger.outcomes)
-        return {
-            "workers": {
-                str(w): {verdict.value: ledger.outcomes[w][verdict] for verdict in PushVerdict}
-                for w in workers
-            },
-            "left_out": {
-                str(w): ledger.skipped(w, to_the_end=self.membership.has_left(w)) for w in workers
-            },
-            "missed_updates": _by_number(self._missed_updates),
-            "steps_ahead": _by_number(self._steps_ahead),
-        }
-
-
-def _by_number(counts: Counter[int]) -> dict[str, int]:
-    return {str(number): counts[number] for number in sorted(counts)}
+            ledger = self.state.ledger if self.is_leader else None
+            return self._statistics.report(self.version, self.membership, ledger)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.replica.ordered_sum import Node, full_subtrees, runs_of, tree_sum
 from shoal.server.model.named_optimizer import ratios
-from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import ModelSpec, ParameterSlice, ShardState, StateTensor
+from shoal.server.protocol.messages import ModelSpec, ParameterSlice
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -22,7 +20,6 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_STATE_TENSORS = 16  # of an optimizer, for one parameter
 
 
 class Shard:
@@ -144,92 +141,10 @@ class Shard:
             if self._has_grad(held) and held.parameter not in self._copies
         ]
 
-    # ------------------------------------------------------------------ checkpoints
-
-    def state(self, steps: int) -> tuple[ShardState, list[Tensor]]:
-        """The optimizer's state, by parameter slice."""
-        specs = []
-        tensors = []
-        numbers = []
-        for i, p in enumerate(self.params):
-            entries = self.optimizer.state.get(p, {}) if self.optimizer is not None else {}
-            for key, value in entries.items():
-                if isinstance(value, Tensor):
-                    specs.append(StateTensor(i, key, _name(value.dtype), tuple(value.shape)))
-                    tensors.append(value.detach().contiguous())
-                elif value is None or isinstance(value, (bool, int, float)):
-                    numbers.append((i, key, value))
-        return ShardState(steps, tuple(specs), tuple(numbers), weights=False), tensors
-
-    def check_state(self, state: ShardState) -> int:
-        """The bytes of its payload; Refused if a tensor does not fit its parameter slice."""
-        total = self.size * self.dtype.itemsize if state.weights else 0
-        if len(state.tensors) > _MAX_STATE_TENSORS * len(self.params):
-            raise Refused(
-                f"{len(state.tensors)} tensors of state for {len(self.params)} parameters"
-            )
-        for tensor in state.tensors:
-            count = math.prod(tensor.shape)
-            if tensor.slice >= len(self.params):
-                raise Refused(f"state of slice {tensor.slice}, which is not held here")
-            if count > max(1, self.params[tensor.slice].numel()):
-                raise Refused(f"state {tensor.key!r} {tensor.shape} does not fit its parameter")
-            total += count * DTYPES[tensor.dtype].itemsize
-        if any(i >= len(self.params) for i, _, _ in state.numbers):
-            raise Refused("state of a slice that is not held here")
-        return total
-
-    def restore(self, state: ShardState, payload: bytearray) -> None:
-        """Replace weights and optimizer state; `check_state` has accepted them."""
-        flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0)
-        weight_bytes = self.size * self.dtype.itemsize if state.weights else 0
-        if weight_bytes:
-            self.data.copy_(flat[:weight_bytes].view(self.dtype))
-        if self.optimizer is not None:
-            self._load(self.optimizer, state, read_tensors(state, flat, weight_bytes))
-
-    def restore_optimizer(self, state: ShardState, tensors: Sequence[Tensor]) -> None:
-        """Replace the optimizer state by what `state` has returned."""
-        if self.optimizer is not None:
-            self._load(self.optimizer, state, [tensor.clone() for tensor in tensors])
-
-    def _load(
-        self, optimizer: torch.optim.Optimizer, state: ShardState, tensors: Sequence[Tensor]
-    ) -> None:
-        entries: dict[int, dict[str, Any]] = {}
-        for spec, tensor in zip(state.tensors, tensors, strict=True):
-            entries.setdefault(spec.slice, {})[spec.key] = tensor
-        for i, key, number in state.numbers:
-            entries.setdefault(i, {})[key] = number
-        document = optimizer.state_dict()
-        numbers = self._numbers(optimizer, document)
-        document["state"] = {numbers[i]: values for i, values in entries.items()}
-        for group, options in zip(document["param_groups"], state.options, strict=False):
-            group.update({k: v for k, v in options.items() if k in group and k != "params"})
-        optimizer.load_state_dict(document)
-
-    def _numbers(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> list[int]:
-        """The key of each parameter in the optimizer's state: a number in the order of groups."""
-        numbers: dict[int, int] = {}
-        for group, saved in zip(optimizer.param_groups, document["param_groups"], strict=True):
-            numbers |= dict(zip(map(id, group["params"]), saved["params"], strict=True))
-        return [numbers[id(p)] for p in self.params]
-
     def _view(self, buffer: Tensor, i: int) -> Tensor:
         held = self.spec.slices[i]
         start = held.start - self.spec.start
         return buffer[start : start + math.prod(held.shape)].view(held.shape)
-
-
-def read_tensors(state: ShardState, flat: Tensor, offset: int = 0) -> list[Tensor]:
-    """The tensors of a payload of bytes, from `offset` on. Copies: they may be unaligned there."""
-    tensors = []
-    for spec in state.tensors:
-        dtype = DTYPES[spec.dtype]
-        end = offset + math.prod(spec.shape) * dtype.itemsize
-        tensors.append(flat[offset:end].clone().view(dtype).reshape(spec.shape))
-        offset = end
-    return tensors
 
 
 def subtrees_of(spec: ModelSpec) -> list[list[Node]] | None:
@@ -252,7 +167,3 @@ def clip_factor(norms: Sequence[float], bound: float, dtype: torch.dtype) -> flo
         return 1.0
     total = torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype))
     return float(torch.clamp(bound / (total + 1e-6), max=1.0))
-
-
-def _name(dtype: torch.dtype) -> Any:
-    return NAMES[dtype]

@@ -16,6 +16,7 @@ from shoal.server.consistency import LedgerState
 from shoal.server.model.named_optimizer import options_of
 from shoal.server.model.push_buffer import RowPush
 from shoal.server.model.shard import Shard
+from shoal.server.model.shard_state import get_state, restore_optimizer
 from shoal.server.model.state import ModelState
 from shoal.server.model.tables import Tables
 from shoal.server.protocol.frames import Refused
@@ -80,12 +81,12 @@ def install_snapshot(state: ModelState, snapshot: Snapshot) -> None:
     state.shard.data.copy_(snapshot.weights)
     state.shard.sum.copy_(snapshot.sum)
     state.shard.loss_flags.copy_(snapshot.loss_flags)
-    state.shard.restore_optimizer(snapshot.optimizer, snapshot.optimizer_tensors)
+    restore_optimizer(state.shard, snapshot.optimizer, snapshot.optimizer_tensors)
     _restore_tables(state.tables, snapshot)
 
 
 def _optimizer_state(shard: Shard) -> tuple[ShardState, tuple[Tensor, ...]]:
-    optimizer, tensors = shard.state(0)
+    optimizer, tensors = get_state(shard, steps=0)
     if shard.optimizer is not None:
         groups = shard.optimizer.param_groups
         options = tuple(options_of(shard.optimizer, group) for group in groups)

@@ -1,0 +1,104 @@
+"""Weights and optimizer state of a shard, for checkpoints and snapshots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.server.model.shard import DTYPES, NAMES, Shard
+from shoal.server.protocol.frames import Refused
+from shoal.server.protocol.messages import ShardState, StateTensor
+
+_MAX_STATE_TENSORS = 16  # of an optimizer, for one parameter
+
+
+def get_state(shard: Shard, steps: int) -> tuple[ShardState, list[Tensor]]:
+    """The optimizer's state, by parameter slice."""
+    specs = []
+    tensors = []
+    numbers = []
+    for i, p in enumerate(shard.params):
+        entries = shard.optimizer.state.get(p, {}) if shard.optimizer is not None else {}
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                specs.append(StateTensor(i, key, _dtype_name(value.dtype), tuple(value.shape)))
+                tensors.append(value.detach().contiguous())
+            elif value is None or isinstance(value, (bool, int, float)):
+                numbers.append((i, key, value))
+    return ShardState(steps, tuple(specs), tuple(numbers), weights=False), tensors
+
+
+def check_state(shard: Shard, state: ShardState) -> int:
+    """The bytes of its payload; Refused if a tensor does not fit its parameter slice."""
+    total = shard.size * shard.dtype.itemsize if state.weights else 0
+    if len(state.tensors) > _MAX_STATE_TENSORS * len(shard.params):
+        raise Refused(f"{len(state.tensors)} tensors of state for {len(shard.params)} parameters")
+    for tensor in state.tensors:
+        count = math.prod(tensor.shape)
+        if tensor.slice >= len(shard.params):
+            raise Refused(f"state of slice {tensor.slice}, which is not held here")
+        if count > max(1, shard.params[tensor.slice].numel()):
+            raise Refused(f"state {tensor.key!r} {tensor.shape} does not fit its parameter")
+        total += count * DTYPES[tensor.dtype].itemsize
+    if any(i >= len(shard.params) for i, _, _ in state.numbers):
+        raise Refused("state of a slice that is not held here")
+    return total
+
+
+def restore(shard: Shard, state: ShardState, payload: bytearray) -> None:
+    """Replace weights and optimizer state; `check_state` has accepted them."""
+    flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0)
+    weight_bytes = shard.size * shard.dtype.itemsize if state.weights else 0
+    if weight_bytes:
+        shard.data.copy_(flat[:weight_bytes].view(shard.dtype))
+    if shard.optimizer is not None:
+        _load(shard, shard.optimizer, state, read_tensors(state, flat, weight_bytes))
+
+
+def restore_optimizer(shard: Shard, state: ShardState, tensors: Sequence[Tensor]) -> None:
+    """Replace the optimizer state by what `get_state` has returned."""
+    if shard.optimizer is not None:
+        _load(shard, shard.optimizer, state, [tensor.clone() for tensor in tensors])
+
+
+def _load(
+    shard: Shard, optimizer: torch.optim.Optimizer, state: ShardState, tensors: Sequence[Tensor]
+) -> None:
+    entries: dict[int, dict[str, Any]] = {}
+    for spec, tensor in zip(state.tensors, tensors, strict=True):
+        entries.setdefault(spec.slice, {})[spec.key] = tensor
+    for i, key, number in state.numbers:
+        entries.setdefault(i, {})[key] = number
+    document = optimizer.state_dict()
+    numbers = _numbers(shard, optimizer, document)
+    document["state"] = {numbers[i]: values for i, values in entries.items()}
+    for group, options in zip(document["param_groups"], state.options, strict=False):
+        group.update({k: v for k, v in options.items() if k in group and k != "params"})
+    optimizer.load_state_dict(document)
+
+
+def _numbers(shard: Shard, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> list[int]:
+    """The key of each parameter in the optimizer's state: a number in the order of groups."""
+    numbers: dict[int, int] = {}
+    for group, saved in zip(optimizer.param_groups, document["param_groups"], strict=True):
+        numbers |= dict(zip(map(id, group["params"]), saved["params"], strict=True))
+    return [numbers[id(p)] for p in shard.params]
+
+
+def read_tensors(state: ShardState, flat: Tensor, offset: int = 0) -> list[Tensor]:
+    """The tensors of a payload of bytes, from `offset` on. Copies: they may be unaligned there."""
+    tensors = []
+    for spec in state.tensors:
+        dtype = DTYPES[spec.dtype]
+        end = offset + math.prod(spec.shape) * dtype.itemsize
+        tensors.append(flat[offset:end].clone().view(dtype).reshape(spec.shape))
+        offset = end
+    return tensors
+
+
+def _dtype_name(dtype: torch.dtype) -> Any:
+    return NAMES[dtype]

@@ -1,0 +1,51 @@
+"""Counts of pushes and pulls, as reports of a run show them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from shoal.server.consistency import Ledger, PushVerdict
+from shoal.server.model.membership import Membership
+
+
+class Statistics:
+    """What one server has counted for one model."""
+
+    def __init__(self) -> None:
+        self.repeated_pushes = 0
+        self._missed_updates: Counter[int] = Counter()  # between a pull and its push
+        self._steps_ahead: Counter[int] = Counter()  # of the slowest worker, at a pull
+
+    def note_push(self, missed_updates: int) -> None:
+        self._missed_updates[max(0, missed_updates)] += 1
+
+    def note_pull(self, steps_ahead: int) -> None:
+        self._steps_ahead[max(0, steps_ahead)] += 1
+
+    def report(self, version: int, membership: Membership, ledger: Ledger | None) -> dict[str, Any]:
+        """The ledger is the leader's; decisions are in the leader's report only."""
+        counts = {
+            "updates": version,
+            "sent_again": self.repeated_pushes,
+            "lost": membership.lost,
+        }
+        return counts if ledger is None else counts | self._decisions(membership, ledger)
+
+    def _decisions(self, membership: Membership, ledger: Ledger) -> dict[str, Any]:
+        workers = sorted(ledger.outcomes)
+        return {
+            "workers": {
+                str(w): {verdict.value: ledger.outcomes[w][verdict] for verdict in PushVerdict}
+                for w in workers
+            },
+            "left_out": {
+                str(w): ledger.skipped(w, to_the_end=membership.has_left(w)) for w in workers
+            },
+            "missed_updates": _by_number(self._missed_updates),
+            "steps_ahead": _by_number(self._steps_ahead),
+        }
+
+
+def _by_number(counts: Counter[int]) -> dict[str, int]:
+    return {str(number): counts[number] for number in sorted(counts)}
