@@ -420,3 +420,11 @@ def test_round_robin_takes_every_batch_once_and_gives_all_replicas_equally_many(
         expected = range(whole * replicas, num_batches)
         parts = [(batch, BatchSplit(r, replicas, microbatches=2)) for batch in expected]
         assert batches[whole:] == parts
+
+
+def test_the_old_names_of_a_batch_still_work_and_say_the_new_ones() -> None:
+    batch = Batch(torch.ones(2), torch.zeros(2), 4, [1, 1])
+    with pytest.warns(DeprecationWarning, match=r"Batch\.parts is now Batch\.microbatch_sizes"):
+        assert batch.parts == (1, 1)
+    with pytest.warns(DeprecationWarning, match=r"Batch\.of is now Batch\.concurrent"):
+        assert batch.of == 1
