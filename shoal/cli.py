@@ -1,4 +1,4 @@
-"""The command line. Exit status: 0 success, 1 a check or a run that failed, 2 bad input."""
+"""The command line. Exit status: 0 for success, 1 for a failed check or run, 2 for bad input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.commands.train import evaluate, train
 from shoal.commands.verify import verify
 from shoal.errors import BadInput, ShoalError, WorkersFailed
 
-# what is wrong with the words of a command: click's, or typer's own since it carries click along
+# the usage error of click, which newer versions of typer include
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 app = typer.Typer(
@@ -51,24 +51,24 @@ def about(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; an error of ours is one sentence, and its kind is the exit status."""
+    """Run a command; an error of Shoal is printed as one sentence."""
     try:
         sys.exit(app(arguments, prog_name="shoal", standalone_mode=False))
     except _UsageError as error:
-        print(_mistake(error), file=sys.stderr)
+        print(_usage_message(error), file=sys.stderr)
         sys.exit(2)
     except BadInput as error:
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(2)
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
-        # a script that refused its own arguments has ended with 2, as its parser does
+        # the argument parser of a script exits with 2
         sys.exit(2 if isinstance(error, WorkersFailed) and error.exit_status == 2 else 1)
 
 
-def _mistake(error: typer.BadParameter) -> str:
+def _usage_message(error: typer.BadParameter) -> str:
     message = error.format_message()
-    if "\n" in message or error.ctx is None:  # no words at all are answered with the help
+    if "\n" in message or error.ctx is None:  # a command without arguments prints its help
         return message
     return f"shoal: {message.rstrip('.')} (see {error.ctx.command_path} --help)"
 

@@ -1,14 +1,14 @@
-"""What Shoal raises. Every message is one sentence for the person who runs the job.
+"""Every exception that Shoal raises. Messages are one sentence for the user of the job.
 
-`BadInput` is a mistake that can be told before or without training: the command line prints
-its sentence and exits with 2. Everything else that fails exits with 1.
+The command line prints the sentence. It exits with 2 for BadInput, a mistake that is found
+before or without training, and with 1 for everything else.
 """
 
 from __future__ import annotations
 
 import re
 
-_LOST_PEER = re.compile(  # as Gloo, NCCL and the stores of torch.distributed say it
+_LOST_PEER = re.compile(  # in errors of Gloo, NCCL and the stores of torch.distributed
     r"(connection|socket) (was likely |was )?(closed|reset|refused|aborted)|broken pipe"
     r"|connection (timed out|timeout)|timed out waiting|got 0 bytes|application timeout"
     r"|remote process exited|ncclRemoteError|lost (a peer|rank \d+)",
@@ -17,34 +17,34 @@ _LOST_PEER = re.compile(  # as Gloo, NCCL and the stores of torch.distributed sa
 
 
 class ShoalError(Exception):
-    """The base of all errors that Shoal raises on purpose."""
+    """The base class of all exceptions that Shoal raises."""
 
 
 class BadInput(ShoalError):
-    """What was asked for cannot be done; nothing has been changed."""
+    """The input of the user is wrong; nothing has been changed."""
 
 
 class StrategyError(BadInput):
-    """A strategy that does not parse, or a combination that makes no sense."""
+    """A strategy does not parse, or its terms, workers or devices do not fit together."""
 
 
 class NotBuilt(BadInput):
-    """A strategy or option that is named in the notation but has no runtime yet."""
+    """A strategy or option is in the notation and has no runtime yet."""
 
 
 class CheckpointError(BadInput):
-    """A checkpoint that is missing, damaged or of another model."""
+    """A checkpoint is missing, damaged or of another model."""
 
 
 class CheckFailed(ShoalError):
-    """A check ran and its answer is no: a verification, a proof."""
+    """A check ran and failed: a verification, a proof."""
 
 
 class PeerLost(ShoalError, RuntimeError):
-    """Another rank went away or fell silent in the middle of an operation.
+    """Another rank exited, or did not respond, in the middle of an operation.
 
-    A RuntimeError too, as torch.distributed's own failures are. `exit_status` is the peer's, where
-    it is known: that of Popen.returncode, so -9 for SIGKILL.
+    Also a RuntimeError, as failures of torch.distributed are. `peer` is None where it is not
+    known. `exit_status` of the peer, where it is known, is as in Popen: -9 for SIGKILL.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PeerLost(ShoalError, RuntimeError):
 
 
 class Desync(ShoalError, RuntimeError):
-    """Two ranks called different operations where all must call the same."""
+    """Two ranks called different operations where all ranks must call the same one."""
 
     def __init__(self, rank: int, call: str, peer: int, peer_call: str):
         self.rank = rank
@@ -82,14 +82,14 @@ class Desync(ShoalError, RuntimeError):
 
 
 def tells_of_lost_peer(text: str) -> bool:
-    """Whether the message of a foreign error means that a connection to another rank broke."""
+    """Whether the message of another library means that a connection to a rank broke."""
     return _LOST_PEER.search(text) is not None
 
 
 class WorkersFailed(ShoalError):
-    """At least one worker process ended badly; `rank` is the first one that did.
+    """At least one worker failed; `rank` is the first one that did.
 
-    `report` names it and tells how it ended.
+    `report` has its rank, its exit status and its traceback.
     """
 
     def __init__(self, rank: int, exit_status: int, report: str):
@@ -100,7 +100,7 @@ class WorkersFailed(ShoalError):
 
 
 class ServerFailed(ShoalError):
-    """A server process ended while workers needed it."""
+    """A server process exited while workers needed it."""
 
     def __init__(self, server: int, how: str):
         self.server = server

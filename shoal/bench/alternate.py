@@ -1,4 +1,4 @@
-"""Ratios of two ways to do the same thing, measured alternately in one run."""
+"""Ratios of two ways to do one thing, measured alternately in one run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a step: the median over rounds, and the quartiles around it."""
+    """Milliseconds per step: the median over rounds, and its quartiles."""
 
     median_ms: float
     low_ms: float
@@ -32,12 +32,12 @@ def alternate(
     before_round: Callable[[], None] = lambda: None,
     after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Time `steps` calls of each way in turn, `rounds` times over; ms a call, by way.
+    """Time `steps` calls of each way in turn, `rounds` times; milliseconds per call, by way.
 
-    `steps` may be another number for each way. The order is turned round every time, so that
-    neither is always first. One round is run before the clock starts.
+    `steps` may differ between ways. The order is reversed every round, so that no way is always
+    first. A first round is not timed.
     """
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    times_ms: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(rounds + 1):
         names = list(ways) if round_ % 2 else list(ways)[::-1]
         for name in names:
@@ -48,10 +48,10 @@ def alternate(
                 ways[name]()
             after_round()
             if round_:
-                found[name].append((time.perf_counter() - start_s) * 1e3 / calls)
-    return found
+                times_ms[name].append((time.perf_counter() - start_s) * 1e3 / calls)
+    return times_ms
 
 
 def ratios(ours: list[float], theirs: list[float]) -> Timing:
-    """Their time over ours, round by round: above 1 we are faster. No unit, despite the names."""
+    """Their time over ours, round by round; above 1 Shoal is faster. The values have no unit."""
     return Timing.of([b / a for a, b in zip(ours, theirs, strict=True)])

@@ -76,7 +76,7 @@ def plain_step(
 
 
 def measure(job: shoal.Job, workload: str, batch_size: int, rounds: int, steps: int) -> Any:
-    """ms a step of each way, on every rank; the ratio of the peer's time to ours."""
+    """Milliseconds per step of Shoal and the peer, and the ratio of the peer's time to Shoal's."""
     model, loss, inputs, targets = WORKLOADS[workload](batch_size)
     model = model.to(job.device)
     inputs = inputs.to(job.device)
@@ -85,11 +85,10 @@ def measure(job: shoal.Job, workload: str, batch_size: int, rounds: int, steps: 
     if job.size > 1:
         peer = nn.parallel.DistributedDataParallel(peer)
     ours = job.step(model, loss, optimizer=SGD, batchnorm="local")
-    part = next(iter(job.batches([(inputs, targets)])))
-    mine = (part[0], part[1])
+    batch = next(iter(job.batches([(inputs, targets)])))
     ways: dict[str, Callable[[], Any]] = {
-        "shoal": lambda: ours(part),
-        "peer": plain_step(peer, loss, mine),
+        "shoal": lambda: ours(batch),
+        "peer": plain_step(peer, loss, (batch[0], batch[1])),
     }
     times = alternate(ways, rounds, steps, _barrier(job), _synchronize(job))
     return {
@@ -127,9 +126,9 @@ def main() -> None:
     args = parser.parse_args()
 
     def train(job: shoal.Job) -> None:
-        found = measure(job, args.workload, args.batch_size, args.rounds, args.steps)
+        results = measure(job, args.workload, args.batch_size, args.rounds, args.steps)
         if job.rank == 0:
-            args.result.write_text(json.dumps(found))
+            args.result.write_text(json.dumps(results))
 
     shoal.run(train)
 

@@ -1,1 +1,1 @@
-"""The commands behind the command line, a file each. None loads torch when it is imported."""
+"""The commands of the command line, one file each. None imports torch at its top."""

@@ -1,4 +1,4 @@
-"""`shoal bench`: measurements against a peer, in one run on this machine."""
+"""`shoal bench`: Shoal measured against other libraries, alternately in one run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from shoal.commands import options
-from shoal.commands.bench_harness import measured, say, spread
+from shoal.commands.bench_harness import measure_in_workers, say, spread
 from shoal.commands.launching import config_for, strategy_for
 from shoal.errors import BadInput
 
-app = typer.Typer(help="Measure against a peer, alternately in one run.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure Shoal against other libraries, alternately in one run.", no_args_is_help=True
+)
 
 # name -> (batch size, steps a round): rounds of about a quarter of a second on one core
 WORKLOADS = {"digits": (64, 60), "gpt": (16, 4), "mlp": (64, 4), "mlp-small": (64, 100)}
@@ -20,7 +22,7 @@ WORKLOADS = {"digits": (64, 60), "gpt": (16, 4), "mlp": (64, 4), "mlp-small": (6
 
 @app.callback()
 def about() -> None:
-    """Measure against a peer, alternately in one run."""
+    """Measure Shoal against other libraries, alternately in one run."""
 
 
 @app.command()
@@ -37,13 +39,13 @@ def step(
             help=f"One of {', '.join(WORKLOADS)}; repeatable.", show_default="digits, gpt and mlp"
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 15,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """ms a training step.
+    """Milliseconds per training step.
 
-    Against the plain loop of PyTorch on one worker, and DistributedDataParallel on more.
+    Against a plain PyTorch loop on one worker, and DistributedDataParallel on several.
     """
     for name in workload or ():
         if name not in WORKLOADS:
@@ -64,10 +66,10 @@ def collectives(
         str, typer.Option(help="Bytes a rank gives, such as 4,1KB,1MB.")
     ] = "4,1KB,64KB,1MB,4MB,16MB,64MB,100MB",
     kinds: Annotated[str, typer.Option(help="Collectives, with commas.")] = "all_reduce",
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 15,
     as_json: options.Json = False,
 ) -> None:
-    """µs a call of a collective.
+    """Microseconds per call of a collective.
 
     Through shared memory: against Gloo, Open MPI, and the speed of the memory.
     """
@@ -81,23 +83,24 @@ def collectives(
 def pipeline(
     batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 32,
     microbatches: Annotated[int, typer.Option(min=1, help="Micro-batches in a batch.")] = 8,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
-    steps: Annotated[int, typer.Option(min=1, help="Steps a round.")] = 2,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 15,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 2,
     idle: Annotated[bool, typer.Option(help="Also trace how long stages idle.")] = True,
     as_json: options.Json = False,
 ) -> None:
-    """ms a step of pp(2), and how long stages idle.
+    """Milliseconds per step of pp(2), and how long stages idle.
 
-    Against torch.distributed.pipelining in the same two processes, in turn. The idle share is
-    traced on layers that sleep, beside the simulated one.
+    Against torch.distributed.pipelining, alternately in the same two processes. The idle share
+    is traced on layers that sleep, and compared with the simulated one.
     """
     from shoal.commands.bench_pipeline import measure_idle, measure_steps, print_tables
 
-    found = measure_steps(batch_size, microbatches, rounds, steps)
-    shares = measure_idle() if idle else []
-    print(json.dumps({"results": found, "idle": shares})) if as_json else print_tables(
-        found, shares
-    )
+    results = measure_steps(batch_size, microbatches, rounds, steps)
+    idle_shares = measure_idle() if idle else []
+    if as_json:
+        print(json.dumps({"results": results, "idle": idle_shares}))
+    else:
+        print_tables(results, idle_shares)
 
 
 @app.command()
@@ -105,26 +108,26 @@ def ps(
     against: Annotated[str, typer.Option(help="ray, rpc, or both with a comma.")] = "ray,rpc",
     size: Annotated[str, typer.Option(help="Bytes of the weights, such as 100MB.")] = "100MB",
     rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats in a sparse pull.")] = 1000,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds to take medians over.")] = 15,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 15,
     workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Number of workers.")] = 2,
     as_json: options.Json = False,
 ) -> None:
-    """ms a round of a parameter server.
+    """Milliseconds per round of a parameter server.
 
-    Against Ray's example of one and torch.distributed.rpc: a push and pull of all weights, and a
-    pull of some rows.
+    Against Ray's example and torch.distributed.rpc: a push and pull of all weights, and a pull
+    of some rows.
     """
     from shoal.commands.bench_ps import measure, print_table
 
-    found = measure(against.split(","), size, rows, rounds, workers)
-    print(json.dumps(found)) if as_json else print_table(found)
+    document = measure(against.split(","), size, rows, rounds, workers)
+    print(json.dumps(document)) if as_json else print_table(document)
 
 
 def _measure(name: str, workers: int, rounds: int, device: str | None) -> Any:
     batch_size, steps = WORKLOADS[name]
     asked = {"workload": name, "batch-size": batch_size, "rounds": rounds, "steps": steps}
     config = config_for(strategy_for(None, workers), device=device)
-    return measured("shoal.bench.step", asked, workers, config)
+    return measure_in_workers("shoal.bench.step", asked, workers, config)
 
 
 def _print(results: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""How `shoal bench collectives` starts its workers and shows what they found."""
+"""How `shoal bench collectives` starts its workers and prints the results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from subprocess import PIPE
 from typing import Any
 
-from shoal.commands.bench_harness import check_names, measured, say
+from shoal.commands.bench_harness import check_names, measure_in_workers, say
 from shoal.commands.launching import config_for, run_quietly, strategy_for
 from shoal.commands.units import parse_bytes
 from shoal.errors import BadInput, ShoalError
@@ -28,7 +28,7 @@ def measure(against: list[str], ranks: str, sizes: str, kinds: str, rounds: int)
     counts = [_count(text) for text in ranks.split(",")]
     against = _available(against)
     return [
-        found for count in counts for found in _workers(count, against, num_bytes, kinds, rounds)
+        result for count in counts for result in _measure(count, against, num_bytes, kinds, rounds)
     ]
 
 
@@ -38,38 +38,38 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _workers(count: int, against: list[str], sizes: str, kinds: str, rounds: int) -> list[Any]:
+def _measure(count: int, against: list[str], sizes: str, kinds: str, rounds: int) -> list[Any]:
     say(f"measuring {count} ranks")
     options = {"kinds": kinds, "sizes": sizes, "rounds": rounds, "against": ",".join(against)}
     config = config_for(strategy_for(None, count), device="cpu")
     run = _mpirun if "mpi" in against else run_quietly
-    found: list[Any] = measured("shoal.bench.collectives", options, count, config, run)
-    return found
+    results: list[Any] = measure_in_workers("shoal.bench.collectives", options, count, config, run)
+    return results
 
 
 def _mpirun(command: list[str], count: int, config: RunConfig) -> None:
-    """The workers as ranks of MPI, too, so that all ways are measured in the same processes."""
+    """Start the workers as ranks of MPI, so that all peers are measured in the same processes."""
     start = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     words = [*start, "-n", str(count), *command]
     streams: dict[str, Any] = {"stdout": PIPE, "stderr": PIPE, "text": True}
-    # a session of its own: it would leave memory behind if Ctrl-C reached it as well
+    # in a session of its own: hit by Ctrl-C and SIGTERM at once it would not free shared memory
     with subprocess.Popen(
         words, env=config.to_environment(), start_new_session=True, **streams
     ) as mpi:
         try:
-            _, said = mpi.communicate()
+            _, stderr = mpi.communicate()
         except BaseException:
-            mpi.terminate()  # it ends its ranks and takes their memory away, given the time
+            mpi.terminate()  # given some time, it ends its ranks and frees their memory
             with suppress(subprocess.TimeoutExpired):
                 mpi.wait(_PATIENCE_S)
             mpi.kill()
             raise
     if mpi.returncode:
-        raise ShoalError(f"mpirun failed: {said.strip()[-500:]}")
+        raise ShoalError(f"mpirun failed: {stderr.strip()[-500:]}")
 
 
 def _available(against: list[str]) -> list[str]:
-    """Without MPI where it is missing, which is said."""
+    """Without MPI where it is not installed, which is printed."""
     missing = next((what for what, there in _needs().items() if not there), None)
     if "mpi" not in against or missing is None:
         return against

@@ -1,4 +1,4 @@
-"""How `shoal bench` runs a measurement in workers, and shows the numbers that it left."""
+"""How `shoal bench` runs a measurement in workers, and formats the results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 
 
-def measured(
+def measure_in_workers(
     module: str,
     options: Mapping[str, object],
     workers: int,
     config: RunConfig,
     run: Callable[[list[str], int, RunConfig], None] = run_quietly,
 ) -> Any:
-    """What the workers that run `python -m module` with these options leave as their result."""
+    """The result that workers of `python -m module` write, run with these options."""
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         result = Path(folder) / "result.json"
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
@@ -30,7 +30,7 @@ def measured(
 
 
 def say(what: str) -> None:
-    """A word on stderr while something takes its time."""
+    """Print to stderr what is being measured."""
     print(what, file=sys.stderr, flush=True)
 
 
@@ -40,7 +40,7 @@ def check_names(option: str, given: Iterable[str], known: Collection[str]) -> No
         raise BadInput(f"{option} takes {', '.join(known)}, not {', '.join(unknown)}")
 
 
-def spread(found: Mapping[str, float], unit: str, digits: int = 3) -> str:
-    """A median with its quartiles."""
-    median, low, high = (f"{found[key + unit]:.{digits}f}" for key in ("median", "low", "high"))
+def spread(timing: Mapping[str, float], unit: str, digits: int = 3) -> str:
+    """A median and its quartiles, as text."""
+    median, low, high = (f"{timing[key + unit]:.{digits}f}" for key in ("median", "low", "high"))
     return f"{median} ({low} to {high})"

@@ -1,10 +1,10 @@
-"""How `shoal bench pipeline` starts its workers and shows what they found."""
+"""How `shoal bench pipeline` starts its workers and prints the results."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shoal.commands.bench_harness import measured, say, spread
+from shoal.commands.bench_harness import measure_in_workers, say, spread
 from shoal.commands.launching import config_for
 from shoal.strategy.strategy import as_strategy
 
@@ -19,11 +19,11 @@ def measure_steps(batch_size: int, microbatches: int, rounds: int, steps: int) -
 def measure_idle() -> list[Any]:
     from shoal.bench.pipeline_idle import compare
 
-    found = []
+    results = []
     for name in IDLE:
         say(f"tracing {name}")
-        found.append(compare(name))
-    return found
+        results.append(compare(name))
+    return results
 
 
 def print_tables(steps: list[Any], idle: list[Any]) -> None:
@@ -54,4 +54,5 @@ def _measure(schedule: str, batch_size: int, microbatches: int, rounds: int, ste
     say(f"measuring {schedule} on 2")
     strategy = as_strategy(f'pp(2, schedule="{schedule}", microbatches={microbatches})')
     options = {"batch-size": batch_size, "rounds": rounds, "steps": steps}
-    return measured("shoal.bench.pipeline", options, 2, config_for(strategy, device="cpu"))
+    config = config_for(strategy, device="cpu")
+    return measure_in_workers("shoal.bench.pipeline", options, 2, config)

@@ -1,11 +1,11 @@
-"""How `shoal bench ps` starts its workers and shows what they found."""
+"""How `shoal bench ps` starts its workers and prints the results."""
 
 from __future__ import annotations
 
 import importlib.util
 from typing import Any
 
-from shoal.commands.bench_harness import check_names, measured, say, spread
+from shoal.commands.bench_harness import check_names, measure_in_workers, say, spread
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.units import parse_bytes
 
@@ -26,38 +26,38 @@ def measure(against: list[str], size: str, rows: int, rounds: int, workers: int)
         "against": ",".join(against),
     }
     config = config_for(strategy_for("ps", workers), device="cpu")
-    return with_speeds(measured("shoal.bench.ps", options, workers, config))
+    return with_speeds(measure_in_workers("shoal.bench.ps", options, workers, config))
 
 
-def with_speeds(found: dict[str, Any]) -> dict[str, Any]:
+def with_speeds(document: dict[str, Any]) -> dict[str, Any]:
     """Beside each time of a sparse pull: the rows that a worker gets in a second."""
-    for result in found["results"]:
+    for result in document["results"]:
         times = {way: t for way, t in result["sparse"].items() if way != "ratio"}
         result["rows_per_s"] = {
-            way: found["rows"] / (timing["median_ms"] / 1e3) for way, timing in times.items()
+            way: document["rows"] / (timing["median_ms"] / 1e3) for way, timing in times.items()
         }
-    return found
+    return document
 
 
-def print_table(found: dict[str, Any]) -> None:
+def print_table(document: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{found['workers']} workers, one server: ms, medians (quartiles)")
+    table = Table(title=f"{document['workers']} workers, one server: ms, medians (quartiles)")
     for column in ("", "", "shoal", "peer", "peer / shoal", "rows/s"):
         table.add_column(column, justify="left" if not column else "right")
-    dense = f"push and pull of {found['bytes'] / 1e6:.0f} MB"
-    for result in found["results"]:
+    dense = f"push and pull of {document['bytes'] / 1e6:.0f} MB"
+    for result in document["results"]:
         peer = result["peer"] or ""
         rows = " against ".join(f"{speed:,.0f}" for speed in result["rows_per_s"].values())
         table.add_row(peer, dense, *_cells(result["dense"]), "")
-        table.add_row(peer, f"pull of {found['rows']:,} rows", *_cells(result["sparse"]), rows)
+        table.add_row(peer, f"pull of {document['rows']:,} rows", *_cells(result["sparse"]), rows)
     Console().print(table)
     print("peer / shoal above 1: Shoal is faster")
 
 
-def _cells(found: dict[str, Any]) -> list[str]:
-    if "theirs" not in found:
-        return [spread(found["shoal"], "_ms", 2), "", ""]
-    ratio = spread(found["ratio"], "", 2)
-    return [spread(found["shoal"], "_ms", 2), spread(found["theirs"], "_ms", 2), ratio]
+def _cells(timings: dict[str, Any]) -> list[str]:
+    if "theirs" not in timings:
+        return [spread(timings["shoal"], "_ms", 2), "", ""]
+    ratio = spread(timings["ratio"], "", 2)
+    return [spread(timings["shoal"], "_ms", 2), spread(timings["theirs"], "_ms", 2), ratio]

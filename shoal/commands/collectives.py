@@ -29,7 +29,7 @@ from shoal.schedules.drawing.terminal import draw
 
 app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_args_is_help=False)
 
-Ranks = Annotated[int, typer.Option(help="How many ranks take part.")]
+Ranks = Annotated[int, typer.Option(help="Number of ranks.")]
 Size = Annotated[str, typer.Option("--bytes", help="Size of the vector: 100MB, 64KiB.")]
 Root = Annotated[int, typer.Option(help="The root of a broadcast, reduce, scatter or gather.")]
 Inner = Annotated[str | None, typer.Option(help="For hierarchical: the algorithm inside a node.")]
@@ -56,21 +56,21 @@ def table(
     cost = (parse_seconds(alpha), parse_s_per_byte(beta), parse_s_per_byte(gamma))
     num_bytes = parse_bytes(size)
     names = kinds() if kind == "all" else [kind_named(kind).name]
-    found = {name: price_all(name, ranks, num_bytes, *cost) for name in names}
+    prices_by_kind = {name: price_all(name, ranks, num_bytes, *cost) for name in names}
     if prove_all:
         for name in names:
             for algorithm in algorithms(name):
                 prove(build(name, algorithm, ranks))
     if as_json:
-        typer.echo(json.dumps(_document(found, ranks, num_bytes, cost, prove_all)))
+        typer.echo(json.dumps(_document(prices_by_kind, ranks, num_bytes, cost, prove_all)))
         return
     console = wide_console()
-    for name, prices in found.items():
+    for name, prices in prices_by_kind.items():
         console.print(_grid(name, prices, num_bytes))
     if prove_all:
         console.print(f"All of them are proven for {ranks} ranks.")
-    if "all_reduce" in found and ranks > 1:
-        console.print(_ring_against_star(found["all_reduce"]), soft_wrap=True)
+    if "all_reduce" in prices_by_kind and ranks > 1:
+        console.print(_ring_against_star(prices_by_kind["all_reduce"]), soft_wrap=True)
 
 
 @app.command()
@@ -118,18 +118,18 @@ def _grid(kind: str, prices: list[Price], num_bytes: int) -> Grid:
         grid.add_column(heading, justify="right")
     grid.add_column("extra memory", justify="right")
     grid.add_column("")
-    for place, one in enumerate(prices):
+    for row, price in enumerate(prices):
         grid.add_row(
-            one.algorithm,
-            str(one.rounds),
-            show_seconds(one.time_s),
-            show_bytes(one.busiest_bytes),
-            "-" if one.ratio is None else f"{one.ratio:.2f}",
-            show_bytes(one.sent_largest_bytes),
-            show_bytes(one.sent_total_bytes),
-            show_bytes(one.extra_memory_bytes),
-            "<- fastest" if place == 0 else "",
-            style="bold green" if place == 0 else "",
+            price.algorithm,
+            str(price.rounds),
+            show_seconds(price.time_s),
+            show_bytes(price.busiest_bytes),
+            "-" if price.ratio is None else f"{price.ratio:.2f}",
+            show_bytes(price.sent_largest_bytes),
+            show_bytes(price.sent_total_bytes),
+            show_bytes(price.extra_memory_bytes),
+            "<- fastest" if row == 0 else "",
+            style="bold green" if row == 0 else "",
         )
     return grid
 
@@ -149,7 +149,7 @@ def _ring_against_star(prices: list[Price]) -> str:
 
 
 def _document(
-    found: dict[str, list[Price]],
+    prices_by_kind: dict[str, list[Price]],
     ranks: int,
     num_bytes: int,
     cost: tuple[float, float, float],
@@ -168,7 +168,7 @@ def _document(
                 "fastest": prices[0].algorithm,
                 "algorithms": [one.as_dict() for one in prices],
             }
-            for kind, prices in found.items()
+            for kind, prices in prices_by_kind.items()
         ],
     }
 

@@ -1,7 +1,7 @@
 """`shoal compare`: one script under many strategies, side by side.
 
 The workers are started once and run the script's training function under one strategy after the
-other (`compare_worker`). Strategies with servers are started by themselves, since servers belong
+other (`compare_worker`). Strategies with servers get processes of their own, since servers belong
 to one run.
 """
 
@@ -69,9 +69,9 @@ def compare(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train one model under many strategies.
+    """Train one model under many strategies, and compare them.
 
-    Side by side: the result, the speed, the bytes that a worker sends, and the difference to a
+    The table has the result, the speed, the bytes that a worker sends, and the difference to a
     run on one worker.
     """
     command = [sys.executable, "-m", WORKER, "PLAN", *_target(script, args)]
@@ -100,7 +100,7 @@ def compare(
 
 
 def _target(script: str, args: Sequence[str] | None) -> list[str]:
-    """What the worker runs, from the command that would run it in a worker of `shoal run`."""
+    """The arguments of `compare_worker` that name the script, from the command of `shoal run`."""
     _, *words = command_for(script, args)
     return words[1:] if words[0] == "-m" else words
 
@@ -110,16 +110,16 @@ def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
         others = [text for text in given if as_strategy(text) != as_strategy("single")]
         return list(dict.fromkeys(str(strategy_for(text, workers)) for text in others))
     names = []
-    for text in default_field():
+    for text in default_strategies():
         try:
             names.append(str(strategy_for(text, workers)))
-        except BadInput:  # not built, or not for so many workers
+        except BadInput:  # not built, or not for this number of workers
             continue
     return names
 
 
-def default_field() -> list[str]:
-    """One strategy of each kind, and the options that change most."""
+def default_strategies() -> list[str]:
+    """One strategy of each kind, and the options that matter most."""
     return [text for term in TERMS.values() for text in term.compared]
 
 
@@ -172,14 +172,15 @@ class _Comparison:
 
     def outcomes(self, entries: Sequence[ComparedRun]) -> list[RunOutcome]:
         base_losses = losses_of(entries[0])
-        found: list[RunOutcome] = []
+        outcomes: list[RunOutcome] = []
         for entry in entries:
             if entry.number in self._failed:
                 why = self._failed[entry.number]
-                found.append(RunOutcome(entry.strategy, entry.workers, failed=why))
+                outcomes.append(RunOutcome(entry.strategy, entry.workers, failed=why))
             else:
-                found.append(outcome_of(entry, found[0] if found else None, base_losses))
-        return found
+                baseline = outcomes[0] if outcomes else None
+                outcomes.append(outcome_of(entry, baseline, base_losses))
+        return outcomes
 
     def _launch(self, group: Sequence[ComparedRun]) -> None:
         entries = [asdict(entry) for entry in group]
@@ -201,12 +202,12 @@ def _has_ended(entry: ComparedRun) -> bool:
     return all(run_dir.report(rank).is_file() for rank in range(entry.workers))
 
 
-# ------------------------------------------------------------------------------ what is shown
+# ------------------------------------------------------------------------------ output
 
 
 @contextmanager
 def _progress(entries: Sequence[ComparedRun]) -> Iterator[Any]:
-    """A bar over the runs, on stderr; yields what takes the records of the workers."""
+    """A progress bar over the runs, on stderr; yields a function for the workers' records."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -233,8 +234,8 @@ def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
     from rich.table import Table
 
     names = [list(o.evaluated) for o in outcomes if o.evaluated]
-    metric = next((name for found in names for name in found if name != "loss"), None)
-    tested = any("loss" in found for found in names)
+    metric = next((name for group in names for name in group if name != "loss"), None)
+    tested = any("loss" in group for group in names)
     table = Table(title=title, box=box.SIMPLE_HEAD, title_style="bold")
     table.add_column("strategy", overflow="fold")
     heads = ["test loss" if tested else "loss"]

@@ -172,9 +172,9 @@ def traced(config: RunConfig, file: Path | None) -> Iterator[RunConfig]:
     with tempfile.TemporaryDirectory(prefix="shoal-trace-") as folder:
         yield replace(config, trace_dir=Path(folder))
         from shoal.observe.time_shares import print_shares, write_chrome
-        from shoal.observe.trace import read
+        from shoal.observe.trace import read_spans
 
-        spans = read(Path(folder))
+        spans = read_spans(Path(folder))
         write_chrome(spans, file)
         print_shares(spans)
         print(f"trace: {file} (open it in chrome://tracing or ui.perfetto.dev)")

@@ -1,4 +1,4 @@
-"""`shoal memory`: what a worker needs under a strategy, estimated, and measured if asked."""
+"""`shoal memory`: the memory of a worker under a strategy, estimated, or also measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words that commands take, each told once: arguments and options with their help."""
+"""Arguments and options that several commands share, with their help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Strategy = Annotated[
     typer.Option(
         "--strategy",
         "-s",
-        help='How the work is divided, such as "ddp(bucket_mb=4)".',
+        help='How to train on the workers, such as "ddp(bucket_mb=4)".',
         show_default="ddp, or single for one worker",
     ),
 ]
@@ -34,18 +34,16 @@ Trace = Annotated[
 ]
 Slow = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Make a worker compute slower, such as 1:4x for worker 1, four times; repeatable."
-    ),
+    typer.Option(help="Slow a worker down: 1:4x makes worker 1 four times slower; repeatable."),
 ]
 Kill = Annotated[
     list[str] | None,
-    typer.Option(help="Kill a worker at a step, such as 2@50 for worker 2, step 50; repeatable."),
+    typer.Option(help="Kill a worker: 2@50 kills worker 2 at step 50; repeatable."),
 ]
 Report = Annotated[
-    Path | None, typer.Option(help="Write what happened, as JSON, when the run has succeeded.")
+    Path | None, typer.Option(help="Write a JSON report here when the run has succeeded.")
 ]
 ScriptArgs = Annotated[
     list[str] | None, typer.Argument(help="Arguments of the script, after --.", metavar="-- ARGS")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -1,4 +1,4 @@
-"""What the commands about schedules share: a console, and writing a file."""
+"""What several commands share: a console, and writing a file."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def wide_console(width: int = 120) -> Console:
-    """As wide as the terminal; where there is none, wide enough for the table."""
+    """As wide as the terminal; without one, wide enough for a table."""
     return Console(width=None if sys.stdout.isatty() else width, highlight=False)

@@ -1,4 +1,4 @@
-"""`shoal train` and `shoal eval`: the examples, from training to a tested model."""
+"""`shoal train` and `shoal eval`: train an example, test its checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train(
     slow: options.Slow = None,
     kill: options.Kill = None,
     report: options.Report = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Where to save.", show_default="runs/EXAMPLE")
     ] = None,
@@ -59,7 +59,7 @@ def evaluate(
     name = about.get("example") if isinstance(about, dict) else None
     if name not in EXAMPLES:
         raise CheckpointError(
-            f"the checkpoint at {checkpoint} is of no example, so there is no test for it here: "
+            f"the checkpoint at {checkpoint} is not of an example, so there is no test for it: "
             "call job.evaluate in its own script"
         )
     metrics = _test(name, checkpoint, about, device)
@@ -83,12 +83,12 @@ def _test(name: str, checkpoint: Path, about: Any, device: str | None) -> dict[s
 
     job = Job(as_strategy("single"), solo_group(), device=choose_device(device, None))
     try:
-        found: dict[str, float] = import_module(f"shoal.examples.{name}").evaluate(
+        metrics: dict[str, float] = import_module(f"shoal.examples.{name}").evaluate(
             job, str(checkpoint), about
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the checkpoint at {checkpoint} is damaged: what it says about {name} does not fit "
+            f"the checkpoint at {checkpoint} is damaged: its description of {name} does not fit "
             f"({error})"
         ) from error
-    return found
+    return metrics

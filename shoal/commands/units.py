@@ -1,4 +1,4 @@
-"""Sizes, times and rates as people write them, and back."""
+"""Sizes, times and rates: text to numbers, and back."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/]*)\s*", 
 
 
 def parse_bytes(text: str) -> int:
-    """`100MB` is a hundred million, `64KiB` 65,536, `512` just that."""
+    """`100MB` is 100,000,000, `64KiB` is 65,536, `512` is 512."""
     number, unit = _split(text)
     if unit not in _BYTES:
-        raise BadInput(f"{text!r} is no size: write a number of bytes, 100MB or 64KiB")
+        raise BadInput(f"{text!r} is not a size: write a number of bytes, 100MB or 64KiB")
     return round(number * _BYTES[unit])
 
 
@@ -25,25 +25,25 @@ def parse_seconds(text: str) -> float:
     """`10us`, `0.1ms`, `1e-5`."""
     number, unit = _split(text)
     if unit not in _SECONDS:
-        raise BadInput(f"{text!r} is no time: write seconds, 10us or 0.1ms")
+        raise BadInput(f"{text!r} is not a time: write seconds, 10us or 0.1ms")
     return number * _SECONDS[unit]
 
 
 def parse_s_per_byte(text: str) -> float:
-    """`1e-10` is seconds per byte; `10GB/s` is the rate that comes to the same."""
+    """`1e-10` seconds per byte, or the same as a rate: `10GB/s`."""
     number, unit = _split(text)
     if unit == "":
         return number
     if unit.endswith("/s") and unit[:-2] in _BYTES and number > 0:
         return 1 / (number * _BYTES[unit[:-2]])
-    raise BadInput(f"{text!r} is no cost of a byte: write seconds per byte, or a rate as 10GB/s")
+    raise BadInput(f"{text!r} is not a cost per byte: write seconds, or a rate such as 10GB/s")
 
 
 def _split(text: str) -> tuple[float, str]:
-    found = _NUMBER.fullmatch(text)
-    if found is None:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
         return 0.0, "?"
-    return float(found[1]), found[2].lower()
+    return float(match[1]), match[2].lower()
 
 
 def show_bytes(number: float) -> str:

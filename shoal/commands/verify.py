@@ -1,4 +1,4 @@
-"""`shoal verify`: the user's script, alone and under a strategy, compared to the last tensor."""
+"""`shoal verify`: a script on one worker and under a strategy, compared tensor by tensor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def verify(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show that a strategy trains what one worker would."""
+    """Check that a strategy gives the result of one worker."""
     from shoal.observe.verify import judge
 
     command = command_for(script, args)
@@ -75,7 +75,7 @@ def verify(
 
 
 class _Runs:
-    """Runs the script for a capture, and says so, since each takes a while."""
+    """Runs the script for a capture, and prints that it does, since each run takes a while."""
 
     def __init__(self, command: Sequence[str], steps: int, folder: Path, quiet: bool):
         self.command = command
@@ -99,7 +99,7 @@ class _Runs:
 
 
 def steps_taken(taken: int, asked: int, of_everything: bool) -> str:
-    """How many, and why not as many as were asked for."""
+    """The number of steps, and why it is not the one that was asked for."""
     text = f"{taken} step{'s' if taken != 1 else ''}"
     text += " over the whole dataset each" if of_everything else ""
     return text if taken == asked else f"{text} (the script takes no more)"

@@ -1,9 +1,20 @@
-"""Processes and roles: who this process is, and how to run many of them on one host.
+"""Processes of a run: how they start, and what a process knows about itself.
 
-`environment` reads what a launcher says of this process (ours, torchrun, mpirun, srun), and
-`rendezvous` keeps the file that ranks under mpirun meet at. `local` is our own launcher for
-one host; `crew`, `output`, `watch`, `failures` and `losses` are its parts, `run_dir` is where it
-and its workers leave word for each other, and `account` sums up a run. `worker` is what a worker
-process does for its launcher, `server` what a server does. Nothing here imports torch: a
-launcher must start at once.
+run.py            shoal.run: become a worker, or launch
+worker.py         the life of a worker: device, group, job, report
+device.py         the device and backend of a rank
+environment.py    rank and size, as written by shoal, torchrun, mpirun (Open MPI) or srun (slurm.py)
+rendezvous.py     the file at which ranks of one host find each other
+
+local.py          the launcher for one host: starts workers and servers, and waits
+processes.py      start, signal, reap
+process_config.py the configuration of each process that is started
+output.py         forwards the output of workers
+supervisor.py     decides what follows from each event
+lost_workers.py   which failures a run survives
+failures.py       which worker failed first
+report.py         the run as one document
+fork.py           workers of an interactive session
+
+Only run, worker and device import torch: a launcher must start at once.
 """

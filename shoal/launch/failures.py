@@ -133,8 +133,8 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> Shoal
 def _server_failed(failure: ProcessFailure) -> ServerFailed:
     code = failure.returncode
     how = f"ended with exit status {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
-    says = f":\n{failure.stderr_tail}" if failure.stderr_tail else ""
-    return ServerFailed(failure.rank, f"{how} while workers needed it{says}")
+    tail = f":\n{failure.stderr_tail}" if failure.stderr_tail else ""
+    return ServerFailed(failure.rank, f"{how} while workers needed it{tail}")
 
 
 def _failed(rank: int, report: FailureReport) -> str:
@@ -144,8 +144,8 @@ def _failed(rank: int, report: FailureReport) -> str:
 
 def _killed(failure: ProcessFailure) -> str:
     number = -failure.returncode
-    says = f":\n{failure.stderr_tail}" if number in _CRASHES and failure.stderr_tail else ""
-    return f"worker {failure.rank} was killed by {signal_name(number)}{says}"
+    tail = f":\n{failure.stderr_tail}" if number in _CRASHES and failure.stderr_tail else ""
+    return f"worker {failure.rank} was killed by {signal_name(number)}{tail}"
 
 
 def _time_ns(failure: ProcessFailure) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from shoal.observe.time_shares import Shares, shares_within
-from shoal.observe.trace import read
+from shoal.observe.time_shares import TimeShares, time_shares_within
+from shoal.observe.trace import read_spans
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import as_strategy
@@ -148,13 +148,13 @@ def losses_of(run: ComparedRun) -> list[float]:
     return list(report["losses"]) if report and "losses" in report else []
 
 
-def _times(folder: Path, reports: Sequence[dict[str, Any]]) -> list[Shares]:
+def _times(folder: Path, reports: Sequence[dict[str, Any]]) -> list[TimeShares]:
     """The time shares of each worker while its speed was measured."""
     shares = []
-    spans = read(folder)
+    spans = read_spans(folder)
     for report in reports:
         if report["measured_ns"] is not None and report["rank"] in spans:
-            shares.append(shares_within(spans[report["rank"]], *report["measured_ns"]))
+            shares.append(time_shares_within(spans[report["rank"]], *report["measured_ns"]))
     return shares
 
 

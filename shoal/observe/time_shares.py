@@ -1,4 +1,4 @@
-"""Where the time went: shares of computing, communication and idling, and a Chrome trace."""
+"""How the time was spent: shares of computing, communication and idling; a Chrome trace."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Parts of one rank's time, of 1. `hidden` runs beside computing, so it is no part of the sum.
+class TimeShares:
+    """Fractions of one rank's time. `hidden` communication runs beside computing.
 
     computing + exposed + idle = 1
     """
@@ -26,32 +26,33 @@ class Shares:
     seconds: float
 
 
-def shares(spans: Iterable[Span]) -> Shares:
+def time_shares(spans: Iterable[Span]) -> TimeShares:
     """Divide the time between the first and the last span of a rank."""
     spans = list(spans)
     if not spans:
-        return Shares(0.0, 0.0, 0.0, 0.0, 0.0)
+        return TimeShares(0.0, 0.0, 0.0, 0.0, 0.0)
     return _divide(spans, min(s.start_ns for s in spans), max(s.end_ns for s in spans))
 
 
-def _divide(spans: list[Span], start: int, end: int) -> Shares:
-    whole = max(1, end - start)
+def _divide(spans: list[Span], start_ns: int, end_ns: int) -> TimeShares:
+    total_ns = max(1, end_ns - start_ns)
     compute = union((s.start_ns, s.end_ns) for s in spans if s.kind in COMPUTE)
     wait = union((s.start_ns, s.end_ns) for s in spans if s.kind == WAIT)
-    talk = union((s.start_ns, s.end_ns) for s in spans if s.kind in COMMUNICATE)
-    computing = length(compute) - length(common(compute, wait))
-    exposed = length(wait)
-    hidden = length(common(talk, compute)) - length(common(common(talk, compute), wait))
-    return Shares(
-        computing / whole,
-        exposed / whole,
-        1 - (computing + exposed) / whole,
-        hidden / whole,
-        whole / 1e9,
+    communicate = union((s.start_ns, s.end_ns) for s in spans if s.kind in COMMUNICATE)
+    beside = intersection(communicate, compute)
+    computing_ns = length(compute) - length(intersection(compute, wait))
+    exposed_ns = length(wait)
+    hidden_ns = length(beside) - length(intersection(beside, wait))
+    return TimeShares(
+        computing_ns / total_ns,
+        exposed_ns / total_ns,
+        1 - (computing_ns + exposed_ns) / total_ns,
+        hidden_ns / total_ns,
+        total_ns / 1e9,
     )
 
 
-def shares_within(spans: Iterable[Span], start_ns: int, end_ns: int) -> Shares:
+def time_shares_within(spans: Iterable[Span], start_ns: int, end_ns: int) -> TimeShares:
     """Divide the time between two moments."""
     inside = [
         s._replace(start_ns=max(s.start_ns, start_ns), end_ns=min(s.end_ns, end_ns))
@@ -62,7 +63,7 @@ def shares_within(spans: Iterable[Span], start_ns: int, end_ns: int) -> Shares:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as intervals that do not overlap, in order."""
+    """The same points as sorted intervals that do not overlap."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -72,21 +73,21 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """The points that lie in both; each list without overlaps and in order."""
-    found = []
+def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """The points that lie in both; each list is sorted and without overlaps."""
+    intervals = []
     i = 0
     j = 0
     while i < len(a) and j < len(b):
         start = max(a[i][0], b[j][0])
         end = min(a[i][1], b[j][1])
         if start < end:
-            found.append((start, end))
+            intervals.append((start, end))
         if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return intervals
 
 
 def length(intervals: Iterable[Interval]) -> int:
@@ -105,7 +106,7 @@ def print_shares(spans_by_rank: dict[int, list[Span]]) -> None:
     for column in ("rank", "seconds", "computing", "communication exposed", "hidden", "idle"):
         table.add_column(column, justify="right")
     for rank, spans in spans_by_rank.items():
-        s = shares(spans)
-        percents = [f"{x:.1%}" for x in (s.computing, s.exposed, s.hidden, s.idle)]
-        table.add_row(str(rank), f"{s.seconds:.2f}", *percents)
+        shares = time_shares(spans)
+        columns = (shares.computing, shares.exposed, shares.hidden, shares.idle)
+        table.add_row(str(rank), f"{shares.seconds:.2f}", *(f"{x:.1%}" for x in columns))
     Console().print(table)

@@ -1,8 +1,8 @@
-"""Spans of time per rank, on one clock. At the ground of the house: everybody may record one.
+"""Spans of time of each rank, on one clock. Every layer may record them.
 
-A span belongs to a lane. The lane "main" is the thread that computes: its spans do not overlap,
-and what they leave uncovered is idle. The lane "comm" holds transfers that run beside it.
-Tracing is off unless asked for; `OFF.span(...)` then hands out one shared empty context.
+A span is on a track. The track "main" is the thread that computes: its spans do not overlap, and
+the time that they do not cover is idle. Other tracks, such as "comm", hold transfers that run
+beside it. Without a trace the tracer is `OFF`, whose spans cost next to nothing.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from shoal.runtime.run_dir import RunDir
+
 COMPUTE = ("forward", "backward", "update")
 COMMUNICATE = ("reduce", "send", "receive", "push", "pull")
 WAIT = "wait"
 
 
 class Span(NamedTuple):
+    """What a rank did from one moment to another."""
+
     kind: str
     start_ns: int
     end_ns: int
-    lane: str
+    track: str
     detail: str
 
 
@@ -35,11 +39,11 @@ class Tracer(Protocol):
     @property
     def origin_ns(self) -> int: ...  # the moment that spans count from
     def span(self, kind: str, detail: str = "") -> AbstractContextManager[None]: ...
-    def add(self, kind: str, start_ns: int, end_ns: int, lane: str, detail: str = "") -> None: ...
+    def add(self, kind: str, start_ns: int, end_ns: int, track: str, detail: str = "") -> None: ...
 
 
 class Off:
-    """The tracer that records nothing and costs next to nothing."""
+    """Records nothing."""
 
     enabled = False
     origin_ns = 0
@@ -48,7 +52,7 @@ class Off:
     def span(self, kind: str, detail: str = "") -> AbstractContextManager[None]:
         return self._nothing
 
-    def add(self, kind: str, start_ns: int, end_ns: int, lane: str, detail: str = "") -> None:
+    def add(self, kind: str, start_ns: int, end_ns: int, track: str, detail: str = "") -> None:
         return None
 
 
@@ -58,9 +62,8 @@ OFF = Off()
 class Recorder:
     """Keeps the spans of one rank in memory until `write`.
 
-    `origin_ns` is the moment that all ranks call zero. On one host it is rank 0's reading of the
-    monotonic clock, which processes share; between hosts each rank reads its own clock when it
-    leaves the same barrier.
+    `origin_ns` is time zero of all ranks. On one host it is rank 0's reading of the monotonic
+    clock, which processes share; between hosts each rank reads its clock after the same barrier.
     """
 
     enabled = True
@@ -78,43 +81,43 @@ class Recorder:
         finally:
             self.add(kind, start_ns, time.monotonic_ns(), "main", detail)
 
-    def add(self, kind: str, start_ns: int, end_ns: int, lane: str, detail: str = "") -> None:
+    def add(self, kind: str, start_ns: int, end_ns: int, track: str, detail: str = "") -> None:
         # list.append is atomic, so hooks on other threads need no lock here
         self.spans.append(
-            Span(kind, start_ns - self.origin_ns, end_ns - self.origin_ns, lane, detail)
+            Span(kind, start_ns - self.origin_ns, end_ns - self.origin_ns, track, detail)
         )
 
     def write(self, folder: Path) -> None:
-        """Leave this rank's spans in `folder`, for `merge` to collect."""
+        """Write this rank's spans to `folder`, for `read_spans`."""
         rows = [list(span) for span in self.spans]
-        path = folder / f"spans-{self.rank}.json"
-        path.write_text(json.dumps({"rank": self.rank, "spans": rows}))
+        text = json.dumps({"rank": self.rank, "spans": rows})
+        RunDir(folder).spans(self.rank).write_text(text)
 
 
-def read(folder: Path) -> dict[int, list[Span]]:
-    """The spans that each rank left in `folder`, by rank."""
-    found: dict[int, list[Span]] = {}
-    for path in folder.glob("spans-*.json"):
+def read_spans(folder: Path) -> dict[int, list[Span]]:
+    """The spans of each rank in `folder`, by rank."""
+    spans_by_rank: dict[int, list[Span]] = {}
+    for path in RunDir(folder).all_spans():
         document = json.loads(path.read_text())
-        found[int(document["rank"])] = [Span(*row) for row in document["spans"]]
-    return dict(sorted(found.items()))
+        spans_by_rank[int(document["rank"])] = [Span(*row) for row in document["spans"]]
+    return dict(sorted(spans_by_rank.items()))
 
 
 def chrome_events(spans_by_rank: dict[int, list[Span]]) -> list[dict[str, Any]]:
-    """Events of the Chrome trace format: a process a rank, a thread a lane, times in µs."""
+    """Events of the Chrome trace format: one process per rank, one thread per track, µs."""
     events: list[dict[str, Any]] = []
     for rank, spans in spans_by_rank.items():
-        lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "main", lane))
+        tracks = sorted({span.track for span in spans}, key=lambda track: (track != "main", track))
         events.append(_named("process_name", rank, 0, f"rank {rank}"))
-        events += [_named("thread_name", rank, i, lane) for i, lane in enumerate(lanes)]
+        events += [_named("thread_name", rank, i, track) for i, track in enumerate(tracks)]
         for span in spans:
             events.append(
                 {
                     "name": span.kind,
-                    "cat": span.lane,
+                    "cat": span.track,
                     "ph": "X",
                     "pid": rank,
-                    "tid": lanes.index(span.lane),
+                    "tid": tracks.index(span.track),
                     "ts": span.start_ns / 1e3,
                     "dur": (span.end_ns - span.start_ns) / 1e3,
                     "args": {"detail": span.detail},

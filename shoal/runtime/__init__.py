@@ -1,1 +1,1 @@
-"""What every process of a run stands on: its configuration, its files, its share of the cores."""
+"""The ground of every process: configuration, files of the run, cores, injected faults."""

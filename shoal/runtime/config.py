@@ -85,7 +85,7 @@ class MemoryEstimateConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What the environment says to a process of Shoal; None where a variable is not set."""
+    """The configuration of one process; None where a variable is not set."""
 
     strategy: str | None = variable("SHOAL_STRATEGY", TEXT)
     seed: int | None = variable("SHOAL_SEED", INTEGER)

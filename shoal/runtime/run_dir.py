@@ -83,6 +83,9 @@ class RunDir:
     def spans(self, rank: int) -> Path:
         return self.path / f"spans-{rank}.json"
 
+    def all_spans(self) -> list[Path]:
+        return list(self.path.glob("spans-*.json"))
+
     def socket(self, index: int) -> str:
         """The address of server `index` on this host."""
         return f"unix:{self.path / f'server-{index}.sock'}"

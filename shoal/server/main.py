@@ -64,7 +64,7 @@ def _open_server(config: RunConfig) -> Server:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()  # a crash of native code says where
+    faulthandler.enable()  # a crash of native code prints its traceback
     code = 1
     try:
         code = main()

@@ -13,7 +13,7 @@ from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group, Op
 from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost
-from shoal.observe.time_shares import shares
+from shoal.observe.time_shares import time_shares
 from shoal.observe.trace import Recorder
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.collective import Collective, Transfer
@@ -286,7 +286,7 @@ def test_every_collective_leaves_a_span_and_so_does_waiting_for_it() -> None:
         group = Group(Traced(Scheduled(transport, "ring"), recorder))
         group.all_reduce(torch.zeros(4)).wait()
         group.duplicate().barrier().wait()
-        return [f"{span.lane} {span.kind}: {span.detail}" for span in recorder.spans]
+        return [f"{span.track} {span.kind}: {span.detail}" for span in recorder.spans]
 
     assert (
         on_threads(2, work)
@@ -316,7 +316,7 @@ def test_a_collective_that_runs_when_it_is_waited_for_is_exposed() -> None:
         wait = spans["wait"]
         ran = spans["reduce"]
         within = wait.start_ns <= ran.start_ns <= ran.end_ns <= wait.end_ns
-        found = shares(recorder.spans)
+        found = time_shares(recorder.spans)
         return within and found.exposed > 0 and found.hidden == 0
 
     assert on_threads(2, work) == [True, True]

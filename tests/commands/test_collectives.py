@@ -118,9 +118,9 @@ def test_a_schedule_of_ones_own_is_proven_or_refused_with_1(tmp_path: Path) -> N
     ("arguments", "sentence"),
     [
         (("--ranks", "0"), "at least one rank, not 0"),
-        (("--bytes", "3potatoes"), "'3potatoes' is no size"),
-        (("--alpha", "soon"), "'soon' is no time"),
-        (("--beta", "10GB"), "'10GB' is no cost of a byte"),
+        (("--bytes", "3potatoes"), "'3potatoes' is not a size"),
+        (("--alpha", "soon"), "'soon' is not a time"),
+        (("--beta", "10GB"), "'10GB' is not a cost per byte"),
         (("--kind", "allreduce"), "did you mean 'all_reduce'?"),
         (("show", "all_reduce", "rong"), "did you mean 'ring'?"),
         (("show", "broadcast", "tree", "--root", "9"), "ranks 0 to 3, not 9"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.commands.compare import _groups, _strategies, default_field
+from shoal.commands.compare import _groups, _strategies, default_strategies
 from shoal.errors import BadInput
 from shoal.observe.comparison import ComparedRun, RunOutcome
 from tests.scripts import HEAD, json_of, shoal
@@ -89,7 +89,7 @@ def test_strategies_are_each_compared_once_and_nonsense_is_refused() -> None:
         _strategies(["hogwild + pp(2)"], 2)
     found = _strategies(None, 2)
     assert {"ddp", "hogwild", "mapreduce"} <= set(found)
-    assert len(found) <= len(default_field())
+    assert len(found) <= len(default_strategies())
 
 
 @pytest.mark.parametrize(

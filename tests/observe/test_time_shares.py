@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from shoal.observe.time_shares import (
     Interval,
-    Shares,
-    common,
+    TimeShares,
+    intersection,
     length,
     print_shares,
-    shares,
-    shares_within,
+    time_shares,
+    time_shares_within,
     union,
     write_chrome,
 )
@@ -58,22 +58,22 @@ def test_a_union_covers_the_same_points_without_overlaps_and_in_order(runs: list
 @quick
 @given(intervals, intervals)
 def test_common_points_lie_in_both(a: list[Interval], b: list[Interval]) -> None:
-    found = common(union(a), union(b))
+    found = intersection(union(a), union(b))
     assert points(found) == points(a) & points(b)
     assert length(found) == len(points(found)), "no overlaps"
-    assert found == common(union(b), union(a))
+    assert found == intersection(union(b), union(a))
 
 
 def test_union_and_common_of_a_few_intervals() -> None:
     assert union([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]
-    assert common([(0, 4), (6, 9)], [(3, 7), (8, 12)]) == [(3, 4), (6, 7), (8, 9)]
-    assert common([(0, 4)], []) == []
+    assert intersection([(0, 4), (6, 9)], [(3, 7), (8, 12)]) == [(3, 4), (6, 7), (8, 9)]
+    assert intersection([(0, 4)], []) == []
 
 
 @quick
 @given(spans)
 def test_computing_exposed_and_idle_make_up_the_whole(spans: list[Span]) -> None:
-    s = shares(spans)
+    s = time_shares(spans)
     assert s.computing + s.exposed + s.idle == pytest.approx(1.0)
     assert all(-1e-12 <= part <= 1 + 1e-12 for part in (s.computing, s.exposed, s.idle, s.hidden))
     assert s.hidden <= s.computing + 1e-12, "what is hidden is hidden behind computing"
@@ -89,7 +89,7 @@ def test_shares_are_those_of_counting_point_by_point(spans: list[Span]) -> None:
     compute = of("forward", "backward", "update")
     wait = of("wait")
     talk = of("reduce", "send")
-    s = shares(spans)
+    s = time_shares(spans)
     assert s.computing == pytest.approx(len(compute - wait) / whole)
     assert s.exposed == pytest.approx(len(wait) / whole)
     assert s.hidden == pytest.approx(len((compute & talk) - wait) / whole)
@@ -109,25 +109,25 @@ def test_the_shares_of_one_step() -> None:
         span("update", 80, 90),
         span("forward", 99, 100),
     ]
-    s = shares(step)
+    s = time_shares(step)
     assert (s.computing, s.exposed, s.hidden) == pytest.approx((0.81, 0.1, 0.2))
     assert s.idle == pytest.approx(0.09)
     assert s.seconds == 100e-9
 
 
 def test_waiting_inside_backward_is_exposed_and_no_computing() -> None:
-    s = shares([span("backward", 0, 100), span("wait", 40, 60), span("reduce", 30, 60)])
-    assert s == Shares(0.8, 0.2, 0.0, 0.1, 100e-9)
+    s = time_shares([span("backward", 0, 100), span("wait", 40, 60), span("reduce", 30, 60)])
+    assert s == TimeShares(0.8, 0.2, 0.0, 0.1, 100e-9)
 
 
 def test_shares_within_two_moments_cut_off_what_lies_outside() -> None:
     spans = [Span("forward", 0, 40, "main", ""), Span("wait", 60, 200, "main", "")]
-    found = shares_within(spans, 20, 120)
+    found = time_shares_within(spans, 20, 120)
     assert (found.computing, found.exposed, found.idle) == pytest.approx((0.2, 0.6, 0.2))
 
 
 def test_no_spans_are_no_time() -> None:
-    assert shares([]) == Shares(0.0, 0.0, 0.0, 0.0, 0.0)
+    assert time_shares([]) == TimeShares(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_the_chrome_trace_is_a_file_of_json(tmp_path: Path) -> None:

@@ -79,13 +79,13 @@ def test_spans_are_read_back_by_rank(tmp_path: Path) -> None:
         recorder.add("forward", recorder.rank, recorder.rank + 5, "main", "µ-batch")
         recorder.write(tmp_path)
     (tmp_path / "other.json").write_text("not a trace")
-    found = trace.read(tmp_path)
+    found = trace.read_spans(tmp_path)
     assert list(found) == [0, 2, 10]
     assert found == {r.rank: r.spans for r in sorted(recorders, key=lambda r: r.rank)}
 
 
 def test_nothing_is_read_from_an_empty_folder(tmp_path: Path) -> None:
-    assert trace.read(tmp_path) == {}
+    assert trace.read_spans(tmp_path) == {}
 
 
 def test_a_rank_is_a_process_and_a_lane_a_thread_of_the_chrome_trace() -> None:

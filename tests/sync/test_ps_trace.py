@@ -86,7 +86,7 @@ def test_a_worker_that_waits_for_another_is_in_a_wait_span(
     models = [mlp(), late]
     with launched(monkeypatch, 1, tcp):
         world(2, lambda g: train(g, strategy, models[g.rank], tracers[g.rank]))
-    waits = [span for span in tracers[0].spans if span.kind == WAIT and span.lane == "main"]
+    waits = [span for span in tracers[0].spans if span.kind == WAIT and span.track == "main"]
     assert any(span.start_ns <= late.moment_ns <= span.end_ns for span in waits)
 
 
@@ -107,7 +107,7 @@ def test_every_push_and_pull_is_recorded_and_every_span_is_counted(
         assert sent <= details(spans, "push")
         assert details(spans, "pull") >= {"PULL"}
         for server in range(2):
-            assert {f"push server {server}", f"pull server {server}"} <= {s.lane for s in spans}
+            assert {f"push server {server}", f"pull server {server}"} <= {s.track for s in spans}
 
 
 def test_a_pull_of_rows_is_a_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
