@@ -45,8 +45,7 @@ def print_tables(steps: list[Any], idle: list[Any]) -> None:
     for column in ("schedule", "simulated", "traced"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
     for r in idle:
-        shares = (r["simulated_idle"], r["traced_idle"])
-        table.add_row(r["schedule"], *(f"{share:.1%}" for share in shares))
+        table.add_row(r["schedule"], f"{r['simulated_idle']:.1%}", f"{r['traced_idle']:.1%}")
     Console().print(table)
 
 

@@ -24,7 +24,7 @@ from shoal.commands.output import wide_console
 from shoal.commands.units import show_bytes
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import LaunchSpec, launch
-from shoal.observe.comparison import BEGUN, ComparedRun, RunOutcome, losses_of, outcome_of
+from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome_of
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
@@ -90,11 +90,7 @@ def compare(
         document = {"script": script, "workers": workers, "seed": seed or 0}
         print(json.dumps({**document, "runs": [outcome.to_json() for outcome in outcomes]}))
     else:
-        console = wide_console(140)
-        console.print(_table(outcomes, f"{script} on {workers} workers"))
-        for outcome in outcomes:
-            if not outcome.ran:
-                console.print(f"{outcome.strategy}: {outcome.refused or outcome.failed}")
+        _print(outcomes, f"{script} on {workers} workers")
     if not any(outcome.ran for outcome in outcomes[1:]) or not outcomes[0].ran:
         raise typer.Exit(1)
 
@@ -194,7 +190,7 @@ class _Comparison:
 
 
 def _has_begun(entry: ComparedRun) -> bool:
-    return (Path(entry.folder) / BEGUN).exists()
+    return RunDir(Path(entry.folder)).begun.exists()
 
 
 def _has_ended(entry: ComparedRun) -> bool:
@@ -227,6 +223,14 @@ def _progress(entries: Sequence[ComparedRun]) -> Iterator[Any]:
 
         yield show
         bar.update(task, description="done", completed=len(entries))
+
+
+def _print(outcomes: Sequence[RunOutcome], title: str) -> None:
+    console = wide_console(140)
+    console.print(_table(outcomes, title))
+    for outcome in outcomes:
+        if not outcome.ran:
+            console.print(f"{outcome.strategy}: {outcome.refused or outcome.failed}")
 
 
 def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:

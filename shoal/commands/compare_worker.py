@@ -25,7 +25,7 @@ from shoal.errors import BadInput
 from shoal.launch.environment import Placement, detect
 from shoal.launch.run import replaced_run, run
 from shoal.launch.worker import Train, Worker
-from shoal.observe.comparison import BEGUN, ComparedRun
+from shoal.observe.comparison import ComparedRun
 from shoal.observe.progress import open_progress
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
@@ -99,7 +99,7 @@ def compare(train: Train, plan: _Plan) -> None:
         if placement.rank >= entry.workers:
             continue
         if placement.rank == 0:
-            (Path(entry.folder) / BEGUN).touch()
+            RunDir(Path(entry.folder)).begun.touch()
             if send is not None:
                 send({"entry": entry.number})
         torch.set_num_threads(plan.cores if entry.workers == 1 else num_threads)

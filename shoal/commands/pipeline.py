@@ -22,8 +22,8 @@ from shoal.schedules.pipelines.proof import PipelineProof, prove
 MOST_ACTIONS = 500_000
 app = typer.Typer(help="Every pipeline schedule: proven, simulated, drawn.", no_args_is_help=True)
 
-Stages = Annotated[int, typer.Option(help="How many stages the model is cut into.")]
-Microbatches = Annotated[int, typer.Option(help="How many micro-batches a batch has.")]
+Stages = Annotated[int, typer.Option(help="Number of stages of the model.")]
+Microbatches = Annotated[int, typer.Option(help="Number of micro-batches in a batch.")]
 Chunks = Annotated[
     int | None,
     typer.Option(
@@ -49,18 +49,18 @@ def table(
     transfer: Transfer = "0",
     as_json: options.Json = False,
 ) -> None:
-    """All schedules side by side: time, bubble, activations held."""
+    """Compare all schedules: time, bubble, activations held."""
     times = _times(forward, backward, weight, transfer)
-    found = []
+    schedules = []
     for entry in CATALOG.values():
         _check_size(stages, microbatches, (chunks or 2) if entry.looped else 1)
         pipeline = build(entry.name, stages, microbatches, chunks if entry.looped else None)
-        found.append((simulate(pipeline, times), prove(pipeline)))
+        schedules.append((simulate(pipeline, times), prove(pipeline)))
     if as_json:
-        documents = [_document(timeline, proof, times) for timeline, proof in found]
+        documents = [_document(timeline, proof, times) for timeline, proof in schedules]
         typer.echo(json.dumps({"schedules": documents}))
     else:
-        wide_console().print(_grid(found, stages, microbatches))
+        wide_console().print(_grid(schedules, stages, microbatches))
 
 
 @app.command()
@@ -117,21 +117,21 @@ def _times(forward: str, backward: str, weight: str, transfer: str) -> Times:
 
 def _time(option: str, text: str) -> Time:
     try:
-        numbers = [float(part) for part in text.split(",")]
+        numbers = [float(number) for number in text.split(",")]
     except ValueError as error:
         what = f"--{option} takes a number, or one for each stage as 1,2,1"
         raise BadInput(f"{what}, not {text!r}") from error
     return numbers if "," in text else numbers[0]
 
 
-def _grid(found: list[tuple[Timeline, PipelineProof]], stages: int, microbatches: int) -> Grid:
+def _grid(schedules: list[tuple[Timeline, PipelineProof]], stages: int, microbatches: int) -> Grid:
     title = f"{stages} stages, {microbatches} micro-batches"
     grid = Grid(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     grid.add_column("schedule")
     for heading in ("chunks", "time", "bubble", "idle", "holds at most"):
         grid.add_column(heading, justify="right")
     grid.add_column("")
-    for timeline, proof in found:
+    for timeline, proof in schedules:
         pipeline = timeline.pipeline
         grid.add_row(
             pipeline.name,

@@ -15,7 +15,6 @@ from shoal.runtime.run_dir import RunDir
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import as_strategy
 
-BEGUN = "begun"  # the file that marks a run that has begun
 LAST = 0.1  # the fraction of steps at the end that the final training loss is a mean over
 EQUAL = 0.01  # of the largest loss: more than rounding changes it
 

@@ -10,7 +10,8 @@
     operations-1.txt     the last operations of a shared-memory group, when one failed
     server-0.sock        a server's socket; .address holds its TCP address, .log its output
     start-1/ tally-1/    files of comm/elastic.py, for the first shoal.run of the workers
-    spans-0.json         the trace of worker 0 (in the folder of a trace)
+    spans-0.json         the trace of worker 0 (in the folder of a trace or of a compared run)
+    begun                a compared run has begun (in its folder)
 
 Files that another process waits for appear atomically: complete, or not at all.
 """
@@ -64,6 +65,11 @@ class RunDir:
     @property
     def all_joined(self) -> Path:
         return self.path / "all-joined"
+
+    @property
+    def begun(self) -> Path:
+        """Marks a run of `shoal compare` that has begun."""
+        return self.path / "begun"
 
     def failure(self, rank: int) -> Path:
         return self.path / f"failure-{rank}.json"

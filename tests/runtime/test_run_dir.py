@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import stat
 from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal.errors import BadInput
 from shoal.runtime.run_dir import (
     SECRET_BYTES,
@@ -48,13 +51,33 @@ def test_a_secret_that_is_too_short_is_refused(text: str) -> None:
         parse_secret(text, "SHOAL_SECRET")
 
 
+NAMES = re.compile(
+    r"(all-joined|(failure|finished|exited|report|operations|spans|server|start|tally)-)$"
+)
+
+
+def test_no_other_file_names_a_file_of_a_run() -> None:
+    """Neither as a text nor as the beginning of an f-string."""
+    root = Path(shoal.__file__).parent
+    literals = [
+        f"{file.relative_to(root)}:{node.lineno} {node.value}"
+        for file in root.rglob("*.py")
+        if file != root / "runtime" / "run_dir.py"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and NAMES.match(node.value)
+    ]
+    assert literals == []
+
+
 def test_names_of_different_things_are_different(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     by_rank = (run_dir.failure, run_dir.finished, run_dir.exited, run_dir.report)
     others = (run_dir.operations, run_dir.spans, run_dir.server_address, run_dir.server_log)
     folders = (run_dir.start_folder, run_dir.tally_folder)
     paths = [name(rank) for name in (*by_rank, *others, *folders) for rank in (0, 1)]
-    paths += [run_dir.secret, run_dir.all_joined]
+    paths += [run_dir.secret, run_dir.all_joined, run_dir.begun]
     assert len(set(paths)) == len(paths)
     assert all(path.parent == tmp_path for path in paths)
     assert run_dir.socket(1) == f"unix:{tmp_path}/server-1.sock"
