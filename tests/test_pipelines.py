@@ -19,7 +19,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples.gpt import next_token_loss
 from shoal.replica.pipeline.stages import Stages
-from shoal.replica.shard import StageShard
+from shoal.replica.stage_shard import StageShard
 from shoal.schedules.pipelines.catalog import schedules
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job

@@ -31,6 +31,10 @@ class _Statistics(NamedTuple):
     mean: Tensor
     var: Tensor
     samples: Tensor  # per channel, over all ranks
+    eps: float
+
+    def inv_std(self) -> Tensor:
+        return torch.rsqrt(self.var + self.eps)
 
 
 class _Normalize(torch.autograd.Function):
@@ -41,12 +45,11 @@ class _Normalize(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         statistics: _Statistics,
-        eps: float,
         group: Group,
         real: bool,
     ) -> Tensor:
         shape = _channels(x)
-        inv_std = torch.rsqrt(statistics.var + eps)
+        inv_std = statistics.inv_std()
         normal = (x - statistics.mean.view(shape)) * inv_std.view(shape)
         ctx.save_for_backward(normal, weight, inv_std, statistics.samples)
         ctx.group = group
@@ -78,7 +81,7 @@ class _Normalize(torch.autograd.Function):
             None if weight is None else grad_weight,
             grad_bias if ctx.has_bias else None,
         )
-        return grad_x.to(grads[0].dtype), *affine, None, None, None, None
+        return grad_x.to(grads[0].dtype), *affine, None, None, None
 
 
 class GlobalBatchNorm(_BatchNorm):
@@ -114,7 +117,7 @@ class GlobalBatchNorm(_BatchNorm):
             self._update_running(statistics)
         real = self._state.rows_are_real
         out: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, statistics, self.eps, self._group, real
+            input, self.weight, self.bias, statistics, self._group, real
         )
         return out
 
@@ -133,11 +136,12 @@ class GlobalBatchNorm(_BatchNorm):
         fraction = counts / total.clamp(min=1)  # all 0 where no rank has a sample
         mean = (means * fraction).sum(0)
         var = (fraction * (variances + (means - mean) ** 2)).sum(0)
-        return _Statistics(mean, var, total)
+        return _Statistics(mean, var, total, self.eps)
 
     @torch.no_grad()
     def _update_running(self, statistics: _Statistics) -> None:
-        mean, var, count = statistics
+        mean = statistics.mean
+        count = statistics.samples
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         has_samples = (count > 0).to(self.running_mean.dtype)
@@ -145,7 +149,7 @@ class GlobalBatchNorm(_BatchNorm):
         momentum = self.momentum
         if momentum is None:
             momentum = 1.0 / max(1.0, float(self.num_batches_tracked))
-        unbiased = var * (count / (count - 1).clamp(min=1))
+        unbiased = statistics.var * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), has_samples * momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), has_samples * momentum)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.group import Group
 from shoal.errors import BadInput
 
 
@@ -75,6 +76,19 @@ class DeferredInit:
             for slots in ready.get(number, ()):
                 _move(slots, device)
                 yield slots
+
+
+def with_values_of_rank_0(
+    filled: Iterator[list[TensorSlot]], world: Group
+) -> Iterator[list[TensorSlot]]:
+    """Tensors as they are filled, with the values that rank 0 has."""
+    for slots in filled:
+        tensor = slots[0].tensor
+        if tensor.numel() and tensor.device.type != "meta":
+            values = tensor.detach().contiguous()
+            world.broadcast(values).wait()
+            tensor.data.copy_(values)
+        yield slots
 
 
 class TensorSlot(NamedTuple):

@@ -1,39 +1,19 @@
-"""What one worker has of a replica: the full model, a stage, slices of tensors, or both."""
+"""What one worker has of a replica: the full model, or slices of its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from shoal.comm.group import Group
-from shoal.comm.mesh import Mesh
-from shoal.comm.objects import PytreeChannel, all_equal
-from shoal.errors import BadInput
-from shoal.pytree import Tree, tensors_of
-from shoal.replica.accumulation import Accumulation, OrderedAccumulation, StepAccumulation
-from shoal.replica.deferred_init import DeferredInit, TensorSlot
+from shoal.pytree import Tree
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_norm import ReplicaGradNorm
-from shoal.replica.microbatch import Loss, MicroBatch, call_arguments, preserve_modes
-from shoal.replica.pipeline.profile import measured_by_rank_0
-from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
-from shoal.replica.pipeline.stages import Stages, named_tensors
-from shoal.replica.pipeline.tied_weights import TiedWeights
+from shoal.replica.microbatch import Loss, MicroBatch
 from shoal.replica.tensor.parallelize import TensorSplit
-from shoal.replica.tensor.plan import plan_of
-from shoal.replica.tensor.sharded_tensor import full_tensors
-from shoal.schedules.pipelines.actions import ActionKind, Pipeline, accumulate
-from shoal.schedules.pipelines.catalog import build, schedule
-from shoal.strategy.strategy import Strategy
-from shoal.strategy.terms import Pp
-
-LARGEST_CHECKED_BYTES = 1 << 30
-_RESULT_TAG = 2  # tags of activations and gradients end in the bits 00 and 01
+from shoal.schedules.pipelines.actions import accumulate
 
 
 class ReplicaShard:
@@ -105,194 +85,3 @@ class ReplicaShard:
 
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
         """Raise `BadInput` unless the stages together compute what the model does."""
-
-
-class StageShard(ReplicaShard):
-    """One stage of a pipeline; the model's other tensors are shapes without memory."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        pp: Pp,
-        mesh: Mesh,
-        device: torch.device,
-        deferred: DeferredInit,
-        example: Tree = None,
-    ):
-        self.model = model
-        self.pp = pp
-        self.group = mesh.pp
-        self._is_trusted = bool(deferred)  # with all tensors on one worker it may not fit
-        seconds = None
-        if pp.balance == "measured" and pp.cuts is None:
-            seconds = measured_by_rank_0(model, example, pp, mesh.world, device, bool(deferred))
-        chunks = schedule(pp.schedule).num_chunks(pp.chunks)
-        self.stages = Stages(model, self.group.size, chunks, pp.cuts, seconds)
-        self._check_same_cuts(device)
-        index_of = {p: index for index, p in enumerate(model.parameters())}
-        filled = _from_rank_0(deferred.fill_in_turn(model, device), mesh.world)
-        self.named = self.stages.keep(self.group.rank, filled)
-        self.channel = PytreeChannel(self.group, device)
-        self.tied = TiedWeights(self.named, self.stages.holders, self.channel)
-        self._num_parameters = len(index_of)
-        self._index_of = {p: index_of[p] for _, p in self.named}
-
-    def split_tensors(self, tensor: TensorSplit) -> None:
-        self.tensor = tensor
-        self.stages.tensor = tensor
-
-    def total_norm(self, dp: Group | None) -> ReplicaGradNorm | None:
-        return ReplicaGradNorm(
-            self._index_of,
-            self._num_parameters,
-            self.tied.is_counted_here,
-            shards=dp,
-            tensor=self.tensor,
-            stages=self.group,
-        )
-
-    @property
-    def compute_module(self) -> nn.Module | None:
-        virtual_stages = range(self.group.rank, self.stages.virtual_stages, self.group.size)
-        segments = [self.stages.segment(virtual) for virtual in virtual_stages]
-        modules = [segment for segment in segments if isinstance(segment, nn.Module)]
-        return nn.ModuleList(modules) if len(modules) == len(segments) else self.model
-
-    def engine(
-        self, loss: Loss, flat: FlatParams, microbatches: int, options: EngineOptions
-    ) -> Engine:
-        pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
-        actions = pipeline.actions[self.group.rank]
-        flat.splits_backward = any(action.kind is ActionKind.INPUT for action in actions)
-        flat.grads.tied = {i for i, p in enumerate(flat.params) if self.tied.is_tied(p)}
-        options = replace(options, recompute=self.pp.recompute)
-        stage = self._stage(pipeline, flat, options)
-        accumulation = self._accumulation(flat, options)
-        return Engine(stage, loss, flat, actions, accumulation, options)
-
-    def _stage(self, pipeline: Pipeline, flat: FlatParams, options: EngineOptions) -> PipelineStage:
-        messages = StageMessages(pipeline, self.channel, options.tracer)
-        return PipelineStage(self.stages, messages, flat, carries_rng=options.every_microbatch)
-
-    def _accumulation(self, flat: FlatParams, options: EngineOptions) -> Accumulation:
-        if options.every_microbatch:
-            return OrderedAccumulation(flat, self.tied.reduce_grads)
-        return StepAccumulation(flat, self.tied.reduce_grads, starts_at_zero=True)
-
-    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
-        self.tied.synchronize_copies(tensors)
-        super().synchronize_copies(tensors)
-
-    def is_duplicate(self, parameter: nn.Parameter) -> bool:
-        return not self.tied.is_counted_here(parameter) or super().is_duplicate(parameter)
-
-    def broadcast(self, tree: Tree) -> Tree:
-        last = self.group.size - 1
-        if self.group.rank != last:
-            return self.channel.recv(last, _RESULT_TAG)
-        for sent in [self.channel.send(tree, stage, _RESULT_TAG) for stage in range(last)]:
-            sent.wait()
-        return tree
-
-    def broadcast_loss(self, loss: Tensor) -> Tensor:
-        number = loss.double()
-        self.group.broadcast(number, root=self.group.size - 1).wait()
-        return number.to(loss.dtype)
-
-    def gather(self, tree: Tree) -> list[Tree]:
-        if self.group.rank != 0:
-            self.channel.send(tree, 0, 0).wait()
-            return [tree]
-        return [tree, *(self.channel.recv(stage, 0) for stage in range(1, self.group.size))]
-
-    @torch.no_grad()
-    def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
-        """The first stage runs the full model once, with the tensors of all stages, and compares.
-
-        A model that is too large for that, or was built on the meta device, is trusted.
-        """
-        size = sum(t.nbytes for t in self.model.state_dict().values())
-        if self._is_trusted or size > LARGEST_CHECKED_BYTES:
-            return
-        inputs = microbatches[0].inputs
-        same = torch.ones(1, device=engine.flat.device)
-        with engine.flat.full_params(), preserve_modes(self.model):
-            self.model.eval()
-            outputs = self.broadcast(tensors_of(full_tensors(engine.predict(inputs))))
-            tensors = self._gather_tensors()
-            if self.group.rank == 0:
-                expected = functional_call(self.model, tensors, *call_arguments(inputs))
-                same.fill_(_are_close(tensors_of(full_tensors(expected)), outputs))
-        self.group.broadcast(same).wait()
-        if not same:
-            raise BadInput(
-                f"the stages of {type(self.model).__name__}, split at "
-                f"{', '.join(self.stages.cuts)}, do not compute what the model does: "
-                "its forward uses more than its inputs and modules; put what is special about it "
-                "into a module of its own"
-            )
-
-    def _gather_tensors(self) -> dict[str, Tensor]:
-        """The tensors of all stages by name, on the first stage."""
-        local = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
-        return {n: t for tensors in reversed(self.gather(local)) for n, t in tensors.items()}
-
-    def _check_same_cuts(self, device: torch.device) -> None:
-        """All stages must have split the same model at the same points."""
-        text = repr((self.stages.cuts, sorted(self.stages.holders.items())))
-        if not all_equal(self.group, text.encode(), device):
-            raise BadInput(
-                f"rank {self.group.rank} and another stage have built different models: every "
-                "worker has to build the same one, with the same layers"
-            )
-
-
-def build_shard(
-    model: nn.Module,
-    strategy: Strategy,
-    mesh: Mesh,
-    device: torch.device,
-    deferred: DeferredInit,
-    example: Tree = None,
-) -> ReplicaShard:
-    """This worker's shard of the model, which all have built; `example` are inputs of a batch.
-
-    Stages and split layers are chosen while the model is complete. Tensors whose initialization
-    is `deferred` are filled layer by layer, and those of other workers released.
-    """
-    tp = strategy.tp
-    pp = strategy.pp
-    roles = plan_of(model, tp) if tp is not None and mesh.tp.size > 1 else {}
-    if pp is not None and mesh.pp.size > 1:
-        shard: ReplicaShard = StageShard(model, pp, mesh, device, deferred, example)
-        filled = deferred.fill_in_turn(model, device)
-    else:
-        shard = ReplicaShard(model)
-        filled = _from_rank_0(deferred.fill_in_turn(model, device), mesh.world)
-    if tp is not None and roles:
-        shard.split_tensors(TensorSplit(model, roles, mesh.tp, device, filled, tp.sequence))
-    return shard
-
-
-def _from_rank_0(filled: Iterator[list[TensorSlot]], world: Group) -> Iterator[list[TensorSlot]]:
-    """Tensors as they are filled, with the values that rank 0 has."""
-    for slots in filled:
-        tensor = slots[0].tensor
-        if tensor.numel() and tensor.device.type != "meta":
-            values = tensor.detach().contiguous()
-            world.broadcast(values).wait()
-            tensor.data.copy_(values)
-        yield slots
-
-
-def _are_close(expected: list[Tensor], actual: list[Tensor]) -> bool:
-    """Equal but for rounding, which here is that of the same operations on the same numbers."""
-    if [t.shape for t in expected] != [t.shape for t in actual]:
-        return False
-    for a, b in zip(expected, actual, strict=True):
-        a = a.double()
-        b = b.double()
-        size = float(a.abs().max()) if a.numel() else 0.0
-        if not torch.allclose(a, b, rtol=0.0, atol=1e-3 * size, equal_nan=True):
-            return False
-    return True

@@ -25,9 +25,10 @@ from shoal.replica.batchnorm import (
     use_global_batchnorm,
     use_microbatch_norm,
 )
+from shoal.replica.build_shard import build_shard
 from shoal.replica.engine import EngineOptions
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.shard import ReplicaShard, build_shard
+from shoal.replica.shard import ReplicaShard
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults, busy_s
 from shoal.strategy.base import Batches, SyncTerm

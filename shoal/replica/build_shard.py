@@ -1,0 +1,42 @@
+"""This worker's shard of a replica, as the strategy splits the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shoal.comm.mesh import Mesh
+from shoal.pytree import Tree
+from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
+from shoal.replica.shard import ReplicaShard
+from shoal.replica.stage_shard import StageShard
+from shoal.replica.tensor.parallelize import TensorSplit
+from shoal.replica.tensor.plan import plan_of
+from shoal.strategy.strategy import Strategy
+
+
+def build_shard(
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: Mesh,
+    device: torch.device,
+    deferred: DeferredInit,
+    example: Tree = None,
+) -> ReplicaShard:
+    """This worker's shard of the model, which all have built; `example` are inputs of a batch.
+
+    Stages and split layers are chosen while the model is complete. Tensors whose initialization
+    is `deferred` are filled layer by layer, and those of other workers released.
+    """
+    tp = strategy.tp
+    pp = strategy.pp
+    roles = plan_of(model, tp) if tp is not None and mesh.tp.size > 1 else {}
+    if pp is not None and mesh.pp.size > 1:
+        shard: ReplicaShard = StageShard(model, pp, mesh, device, deferred, example)
+        filled = deferred.fill_in_turn(model, device)
+    else:
+        shard = ReplicaShard(model)
+        filled = with_values_of_rank_0(deferred.fill_in_turn(model, device), mesh.world)
+    if tp is not None and roles:
+        shard.split_tensors(TensorSplit(model, roles, mesh.tp, device, filled, tp.sequence))
+    return shard
