@@ -1,6 +1,7 @@
 """The terms that a strategy is made of.
 
-A new way to agree is a class here and a plan in `shoal/sync/NAME.py`; nothing else lists them.
+A new way to agree is a class here, with its name below, and a plan in `shoal/sync/NAME.py`. The
+parser, `import shoal`, `shoal compare` and the tests of memory find it by themselves.
 """
 
 from __future__ import annotations
@@ -11,65 +12,40 @@ from typing import Annotated, ClassVar
 
 from shoal.errors import NotBuilt, StrategyError
 from shoal.schedules import user
-from shoal.schedules.gossip import graphs as edges
-from shoal.schedules.pipelines.catalog import schedules
 from shoal.schedules.user_proof import proven_collective, proven_pipeline
 from shoal.strategy.base import Batches, SyncTerm, Term
 from shoal.strategy.constraints import (
     MAX_NUMBER,
-    Constraint,
-    is_names,
-    is_plan,
     one_of,
-    one_of_or_like,
     optional,
     positive,
-    text_like,
     whole,
+)
+from shoal.strategy.options import (
+    ALGORITHM,
+    COMPRESS,
+    FLAG,
+    GRAPH,
+    NAMES,
+    OUTER,
+    PLAN,
+    SCHEDULE,
+    SYNC_OR_ASYNC,
 )
 from shoal.strategy.settings import outer_settings
 
-__all__ = ["ddp", "gossip", "hogwild", "localsgd", "mapreduce", "pp", "ps", "single", "tp", "zero"]
-
-GRAPHS = (
-    *("ring", "torus", "hypercube", "exponential"),
-    *("star", "complete", "one-peer", "random-regular"),
-)
-
-_SETTING = r"[a-z][a-z0-9_]*=[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"
-_FRACTION = r"(1|0\.0{0,9}[1-9][0-9]{0,9}|[1-9](\.[0-9]{1,9})?e-[1-9][0-9]?)"
-_SYNC_OR_ASYNC = one_of("sync", "async")
-_FLAG = Constraint("True or False", lambda value: isinstance(value, bool))
-_USER_SCHEDULE = '"FILE.py:FUNCTION"'
-_ALGORITHM = text_like(
-    f'a name such as "ring" or "tree", or {_USER_SCHEDULE}',
-    rf"[A-Za-z_][A-Za-z0-9_-]*|{user.PATTERN}",
-)
-_SCHEDULE = one_of_or_like(_USER_SCHEDULE, schedules(), user.PATTERN)
-_COMPRESS = text_like(
-    '"fp16", "bf16", "int8", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
-    rf"fp16|bf16|int8|onebit|topk\({_FRACTION}\)|powersgd\(rank=[1-9][0-9]{{0,5}}\)",
-)
-_GRAPH_TEXT = text_like(
-    f"one of {', '.join(GRAPHS)}, a path that ends in .txt, .csv or .edges, edges such as "
-    '"edges:0-1,1-2,2-0", or a networkx graph',
-    "|".join(GRAPHS)
-    + r"|random-regular\(degree=[0-9]{1,3}(, ?seed=[0-9]{1,9})?\)"
-    + rf"|{edges.PATTERN}|(?!{edges.INLINE}).+\.(txt|csv|edges)",
-)
-_GRAPH = Constraint(
-    _GRAPH_TEXT.allowed,
-    lambda value: edges.is_networkx(value) or _GRAPH_TEXT.accepts(value),
-    lambda value: edges.write_edges(value) if edges.is_networkx(value) else value,
-)
-_OUTER = text_like(
-    'an optimizer such as "nesterov(lr=0.7)"',
-    rf"[a-z][a-z0-9_]*(\({_SETTING}(, ?{_SETTING})*\))?",
-)
-_PLAN = Constraint(
-    'a dict of module names to "column" or "row"', is_plan, lambda v: dict(sorted(v.items()))
-)
-_NAMES = Constraint("a list of module names", is_names, tuple)
+__all__ = [
+    "ddp",
+    "gossip",
+    "hogwild",
+    "localsgd",
+    "mapreduce",
+    "pp",
+    "ps",
+    "single",
+    "tp",
+    "zero",
+]
 
 
 @dataclass(frozen=True)
@@ -102,9 +78,9 @@ class Ddp(SyncTerm):
         'ddp(compress="powersgd(rank=4)")',
     )
 
-    algorithm: Annotated[str, _ALGORITHM] = "auto"
+    algorithm: Annotated[str, ALGORITHM] = "auto"
     bucket_mb: Annotated[float, positive(MAX_NUMBER)] = 25
-    compress: Annotated[str | None, optional(_COMPRESS)] = None
+    compress: Annotated[str | None, optional(COMPRESS)] = None
 
     @property
     def equals_single(self) -> bool:
@@ -141,14 +117,14 @@ class Ps(SyncTerm):
 
     sync_module: ClassVar[str] = "shoal.sync.ps.plan"
 
-    mode: Annotated[str, _SYNC_OR_ASYNC] = "sync"
+    mode: Annotated[str, SYNC_OR_ASYNC] = "sync"
     quorum: Annotated[float | None, optional(positive(1))] = None
     late: Annotated[str, one_of("drop", "fold")] = "drop"
     staleness: Annotated[int | None, optional(whole(0))] = None
     servers: Annotated[int, whole(1)] = 1
     placement: Annotated[str, one_of("servers", "rank0", "workers")] = "servers"
     update: Annotated[str, one_of("server", "worker")] = "server"
-    compress: Annotated[str | None, optional(_COMPRESS)] = None
+    compress: Annotated[str | None, optional(COMPRESS)] = None
 
     @property
     def relaxations(self) -> list[str]:
@@ -220,8 +196,8 @@ class Gossip(SyncTerm):
         'gossip(graph="ring", mode="async")',
     )
 
-    graph: Annotated[str, _GRAPH] = "ring"
-    mode: Annotated[str, _SYNC_OR_ASYNC] = "sync"
+    graph: Annotated[str, GRAPH] = "ring"
+    mode: Annotated[str, SYNC_OR_ASYNC] = "sync"
 
     @property
     def lockstep(self) -> bool:
@@ -252,7 +228,7 @@ class Gossip(SyncTerm):
 class Hogwild(SyncTerm):
     """Workers update one copy of the weights in shared memory, without locks."""
 
-    momentum: Annotated[bool, _FLAG] = False
+    momentum: Annotated[bool, FLAG] = False
 
     @property
     def batches(self) -> Batches:
@@ -309,8 +285,8 @@ class Localsgd(SyncTerm):
     )
 
     every: Annotated[int, whole(1)] = 16
-    outer: Annotated[str | None, optional(_OUTER)] = None
-    compress: Annotated[str | None, optional(_COMPRESS)] = None
+    outer: Annotated[str | None, optional(OUTER)] = None
+    compress: Annotated[str | None, optional(COMPRESS)] = None
 
     @property
     def lockstep(self) -> bool:
@@ -334,8 +310,8 @@ class Tp(Term, role="tp"):
 
     size: Annotated[int, whole(1)]
     _: KW_ONLY
-    plan: Annotated[Mapping[str, str] | None, optional(_PLAN)] = field(default=None, hash=False)
-    sequence: Annotated[bool, _FLAG] = False
+    plan: Annotated[Mapping[str, str] | None, optional(PLAN)] = field(default=None, hash=False)
+    sequence: Annotated[bool, FLAG] = False
 
 
 @dataclass(frozen=True)
@@ -346,11 +322,11 @@ class Pp(Term, role="pp"):
 
     size: Annotated[int, whole(1)]
     _: KW_ONLY
-    schedule: Annotated[str, _SCHEDULE] = "1f1b"
+    schedule: Annotated[str, SCHEDULE] = "1f1b"
     microbatches: Annotated[int | None, optional(whole(1))] = None
     chunks: Annotated[int | None, optional(whole(1))] = None
-    recompute: Annotated[bool, _FLAG] = False
-    cuts: Annotated[Sequence[str] | None, optional(_NAMES)] = None
+    recompute: Annotated[bool, FLAG] = False
+    cuts: Annotated[Sequence[str] | None, optional(NAMES)] = None
     balance: Annotated[str, one_of("weights", "measured")] = "weights"
 
     def check(self) -> None:

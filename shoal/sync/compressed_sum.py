@@ -4,45 +4,28 @@ Error feedback: what a replica could not send of a step (its residual) is added 
 in the next. Nothing is lost, only delayed. All replicas end with the same bits, since all unpack
 the same bytes.
 
-    ShardedSum    fp16 bf16 int8    shards to their owners, which add them up, pack the sum and
-                  onebit topk       send it to all: 2·(p-1)/p of the packed size, as a ring does
-    FactoredSum   powersgd          all-reduces of P and of Q
-
 A sum goes in stages, written as a generator: what it yields is under way while other things run.
 Tensors that a later stage does not need are deleted before the generator yields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from shoal.comm.group import Group, Op
-from shoal.compress.catalog import make_compressor
-from shoal.compress.compressor import Compressor
-from shoal.compress.powersgd import PowerSgd
-from shoal.compress.topk import TopK
-from shoal.errors import BadInput
-from shoal.replica.flat_layout import FlatLayout
-from shoal.replica.flat_params import FlatParams
-from shoal.strategy.base import SyncTerm
-from shoal.sync.base import Copies, StepSettings
-from shoal.sync.residuals import (
-    check_size,
-    gaps_in,
-    positions_in,
-    residual_dtype,
-    take_residual,
-    unused_positions,
-)
+from shoal.comm.group import Group
+from shoal.sync.residuals import take_residual
 from shoal.transport.transport import Work
 
-_INDEX_BYTES = 8  # of a position in the buffer
-MOST_KEPT = 4  # times as many elements of a sum as each replica sends
+
+class SliceMemory(NamedTuple):
+    """Bytes that the sum of one slice takes."""
+
+    kept: int  # from step to step, besides the residual
+    first: int  # in flight in its first stage
+    second: int  # in flight in its second stage
 
 
 class Staged:
@@ -107,239 +90,3 @@ class CompressedSum:
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Each worker takes its own back; another number of workers splits the sum equally."""
         take_residual(tensors, self.residual, self.group.rank, self.group.size)
-
-
-class ShardedSum(CompressedSum):
-    """Every rank owns a shard of each slice and packs its sum, perhaps in another way.
-
-    What the second packing loses is kept by the owner (`owed`) and added to its next sum.
-    """
-
-    def __init__(
-        self,
-        flat: FlatParams,
-        group: Group,
-        slices: Sequence[slice],
-        compressor: Compressor,
-        unused: Tensor,
-    ):
-        self.group = group
-        self.compressor = compressor
-        self.sum_compressor = _sum_compressor(compressor, group.size)
-        self.under_way = []
-        self.residual = _zeros(flat, flat.size)
-        self.unused = unused
-        self.owned = {at.start: owned_shard(at, group.rank, group.size) for at in slices}
-        self.owed = {start: _zeros(flat, s.stop - s.start) for start, s in self.owned.items()}
-        self._unused = {start: positions_in(unused, s) for start, s in self.owned.items()}
-
-    def clear_unused(self) -> None:
-        super().clear_unused()
-        for start, positions in self._unused.items():
-            self.owed[start][positions] = 0.0
-
-    def stages(self, x: Tensor, at: slice) -> Iterator[Work]:
-        packed = self._pack(x, at)
-        arrived = torch.empty_like(packed)
-        yield self.group.all_to_all(arrived, packed)
-        answer = self._pack_sum(arrived, at)
-        del packed, arrived
-        sums = answer.new_empty(self.group.size, answer.numel())
-        yield self.group.all_gather(sums, answer)
-        x.copy_(self._join(self.sum_compressor, sums, x))
-
-    def _pack(self, x: Tensor, at: slice) -> Tensor:
-        """A row for each rank: its shard of `x` and of what is left to send."""
-        size = self.group.size
-        shard = _shard(x.numel(), size)
-        wanted = x + self.residual[at]
-        rows = F.pad(wanted, (0, size * shard - x.numel())).view(size, shard)
-        packed = torch.stack([self.compressor.pack(row) for row in rows])
-        if self.feedback:
-            torch.sub(wanted, self._join(self.compressor, packed, x), out=self.residual[at])
-        return packed
-
-    def _pack_sum(self, arrived: Tensor, at: slice) -> Tensor:
-        """The sum of this rank's shard over all ranks, packed."""
-        shard = _shard(at.stop - at.start, self.group.size)
-        owed = self.owed[at.start]
-        total = F.pad(owed, (0, shard - owed.numel()))
-        for message in arrived:
-            total += self.compressor.unpack(message, shard)
-        answer = self.sum_compressor.pack(total)
-        if self.feedback:
-            total -= self.sum_compressor.unpack(answer, shard)
-            owed.copy_(total[: owed.numel()])
-        return answer
-
-    def state(self) -> dict[str, Tensor]:
-        all_owed = torch.zeros_like(self.residual)
-        for start, owned in self.owned.items():
-            all_owed[owned] = self.owed[start]
-        self.group.reduce(all_owed, op=Op.SUM).wait()
-        saved = super().state()
-        return {**saved, "owed": all_owed} if self.group.rank == 0 else {}
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        super().load_state(tensors)
-        if "owed" not in tensors:
-            return
-        check_size(tensors["owed"], self.residual)
-        for start, owned in self.owned.items():
-            self.owed[start].copy_(tensors["owed"][owned])
-
-    def _join(self, compressor: Compressor, packed: Tensor, like: Tensor) -> Tensor:
-        """The shards that the rows of `packed` stand for, one after the other."""
-        shard = _shard(like.numel(), self.group.size)
-        return torch.cat([compressor.unpack(row, shard) for row in packed])[: like.numel()]
-
-
-class FactoredSum(CompressedSum):
-    """PowerSGD: the projections of all replicas are added up, P is made orthogonal, and so on.
-
-    A replica keeps what its own matrices have outside of the space that P spans.
-    """
-
-    def __init__(
-        self,
-        flat: FlatParams,
-        group: Group,
-        factors: dict[int, PowerSgd],
-        unused: Tensor,
-    ):
-        self.group = group
-        self.factors = factors
-        self.under_way = []
-        self.residual = _zeros(flat, flat.size)
-        self.unused = unused
-
-    def stages(self, x: Tensor, at: slice) -> Iterator[Work]:
-        factors = self.factors[at.start]
-        wanted = x + self.residual[at]
-        left = factors.project(wanted)
-        rest = left[factors.num_left :].clone()
-        yield self.group.all_reduce(left)
-        factors.orthogonalise(left)
-        right = factors.correlate(wanted, left)
-        if self.feedback:
-            sent = torch.cat([left[: factors.num_left], rest])
-            torch.sub(wanted, factors.expand(sent, right), out=self.residual[at])
-            del sent
-        del wanted, rest
-        if factors.num_right:
-            yield self.group.all_reduce(right)
-        factors.continue_from(right)
-        x.copy_(factors.expand(left, right))
-
-    def state(self) -> dict[str, Tensor]:
-        bases = {f"basis/{start}": f.basis for start, f in self.factors.items() if f.num_right}
-        return {**super().state(), **bases}
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Bases of other buckets are of no use: the iteration then starts again."""
-        super().load_state(tensors)
-        for start, factors in self.factors.items():
-            basis = tensors.get(f"basis/{start}")
-            if basis is not None and basis.shape == factors.basis.shape:
-                factors.basis = basis.to(self.residual.device)
-
-
-class CompressedMemory(NamedTuple):
-    """Bytes that a compressed sum takes."""
-
-    residuals: int  # kept from step to step
-    in_flight: int  # most at a time, when all slices are under way
-
-
-def make_compressed_sum(
-    text: str,
-    flat: FlatParams,
-    group: Group,
-    slices: Sequence[slice],
-    copies: Copies | None = None,
-) -> CompressedSum:
-    """What `compress="…"` asks for, for these slices of the buffer."""
-    unused = unused_positions(flat, copies)
-    compressors = _compressors(text, flat, slices)
-    factors = {start: c for start, c in compressors.items() if isinstance(c, PowerSgd)}
-    first = next(iter(compressors.values()))
-    if factors:
-        return FactoredSum(flat, group, factors, unused)
-    return ShardedSum(flat, group, slices, first, unused)
-
-
-def compressed_memory(
-    text: str, flat: FlatLayout, slices: Sequence[slice], rank: int, replicas: int
-) -> CompressedMemory:
-    """What `make_compressed_sum` and its messages take, without making it."""
-    width = residual_dtype(flat.dtype).itemsize
-    kept = flat.size * width + _INDEX_BYTES * gaps_in(flat, slice(flat.offset, flat.size))
-    first_stage = []
-    second_stage = []
-    for at, compressor in zip(slices, _compressors(text, flat, slices).values(), strict=True):
-        numel = at.stop - at.start
-        if isinstance(compressor, PowerSgd):
-            left = 4 * (compressor.num_left + compressor.num_rest)
-            right = 4 * compressor.num_right
-            kept += right
-            first_stage.append(numel * width + left + 4 * compressor.num_rest)
-            second_stage.append(left + right if right else 0)
-        else:
-            owned = owned_shard(at, rank, replicas)
-            kept += (owned.stop - owned.start) * width + _INDEX_BYTES * gaps_in(flat, owned)
-            shard = _shard(numel, replicas)
-            first_stage.append(2 * replicas * compressor.num_bytes(shard))
-            answer = _sum_compressor(compressor, replicas).num_bytes(shard)
-            second_stage.append((replicas + 1) * answer)
-    advanced = range(len(slices) + 1)  # slices go from the first stage to the second in turn
-    in_flight = max(sum(second_stage[:k]) + sum(first_stage[k:]) for k in advanced)
-    return CompressedMemory(kept, in_flight)
-
-
-def refuse_scaled(term: SyncTerm, options: StepSettings) -> None:
-    """Compressed gradients must keep their scale between steps."""
-    if options.precision == "fp16":
-        raise BadInput(
-            f'{term} and precision="fp16" exclude each other: the scale of such gradients changes '
-            'between steps, and so would what is left to send; take precision="bf16"'
-        )
-
-
-def owned_shard(at: slice, rank: int, replicas: int) -> slice:
-    """Where the shard of a slice lies that this rank adds up."""
-    shard = _shard(at.stop - at.start, replicas)
-    start = min(at.stop, at.start + rank * shard)
-    return slice(start, min(at.stop, start + shard))
-
-
-def _sum_compressor(compressor: Compressor, replicas: int) -> Compressor:
-    """How sums are packed.
-
-    The largest elements of several replicas are mostly different ones. Sums over up to four of
-    them are sent completely, those over more in part, so that bytes do not grow with their number.
-    """
-    if isinstance(compressor, TopK):
-        return TopK(min(1.0, compressor.fraction * min(replicas, MOST_KEPT)))
-    return compressor
-
-
-def _compressors(text: str, flat: FlatLayout, slices: Sequence[slice]) -> dict[int, Compressor]:
-    return {at.start: make_compressor(text, *_shapes_in(flat, at)) for at in slices}
-
-
-def _shapes_in(flat: FlatLayout, at: slice) -> tuple[list[tuple[int, Sequence[int]]], int]:
-    """Where the parameters of a slice lie in it, and how long it is."""
-    shapes: list[tuple[int, Sequence[int]]] = [
-        (param.start - at.start, tuple(p.shape))
-        for param, p in zip(flat.ranges, flat.params, strict=True)
-        if at.start <= param.start < at.stop
-    ]
-    return shapes, at.stop - at.start
-
-
-def _zeros(flat: FlatParams, numel: int) -> Tensor:
-    return torch.zeros(numel, dtype=residual_dtype(flat.dtype), device=flat.device)
-
-
-def _shard(numel: int, size: int) -> int:
-    return -(-numel // size)

@@ -11,7 +11,7 @@ from shoal.comm.counting import Counting
 from shoal.comm.group import Group
 from shoal.strategy.terms import Ddp
 from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
-from shoal.sync.compressed_sum import refuse_scaled
+from shoal.sync.compression import refuse_scaled
 from shoal.sync.ddp_compressed import CompressedReduce, compressed_ddp_memory, ddp_buckets
 from shoal.sync.ddp_exact import ExactReduce, exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory

@@ -12,7 +12,7 @@ from shoal.comm.counting import Counting
 from shoal.comm.group import Group
 from shoal.replica.flat_layout import FlatLayout
 from shoal.sync.base import FIRST_BUCKET_BYTES, Replica, Sync
-from shoal.sync.compressed_sum import compressed_memory, make_compressed_sum
+from shoal.sync.compression import compressed_memory, make_compressed_sum
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.residuals import synchronize_copies
 from shoal.sync.traffic import StepTraffic

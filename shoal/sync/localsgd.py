@@ -21,7 +21,8 @@ from shoal.comm.counting import Counting
 from shoal.comm.group import Group, Op
 from shoal.strategy.terms import Localsgd
 from shoal.sync.base import Replica, Sync, SyncPlan
-from shoal.sync.compressed_sum import CompressedSum, compressed_memory, make_compressed_sum
+from shoal.sync.compressed_sum import CompressedSum
+from shoal.sync.compression import compressed_memory, make_compressed_sum
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.outer_optimizer import Outer, outer_state_bytes
 from shoal.sync.registry import runs

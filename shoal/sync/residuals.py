@@ -10,10 +10,16 @@ from shoal.replica.flat_layout import FlatLayout
 from shoal.replica.flat_params import FlatParams
 from shoal.sync.base import Copies
 
+INDEX_BYTES = 8  # of a position in the buffer
+
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
     """A residual has at least 24 bits of precision, whatever the parameters have."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def new_residual(flat: FlatParams, numel: int) -> Tensor:
+    return torch.zeros(numel, dtype=residual_dtype(flat.dtype), device=flat.device)
 
 
 def take_residual(tensors: dict[str, Tensor], residual: Tensor, rank: int, size: int) -> None:

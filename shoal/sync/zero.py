@@ -15,9 +15,8 @@ A step moves each gradient once and each parameter once (zero(3): twice), as ddp
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -35,7 +34,6 @@ from shoal.replica.shard import ReplicaShard
 from shoal.strategy.terms import Zero
 from shoal.sync.base import (
     DEFAULT_BUCKET_BYTES,
-    FIRST_BUCKET_BYTES,
     Ownership,
     Replica,
     StepSettings,
@@ -48,10 +46,14 @@ from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm
 from shoal.sync.registry import runs
 from shoal.sync.traffic import StepTraffic
+from shoal.sync.zero_buckets import (
+    ON_THE_WAY,
+    bytes_of_shards,
+    gathered_bytes,
+    gradient_bytes,
+    owned_buckets,
+)
 from shoal.transport.transport import Work
-
-SMALLEST_BUCKET_BYTES = 1 << 20
-ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept
 
 
 def owned_params(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter]]:
@@ -69,16 +71,6 @@ def sum_over_shards(flat: FlatParams, group: Group) -> Callable[[Tensor], Tensor
         return total
 
     return over
-
-
-def owned_buckets(flat: FlatParams, ranks: int, num_bytes: int) -> list[tuple[int, slice]]:
-    """Buckets with their owners, last one first; none crosses the border of a shard."""
-    first = min(num_bytes, FIRST_BUCKET_BYTES)
-    owned: list[tuple[int, slice]] = []
-    for rank, shard in reversed(list(enumerate(flat.shards(ranks)))):
-        buckets = flat.buckets(num_bytes, None if owned else first, shard)
-        owned += [(rank, bucket) for bucket in buckets]
-    return owned
 
 
 class _Sent(NamedTuple):
@@ -290,69 +282,20 @@ class ZeroPlan(SyncPlan[Zero]):
         if sizes.exact_microbatches is not None:
             plain = exact_memory(plain, sizes, rank, replicas)
         else:
-            plain = replace(plain, gradients=self._gradients(sizes, rank, replicas))
+            plain = replace(plain, gradients=gradient_bytes(self.term.stage, sizes, rank, replicas))
         shard = sizes.flat.shards(replicas)[rank]
         names = [sizes.flat.named[i][0] for i in sizes.flat.params_in(shard)]
         plain = replace(plain, optimizer=sum(sizes.state[name] for name in names))
         if not self.shards_parameters(replicas):
             return plain
         held = (shard.stop - shard.start) * sizes.width + sizes.untrained
-        return replace(plain, parameters=held, gathered=_gathered(sizes, shard))
-
-    def _gradients(self, sizes: ModelSizes, rank: int, replicas: int) -> int:
-        """The buffer that is kept, buckets on their way, and what waits at parameters."""
-        flat = sizes.flat
-        owned = owned_buckets(flat, replicas, bytes_of_shards(flat, replicas))
-        waiting = [sum(flat.params[i].numel() for i in flat.params_in(b)) for _, b in owned]
-        if sizes.is_stage or (sizes.accumulates and self.term.stage == 1):
-            waiting = [sum(waiting[k:]) for k in range(len(waiting))]
-        if self.term.stage == 1:
-            return int(flat.size - flat.offset + max(waiting)) * sizes.width
-        kept = flat.shards(replicas)[rank]
-        passes = 2 if sizes.accumulates and not sizes.is_stage else 1
-        most = _most_under_way(owned, waiting, rank, passes)
-        return int(kept.stop - kept.start + most) * sizes.width
+        return replace(plain, parameters=held, gathered=gathered_bytes(sizes, shard))
 
     def build(self, replica: Replica) -> Sync:
         if replica.exact_microbatches is not None:
             return ExactZero(replica, replica.exact_microbatches, DEFAULT_BUCKET_BYTES)
         bucket_bytes = bytes_of_shards(replica.flat, replica.group.size)
         return ZeroReduce(replica, self.term.stage, bucket_bytes)
-
-
-def _most_under_way(
-    owned: Sequence[tuple[int, slice]], waiting: Sequence[int], rank: int, passes: int
-) -> int:
-    """Elements of lent buckets and of gradients that wait, at the worst moment of a backward.
-
-    In the first pass a rank's own buckets are kept and need nothing more.
-    """
-    sent: deque[int] = deque(maxlen=ON_THE_WAY)
-    most = 0
-    for number in range(passes):
-        for (owner, bucket), waits in zip(owned, waiting, strict=True):
-            is_kept = owner == rank and number == 0
-            lent = 0 if is_kept else bucket.stop - bucket.start
-            before = sum(sent) + waits
-            while len(sent) >= ON_THE_WAY:
-                sent.popleft()
-            most = max(most, before, sum(sent) + lent + waits)
-            sent.append(lent)
-    return most
-
-
-def _gathered(sizes: ModelSizes, shard: slice) -> int:
-    """Bytes of others' parameters: of the root unit, of one that computes, and of the next."""
-    flat = sizes.flat
-    index = {name: i for i, (name, _) in enumerate(flat.named)}
-    elements = []
-    for unit in sizes.units:
-        ranges = [flat.ranges[index[name]] for name in unit]
-        others = [r for r in ranges if not shard.start <= r.start < shard.stop]
-        elements.append(sum(flat.round_up(r.stop) - r.start for r in others))
-    root, *blocks = elements
-    pairs = [a + b for a, b in itertools.pairwise([0, *blocks, 0])]
-    return (root + max(pairs, default=0)) * sizes.width
 
 
 def move_untrained(model: nn.Module, flat: FlatParams, device: torch.device) -> None:
@@ -365,9 +308,3 @@ def move_untrained(model: nn.Module, flat: FlatParams, device: torch.device) -> 
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-
-
-def bytes_of_shards(flat: FlatParams, replicas: int) -> int:
-    """Buckets that are small beside a shard, since they need memory of their own."""
-    shard_bytes = flat.size * flat.data.element_size() // replicas
-    return min(DEFAULT_BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, shard_bytes // 16))

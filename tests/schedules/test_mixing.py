@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from shoal.errors import StrategyError
 from shoal.schedules.gossip.graphs import write_edges
 from shoal.schedules.gossip.mixing import Mixing, mixing_for
+from shoal.strategy.options import GRAPHS
 from shoal.strategy.strategy import parse
-from shoal.strategy.terms import GRAPHS, gossip
+from shoal.strategy.terms import gossip
 
 EVERYWHERE = [graph for graph in GRAPHS if graph != "hypercube"]
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from shoal.schedules.pipelines.catalog import schedules
 from shoal.strategy.base import Term
+from shoal.strategy.options import GRAPHS
 from shoal.strategy.strategy import Strategy, as_strategy, parse
 from shoal.strategy.terms import (
-    GRAPHS,
     ddp,
     gossip,
     hogwild,

@@ -14,8 +14,10 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.strategy.terms import Ddp
-from shoal.sync.compressed_sum import CompressedSum, ShardedSum, make_compressed_sum
+from shoal.sync.compressed_sum import CompressedSum
+from shoal.sync.compression import make_compressed_sum
 from shoal.sync.registry import plan_for
+from shoal.sync.sharded_sum import ShardedSum
 from shoal.train.checkpoint import read
 from shoal.train.step import Step, StepOptions
 from tests.conftest import World

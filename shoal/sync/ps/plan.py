@@ -12,7 +12,7 @@ from shoal.server.model.partition import FlatParameter, ServerSlice, partition
 from shoal.server.protocol.messages import ParameterSlice
 from shoal.strategy.terms import Ps
 from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
-from shoal.sync.compressed_sum import refuse_scaled
+from shoal.sync.compression import refuse_scaled
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.ps.connect import join_servers
 from shoal.sync.ps.push import BUCKET_BYTES

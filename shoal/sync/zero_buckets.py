@@ -1,0 +1,80 @@
+"""The buckets of ZeRO, which lie inside shards, and the memory that they take."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+from shoal.replica.flat_layout import FlatLayout
+from shoal.sync.base import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
+from shoal.sync.memory import ModelSizes
+
+SMALLEST_BUCKET_BYTES = 1 << 20
+ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept
+
+
+def owned_buckets(flat: FlatLayout, ranks: int, num_bytes: int) -> list[tuple[int, slice]]:
+    """Buckets with their owners, last one first; none crosses the border of a shard."""
+    first = min(num_bytes, FIRST_BUCKET_BYTES)
+    owned: list[tuple[int, slice]] = []
+    for rank, shard in reversed(list(enumerate(flat.shards(ranks)))):
+        buckets = flat.buckets(num_bytes, None if owned else first, shard)
+        owned += [(rank, bucket) for bucket in buckets]
+    return owned
+
+
+def bytes_of_shards(flat: FlatLayout, replicas: int) -> int:
+    """Buckets that are small beside a shard, since they need memory of their own."""
+    shard_bytes = flat.size * flat.dtype.itemsize // replicas
+    return min(DEFAULT_BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, shard_bytes // 16))
+
+
+def gradient_bytes(stage: int, sizes: ModelSizes, rank: int, replicas: int) -> int:
+    """The buffer that is kept, buckets on their way, and what waits at parameters."""
+    flat = sizes.flat
+    owned = owned_buckets(flat, replicas, bytes_of_shards(flat, replicas))
+    waiting = [sum(flat.params[i].numel() for i in flat.params_in(b)) for _, b in owned]
+    if sizes.is_stage or (sizes.accumulates and stage == 1):
+        waiting = [sum(waiting[k:]) for k in range(len(waiting))]
+    if stage == 1:
+        return int(flat.size - flat.offset + max(waiting)) * sizes.width
+    kept = flat.shards(replicas)[rank]
+    passes = 2 if sizes.accumulates and not sizes.is_stage else 1
+    most = _most_under_way(owned, waiting, rank, passes)
+    return int(kept.stop - kept.start + most) * sizes.width
+
+
+def _most_under_way(
+    owned: Sequence[tuple[int, slice]], waiting: Sequence[int], rank: int, passes: int
+) -> int:
+    """Elements of lent buckets and of gradients that wait, at the worst moment of a backward.
+
+    In the first pass a rank's own buckets are kept and need nothing more.
+    """
+    sent: deque[int] = deque(maxlen=ON_THE_WAY)
+    most = 0
+    for number in range(passes):
+        for (owner, bucket), waits in zip(owned, waiting, strict=True):
+            is_kept = owner == rank and number == 0
+            lent = 0 if is_kept else bucket.stop - bucket.start
+            before = sum(sent) + waits
+            while len(sent) >= ON_THE_WAY:
+                sent.popleft()
+            most = max(most, before, sum(sent) + lent + waits)
+            sent.append(lent)
+    return most
+
+
+def gathered_bytes(sizes: ModelSizes, shard: slice) -> int:
+    """Bytes of others' parameters: of the root unit, of one that computes, and of the next."""
+    flat = sizes.flat
+    index = {name: i for i, (name, _) in enumerate(flat.named)}
+    elements = []
+    for unit in sizes.units:
+        ranges = [flat.ranges[index[name]] for name in unit]
+        others = [r for r in ranges if not shard.start <= r.start < shard.stop]
+        elements.append(sum(flat.round_up(r.stop) - r.start for r in others))
+    root, *blocks = elements
+    pairs = [a + b for a, b in itertools.pairwise([0, *blocks, 0])]
+    return (root + max(pairs, default=0)) * sizes.width
