@@ -209,7 +209,9 @@ def _progress(entries: Sequence[ComparedRun]) -> Iterator[Any]:
 
     width = max(len(entry.strategy) for entry in entries)
     columns = (TextColumn(f"{{task.description:<{width}}}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+    console = Console(stderr=True)
+    live = console.is_terminal  # elsewhere no thread is needed, which would redraw the bar
+    with Progress(*columns, TimeElapsedColumn(), console=console, auto_refresh=live) as bar:
         task = bar.add_task("starting workers", total=len(entries))
         started: set[int] = set()
 
