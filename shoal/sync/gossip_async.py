@@ -2,9 +2,9 @@
 
 Each worker lays its weights out in memory that the others read
 (`transport/shm/versioned_pages.py`). After an update of its own it averages with what its
-neighbours have laid out since it last looked; the share of a neighbour that has nothing new goes
-to its own weights. So a slow worker holds up nobody, and one that has died is left out from then
-on: its neighbours keep its share themselves.
+neighbours have laid out since it last read them. The weight of a neighbour without a new version
+goes to the worker's own weights. So a slow worker delays no other. One that has died is left out:
+its neighbours keep its weight themselves.
 """
 
 from __future__ import annotations
@@ -138,11 +138,11 @@ class AsyncGossip(Sync):
         taken = 0.0
         apart = []
         others = self._others.zero_()
-        for peer, share in self.mixing.heard_by(self.rank, self.steps).items():
+        for peer, weight in self.mixing.heard_by(self.rank, self.steps).items():
             theirs = None if peer == self.rank else self._read_news(peer)
             if theirs is not None:
-                others.add_(theirs, alpha=share)
-                taken += share
+                others.add_(theirs, alpha=weight)
+                taken += weight
                 if self.steps + 1 >= self._measure_at:
                     apart.append(float((theirs - data)[self.flat.offset :].norm()))
         data.mul_(1 - taken).add_(others)
