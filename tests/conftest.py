@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.threads import Mailboxes, ThreadTransport
 from tests.forked import zygotes
-from tests.products import covering
+from tests.products import WHOLE_SUITE, covering
 
 # a shell that starts the tests in the background ignores Ctrl-C, and nohup ignores the end of the
 # terminal; so would all that tests start
@@ -42,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--whole"):
+        os.environ[WHOLE_SUITE] = "1"  # for the processes of xdist, too
         settings.load_profile("shoal-whole")
 
 

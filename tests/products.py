@@ -8,9 +8,19 @@ pair of values of two parameters. The subset is the same in every run.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
+_T = TypeVar("_T")
+
+WHOLE_SUITE = "SHOAL_TEST_WHOLE"  # set by --whole, before any test is imported
 Combination = Mapping[str, str]  # the value of each parameter, as text
+
+
+def few_or_all(few: _T, everything: _T) -> _T:
+    """The first in `make test`, the second with --whole."""
+    return everything if os.environ.get(WHOLE_SUITE) else few
 
 
 def covering(combinations: Sequence[Combination], pairs: bool) -> list[int]:

@@ -52,13 +52,13 @@ def test_a_gpt_with_tied_embedding(world: World, size: int, options: dict[str, A
     [
         (4, "ddp(bucket_mb=0.0001) + tp(2)"),
         (4, "tp(2) + pp(2)"),
-        (4, 'tp(2) + pp(2, schedule="zb-h1")'),
+        pytest.param(4, 'tp(2) + pp(2, schedule="zb-h1")', marks=pytest.mark.whole),
         (4, 'tp(2) + pp(2, recompute=True, schedule="interleaved")'),
         (8, "ddp + tp(2) + pp(2)"),
         (4, 'gossip(graph="complete") + tp(2)'),
-        (4, "zero(1) + tp(2)"),
+        pytest.param(4, "zero(1) + tp(2)", marks=pytest.mark.whole),
         (4, "zero(2) + tp(2)"),
-        (8, "zero(1) + tp(2) + pp(2)"),
+        pytest.param(8, "zero(1) + tp(2) + pp(2)", marks=pytest.mark.whole),
     ],
 )
 def test_hybrids(world: World, size: int, strategy: str) -> None:
@@ -70,10 +70,10 @@ def test_hybrids(world: World, size: int, strategy: str) -> None:
     ("size", "strategy"),
     [
         (2, "tp(2, sequence=True)"),
-        (3, "tp(3, sequence=True)"),
-        (4, "ddp + tp(2, sequence=True)"),
+        pytest.param(3, "tp(3, sequence=True)", marks=pytest.mark.whole),
+        pytest.param(4, "ddp + tp(2, sequence=True)", marks=pytest.mark.whole),
         (4, "tp(2, sequence=True) + pp(2)"),
-        (4, 'tp(2, sequence=True) + pp(2, schedule="zb-h1")'),
+        pytest.param(4, 'tp(2, sequence=True) + pp(2, schedule="zb-h1")', marks=pytest.mark.whole),
         (4, 'tp(2, sequence=True) + pp(2, recompute=True, schedule="interleaved")'),
         (8, "zero(1) + tp(2, sequence=True) + pp(2)"),
     ],

@@ -23,14 +23,15 @@ from shoal.transport.threads import ThreadTransport
 from shoal.transport.transport import Work
 from tests.comm.cases import CALLS_THAT_CANNOT_BE, call, cases, check, group_for
 from tests.comm.threads import on_threads
+from tests.products import few_or_all
 
 EVERY = [(kind, name) for kind in kinds() for name in algorithms(kind)]
-MANY_RANKS = range(1, 10)
+MANY_RANKS = few_or_all([1, 2, 3, 6, 8], [*range(1, 10)])
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 @settings(
-    max_examples=4,
+    max_examples=few_or_all(3, 6),
     deadline=None,
     derandomize=True,
     database=None,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shoal.schedules.collectives.catalog import algorithms, kinds
 from tests.comm.cases import cases
 from tests.comm.gloo import GlooWorld
+from tests.products import few_or_all
 
 EVERY = [(kind, name) for kind in kinds() for name in algorithms(kind)]
 
@@ -22,7 +23,7 @@ def gloo() -> Iterator[GlooWorld]:
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 @settings(
-    max_examples=3,
+    max_examples=few_or_all(1, 5),
     phases=[Phase.generate],
     deadline=None,
     derandomize=True,

@@ -125,6 +125,7 @@ PS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("text", [*SINGLE_AND_SUMS, *ZERO, *LOCALSGD])
 def test_strategies_hold_what_their_plan_says(world: World, text: str, size: int) -> None:
@@ -150,6 +151,7 @@ def test_workers_of_servers_hold_what_their_plan_says(world: World, text: str) -
     compare(world, 3, text)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("compress", COMPRESSED)
 @pytest.mark.parametrize(
     "text",
