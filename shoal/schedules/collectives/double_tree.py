@@ -24,7 +24,7 @@ def double_tree_all_reduce(ranks: int, segments: int = 4) -> Collective:
     """Up one tree and down again, in `segments` per half that follow each other.
 
     About 4 log2 p + 4 k rounds of V/2k bytes for k segments; no rank sends more than 2V.
-    Rounds are dealt out greedily: every rank sends one and receives one chunk at a time, upward
+    Rounds are assigned greedily: every rank sends one and receives one chunk at a time, upward
     before downward and the foremost segment first.
     """
     chunks = 2 * segments
