@@ -19,6 +19,7 @@ from shoal.comm.group import Group
 from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.threads import Mailboxes, ThreadTransport
+from tests.cores import one_core
 from tests.forked import zygotes
 from tests.products import WHOLE_SUITE, covering
 
@@ -86,7 +87,7 @@ def run_world(size: int, body: Callable[[Group], Any]) -> list[Any]:
             boxes.break_all(rank)
             raise
 
-    with ThreadPoolExecutor(size) as pool:
+    with one_core(), ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(rank_body, rank) for rank in range(size)]
         errors = [e for e in (future.exception() for future in futures) if e is not None]
     errors.sort(key=lambda error: isinstance(error, PeerLost))

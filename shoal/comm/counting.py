@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from shoal.comm.call import Call, Op, num_bytes
-from shoal.comm.executor import AllReduce, Executor
+from shoal.comm.executor import AllReduce, Broadcast, Executor
 from shoal.comm.group import Group
 from shoal.transport.transport import Work
 
@@ -41,6 +41,9 @@ class Counting(Executor):
             return all_reduce(data, op, out)
 
         return count_and_call
+
+    def bind_broadcast(self, general: Broadcast) -> Broadcast:
+        return general
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         self.sent += data.nbytes

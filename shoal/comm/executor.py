@@ -63,10 +63,19 @@ class AllReduce(Protocol):
     def __call__(self, data: Tensor, op: Op = Op.SUM, out: Tensor | None = None) -> Work: ...
 
 
-@runtime_checkable
-class BindsAllReduce(Protocol):
-    """An executor with a shorter way for the most common call."""
+class Broadcast(Protocol):
+    """The signature of `Group.broadcast`."""
 
-    def bind_all_reduce(self, general: AllReduce) -> AllReduce:
-        """The `all_reduce` of a group; it calls `general` for what the short way cannot do."""
-        ...
+    def __call__(self, data: Tensor, root: int = 0) -> Work: ...
+
+
+@runtime_checkable
+class BindsCalls(Protocol):
+    """An executor with a shorter way for the most common calls.
+
+    The functions it returns take the place of the group's; they call `general`, which is the
+    group's, for what the short way cannot do.
+    """
+
+    def bind_all_reduce(self, general: AllReduce) -> AllReduce: ...
+    def bind_broadcast(self, general: Broadcast) -> Broadcast: ...

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shoal.comm.call import Call, Op, Operand, check_reducible
-from shoal.comm.executor import BindsAllReduce, Executor
+from shoal.comm.executor import BindsCalls, Executor
 from shoal.errors import BadInput
 from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.transport import Work
@@ -37,9 +37,10 @@ class Group:
         self.size = executor.size
         self._timeout_s = timeout_s
         self._submit = executor.submit if timeout_s is None else self._submit_within
-        if timeout_s is None and isinstance(executor, BindsAllReduce):
-            # an attribute of the instance comes before the method: short messages save its checks
+        if timeout_s is None and isinstance(executor, BindsCalls):
+            # attributes of the instance come before methods: short messages save their checks
             vars(self)["all_reduce"] = executor.bind_all_reduce(self.all_reduce)
+            vars(self)["broadcast"] = executor.bind_broadcast(self.broadcast)
 
     # ------------------------------------------------------------------ point to point
 

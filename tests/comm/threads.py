@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from shoal.transport.threads import Mailboxes, ThreadTransport
+from tests.cores import one_core
 
 T = TypeVar("T")
 
@@ -21,8 +22,9 @@ class Ranks(Generic[T]):
     def run(self, size: int, main: Callable[[int], None]) -> list[T]:
         """What `main` has put into the results, by rank; the first failure is raised here."""
         threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
+        with one_core():
+            for thread in threads:
+                thread.start()
         for thread in threads:
             thread.join()
         if self.failures:

@@ -25,7 +25,7 @@ from shoal.comm.call import (
     moved_as,
     reduced_natively,
 )
-from shoal.comm.executor import AllReduce, Executor
+from shoal.comm.executor import AllReduce, Broadcast, Executor
 from shoal.comm.executors.native_work import NativeArguments, NativeWork
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
@@ -95,6 +95,28 @@ class SharedMemory(Executor):
             return general(data, op, out)
 
         return all_reduce
+
+    def bind_broadcast(self, general: Broadcast) -> Broadcast:
+        """Plain numbers in the host's memory: straight to the native call."""
+        segment = self.segment
+        queue = self.queue
+        submit = queue.submit
+        kind = KIND_CODES["broadcast"]
+        codes = DTYPE_CODES.get
+        size = self.size
+
+        def broadcast(data: Tensor, root: int = 0) -> Work:
+            code = codes(data.dtype)
+            plain = code is not None and 0 <= root < size and not segment.closed
+            if plain and data.is_cpu and data.is_contiguous():
+                at = data.data_ptr()
+                args = (kind, at, at, data.numel(), code, 0, root)
+                work = NativeWork(queue, segment, args, data)  # type: ignore[arg-type]
+                submit(work)
+                return work
+            return general(data, root)
+
+        return broadcast
 
     def submit(self, call: Call) -> QueuedWork:
         kind, data, out, op, root, _, _, timeout_s = call
