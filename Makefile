@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# tests start many interpreters: compile the sources once, wherever that is switched off
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test check check-native native setup clean
 .DEFAULT_GOAL := help

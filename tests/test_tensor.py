@@ -51,7 +51,7 @@ def test_a_gpt_with_tied_embedding(world: World, size: int, options: dict[str, A
     ("size", "strategy"),
     [
         (4, "ddp(bucket_mb=0.0001) + tp(2)"),
-        (4, "tp(2) + pp(2)"),
+        pytest.param(4, "tp(2) + pp(2)", marks=pytest.mark.whole),
         pytest.param(4, 'tp(2) + pp(2, schedule="zb-h1")', marks=pytest.mark.whole),
         (4, 'tp(2) + pp(2, recompute=True, schedule="interleaved")'),
         (8, "ddp + tp(2) + pp(2)"),
@@ -72,7 +72,7 @@ def test_hybrids(world: World, size: int, strategy: str) -> None:
         (2, "tp(2, sequence=True)"),
         pytest.param(3, "tp(3, sequence=True)", marks=pytest.mark.whole),
         pytest.param(4, "ddp + tp(2, sequence=True)", marks=pytest.mark.whole),
-        (4, "tp(2, sequence=True) + pp(2)"),
+        pytest.param(4, "tp(2, sequence=True) + pp(2)", marks=pytest.mark.whole),
         pytest.param(4, 'tp(2, sequence=True) + pp(2, schedule="zb-h1")', marks=pytest.mark.whole),
         (4, 'tp(2, sequence=True) + pp(2, recompute=True, schedule="interleaved")'),
         (8, "zero(1) + tp(2, sequence=True) + pp(2)"),

@@ -387,7 +387,11 @@ dist.destroy_process_group()
     [
         ("import sys, shoal; assert 'torch' not in sys.modules", "1"),
         ("import sys, torch, torch.distributed as dist, shoal" + USE, "0"),
-        ("import sys, shoal, torch, torch.distributed as dist" + USE, "1"),
+        pytest.param(
+            "import sys, shoal, torch, torch.distributed as dist" + USE,
+            "1",
+            marks=pytest.mark.whole,
+        ),
         ("import sys, torch, torch.distributed as dist" + USE, "1"),
         ("import sys, shoal; shoal.Job; import torch, torch.distributed as dist" + USE, "0"),
     ],

@@ -28,6 +28,7 @@ from shoal.train.checkpoint import read
 from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
+from tests.products import few_or_all
 from tests.server.helpers import client_of, launched, servers
 from tests.sync.compressing import (
     METHODS,
@@ -60,7 +61,7 @@ def test_workers_hold_the_same_bits_and_learn(world: World, method: str, options
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", few_or_all(METHODS[::2], METHODS))
 @pytest.mark.parametrize("rule", ["quorum=0.6", "staleness=2", 'mode="async"'])
 def test_relaxed_rules_learn(world: World, rule: str, method: str) -> None:
     models = [mlp() for _ in range(3)]

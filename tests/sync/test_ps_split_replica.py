@@ -28,6 +28,7 @@ from shoal.train.job import Job
 from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
+from tests.products import few_or_all
 from tests.server.helpers import launched
 from tests.splitting import assert_equal, gpt, job_of, texts, train, whole
 from tests.test_hybrids import GPT_OPTIONS
@@ -251,7 +252,7 @@ def test_copies_are_equal_in_a_step_whose_parts_have_different_versions(
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", few_or_all(RULES[1:3], RULES))
 @pytest.mark.parametrize("split", SPLITS)
 def test_all_parts_learn_and_evaluate_alike(world: World, split: str, rule: str) -> None:
     """About as well as replicas that wait for each other."""
