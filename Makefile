@@ -6,13 +6,14 @@ READY := $(VENV)/.ready
 # tests start many interpreters: compile the sources once, wherever that is switched off
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check check-native native setup clean
+.PHONY: demo test check chaos check-native native setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   train the digits example on 2 workers, test it, verify it against one worker"
 	@echo "make test   the tests"
 	@echo "make check  ruff, mypy --strict, and all tests: whole products, all ranks, more examples"
+	@echo "make chaos  kills, stops, floods, hostile frames and damaged files: minutes"
 	@echo "make native        build the native part for use from this folder"
 	@echo "make check-native  the native part under the address and thread sanitizers"
 	@echo "make clean  remove the virtual environment and caches"
@@ -40,6 +41,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --whole
+
+chaos: setup
+	$(BIN)/python -m tests.chaos
 
 native: setup
 	$(BIN)/python setup.py --quiet build_ext --inplace
