@@ -192,7 +192,8 @@ def divide(total: Tensor, count: int) -> None:
     if total.dtype.is_floating_point or total.dtype.is_complex:
         total.div_(count)
     else:
-        total.div_(count, rounding_mode="trunc")
+        # a count above 127 does not fit 8 bits
+        total.copy_(total.long().div_(count, rounding_mode="trunc"))
 
 
 def fill_identity(into: Tensor, op: Op) -> None:

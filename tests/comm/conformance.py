@@ -484,6 +484,41 @@ def all_to_all_takes_pieces_of_different_sizes(group: Group) -> Findings:
     return [("out", out, torch.cat(wanted))]
 
 
+def ranks_that_disagree_about_a_piece_are_named_on_every_rank(group: Group) -> Findings:
+    """The last rank sends 2 elements to rank 0, which expects 1; afterwards the group goes on."""
+    last = group.size - 1
+    send_counts = [1] * group.size
+    if group.rank == last:
+        send_counts[0] = 2
+    data = torch.zeros(sum(send_counts))
+    out = torch.zeros(group.size)
+    try:
+        group.all_to_all_uneven(out, data, [1] * group.size, send_counts).wait()
+    except BadInput as error:
+        told = f"rank {last} sends 2 elements of 4 bytes to rank 0, which expects 1 element of 4"
+        assert told in str(error), str(error)
+    else:
+        raise AssertionError("nothing was raised")
+    return all_to_all_takes_pieces_of_different_sizes(group)
+
+
+def means_of_small_integers_do_not_wrap(group: Group) -> Findings:
+    """100 + 100 does not fit 8 bits; their mean does."""
+    found = []
+    for dtype, value in ((torch.int8, 100), (torch.uint8, 200), (torch.int16, -30_000)):
+        data = torch.full((group.size, 3), value, dtype=dtype)
+        wanted = data.clone()
+        piece = torch.zeros(3, dtype=dtype)
+        out = torch.zeros_like(data)
+        group.reduce_scatter(piece, list(data), Op.MEAN).wait()
+        group.all_reduce(data, Op.MEAN, out=out).wait()
+        group.all_reduce(data, Op.MEAN).wait()
+        group.scan(data, Op.MEAN).wait()
+        group.reduce(data, group.size - 1, Op.MEAN).wait()
+        found += [("piece", piece, wanted[0]), ("out", out, wanted), ("in place", data, wanted)]
+    return found
+
+
 WrongCall = Callable[[Group], object]
 # what is called, and a part of the error
 WRONG_CALLS: list[tuple[WrongCall, str]] = [
@@ -560,6 +595,8 @@ CASES: dict[str, Case] = {
         tensors_may_be_empty,
         pieces_may_be_lists_of_tensors,
         all_to_all_takes_pieces_of_different_sizes,
+        ranks_that_disagree_about_a_piece_are_named_on_every_rank,
+        means_of_small_integers_do_not_wrap,
         wrong_arguments_are_refused_before_anything_is_sent,
     )
 }

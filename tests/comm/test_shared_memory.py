@@ -171,6 +171,17 @@ def test_uneven_all_to_all() -> None:
     assert on_shm_threads(3, work)[1] == [0.0, 1400.0, 4200.0]
 
 
+def test_the_mean_of_8_bit_integers_over_128_ranks() -> None:
+    """128 does not fit the type, neither as sum nor as divisor."""
+
+    def work(group: Group) -> list[int]:
+        data = torch.tensor([1, -1, 100], dtype=torch.int8)
+        group.all_reduce(data, Op.MEAN).wait()
+        return data.tolist()
+
+    assert on_shm_threads(128, work) == [[1, -1, 100]] * 128
+
+
 def test_subgroups_and_duplicates_have_an_order_of_their_own() -> None:
     def work(group: Group) -> float:
         both = group.duplicate()

@@ -29,6 +29,7 @@ from shoal.comm.executor import AllReduce, Broadcast, Executor
 from shoal.comm.executors.native_work import NativeArguments, NativeWork
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
+from shoal.comm.piece_counts import check_counts, counts_row, counts_table
 from shoal.comm.staging import on_host, share_storage
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput, ShoalError
@@ -196,8 +197,11 @@ class SharedMemory(Executor):
 
     def _all_to_all_uneven(self, call: Call) -> QueuedWork:
         assert isinstance(call.data, Tensor) and isinstance(call.out, Tensor)
-        longest = torch.tensor([max([*call.send_counts, *call.recv_counts, 0])])
-        self.submit(Call("all_reduce", longest, longest, Op.MAX, timeout_s=call.timeout_s)).wait()
+        counts = counts_table(self.size)
+        said = Call("all_gather", counts_row(call), counts, timeout_s=call.timeout_s)
+        self.submit(said).wait()
+        check_counts(counts)
+        longest = counts[:, 1:].max()
         unit = call.data.element_size()
         number = moved_as(call.data.dtype)
         rows = [

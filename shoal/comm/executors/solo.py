@@ -9,6 +9,7 @@ from torch import Tensor
 from shoal.comm.call import Call, fill_identity
 from shoal.comm.executor import Executor
 from shoal.comm.group import Group
+from shoal.comm.piece_counts import check_counts, counts_row
 from shoal.comm.staging import FlatTensor
 from shoal.errors import BadInput
 from shoal.transport.threads import DoneWork
@@ -20,6 +21,8 @@ class Solo(Executor):
     size = 1
 
     def submit(self, call: Call) -> Work:
+        if call.kind == "all_to_all_uneven":
+            check_counts(counts_row(call).view(1, -1))
         if call.data is not None and call.out is not None and call.out is not call.data:
             target = FlatTensor(call.out)
             target.flat.copy_(FlatTensor(call.data).flat)

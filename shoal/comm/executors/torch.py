@@ -14,7 +14,9 @@ from torch.distributed.rendezvous import rendezvous as meet
 
 from shoal.comm.call import TORCH_OPS, Call, Op, Operand, as_reduced, divide, fill_identity
 from shoal.comm.executor import Executor
+from shoal.comm.piece_counts import check_counts, counts_row, counts_table
 from shoal.comm.staging import FlatTensor
+from shoal.comm.wide_mean import widened
 from shoal.errors import BadInput, PeerLost, ShoalError, tells_of_lost_peer
 from shoal.transport.transport import Work
 
@@ -97,8 +99,16 @@ class Torch(Executor):
         return self._begin("receive", start)
 
     def submit(self, call: Call) -> Work:
+        if call.kind == "all_to_all_uneven":
+            self._agree_about_counts(call)
+        wide, store = widened(call, self.rank)
         start = _STARTS[call.kind]
-        return self._begin(call.kind, lambda: start(self, call), call.timeout_s)
+
+        def begin() -> _Started:
+            work, finish = start(self, wide)
+            return _Started(work, _both(finish, store) if wide is not call else finish)
+
+        return self._begin(call.kind, begin, call.timeout_s)
 
     def split(self, ranks: Sequence[int]) -> Torch | None:
         """Ranks in ascending order, as torch keeps them."""
@@ -204,6 +214,15 @@ class Torch(Executor):
         )
         return _Started(work, target.store)
 
+    def _agree_about_counts(self, call: Call) -> None:
+        assert isinstance(call.data, Tensor)
+        device = call.data.device
+        said = counts_row(call).to(device)
+        counts = counts_table(self.size).to(device)
+        gathered = Call("all_gather", said, counts, timeout_s=call.timeout_s)
+        self.submit(gathered).wait()
+        check_counts(counts.cpu())
+
     def _scan(self, call: Call) -> _Started:
         target = FlatTensor(_given(call.out))
         flat = FlatTensor(_given(call.data)).flat
@@ -255,6 +274,15 @@ _STARTS: dict[str, Callable[[Torch, Call], _Started]] = {
 def _given(operand: Operand | None) -> Operand:
     assert operand is not None
     return operand
+
+
+def _both(first: Callable[[], None] | None, then: Callable[[], None]) -> Callable[[], None]:
+    def finish() -> None:
+        if first is not None:
+            first()
+        then()
+
+    return finish
 
 
 def combine_rows(into: Tensor, rows: Tensor, op: Op) -> None:

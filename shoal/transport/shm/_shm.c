@@ -210,6 +210,7 @@ static Record *record(const Group *g, int rank, u64 seq) {
     }                                                                                    \
     static void NAME##_divide(T *c, u64 n, int by) { EACH c[i] = (T)(c[i] / (T)by); }
 
+/* The sum of a mean is formed in 64 bits: 100 + 100 does not fit 8, nor does 128 as divisor. */
 #define INTEGERS(NAME, T)                                                                \
     static void NAME(T *c, const T *a, const T *b, u64 n, int op) {                 \
         switch (op) {                                                                    \
@@ -219,7 +220,13 @@ static Record *record(const Group *g, int rank, u64 seq) {
             case XOR: EACH c[i] = (T)(a[i] ^ b[i]); break;                               \
         }                                                                                \
     }                                                                                    \
-    static void NAME##_divide(T *c, u64 n, int by) { EACH c[i] = (T)(c[i] / (T)by); }
+    static void NAME##_mean(T *c, const u8 **in, int count, u64 n) {                     \
+        for (u64 i = 0; i < n; i++) {                                                    \
+            u64 sum = 0; /* wraps without a trap, as the sum of tensors does */          \
+            for (int j = 0; j < count; j++) sum += (u64)(int64_t)((const T *)in[j])[i];  \
+            c[i] = (T)((int64_t)sum / count);                                            \
+        }                                                                                \
+    }
 
 REALS(f32, float)
 REALS(f64, double)
@@ -293,15 +300,13 @@ static void combine(int dtype, int op, void *c, const void *a, const void *b, u6
     }
 }
 
-static void divide(int dtype, void *c, u64 n, int by) {
+static void mean_of_integers(int dtype, void *c, const u8 **in, int count, u64 n) {
     switch (dtype) {
-        case U8: b8_divide(c, n, by); break;
-        case I8: i8_divide(c, n, by); break;
-        case I16: i16_divide(c, n, by); break;
-        case I32: i32_divide(c, n, by); break;
-        case I64: i64_divide(c, n, by); break;
-        case F64: f64_divide(c, n, by); break;
-        default: f32_divide(c, n, by);
+        case U8: b8_mean(c, in, count, n); break;
+        case I8: i8_mean(c, in, count, n); break;
+        case I16: i16_mean(c, in, count, n); break;
+        case I32: i32_mean(c, in, count, n); break;
+        default: i64_mean(c, in, count, n);
     }
 }
 
@@ -327,6 +332,10 @@ static void combine_block(int dtype, int op, u8 *out, const u8 **in, int count, 
         else narrow_f16((uint16_t *)out, (float *)sum, n);
         return;
     }
+    if (op == MEAN && dtype <= I64) {
+        mean_of_integers(dtype, out, in, count, n);
+        return;
+    }
     if (count == 1) {
         if (out != in[0]) memcpy(out, in[0], bytes);
     } else {
@@ -337,7 +346,9 @@ static void combine_block(int dtype, int op, u8 *out, const u8 **in, int count, 
             total = into;
         }
     }
-    if (op == MEAN) divide(dtype, out, n, count);
+    if (op != MEAN) return;
+    if (dtype == F64) f64_divide((double *)out, n, count);
+    else f32_divide((float *)out, n, count);
 }
 
 /* As combine_block for any length; a copy of the result goes to `also`, where it is given. */

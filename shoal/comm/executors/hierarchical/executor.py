@@ -22,7 +22,13 @@ from shoal.comm.executors.hierarchical.any_source import Message
 from shoal.comm.executors.hierarchical.collectives import HierarchicalCollectives
 from shoal.comm.executors.hierarchical.inter_host import InterHost
 from shoal.comm.executors.hierarchical.point_to_point import PointToPoint, with_global_ranks
-from shoal.comm.executors.hierarchical.steps import PieceExchange, Steps, exchange_of, steps_of
+from shoal.comm.executors.hierarchical.steps import (
+    PieceExchange,
+    Steps,
+    agree_about_counts,
+    exchange_of,
+    steps_of,
+)
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import as_shoal_error
@@ -88,17 +94,25 @@ class Hierarchical(Executor):
     def submit(self, call: Call) -> QueuedWork:
         self._check_open()
         number = next(self._calls)
-        exchange = exchange_of(call, self.rank, self.size)
-        if exchange is not None:
-            limit_s = self._timeout_s if call.timeout_s is None else call.timeout_s
-            steps = Steps(lambda: self._exchange(exchange, number, limit_s), exchange.store)
-        else:
-            collectives = self._collectives
-            if call.timeout_s is not None:
-                collectives = collectives.with_timeout(call.timeout_s)
-            steps = steps_of(call, collectives, self.rank, self.size)
+        steps = self._steps(call, number)
         doing = f"{call.kind} #{number} over {len(self.topology.hosts)} hosts"
         return self.queue.call(lambda: self._run(steps, doing))
+
+    def _steps(self, call: Call, number: int) -> Steps:
+        collectives = self._collectives
+        if call.timeout_s is not None:
+            collectives = collectives.with_timeout(call.timeout_s)
+        exchange = exchange_of(call, self.rank, self.size)
+        if exchange is None:
+            return steps_of(call, collectives, self.rank, self.size)
+        limit_s = self._timeout_s if call.timeout_s is None else call.timeout_s
+
+        def run() -> None:
+            if call.kind == "all_to_all_uneven":
+                agree_about_counts(call, collectives, self.size)
+            self._exchange(exchange, number, limit_s)
+
+        return Steps(run, exchange.store)
 
     def describe(self, call: Call) -> str:
         return f"{call.kind} over hosts {call.num_bytes} bytes"

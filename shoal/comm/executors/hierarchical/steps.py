@@ -13,7 +13,9 @@ from shoal.comm.call import Call, Operand, as_reduced
 from shoal.comm.executors.hierarchical.collectives import HierarchicalCollectives
 from shoal.comm.executors.hierarchical.point_to_point import reserved_tag
 from shoal.comm.executors.torch import combine_rows
+from shoal.comm.piece_counts import check_counts, counts_row, counts_table
 from shoal.comm.staging import FlatTensor, on_host
+from shoal.comm.wide_mean import widened
 
 _TAGS = 1 << 28  # reserved tags from here on
 
@@ -87,6 +89,24 @@ def steps_of(call: Call, collectives: HierarchicalCollectives, rank: int, size: 
         flat = on_host(_given(call.data), copy=True).flat
         target = on_host(_given(call.out))
         return Steps(lambda: collectives.all_gather(target.rows(size), flat), target.store)
+    wide, store = widened(call, rank)
+    run, store_wide = _reduction(wide, collectives, rank, size)
+
+    def store_both() -> None:
+        store_wide()
+        store()
+
+    return Steps(run, store_both)
+
+
+def agree_about_counts(call: Call, collectives: HierarchicalCollectives, size: int) -> None:
+    """Raise on all ranks where two of them disagree about a piece of an uneven all_to_all."""
+    counts = counts_table(size)
+    collectives.all_gather(counts, counts_row(call))
+    check_counts(counts)
+
+
+def _reduction(call: Call, collectives: HierarchicalCollectives, rank: int, size: int) -> Steps:
     if call.kind == "all_reduce":
         return _all_reduce(call, collectives)
     if call.kind == "reduce":

@@ -15,7 +15,9 @@ from shoal.comm.executors.scheduled.calibration import measure_link
 from shoal.comm.executors.scheduled.interpreter import SEGMENT_BYTES, Interpreter, segments_for
 from shoal.comm.executors.scheduled.program import Program, compile_for
 from shoal.comm.executors.scheduled.selection import AlgorithmChoice, AlgorithmSelector
+from shoal.comm.piece_counts import check_counts, counts_row, counts_table
 from shoal.comm.staging import FlatTensor
+from shoal.comm.wide_mean import widened
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput
 from shoal.schedules.collectives.catalog import build
@@ -82,12 +84,18 @@ class Scheduled(Executor):
             raise BadInput(
                 "a scheduled group has no timeout for one call: set that of its transport"
             )
-        self._calls += 1
-        tag = self._tag(self._calls)
         if call.kind == "all_to_all_uneven":
-            return self.queue.call(lambda: self._exchange(call, tag))
-        binding = bind(_with_token(call), self.rank, self.size)
-        return self.queue.call(lambda: self._carry_out(binding, tag))
+            tags = (self._next_tag(), self._next_tag())
+            return self.queue.call(lambda: self._exchange(call, *tags))
+        wide, store = widened(_with_token(call), self.rank)
+        binding = bind(wide, self.rank, self.size)
+        tag = self._next_tag()
+
+        def carry_out() -> None:
+            self._carry_out(binding, tag)
+            store()
+
+        return self.queue.call(carry_out)
 
     def split(self, ranks: Sequence[int]) -> Scheduled | None:
         self._children += 1
@@ -118,7 +126,8 @@ class Scheduled(Executor):
     def bytes_sent(self, call: Call) -> int | None:
         if call.kind == "all_to_all_uneven" or self._selector.is_auto(call.kind):
             return None
-        num_bytes = bind(_with_token(call), self.rank, self.size).num_bytes
+        wide = widened(_with_token(call), self.rank).call
+        num_bytes = bind(wide, self.rank, self.size).num_bytes
         program = self._selector.program(call.kind, num_bytes, self.link or Link())
         rounds = program.collective.rounds
         times = sum(transfer.src == self.rank for row in rounds for transfer in row)
@@ -151,9 +160,13 @@ class Scheduled(Executor):
         Interpreter(program, slots, self._transport, tag, binding.call.op, segments).run()
         binding.store()
 
-    def _exchange(self, call: Call, tag: int) -> None:
-        """Pieces of any size: each goes straight to its rank."""
+    def _exchange(self, call: Call, counts_tag: int, tag: int) -> None:
+        """Pieces of any size: each goes straight to its rank, once all agree about all of them."""
         assert call.data is not None and call.out is not None
+        counts = counts_table(self.size)
+        said = Call("all_gather", counts_row(call), counts)
+        self._carry_out(bind(said, self.rank, self.size), counts_tag)
+        check_counts(counts)
         target = FlatTensor(call.out)
         given = torch.split(FlatTensor(call.data, copy=True).flat, list(call.send_counts))
         taken = torch.split(target.flat, list(call.recv_counts))
@@ -174,6 +187,10 @@ class Scheduled(Executor):
             self._run(program, bind(call, self.rank, self.size), tag)
 
         self.link = measure_link(self._transport, tag, broadcast)
+
+    def _next_tag(self) -> int:
+        self._calls += 1
+        return self._tag(self._calls)
 
     def _tag(self, number: int) -> int:
         return self._tag_space * _SPACE + _COLLECTIVES + number
