@@ -70,7 +70,10 @@ def register_backend() -> None:
 
 
 def _register_with_torch() -> None:
-    """The entry point "torch.backends", which `import torch` calls: it must never fail."""
+    """What `import torch` calls where an earlier version was installed from this folder.
+
+    The entry point of today is outside the package: `_shoal_torch_backend.py`.
+    """
     try:
         register_backend()
     except Exception as error:
