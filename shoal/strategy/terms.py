@@ -7,7 +7,7 @@ parser, `import shoal`, `shoal compare` and the tests of memory find it by thems
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar
 
 from shoal.errors import NotBuilt, StrategyError
@@ -302,26 +302,24 @@ class Localsgd(SyncTerm):
             outer_settings(self.outer)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tp(Term, role="tp"):
     """Tensor parallelism: matrices are split by column or row over `size` workers."""
 
     compared: ClassVar[tuple[str, ...]] = ("tp(2)",)
 
-    size: Annotated[int, whole(1)]
-    _: KW_ONLY
+    size: Annotated[int, whole(1)] = field(kw_only=False)
     plan: Annotated[Mapping[str, str] | None, optional(PLAN)] = field(default=None, hash=False)
     sequence: Annotated[bool, FLAG] = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pp(Term, role="pp"):
     """Pipeline parallelism: layers are cut into stages over `size` workers."""
 
     compared: ClassVar[tuple[str, ...]] = ("pp(2)",)
 
-    size: Annotated[int, whole(1)]
-    _: KW_ONLY
+    size: Annotated[int, whole(1)] = field(kw_only=False)
     schedule: Annotated[str, SCHEDULE] = "1f1b"
     microbatches: Annotated[int | None, optional(whole(1))] = None
     chunks: Annotated[int | None, optional(whole(1))] = None

@@ -1,0 +1,135 @@
+"""Shoal runs on every Python that pyproject.toml promises; what a newer one alone has is not used.
+
+Here the sources are read, and what needs no torch is imported by the interpreters that are found;
+`make test PYTHON=python3.10` runs all tests on another one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OLDEST = (3, 10)
+SOURCES = [
+    *(ROOT / "shoal").rglob("*.py"),
+    *(ROOT / "tests").rglob("*.py"),
+    ROOT / "setup.py",
+    ROOT / "_shoal_torch_backend.py",
+]
+# modules, and names of modules, that Python 3.10 does not have or that it treats differently
+NEWER_MODULES = {"tomllib", "compression", "annotationlib", "concurrent.interpreters"}
+NEWER_NAMES = {
+    "asyncio": {"Runner", "TaskGroup", "timeout", "timeout_at"},
+    "builtins": {"BaseExceptionGroup", "ExceptionGroup", "PythonFinalizationError"},
+    "collections.abc": {"Buffer"},
+    "contextlib": {"chdir"},
+    "copy": {"replace"},
+    "dataclasses": {"KW_ONLY"},  # typing.get_type_hints refuses a class that has one
+    "datetime": {"UTC"},
+    "enum": {"EnumCheck", "FlagBoundary", "ReprEnum", "StrEnum", "member", "nonmember", "verify"},
+    "hashlib": {"file_digest"},
+    "inspect": {"getmembers_static", "markcoroutinefunction"},
+    "itertools": {"batched"},
+    "math": {"cbrt", "exp2", "fma", "sumprod"},
+    "operator": {"call"},
+    "os": {"process_cpu_count", "listdrives", "unshare", "setns", "pidfd_setns"},
+    "pathlib": {"UnsupportedOperation"},
+    "queue": {"ShutDown"},
+    "random": {"binomialvariate"},
+    "sys": {"exception", "monitoring", "_is_gil_enabled"},
+    "threading": {"setprofile_all_threads", "settrace_all_threads"},
+    "typing": {
+        "Never", "LiteralString", "NotRequired", "Required", "Self", "TypeVarTuple", "Unpack",
+        "TypeAliasType", "assert_never", "assert_type", "clear_overloads", "dataclass_transform",
+        "get_overloads", "get_protocol_members", "is_protocol", "override", "reveal_type",
+        "NoDefault", "ReadOnly", "TypeIs",
+    },
+}  # fmt: skip
+NEWER_METHODS = {"add_note", "full_match"}
+
+
+def newer_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name in NEWER_MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module in NEWER_MODULES:
+                yield node.module
+            newer = NEWER_NAMES.get(node.module, set())
+            yield from (f"{node.module}.{a.name}" for a in node.names if a.name in newer)
+        elif isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if node.attr in NEWER_NAMES.get(owner, set()) | NEWER_METHODS:
+                yield f"{owner}.{node.attr}"
+        elif isinstance(node, ast.Name) and node.id in NEWER_NAMES["builtins"]:
+            yield node.id
+
+
+def test_the_oldest_promised_python_is_the_one_that_is_tested_here() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r'requires-python = ">=(\d+)\.(\d+)"', text) == [("3", "10")]
+
+
+@pytest.mark.parametrize("folder", ["shoal", "tests"])
+def test_sources_use_nothing_that_python_3_10_does_not_have(folder: str) -> None:
+    found = []
+    for path in SOURCES:
+        if (path.relative_to(ROOT).parts[0] == "tests") == (folder == "tests"):
+            tree = ast.parse(path.read_text(), feature_version=OLDEST)
+            found += [f"{path.relative_to(ROOT)}: {name}" for name in newer_names(tree)]
+    assert not [line for line in found if "test_python_versions" not in line]
+
+
+# ------------------------------------------------------------------ other interpreters
+
+WITHOUT_PACKAGES = """
+import sys
+root = sys.argv[1]
+sys.path[0] = root
+sys.dont_write_bytecode = True
+from importlib import import_module
+from pathlib import Path
+
+for path in sorted(Path(root, "shoal").rglob("*.py")):
+    compile(path.read_text(), str(path), "exec")
+for folder in ("strategy", "runtime", "schedules/pipelines", "server/protocol"):
+    for path in sorted(Path(root, "shoal", folder).glob("*.py")):
+        try:
+            import_module(".".join(path.relative_to(root).with_suffix("").parts))
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "numpy", "networkx", "msgspec"):
+                raise
+import shoal
+print(shoal.parse("ps(quorum=0.9) + tp(2) + pp(2, microbatches=4)"))
+"""
+
+
+def interpreters() -> list[str]:
+    """Other Pythons that are installed here and promised."""
+    found = []
+    for minor in range(OLDEST[1], 20):
+        command = shutil.which(f"python3.{minor}")
+        if command is not None and minor != sys.version_info.minor:
+            starts = subprocess.run([command, "-c", ""], capture_output=True).returncode == 0
+            found += [command] if starts else []
+    return found
+
+
+def test_other_pythons_import_what_needs_no_torch_and_read_a_strategy() -> None:
+    commands = interpreters()
+    if not commands:
+        pytest.skip("no other Python that is promised is installed here")
+    for command in commands:
+        done = subprocess.run(
+            [command, "-I", "-c", WITHOUT_PACKAGES, str(ROOT)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        assert done.stdout.strip() == "ps(quorum=0.9) + tp(2) + pp(2, microbatches=4)"
