@@ -20,7 +20,6 @@ import re
 import socket
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,13 +30,13 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost
 from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import PLAIN, Listener
+from shoal.server.protocol.endpoint import PLAIN, Listener, secure
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.server.protocol.messages import ErrorReply
 from shoal.server.session import Session
+from shoal.server.strangers import Strangers
 
-MAX_UNAUTHENTICATED = 64  # connections that have not proven the secret
 MAX_REASONS = 64
 _JOIN_S = 5.0
 
@@ -64,7 +63,7 @@ class Server:
         self._counts: Counter[str] = Counter()  # of connections that have ended
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._unauthenticated: dict[int, tuple[float, socket.socket]] = {}
+        self.strangers = Strangers()
         self._connections: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
@@ -95,15 +94,13 @@ class Server:
         with self._lock:
             self._closed = True
             connections = list(self._connections)
-            unauthenticated = [sock for _, sock in self._unauthenticated.values()]
             threads = list(self._threads)
         for listener in self.listeners:
             listener.close()
         self.host.close(_JOIN_S)
         for connection in connections:
             connection.abort()
-        for sock in unauthenticated:
-            _shut_down(sock)
+        self.strangers.end_all()
         for thread in [*self._accepting, *threads]:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
@@ -121,56 +118,48 @@ class Server:
 
     def _accept(self, listener: Listener) -> None:
         while (sock := listener.accept()) is not None:
+            for _ in range(self.strangers.add(sock)):
+                self._count("too many unauthenticated connections")
+            thread = threading.Thread(
+                target=self._serve,
+                args=(sock, next(self._numbers)),
+                name="shoal-serve",
+                daemon=True,
+            )
             with self._lock:
-                if self._closed:
-                    sock.close()
-                    return
-                self._limit_unauthenticated()
-                self._unauthenticated[id(sock)] = (time.monotonic(), sock)
-                thread = threading.Thread(
-                    target=self._serve,
-                    args=(listener, sock, next(self._numbers)),
-                    name="shoal-serve",
-                    daemon=True,
-                )
                 self._threads.add(thread)
-            thread.start()
+                if self._closed:
+                    self.strangers.end_all()
+            try:
+                thread.start()
+            except RuntimeError:  # as many threads as this process may have
+                self._count("no thread left")
+                self._forget(thread, sock, None)
 
-    def _limit_unauthenticated(self) -> None:
-        """Close the connection that has been silent for longest when there are too many."""
-        if len(self._unauthenticated) < MAX_UNAUTHENTICATED:
-            return
-        oldest = min(self._unauthenticated, key=lambda k: self._unauthenticated[k][0])
-        _, sock = self._unauthenticated.pop(oldest)
-        self._count("too many unauthenticated connections")
-        _shut_down(sock)
-
-    def _serve(self, listener: Listener, sock: socket.socket, number: int) -> None:
+    def _serve(self, sock: socket.socket, number: int) -> None:
         connection: Connection | None = None
         try:
             sock.settimeout(HANDSHAKE_S)
-            connection = Connection(listener.secure(sock))
-            peer = self._authenticate(sock, connection, number)
+            connection = Connection(secure(sock))
+            peer = self._authenticate(connection, number)
             if peer is not None:
                 Session(peer).run()
         except Refused as error:
             self._refuse(connection, error)
         except (OSError, TimeoutError):
             self._count("silent or broken before HELLO")
+        except Exception as error:  # of bytes from a stranger: counted, without a traceback each
+            self._count(f"failed before HELLO: {error!r}")
         finally:
-            self._forget(sock, connection)
+            self._forget(threading.current_thread(), sock, connection)
 
-    def _authenticate(
-        self, sock: socket.socket, connection: Connection, number: int
-    ) -> Peer | None:
+    def _authenticate(self, connection: Connection, number: int) -> Peer | None:
         """The peer, once it has proven the secret; None if the server was closed meanwhile."""
-        with self._lock:
-            if id(sock) in self._unauthenticated:
-                self._unauthenticated[id(sock)] = (time.monotonic(), connection.sock)
         hello, header = authenticate_peer(connection, self.secret)
+        if not self.strangers.remove(connection.sock):
+            return None
         connection.sock.settimeout(None)
         with self._lock:
-            self._unauthenticated.pop(id(sock), None)
             self._connections.add(connection)
             if self._closed:
                 return None
@@ -188,16 +177,18 @@ class Server:
         is_known = kind in self.refused or len(self.refused) < MAX_REASONS
         self.refused[kind if is_known else "others"] += 1
 
-    def _forget(self, sock: socket.socket, connection: Connection | None) -> None:
+    def _forget(
+        self, thread: threading.Thread, sock: socket.socket, connection: Connection | None
+    ) -> None:
         with self._lock:
-            self._unauthenticated.pop(id(sock), None)
             if connection is not None:
                 self._connections.discard(connection)
                 self._counts.update(_counts_of(connection))
-            self._threads.discard(threading.current_thread())
+            self._threads.discard(thread)
         if connection is not None:
             connection.close()
         sock.close()
+        self.strangers.remove(sock)
 
 
 def _listen(address: str, remote_address: str, tls: TlsConfig) -> list[Listener]:
@@ -217,11 +208,6 @@ def _counts_of(connection: Connection) -> dict[str, int]:
         "received_bytes": connection.received_bytes,
         "sent_bytes": connection.sent_bytes,
     }
-
-
-def _shut_down(sock: socket.socket) -> None:
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _memory_bytes() -> int:

@@ -49,12 +49,14 @@ from shoal.server.protocol.messages import (
     StateTensor,
 )
 from shoal.server.row_client import ServerStore
-from shoal.server.server import MAX_REASONS, MAX_UNAUTHENTICATED, Server
+from shoal.server.server import MAX_REASONS, Server
+from shoal.server.strangers import MAX_UNAUTHENTICATED
 from shoal.transport.shm import memfd
 from tests.products import few_or_all
 from tests.server.helpers import MODEL, SECRET, client_of, fill, servers, weights
 
 ASYNC = Rule(2, asynchronous=True)
+NO_UTF8 = b"\x82\xa5table\xa2\xff\xfe\xa5count\x01"
 
 
 def resident_mb() -> float:
@@ -157,6 +159,17 @@ def test_no_frame_counts_before_hello() -> None:
         wait_refused(server, len(FrameKind) - 1)
 
 
+def test_a_hello_with_text_that_is_no_utf8_is_refused() -> None:
+    fields = {"nonce": fresh_nonce(), "channel": "control", "proof": fresh_nonce()}
+    meta = msgspec.msgpack.encode(fields).replace(b"control", b"contr\xff\xfe")
+    with victim() as (server, _):
+        with stranger(server) as sock:
+            sock.sendall(pack(Header(FrameKind.HELLO, 1, MODEL), meta))
+            assert is_closed_by_server(sock)
+        (reason,) = server.refused
+        assert reason.startswith("metadata is not a valid Hello")
+
+
 def test_a_replayed_hello_is_refused() -> None:
     with victim() as (server, _):
         header = Header(FrameKind.HELLO, 1, MODEL, 5)
@@ -181,7 +194,7 @@ def test_200_connections_that_say_nothing() -> None:
         silent = [stranger(server) for _ in range(200)]
         assert torch.equal(weights(client), weights(client))
         wait_refused(server, 200 - MAX_UNAUTHENTICATED)
-        assert len(server._unauthenticated) <= MAX_UNAUTHENTICATED
+        assert len(server.strangers) <= MAX_UNAUTHENTICATED
         assert resident_mb() - before < 50
         for sock in silent:
             sock.close()
@@ -294,6 +307,8 @@ ATTACKS: dict[str, tuple[Channel, Attack]] = {
         FrameKind.PULL, "pull", msgspec.msgpack.encode({"step": None, "version": 0, "more": 1})
     ),
     "lists in lists in lists": _send(FrameKind.PULL, "pull", b"\x91" * 60_000),
+    "text that is no UTF-8": _send(FrameKind.TABLE_PULL, "rows", NO_UTF8),
+    "a field's name that is no UTF-8": _send(FrameKind.PULL, "pull", b"\x81\xa2\xff\xff\x00"),
 }
 
 

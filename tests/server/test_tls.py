@@ -18,9 +18,10 @@ from shoal.server.protocol.endpoint import PLAIN, Listener, connect
 from shoal.server.server import Server
 from tests.server.helpers import SECRET, client_of, fill, weights
 
-pytestmark = pytest.mark.skipif(
+needs_openssl = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="there is no openssl to make certificates with"
 )
+pytestmark = needs_openssl
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:

@@ -9,10 +9,13 @@ who connect), or the statement that the network is trusted (SHOAL_TRUSTED_NETWOR
 
 from __future__ import annotations
 
+import io
 import ipaddress
 import os
+import select
 import socket
 import ssl
+import threading
 from contextlib import suppress
 
 from shoal.errors import BadInput
@@ -22,6 +25,7 @@ from shoal.server.protocol.connection import Closed, Connection
 CONNECT_S = 30.0
 PLAIN = TlsConfig()  # for sockets of this host
 SILENT_PEER_MS = 30_000  # a host that does not respond is lost after so long
+_SHED_PAUSE_S = 0.02
 
 
 def connect(address: str, tls: TlsConfig = PLAIN, timeout_s: float = CONNECT_S) -> Connection:
@@ -78,10 +82,15 @@ def _secured(sock: socket.socket, host: str, address: str, authority: str) -> ss
 
 
 class Listener:
-    """Accepts connections at one address. `accept` returns None once it is closed."""
+    """Accepts connections at one address. `accept` returns None once it is closed.
+
+    A descriptor is kept in reserve: where the process has no other left (EMFILE), it serves to
+    accept connections and close them, so that those who connect are told at once.
+    """
 
     def __init__(self, address: str, tls: TlsConfig = PLAIN):
         kind, _, path = address.partition(":")
+        self._closed = threading.Event()
         self._path: str | None = None
         self._context: ssl.SSLContext | None = None
         if kind == "unix":
@@ -98,27 +107,61 @@ class Listener:
         else:
             raise BadInput(f"a server listens at unix:PATH or tcp:HOST:PORT, not at {address!r}")
         self._sock.listen(256)
+        self._reserve = io.FileIO(os.devnull)
 
     def accept(self) -> socket.socket | None:
-        """The next connection, before TLS: `secure` may take long, and is for another thread."""
-        try:
-            sock, _ = self._sock.accept()
-        except OSError:
-            return None
-        if self._path is None:
-            _tune(sock)
-        return sock
+        """The next connection; under TLS before its handshake, which may take long.
 
-    def secure(self, sock: socket.socket) -> socket.socket:
-        return sock if self._context is None else self._context.wrap_socket(sock, server_side=True)
+        An error is the end of one connection, or of descriptors; never of the listener.
+        """
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                self._shed()
+                continue
+            try:
+                return self._prepared(sock)
+            except OSError:
+                sock.close()
+        return None
 
     def close(self) -> None:
+        self._closed.set()
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+        self._reserve.close()
         if self._path is not None:
             with suppress(OSError):
                 os.unlink(self._path)
+
+    def _prepared(self, sock: socket.socket) -> socket.socket:
+        if self._path is None:
+            _tune(sock)
+        if self._context is None:
+            return sock
+        return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+    def _shed(self) -> None:
+        """Close a waiting connection, and let those that end give descriptors back."""
+        self._reserve.close()
+        with suppress(OSError, ValueError):  # closed meanwhile
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            if poll.poll(0):
+                self._sock.accept()[0].close()
+        with suppress(OSError):
+            self._reserve = io.FileIO(os.devnull)
+        if self._closed.wait(_SHED_PAUSE_S):
+            self._reserve.close()
+
+
+def secure(sock: socket.socket) -> socket.socket:
+    """Under TLS, the handshake; for the thread of one connection."""
+    if isinstance(sock, ssl.SSLSocket):
+        sock.do_handshake()
+    return sock
 
 
 def _bound(family: int, address: str | tuple[str, int]) -> socket.socket:

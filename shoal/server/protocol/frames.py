@@ -131,7 +131,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     """Metadata as `kind`; unknown fields are refused."""
     try:
         return _decoder(kind).decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: no UTF-8
         raise Refused(f"metadata is not a valid {kind.__name__}: {error}") from error
 
 

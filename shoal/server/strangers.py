@@ -1,0 +1,71 @@
+"""Connections that have not proven the secret: few at a time, whatever arrives."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from contextlib import suppress
+
+MAX_UNAUTHENTICATED = 64
+_MAX_ENDING = 64  # evicted ones, until their threads have closed them
+_MAX_WAIT_S = 5.0
+
+
+class Strangers:
+    """The oldest ones first. One too many ends the oldest of the host that has most of them.
+
+    So a flood from one host does not keep others out, and silence ends when others arrive.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._hosts: dict[socket.socket, str] = {}
+        self._ending: set[socket.socket] = set()
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def add(self, sock: socket.socket) -> int:
+        """Returns how many were ended for it. Waits where too many have not been closed yet."""
+        with self._changed:
+            evicted = 0
+            while len(self._hosts) >= MAX_UNAUTHENTICATED:
+                self._end(self._worst())
+                evicted += 1
+            self._changed.wait_for(lambda: len(self._ending) < _MAX_ENDING, _MAX_WAIT_S)
+            self._hosts[sock] = _host_of(sock)
+            return evicted
+
+    def remove(self, sock: socket.socket) -> bool:
+        """It has proven the secret, or has ended. False if it was to end."""
+        with self._changed:
+            is_here = self._hosts.pop(sock, None) is not None
+            self._ending.discard(sock)
+            self._changed.notify_all()
+            return is_here
+
+    def end_all(self) -> None:
+        with self._changed:
+            for sock in list(self._hosts):
+                self._end(sock)
+
+    def _worst(self) -> socket.socket:
+        counts = Counter(self._hosts.values())
+        return max(self._hosts, key=lambda sock: counts[self._hosts[sock]])  # the first of equals
+
+    def _end(self, sock: socket.socket) -> None:
+        """Its thread closes it. SSLSocket.shutdown would turn it into a plain socket."""
+        del self._hosts[sock]
+        self._ending.add(sock)
+        with suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def _host_of(sock: socket.socket) -> str:
+    """Empty for sockets of this host, and where the connection has ended already."""
+    with suppress(OSError):
+        name = sock.getpeername()
+        if isinstance(name, tuple):
+            return str(name[0])
+    return ""

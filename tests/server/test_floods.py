@@ -1,0 +1,132 @@
+"""Many connections that say nothing, and a process without descriptors: servers go on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.runtime.config import TlsConfig
+from shoal.server.consistency import Rule
+from shoal.server.protocol.endpoint import PLAIN, Listener
+from shoal.server.server import Server
+from shoal.server.strangers import MAX_UNAUTHENTICATED, Strangers
+from tests.server.helpers import SECRET, client_of, fill, weights
+from tests.server.test_tls import certificate, needs_openssl
+
+
+def wait_until(is_true: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.005)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def silent(server: Server) -> socket.socket:
+    host, port = server.address.removeprefix("tcp:").split(":")
+    return socket.create_connection((host, int(port)), 20.0)
+
+
+@pytest.fixture(params=["tcp", pytest.param("tls", marks=needs_openssl)])
+def tls(request: pytest.FixtureRequest, tmp_path: Path) -> TlsConfig:
+    if request.param == "tcp":
+        return PLAIN
+    cert, key = certificate(tmp_path, "server")
+    return TlsConfig(str(cert), str(key), authority=str(cert))
+
+
+def test_silent_connections_are_limited_and_workers_are_served(tls: TlsConfig) -> None:
+    with Server("tcp:127.0.0.1:0", SECRET, tls=tls) as server:
+        before = open_descriptors()
+        count = 4 * MAX_UNAUTHENTICATED
+        strangers = [silent(server) for _ in range(count)]
+        wait_until(
+            lambda: sum(server.refused.values()) >= 2 * (count - MAX_UNAUTHENTICATED),
+            "evicted, and closed by their threads",
+        )
+        assert len(server.strangers) == MAX_UNAUTHENTICATED
+        assert open_descriptors() - before == count + MAX_UNAUTHENTICATED
+        client = client_of([server], 0, Rule(1), tls=tls)
+        assert client.commit(*fill(client, 2.0)).verdict == "admitted"
+        assert torch.any(weights(client, version=1) == -2.0)
+        client.leave()
+        client.close()
+        for sock in strangers:
+            sock.close()
+        wait_until(lambda: open_descriptors() == before, "descriptors are given back")
+
+
+def test_a_flood_from_one_host_does_not_end_the_connections_of_another() -> None:
+    strangers = Strangers()
+    pairs = [socket.socketpair() for _ in range(MAX_UNAUTHENTICATED + 5)]
+    honest = [ours for ours, _ in pairs[:2]]
+    hosts = {ours: f"host {min(i, 2)}" for i, (ours, _) in enumerate(pairs)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.server.strangers._host_of", hosts.__getitem__)
+        evicted = sum(strangers.add(ours) for ours, _ in pairs)
+    assert evicted == 5
+    assert [strangers.remove(ours) for ours in honest] == [True, True]
+    assert [strangers.remove(ours) for ours, _ in pairs[2:7]] == [False] * 5
+    for pair in pairs:
+        for sock in pair:
+            sock.close()
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Inside the block this process cannot open a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    taken = []
+    try:
+        while True:
+            try:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                break
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_listener_without_descriptors_sheds_connections_and_goes_on() -> None:
+    listener = Listener("tcp:127.0.0.1:0")
+    _, host, port = listener.address.split(":")
+    accepted: list[socket.socket | None] = []
+
+    def accept() -> None:
+        accepted.append(listener.accept())
+
+    early = [socket.socket() for _ in range(3)]
+    late = socket.socket()
+    thread = threading.Thread(target=accept)
+    with no_descriptors():
+        thread.start()
+        for sock in early:
+            sock.settimeout(20.0)
+            sock.connect((host, int(port)))
+            assert sock.recv(1) == b"", "told at once that it cannot be served"
+        assert thread.is_alive()
+    late.connect((host, int(port)))
+    thread.join(20)
+    assert accepted[0] is not None
+    assert accepted[0].getpeername() == late.getsockname()
+    for sock in (*early, late, accepted[0]):
+        sock.close()
+    listener.close()
+    assert listener.accept() is None
