@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
+from shoal.train.checkpoint import digest_of
 from shoal.train.job import Job
 from shoal.train.step import Step
 from tests.models import mlp, samples
@@ -58,7 +59,10 @@ def manifest_of(path: Path) -> dict[str, Any]:
     return document
 
 
-def write_manifest(path: Path, document: Any) -> None:
+def write_manifest(path: Path, document: Any, sign: bool = True) -> None:
+    """Replace the manifest; with the digest that belongs to it, if `sign`."""
+    if sign and isinstance(document, dict):
+        document["sha256"] = digest_of(document)
     (path / "manifest.json").write_text(json.dumps(document))
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.train.checkpoint import MANIFEST
+from shoal.train.checkpoint_folder import MANIFEST
 
 
 @dataclass(frozen=True)

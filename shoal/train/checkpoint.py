@@ -1,11 +1,11 @@
 """Checkpoints: the complete, unsharded model in safetensors files, and a JSON manifest.
 
     model/manifest.json
-    model/model-120-3fa9c1.safetensors
-    model/optimizer-120-3fa9c1.safetensors
+    model/model-120-3fa9c1d2e4b5.safetensors
+    model/optimizer-120-3fa9c1d2e4b5.safetensors
 
-New files are written beside the old ones, then the manifest is replaced atomically, then the old
-files are removed. A crash at any moment leaves one complete checkpoint. Loading executes nothing.
+The manifest has the digests of the files and one of itself, so every byte is under a digest. How
+versions replace each other: `checkpoint_folder.py`. Loading executes nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import secrets
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,118 +23,177 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
+from shoal.train.checkpoint_folder import (
+    MANIFEST,
+    MAX_COUNT,
+    MAX_MANIFEST_BYTES,
+    TENSOR_FILE,
+    Version,
+    new_version,
+    open_file,
+    read_manifest_bytes,
+    sync_file,
+)
 
-MANIFEST = "manifest.json"
-FORMAT = "shoal checkpoint 1"
-_MAX_MANIFEST_BYTES = 64 << 20
-_TENSOR_FILE = re.compile(r"(model|optimizer)-[0-9]{1,12}-[0-9a-f]{6}\.safetensors")
-_PARTIAL_MANIFEST = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{6}")
+FORMAT = "shoal checkpoint 2"
+_FORMAT_WITHOUT_DIGEST = "shoal checkpoint 1"
+_DIGEST = "sha256"
+_PARTS = ("model", "optimizer")
+_MAX_READS = 100  # of a checkpoint that others replace at the same time
 
 
 @dataclass
 class Checkpoint:
-    """What is saved. Names of tensors are those of the model's `state_dict`."""
+    """What is saved. Names of tensors are those of the model's `state_dict`.
+
+    `digest` is that of the manifest, and with it of everything, once it was saved or read.
+    """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     document: dict[str, Any] = field(default_factory=dict)  # everything else
+    digest: str = ""
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
     """Save under the folder `path`; the checkpoint there stays valid until this one is complete."""
     try:
-        json.dumps(checkpoint.document)
-    except (TypeError, ValueError) as error:
+        document = json.loads(json.dumps(checkpoint.document))
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"`about` of a checkpoint has to be JSON: {error}") from error
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        suffix = f"{checkpoint.document.get('steps', 0)}-{secrets.token_hex(3)}"
-        files = {
-            "model": _write_tensors(path / f"model-{suffix}.safetensors", checkpoint.model),
-            "optimizer": _write_tensors(
-                path / f"optimizer-{suffix}.safetensors", checkpoint.optimizer
-            ),
-        }
-        manifest = {"format": FORMAT, "files": files, **checkpoint.document}
-        _replace(path / MANIFEST, json.dumps(manifest, indent=1).encode())
+        with new_version(path) as version:
+            files = _write_files(version, checkpoint)
+            manifest = {"format": FORMAT, "files": files, **document}
+            checkpoint.digest = digest_of(manifest)
+            manifest[_DIGEST] = checkpoint.digest
+            version.publish(json.dumps(manifest, indent=1).encode())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot save a checkpoint at {path}: {error}") from error
-    _remove_old(path, {entry["name"] for entry in files.values()})
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`, checked for its form."""
-    file = path / MANIFEST
-    if not file.is_file():
+    """The manifest of the checkpoint at `path`, checked for its form and its digest."""
+    return _parse_manifest(path, _manifest_bytes(path))
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint at `path`; every file is checked against its digest first.
+
+    A version that a saver replaces meanwhile is given up for the new one.
+    """
+    for _ in range(_MAX_READS):
+        data = _manifest_bytes(path)
+        try:
+            return _read_version(path, _parse_manifest(path, data))
+        except CheckpointError:
+            if _manifest_bytes(path) == data:
+                raise
+    raise CheckpointError(f"the checkpoint at {path} is replaced faster than it can be read")
+
+
+def digest_of(manifest: dict[str, Any]) -> str:
+    """The digest of what a manifest says, however it is laid out as text."""
+    content = {key: value for key, value in manifest.items() if key != _DIGEST}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_COUNT
+
+
+def _manifest_bytes(path: Path) -> bytes:
+    try:
+        data = read_manifest_bytes(path)
+    except OSError as error:
+        raise CheckpointError(f"the manifest of {path} cannot be read: {error}") from error
+    if data is None:
         raise CheckpointError(f"there is no checkpoint at {path} (no {MANIFEST} in it)")
-    if file.stat().st_size > _MAX_MANIFEST_BYTES:
+    return data
+
+
+def _parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
+    if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"the checkpoint at {path} is damaged: its manifest is too large")
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest: dict[str, Any] = json.loads(data)
+        digest = digest_of(manifest) if isinstance(manifest, dict) else ""
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the checkpoint at {path} is damaged: its manifest is not JSON"
         ) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is not the manifest of a {FORMAT!r}")
+    if not digest or manifest.get("format") not in (FORMAT, _FORMAT_WITHOUT_DIGEST):
+        raise CheckpointError(f"{path / MANIFEST} is not the manifest of a {FORMAT!r}")
+    is_digest_needed = manifest["format"] == FORMAT or _DIGEST in manifest
+    if is_digest_needed and manifest.get(_DIGEST) != digest:
+        raise CheckpointError(f"the checkpoint at {path} is damaged: {MANIFEST} has changed")
     return manifest
 
 
-def read(path: Path) -> Checkpoint:
-    """The checkpoint at `path`; every file is checked against its digest first."""
-    manifest = read_manifest(path)
+def _read_version(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     files = manifest.get("files")
-    if not isinstance(files, dict) or set(files) != {"model", "optimizer"}:
+    if not isinstance(files, dict) or set(files) != set(_PARTS):
         raise CheckpointError(f"the checkpoint at {path} is damaged: its manifest names no files")
-    model = _read_tensors(path, files["model"])
-    optimizer = _read_tensors(path, files["optimizer"])
-    document = {k: v for k, v in manifest.items() if k not in ("format", "files")}
+    document = {k: v for k, v in manifest.items() if k not in ("format", "files", _DIGEST)}
     for key in ("steps", "batches"):
-        if not isinstance(document.get(key), int) or document[key] < 0:
+        if not is_count(document.get(key)):
             raise CheckpointError(f"the checkpoint at {path} is damaged: {key!r} is not a count")
-    return Checkpoint(model, optimizer, document)
+    with ExitStack() as stack:  # all files are opened before the first one is read
+        opened = [_open_tensors(path, files[part], stack) for part in _PARTS]
+        model, optimizer = (
+            _read_tensors(path, files[part], descriptor)
+            for part, descriptor in zip(_PARTS, opened, strict=True)
+        )
+    return Checkpoint(model, optimizer, document, digest_of(manifest))
 
 
-def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    save_file(tensors, file)
-    with open(file, "rb") as handle:
-        os.fsync(handle.fileno())
-    return {"name": file.name, "bytes": file.stat().st_size, "sha256": _digest(file)}
+def _write_files(version: Version, checkpoint: Checkpoint) -> dict[str, Any]:
+    steps = checkpoint.document.get("steps", 0)
+    files = {}
+    for part, tensors in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
+        file = version.tensor_file(part, steps)
+        save_file(tensors, file)
+        sync_file(file)
+        with open(file, "rb") as handle:
+            digest = _digest(handle.fileno())
+        files[part] = {"name": file.name, "bytes": file.stat().st_size, "sha256": digest}
+    return files
 
 
-def _read_tensors(path: Path, entry: Any) -> dict[str, Tensor]:
+def _open_tensors(path: Path, entry: Any, stack: ExitStack) -> int:
     name = entry.get("name") if isinstance(entry, dict) else None
-    if not isinstance(name, str) or not _TENSOR_FILE.fullmatch(name):
+    if not isinstance(name, str) or not TENSOR_FILE.fullmatch(name):
         raise CheckpointError(f"the checkpoint at {path} is damaged: it names an unexpected file")
-    file = path / name
     try:
-        if file.stat().st_size != entry.get("bytes") or _digest(file) != entry.get("sha256"):
+        descriptor = open_file(path / name)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint at {path} is damaged: {name}: {error}") from error
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _read_tensors(path: Path, entry: dict[str, Any], descriptor: int) -> dict[str, Tensor]:
+    name = entry["name"]
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != entry.get("bytes") or _digest(descriptor) != entry.get("sha256"):
             raise CheckpointError(f"the checkpoint at {path} is damaged: {name} has changed")
-        return load_file(file)
+        return load_file(_path_of(descriptor, path / name))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint at {path} is damaged: {name}: {error}") from error
 
 
-def _digest(file: Path) -> str:
+def _path_of(descriptor: int, file: Path) -> Path:
+    """A path to an open file that also works after it was removed, on Linux."""
+    opened = Path(f"/proc/self/fd/{descriptor}")
+    return opened if opened.exists() or opened.is_symlink() else file
+
+
+def _digest(descriptor: int) -> str:
     digest = hashlib.sha256()
-    with open(file, "rb") as handle:
-        while chunk := handle.read(1 << 20):
-            digest.update(chunk)
+    at = 0
+    while chunk := os.pread(descriptor, 1 << 20, at):
+        digest.update(chunk)
+        at += len(chunk)
     return digest.hexdigest()
-
-
-def _replace(file: Path, data: bytes) -> None:
-    temporary = file.with_name(f"{file.name}.{secrets.token_hex(3)}")
-    with open(temporary, "wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temporary, file)
-
-
-def _remove_old(path: Path, keep: set[str]) -> None:
-    """Remove files of earlier checkpoints, incomplete ones included; other files stay."""
-    for file in path.iterdir():
-        is_old = _TENSOR_FILE.fullmatch(file.name) or _PARTIAL_MANIFEST.fullmatch(file.name)
-        if is_old and file.name not in keep:
-            file.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_a_file_that_is_no_safetensors_is_refused(saved: Path) -> None:
     document = manifest_of(saved)
     file = saved / "model-0-abcdef.safetensors"
     file.write_bytes(b"\xff" * 64)
-    entry = {"name": file.name, "bytes": 64, "sha256": checkpoint._digest(file)}
+    entry = {"name": file.name, "bytes": 64, "sha256": sha256(file.read_bytes()).hexdigest()}
     document["files"]["model"] = entry
     write_manifest(saved, document)
     refused(saved, r"is damaged: .*abcdef\.safetensors")
@@ -100,10 +101,10 @@ def test_a_manifest_of_a_gigabyte_is_not_read(saved: Path) -> None:
     refused(saved, "its manifest is too large")
 
 
-@pytest.mark.parametrize("document", [[], 5, None, "text", {}, {"format": "shoal checkpoint 2"}])
+@pytest.mark.parametrize("document", [[], 5, None, "text", {}, {"format": "shoal checkpoint 3"}])
 def test_a_manifest_of_another_form_is_told(saved: Path, document: Any) -> None:
     write_manifest(saved, document)
-    with pytest.raises(CheckpointError, match="is not the manifest of a 'shoal checkpoint 1'"):
+    with pytest.raises(CheckpointError, match="is not the manifest of a 'shoal checkpoint 2'"):
         checkpoint.read(saved)
 
 
