@@ -4,7 +4,7 @@ Pure rules: no wall clock, no threads, no tensors. The leader asks the ledger fo
 and all servers apply them.
 
     synchronous          a step is complete when every worker has pushed it
-    quorum               ... when `quorum` workers have, or all surviving ones. A push for a
+    quorum               ... when that many workers have, or all surviving ones. A push for a
                          completed step is late: dropped, or folded into the next step's sum
     bounded staleness=k  each push is a step of its own; a worker may start step t when the
                          slowest live worker has finished t - k steps. k = 0 is synchronous
@@ -65,9 +65,36 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.quorum is not None and step < version
 
 
-def quorum_of(fraction: float, workers: int) -> int:
-    """0.75 of 4 is 3; a fraction of a worker is rounded up."""
-    return min(workers, max(1, math.ceil(fraction * workers - 1e-9)))
+def quorum_of(quorum: float, workers: int) -> int:
+    """Workers that make a quorum. 0.75 of 4 is 3, rounded up; a number above 1 is a count."""
+    count = quorum if quorum > 1 else math.ceil(quorum * workers - 1e-9)
+    return min(workers, max(1, int(count)))
+
+
+def quorum_in_words(rule: Rule, counted: str = "worker") -> str:
+    """What the start of a run says: how many it waits for, and what would leave a straggler."""
+    assert rule.quorum is not None
+    workers = rule.workers
+    of = f"quorum {rule.quorum} of {workers} {counted}{'s' * (workers != 1)}"
+    left = workers - rule.quorum
+    if left:
+        return f"{of}: each step leaves behind up to {left} straggler{'s' * (left != 1)}"
+    if workers == 1:
+        return f"{of}: there is nobody to wait for"
+    return f"{of}: no straggler is left behind; {_fraction_that_leaves_one(workers)} leaves one"
+
+
+def _fraction_that_leaves_one(workers: int) -> str:
+    """0.66 of 3, 0.75 of 4, 0.9 of 10, 0.99 of 100."""
+    digits = 2
+    while quorum_of(fraction := _floor((workers - 1) / workers, digits), workers) != workers - 1:
+        digits += 1
+    return str(fraction)
+
+
+def _floor(number: float, digits: int) -> float:
+    scale: int = 10**digits
+    return math.floor(number * scale + 1e-9) / scale
 
 
 class PushVerdict(enum.Enum):

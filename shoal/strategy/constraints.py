@@ -40,6 +40,17 @@ def positive(most: int) -> Constraint:
     return Constraint(f"a number above 0 and at most {most}", accepts, keep)
 
 
+def fraction_or_count(of: str) -> Constraint:
+    """1 is the fraction, all of them, as 1.0 is: equal numbers mean the same. Counts are above."""
+    fraction = positive(1)
+    count = whole(2)
+    return Constraint(
+        f"{fraction.allowed}, or a whole number of {of} from 2 on",
+        lambda value: fraction.accepts(value) or count.accepts(value),
+        fraction.keep,
+    )
+
+
 def one_of_or_like(allowed: str, names: Sequence[str], pattern: str) -> Constraint:
     """One of `names`, or a text of the form `pattern`, which is `allowed` in words."""
     known = one_of(*names)

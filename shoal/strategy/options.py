@@ -7,6 +7,7 @@ from shoal.schedules.gossip import graphs as edges
 from shoal.schedules.pipelines.catalog import schedules
 from shoal.strategy.constraints import (
     Constraint,
+    fraction_or_count,
     is_names,
     is_plan,
     one_of,
@@ -22,6 +23,7 @@ GRAPHS = (
 _SETTING = r"[a-z][a-z0-9_]*=[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"
 _FRACTION = r"(1|0\.0{0,9}[1-9][0-9]{0,9}|[1-9](\.[0-9]{1,9})?e-[1-9][0-9]?)"
 SYNC_OR_ASYNC = one_of("sync", "async")
+QUORUM = fraction_or_count("workers")
 FLAG = Constraint("True or False", lambda value: isinstance(value, bool))
 _USER_SCHEDULE = '"FILE.py:FUNCTION"'
 ALGORITHM = text_like(

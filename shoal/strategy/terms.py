@@ -29,6 +29,7 @@ from shoal.strategy.options import (
     NAMES,
     OUTER,
     PLAN,
+    QUORUM,
     SCHEDULE,
     SYNC_OR_ASYNC,
 )
@@ -118,7 +119,7 @@ class Ps(SyncTerm):
     sync_module: ClassVar[str] = "shoal.sync.ps.plan"
 
     mode: Annotated[str, SYNC_OR_ASYNC] = "sync"
-    quorum: Annotated[float | None, optional(positive(1))] = None
+    quorum: Annotated[float | None, optional(QUORUM)] = None  # up to 1: a fraction; else a count
     late: Annotated[str, one_of("drop", "fold")] = "drop"
     staleness: Annotated[int | None, optional(whole(0))] = None
     servers: Annotated[int, whole(1)] = 1
@@ -143,7 +144,7 @@ class Ps(SyncTerm):
 
     @property
     def survives_loss(self) -> bool:
-        is_relaxed = self.mode == "async" or (self.quorum or 1) < 1 or bool(self.staleness)
+        is_relaxed = self.mode == "async" or (self.quorum or 1) != 1 or bool(self.staleness)
         return is_relaxed and self.placement != "workers"
 
     @property
@@ -161,6 +162,14 @@ class Ps(SyncTerm):
     @property
     def server_processes(self) -> int:
         return self.servers if self.placement == "servers" else 0
+
+    def check(self, replicas: int) -> None:
+        if self.quorum is not None and self.quorum > max(1, replicas):
+            there = f"there {'is' if replicas == 1 else 'are'} {replicas}"
+            raise StrategyError(
+                f"ps: quorum={self.quorum} needs as many workers that push, and {there}; write a "
+                "smaller number, or a fraction such as 0.75"
+            )
 
     def _check_options(self) -> None:
         if len(self.relaxations) > 1:

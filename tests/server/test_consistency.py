@@ -12,6 +12,7 @@ from shoal.server.consistency import (
     Ledger,
     PushVerdict,
     Rule,
+    quorum_in_words,
     quorum_of,
 )
 from shoal.strategy.terms import Ps
@@ -30,10 +31,42 @@ def push(ledger: Ledger, worker: int, step: int) -> PushVerdict:
 
 @pytest.mark.parametrize(
     ("fraction", "workers", "wanted"),
-    [(0.75, 4, 3), (0.9, 4, 4), (0.5, 4, 2), (0.1, 4, 1), (1.0, 3, 3), (0.3, 10, 3), (0.7, 10, 7)],
+    [
+        (0.75, 4, 3),
+        (0.9, 4, 4),
+        (0.5, 4, 2),
+        (0.1, 4, 1),
+        (1.0, 3, 3),
+        (0.3, 10, 3),
+        (0.7, 10, 7),
+        (1, 4, 4),
+        (2, 4, 2),
+        (3, 4, 3),
+        (4, 4, 4),
+    ],
 )
 def test_a_quorum_in_workers(fraction: float, workers: int, wanted: int) -> None:
     assert quorum_of(fraction, workers) == wanted
+
+
+@pytest.mark.parametrize(
+    ("quorum", "workers", "sentence"),
+    [(0.9, 4, "quorum 4 of 4 workers: no straggler is left behind; 0.75 leaves one"),
+     (0.9, 3, "quorum 3 of 3 workers: no straggler is left behind; 0.66 leaves one"),
+     (1, 10, "quorum 10 of 10 workers: no straggler is left behind; 0.9 leaves one"),
+     (0.999, 128, "quorum 128 of 128 workers: no straggler is left behind; 0.99 leaves one"),
+     (0.9, 10, "quorum 9 of 10 workers: each step leaves behind up to 1 straggler"),
+     (3, 8, "quorum 3 of 8 workers: each step leaves behind up to 5 stragglers"),
+     (0.5, 1, "quorum 1 of 1 worker: there is nobody to wait for")],
+)  # fmt: skip
+def test_the_start_says_whom_a_quorum_waits_for(quorum: float, workers: int, sentence: str) -> None:
+    assert quorum_in_words(Rule.of(Ps(quorum=quorum), workers)) == sentence
+
+
+@given(st.integers(2, 5000))
+def test_the_fraction_that_is_proposed_leaves_one_behind(workers: int) -> None:
+    proposed = quorum_in_words(Rule(workers, quorum=workers)).split()[-3]
+    assert quorum_of(float(proposed), workers) == workers - 1
 
 
 def test_staleness_0_is_the_synchronous_rule() -> None:

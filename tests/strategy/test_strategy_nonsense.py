@@ -62,6 +62,8 @@ NONSENSE = {
     "ps(mode={[]: 1})": "is not a literal value",
     "ps(quorum=0)": "quorum must be None or a number above 0 and at most 1",
     "ps(quorum=1.1)": "quorum=1.1 is not allowed",
+    "ps(quorum=3.0)": "or a whole number of workers from 2 on",
+    "ps(quorum=True)": "quorum=True is not allowed",
     "ps(staleness=-1)": "staleness=-1 is not allowed",
     "ps(mode='async', quorum=0.5)": 'ps: quorum and mode="async" exclude each other',
     "ps(mode='async', staleness=1)": 'ps: staleness and mode="async" exclude each other',

@@ -38,10 +38,10 @@ COMPRESS = maybe(
 NAMES = st.text(min_size=1, max_size=12).filter(str.isprintable)
 FLAG = st.booleans()
 ROUND = st.sampled_from(["sync", "async"])
-FRACTION = st.floats(0, 1, exclude_min=True)
+QUORUM = st.floats(0, 1, exclude_min=True) | st.integers(1, 10**9)
 ADMISSION = st.one_of(
     st.fixed_dictionaries({"update": st.sampled_from(["server", "worker"])}),
-    st.fixed_dictionaries({"quorum": FRACTION, "late": st.sampled_from(["drop", "fold"])}),
+    st.fixed_dictionaries({"quorum": QUORUM, "late": st.sampled_from(["drop", "fold"])}),
     st.fixed_dictionaries({"staleness": st.integers(0, 10**9)}),
     st.fixed_dictionaries({"mode": st.just("async")}),
 )

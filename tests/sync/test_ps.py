@@ -244,6 +244,16 @@ def test_relaxed_rules_learn(world: World, strategy: str) -> None:
         assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
 
+def test_a_quorum_may_be_a_count_and_the_start_says_what_it_leaves(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [mlp(), mlp(), mlp()]
+    found = world(3, lambda g: run(g, 'ps(quorum=2, placement="rank0")', models[g.rank], 4))
+    assert found[0][0].context.rule.quorum == 2
+    said = "quorum 2 of 3 workers: each step leaves behind up to 1 straggler"
+    assert capsys.readouterr().err.count(said) == 1
+
+
 def test_quorum_of_all_workers_equals_one_device(world: World) -> None:
     """The sum over the admitted is divided by their share: 1 when all of them are there."""
     alone = train(solo_group(), "single", mlp(), samples(50), 12)

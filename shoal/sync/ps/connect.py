@@ -12,7 +12,7 @@ import torch
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
-from shoal.server.consistency import Rule
+from shoal.server.consistency import Rule, quorum_in_words
 from shoal.server.discovery import ServerSet, all_gather_text, find_or_start_servers
 from shoal.server.model.named_optimizer import NamedOptimizer, name_of
 from shoal.server.model.partition import FlatParameter, partition
@@ -38,6 +38,9 @@ def join_servers(term: Ps, replica: Replica) -> PsWorker:
     """
     rule = Rule.of(term, replica.group.size)
     served = _served_model(term, replica, rule)
+    if rule.quorum is not None:
+        is_split = replica.replica_group.size > 1
+        replica.say(quorum_in_words(rule, "replica" if is_split else "worker"))
     servers = find_or_start_servers(term, replica.group, replica.replica_group, replica.config)
     try:
         client = _join(replica, served, servers)
