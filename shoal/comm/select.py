@@ -24,6 +24,7 @@ from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.executors.scheduled.selection import Algorithm, ForRanks
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch, join_world
+from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.user import is_user_function
@@ -67,7 +68,8 @@ def _open_shared(spec: GroupSpec, world: dist.ProcessGroup) -> SharedMemory | Hi
     """Ranks of one host go through its memory, except under NCCL and a named algorithm."""
     if spec.backend != "gloo" or spec.algorithm is not None:
         return None
-    store = PrefixStore(f"memory of {spec.name}", world.get_group_store())
+    common = PrefixStore(f"memory of {spec.name}", world.get_group_store())
+    store = own_generation(common, spec.rank, spec.size)
     host = HostSpec(spec.host_id, spec.run_dir)
     return share_memory(store, spec.rank, spec.size, host=host)
 

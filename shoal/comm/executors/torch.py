@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous as meet
 
 from shoal.comm.call import TORCH_OPS, Call, Op, Operand, as_reduced, divide, fill_identity
 from shoal.comm.executor import Executor
+from shoal.comm.generation import own_generation
 from shoal.comm.piece_counts import check_counts, counts_row, counts_table
 from shoal.comm.staging import FlatTensor
 from shoal.comm.wide_mean import widened
@@ -314,14 +316,14 @@ def join_world(
     """Make the default process group of this process, or take the one that the script made.
 
     A process may join several worlds one after the other at the same rendezvous: `name` keeps
-    what they leave in its store apart.
+    what they leave in its store apart, and `own_generation` the starts of one world.
     """
     if not dist.is_initialized():
         store, rank, size = next(meet(rendezvous, rank, size))
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(name, store),  # type: ignore[attr-defined]
+            store=own_generation(PrefixStore(name, store), rank, size),
             rank=rank,
             world_size=size,
             device_id=device,

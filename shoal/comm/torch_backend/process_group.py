@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from shoal.comm.call import TORCH_OPS, Op
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.shared_memory import SharedMemory
+from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
 from shoal.comm.select import HostSpec, share_memory
 from shoal.comm.torch_backend.monitored_barrier import monitored_barrier
@@ -41,11 +42,12 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """What torch calls for `init_process_group("shoal")` and `new_group`, on every member."""
     config = RunConfig.from_environment()  # torch starts this: nothing of Shoal ran before
     host = HostSpec(config.host_id, config.run_dir)
-    store_of_shoal = PrefixStore("shoal", store)
-    executor = share_memory(store_of_shoal, rank, size, timeout.total_seconds(), host)
+    timeout_s = timeout.total_seconds()
+    ours = own_generation(PrefixStore("shoal", store), rank, size, timeout_s)
+    executor = share_memory(PrefixStore("memory", ours), rank, size, timeout_s, host)
     if executor is not None:
         return ShoalProcessGroup(executor, store)
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+    return dist.ProcessGroupGloo(PrefixStore("gloo", ours), rank, size, timeout)
 
 
 def _op_of(opts: Any) -> Op:
