@@ -16,6 +16,7 @@ from shoal.commands.units import (
     parse_s_per_byte,
     parse_seconds,
     show_bytes,
+    show_rate,
     show_seconds,
 )
 from shoal.errors import BadInput
@@ -28,6 +29,8 @@ from shoal.schedules.drawing.svg import animated_svg
 from shoal.schedules.drawing.terminal import draw
 
 app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_args_is_help=False)
+
+Cost = tuple[float, float, float]  # alpha_s, beta_s_per_byte, gamma_s_per_byte
 
 Ranks = Annotated[int, typer.Option(help="Number of ranks.")]
 Size = Annotated[str, typer.Option("--bytes", help="Size of the vector: 100MB, 64KiB.")]
@@ -42,7 +45,7 @@ def table(
     ranks: Ranks = 8,
     size: Size = "100MB",
     alpha: Annotated[str, typer.Option(help="Time of a message: 10us.")] = "10us",
-    beta: Annotated[str, typer.Option(help="Cost of a byte: 10GB/s, or seconds.")] = "10GB/s",
+    beta: Annotated[str, typer.Option(help="Cost of a byte: 10GB/s, 80Gb/s, or s.")] = "10GB/s",
     gamma: Annotated[str, typer.Option(help="Cost of reducing a byte: 20GB/s, or seconds.")] = "0",
     kind: Annotated[str, typer.Option(help="Which collective, or `all`.")] = "all_reduce",
     prove_all: Annotated[bool, typer.Option("--prove", help="Also prove each one.")] = False,
@@ -66,7 +69,7 @@ def table(
         return
     console = wide_console()
     for name, prices in prices_by_kind.items():
-        console.print(_grid(name, prices, num_bytes))
+        console.print(_grid(name, prices, num_bytes, cost))
     if prove_all:
         console.print(f"All of them are proven for {ranks} ranks.")
     if "all_reduce" in prices_by_kind and ranks > 1:
@@ -110,8 +113,8 @@ def show(
         draw(collective, wide_console())
 
 
-def _grid(kind: str, prices: list[Price], num_bytes: int) -> Grid:
-    title = f"{kind} of {show_bytes(num_bytes)} over {prices[0].ranks} ranks"
+def _grid(kind: str, prices: list[Price], num_bytes: int, cost: Cost) -> Grid:
+    title = f"{kind} of {show_bytes(num_bytes)} over {prices[0].ranks} ranks, {_link(cost)}"
     grid = Grid(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     grid.add_column("algorithm")
     for heading in ("rounds", "time", "busiest port", "x bound", "sent/rank", "sent total"):
@@ -134,6 +137,17 @@ def _grid(kind: str, prices: list[Price], num_bytes: int) -> Grid:
     return grid
 
 
+def _link(cost: Cost) -> str:
+    """The cost of a message in words: 10 µs a message, 80 Gb/s = 10 GB/s."""
+    alpha_s, beta_s_per_byte, gamma_s_per_byte = cost
+    words = [f"{show_seconds(alpha_s)} a message"]
+    if beta_s_per_byte:
+        words.append(show_rate(1 / beta_s_per_byte))
+    if gamma_s_per_byte:
+        words.append(f"adding at {show_rate(1 / gamma_s_per_byte)}")
+    return ", ".join(words)
+
+
 def _ring_against_star(prices: list[Price]) -> str:
     by_name = {one.algorithm: one for one in prices}
     ring = by_name["ring"]
@@ -152,7 +166,7 @@ def _document(
     prices_by_kind: dict[str, list[Price]],
     ranks: int,
     num_bytes: int,
-    cost: tuple[float, float, float],
+    cost: Cost,
     proven: bool,
 ) -> dict[str, Any]:
     return {

@@ -11,6 +11,7 @@ from rich.table import Table as Grid
 
 from shoal.commands import options
 from shoal.commands.output import wide_console, write_text
+from shoal.commands.units import parse_seconds
 from shoal.errors import BadInput
 from shoal.plan.gantt import draw
 from shoal.plan.gantt_svg import gantt_svg
@@ -117,11 +118,19 @@ def _times(forward: str, backward: str, weight: str, transfer: str) -> Times:
 
 def _time(option: str, text: str) -> Time:
     try:
-        numbers = [float(number) for number in text.split(",")]
-    except ValueError as error:
+        numbers = [_number(word) for word in text.split(",")]
+    except BadInput as error:
         what = f"--{option} takes a number, or one for each stage as 1,2,1"
         raise BadInput(f"{what}, not {text!r}") from error
     return numbers if "," in text else numbers[0]
+
+
+def _number(text: str) -> float:
+    """A number of any unit, or a time such as 10ms, which is kept in seconds."""
+    try:
+        return float(text)
+    except ValueError:
+        return parse_seconds(text)
 
 
 def _grid(schedules: list[tuple[Timeline, PipelineProof]], stages: int, microbatches: int) -> Grid:

@@ -16,8 +16,8 @@ class Price:
     `busiest_bytes` is what the busiest port carries: per round the larger of what it sends and
     what it receives. `ratio` is that against the least that any algorithm of the kind needs,
     2(p-1)/p V for an all-reduce; None where the bound is zero. `extra_memory_bytes` is room
-    beyond input and output on the worst rank; `redundant_bytes` are copies, over all ranks, of
-    what one rank already has when the collective is done.
+    beyond input and output on the worst rank; `redundant_bytes` is what all ranks together hold
+    when the collective is done, in place, beyond one copy of the result.
     """
 
     kind: str
@@ -73,7 +73,7 @@ def price(
         bound_bytes=bound,
         ratio=busiest / bound if bound else None,
         extra_memory_bytes=memory_chunks(collective, counted) * chunk,
-        redundant_bytes=float(collective.pattern.copies(collective.ranks) * num_bytes),
+        redundant_bytes=float(collective.pattern.redundant(collective.ranks) * num_bytes),
     )
 
 

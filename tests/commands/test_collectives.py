@@ -13,6 +13,7 @@ from shoal.commands.units import (
     parse_s_per_byte,
     parse_seconds,
     show_bytes,
+    show_rate,
     show_seconds,
 )
 from shoal.errors import BadInput
@@ -146,13 +147,38 @@ def test_the_command_does_not_import_torch() -> None:
 
 def test_sizes_times_and_rates_are_read_as_people_write_them() -> None:
     assert parse_bytes("100MB") == 100_000_000 and parse_bytes("64KiB") == 65_536
-    assert parse_bytes("1.5 gb") == 1_500_000_000 and parse_bytes("12") == 12
+    assert parse_bytes("1.5 GB") == 1_500_000_000 and parse_bytes("12") == 12
     assert parse_seconds("10us") == pytest.approx(1e-5) and parse_seconds("2ms") == 0.002
     assert parse_s_per_byte("10GB/s") == pytest.approx(1e-10)
     assert parse_s_per_byte("1e-10") == pytest.approx(1e-10)
     for wrong in ("", "MB", "-5", "5 apples", "1e"):
         with pytest.raises(BadInput):
             parse_bytes(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("8Gb", 10**9), ("8gb", 10**9), ("8 Gbit", 10**9), ("8GB", 8 * 10**9), ("8gB", 8 * 10**9),
+     ("64GiB", 64 << 30), ("64Gib", 8 << 30), ("16b", 2), ("16B", 16), ("1 kB", 1000)],
+)  # fmt: skip
+def test_b_is_a_bit_and_capital_b_a_byte(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["200Gb/s", "200 Gbit/s", "200Gbps", "25GB/s", "25GBps"])
+def test_200_gigabits_a_second_are_25_gigabytes(text: str) -> None:
+    assert 1 / parse_s_per_byte(text) == pytest.approx(25e9)
+    assert show_rate(1 / parse_s_per_byte(text)) == "200 Gb/s = 25 GB/s"
+
+
+def test_a_terabyte_over_200_gigabits_a_second_takes_40_seconds() -> None:
+    asked = ("--kind", "broadcast", "--ranks", "2", "--bytes", "1TB", "--beta", "200Gb/s")
+    shown = run(*asked, "--alpha", "0")
+    title, _, fastest, *_ = shown.stdout.splitlines()
+    assert "200 Gb/s = 25 GB/s" in title
+    assert " 40 s " in fastest
+    document = json.loads(run(*asked, "--alpha", "0", "--json").stdout)
+    assert document["collectives"][0]["algorithms"][0]["time_s"] == pytest.approx(40.0)
 
 
 def test_sizes_and_times_are_written_with_three_digits() -> None:

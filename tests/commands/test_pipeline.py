@@ -145,6 +145,13 @@ def test_bad_input_is_one_sentence_and_exit_2(arguments: tuple[str, ...], senten
     assert sentence in answer.stderr
 
 
+def test_times_may_have_a_unit() -> None:
+    times = ("--forward", "10ms,20ms", "--backward", "10ms", "--weight", "0", "--transfer", "100us")
+    document = json.loads(run("show", "gpipe", "--stages", "2", *times, "--json").stdout)
+    assert document["forward"] == [0.01, 0.02]
+    assert document["transfer"] == pytest.approx(1e-4)
+
+
 def test_the_command_line_does_not_import_torch() -> None:
     code = "import sys, shoal.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -183,7 +183,14 @@ def test_redundancy_is_what_the_notes_say(ranks_priced: Sequence[int]) -> None:
         ring = priced("all_reduce", "ring", ranks)
         assert ring.redundant_bytes == (ranks - 1) * V  # the same as one half of the traffic
         assert ring.sent_total_bytes == pytest.approx(2 * ring.redundant_bytes)
-        assert priced("reduce_scatter", "ring", ranks).redundant_bytes == 0
+        # of the vector of each rank, all but its piece is of no use any more
+        assert priced("reduce_scatter", "ring", ranks).redundant_bytes == (ranks - 1) * V
+        assert priced("reduce", "tree", ranks).redundant_bytes == (ranks - 1) * V
+        assert priced("scan", "chain", ranks).redundant_bytes == 0
+        assert priced("all_to_all", "shift", ranks).redundant_bytes == 0
+        for kind in ("scatter", "gather"):
+            redundant = priced(kind, "tree", ranks).redundant_bytes
+            assert redundant == pytest.approx((ranks - 1) / ranks * V)
 
 
 def test_extra_memory_is_what_must_be_staged(ranks_priced: Sequence[int]) -> None:

@@ -43,10 +43,17 @@ class CollectiveKind:
     rooted: bool = False
     bound: Callable[[int], float] = lambda p: (p - 1) / p  # least bytes of the busiest rank, in V
 
-    def copies(self, ranks: int) -> int:
-        """How many copies of the whole vector are held at the end, beyond the first."""
-        alike = self.ends is _all and self.prefix is None and not self.overlap
-        return ranks - 1 if alike else 0
+    def redundant(self, ranks: int) -> float:
+        """What the ranks hold at the end, in V, beyond one copy of the result; in place.
+
+        Every rank has a vector, of which it needs one copy between all of them. Where one rank
+        has a vector and the others pieces, each piece is held twice but for that rank's own.
+        """
+        if self.prefix is not None or self.overlap or self.units(ranks) > ranks:
+            return 0.0  # a result of its own on every rank
+        if self.rooted and self.units(ranks) > 1:
+            return (ranks - 1) / ranks
+        return float(ranks - 1)
 
 
 def _all(rank: Any, unit: Any, ranks: int, root: int) -> NDArray[np.bool_]:
