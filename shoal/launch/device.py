@@ -22,12 +22,18 @@ def choose_device(device: str | None, placement: Placement | None) -> torch.devi
     if not num_gpus:
         raise BadInput(f"device {name!r} was asked for, and PyTorch sees no CUDA GPU here")
     if chosen.index is None:
-        local_rank = placement.local_rank if placement else 0
-        chosen = torch.device("cuda", local_rank % num_gpus)
+        chosen = torch.device("cuda", _position(placement) % num_gpus)
     if chosen.index is not None and chosen.index >= num_gpus:
         raise BadInput(f"device {name!r} was asked for, and there are {num_gpus} GPUs")
     torch.cuda.set_device(chosen)
     return chosen
+
+
+def _position(placement: Placement | None) -> int:
+    """Among the ranks of this host; where that is not known, hosts are filled in order."""
+    if placement is None:
+        return 0
+    return placement.local_rank if placement.knows_hosts else placement.rank
 
 
 def choose_backend(device: torch.device, placement: Placement) -> str:

@@ -3,6 +3,7 @@
     launcher   writes rank and size to         rendezvous of the ranks
     shoal      SHOAL_RANK ...                  a file in the run directory: no ports at all
     torchrun   RANK, WORLD_SIZE ...            env:// (MASTER_ADDR, MASTER_PORT, agent store)
+    a script   the same four, by hand          env://
     openmpi    OMPI_COMM_WORLD_RANK ...        MASTER_ADDR if given, else a file on this host
     slurm      SLURM_PROCID ...                a port of the step's first host
 
@@ -12,10 +13,12 @@ The first launcher in this order counts: it is the innermost one.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.errors import BadInput
@@ -36,6 +39,7 @@ class Placement:
     local_rank: int
     local_size: int
     rendezvous: str  # file:///..., tcp://host:port or env://; `open_rendezvous` makes it usable
+    knows_hosts: bool = True  # False: nobody has said which ranks share a host
 
 
 def detect(config: RunConfig) -> Placement | None:
@@ -67,9 +71,25 @@ def _shoal(config: RunConfig) -> Placement:
 
 
 def _torchrun(environ: Environ) -> Placement:
-    _master(environ)  # torch reads it later; a mistake in it is reported now
+    host, _ = _master(environ)  # torch reads it later; a mistake in it is reported now
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if is_loopback(host):  # all ranks are on this host
+        environ = {**environ, **_missing(environ, names[2], environ["RANK"])}
+        environ = {**environ, **_missing(environ, names[3], environ["WORLD_SIZE"])}
+    elif not environ.get(names[2]) and not environ.get(names[3]):
+        alone = {**environ, names[2]: "0", names[3]: "1"}
+        return replace(_placement("torchrun", alone, names, "env://"), knows_hosts=False)
     return _placement("torchrun", environ, names, "env://")
+
+
+def _missing(environ: Environ, name: str, value: str) -> dict[str, str]:
+    return {} if environ.get(name) else {name: value}
+
+
+def is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host.lower() == "localhost"
 
 
 # --- Open MPI ------------------------------------------------------------------------------

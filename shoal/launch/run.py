@@ -3,6 +3,7 @@
 python train.py                      one worker, in this process
 shoal run train.py -n 4 -s ddp       this process is one of four: RunConfig has its rank
 torchrun, mpirun, srun               the same, from their variables
+dist.init_process_group(...)         one of its ranks, where no variable says more
 shoal.run(train, workers=4)          start the script again as four workers, and wait
 """
 
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shoal.errors import BadInput
-from shoal.launch.environment import detect
+from shoal.launch.environment import Placement, detect
 from shoal.launch.failures import report_failure
 from shoal.launch.fork import ForkSpec, fork
 from shoal.launch.local import LaunchSpec, launch
@@ -54,7 +56,7 @@ def run(
     config = RunConfig.from_environment()
     if config.call is not None and config.call != _calls:
         return None  # this process was started for another call of shoal.run in the script
-    placement = detect(config)
+    placement = detect(config) or _in_process_group(config)
     size = placement.size if placement else workers or 1
     chosen = config.strategy or strategy or ("ddp" if size > 1 else "single")
     config = replace(
@@ -85,6 +87,15 @@ def replaced_run(replacement: Callable[[Train], Any]) -> Iterator[None]:
         yield
     finally:
         _replacement = None
+
+
+def _in_process_group(config: RunConfig) -> Placement | None:
+    """The ranks of the process group that the script has made already; None without one."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    ranks = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    master = {"MASTER_ADDR": "unknown", "MASTER_PORT": "1"}  # it has been used already
+    return detect(replace(config, environ={**master, **config.environ, **ranks}))
 
 
 def _reporting_failures(work: Callable[[], Any], config: RunConfig) -> Any:

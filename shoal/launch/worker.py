@@ -264,6 +264,12 @@ def _check_host(strategy: Strategy, placement: Placement | None, device: torch.d
     is_cpu = device.type == "cpu"
     if term.collective_algorithm is not None and not is_cpu:
         raise BadInput(f"{term} runs on CPUs: on GPUs leave the algorithm to NCCL")
+    if term.needs_one_host and not placement.knows_hosts:
+        raise StrategyError(
+            f"{term.name} keeps the weights in the memory of one host, and nothing says that these "
+            f"{placement.size} workers share one: set LOCAL_RANK and LOCAL_WORLD_SIZE, or "
+            "MASTER_ADDR=localhost"
+        )
     if term.needs_one_host and placement.local_size < placement.size:
         raise StrategyError(
             f"{term.name} keeps the weights in the memory of one host, and these {placement.size} "

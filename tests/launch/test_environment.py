@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import BadInput
+import shoal
+from shoal.errors import BadInput, StrategyError
 from shoal.launch import environment
 from shoal.launch.environment import Placement
 from shoal.launch.process_config import worker_config
 from shoal.launch.slurm import first_host, tasks_on_node
+from shoal.launch.worker import Worker
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 
@@ -51,6 +53,25 @@ def test_what_is_written_is_read_back() -> None:
 
 def test_torchrun() -> None:
     assert detect(TORCHRUN) == Placement("torchrun", 3, 8, 1, 2, "env://")
+
+
+FOUR = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
+def test_four_variables_are_enough_on_one_host(address: str) -> None:
+    four = {**FOUR, "MASTER_ADDR": address}
+    here = Placement("torchrun", 1, 4, 1, 4, "env://")
+    assert detect(four) == detect({**four, "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}) == here
+    assert detect({**four, "LOCAL_RANK": "1"}) == here
+
+
+def test_four_variables_do_not_say_which_ranks_share_a_host() -> None:
+    for address in ("node1", "10.0.0.1"):
+        found = detect({**FOUR, "MASTER_ADDR": address})
+        assert found == Placement("torchrun", 1, 4, 0, 1, "env://", knows_hosts=False)
+    with pytest.raises(StrategyError, match="set LOCAL_RANK and LOCAL_WORLD_SIZE"):
+        Worker(shoal.parse("hogwild"), found, RunConfig(device="cpu"), 1)
 
 
 def test_openmpi_with_an_address() -> None:
