@@ -203,10 +203,11 @@ class ServerLink:
             views = (memoryview(payload),)
         expected_bytes = sum(view.nbytes for view in views)
         if header.payload_bytes != expected_bytes:
-            raise ShoalError(
+            error = ShoalError(
                 f"rank {self.rank}: expected {expected_bytes} bytes in the answer of server "
                 f"{self.index} to {request.kind.name}, got {header.payload_bytes}"
             )
+            raise self.connection(channel).break_off(error)
         for view in views:
             self.connection(channel).read_into(view)
         return Reply(meta, payload)

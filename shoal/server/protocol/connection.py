@@ -10,7 +10,8 @@ import os
 import socket
 import ssl
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from shoal.server.protocol.frames import HEADER_BYTES, Header, Refused, pack, unpack, verify
 
@@ -21,8 +22,16 @@ class Closed(ConnectionError):
     """The connection has ended."""
 
 
+class TimedOut(Closed):
+    """The other side has not taken or sent anything for as long as the socket waits."""
+
+
 class Connection:
-    """Frames in both directions. One thread reads; writing is guarded."""
+    """Frames in both directions. One thread reads; writing is guarded.
+
+    A frame that was sent or read in part ends the connection: the next bytes would be taken for
+    the rest of it.
+    """
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
@@ -32,27 +41,22 @@ class Connection:
         self._writing = threading.Lock()
         self._scatters = not isinstance(sock, ssl.SSLSocket)
         self._descriptors: list[int] = []
+        self._broken: str | None = None  # why no frame can follow the latest one
 
     def send(self, header: Header, meta: bytes = b"", *payload: memoryview) -> None:
         size = sum(view.nbytes for view in payload)
         head = pack(header._replace(payload_bytes=size), meta)
-        with self._writing:
-            try:
-                self._send_all([memoryview(head), *payload])
-            except OSError as error:
-                raise Closed(str(error)) from error
+        with self._writing, self._whole():
+            self._send_all([memoryview(head), *payload])
         self.sent_bytes += len(head) + size
 
     def send_descriptor(self, header: Header, meta: bytes, descriptor: int) -> None:
         """A frame without payload, with the descriptor of an open file (Unix sockets)."""
         head = pack(header, meta)
-        with self._writing:
-            try:
-                sent = socket.send_fds(self.sock, [head], [descriptor])
-                if sent < len(head):
-                    self.sock.sendall(head[sent:])
-            except OSError as error:
-                raise Closed(str(error)) from error
+        with self._writing, self._whole():
+            sent = socket.send_fds(self.sock, [head], [descriptor])
+            if sent < len(head):
+                self.sock.sendall(head[sent:])
 
     def receive(self, max_meta: int) -> tuple[Header, bytes]:
         """The next header and its metadata; the caller reads the payload."""
@@ -79,12 +83,10 @@ class Connection:
         done = 0
         size = view.nbytes
         while done < size:
-            try:
+            with self._breaking_off():
                 count = self._receive(view[done:])
-            except OSError as error:
-                raise Closed(str(error)) from error
             if not count:
-                raise Closed("the other side has closed the connection")
+                raise Closed(self._broken or "the other side has closed the connection")
             done += count
         self.received_bytes += size
 
@@ -101,6 +103,35 @@ class Connection:
         descriptor = self._descriptors.pop() if self._descriptors else None
         self._drop_descriptors()
         return descriptor
+
+    def break_off(self, error: BaseException) -> BaseException:
+        """End it in the middle of a frame; returns what is to be raised.
+
+        Frames that had arrived, such as the reason of the other side, can still be read.
+        """
+        self._broken = self._broken or str(error) or type(error).__name__
+        self.abort()
+        if isinstance(error, TimeoutError):
+            return TimedOut(self._broken)
+        return Closed(self._broken) if isinstance(error, OSError) else error
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A frame that is sent: whole, or the last one of this connection."""
+        if self._broken is not None:
+            raise Closed(self._broken)
+        with self._breaking_off():
+            yield
+
+    @contextmanager
+    def _breaking_off(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self.break_off(error) from error
+        except BaseException as error:  # Ctrl-C
+            self.break_off(error)
+            raise
 
     def abort(self) -> None:
         """End the connection from another thread than the one that reads.

@@ -41,6 +41,7 @@ typedef uint64_t u64;
 #define SLICE_NS 100000000ull
 #define CROWDED_LOOKS 20
 #define HEAD_BYTES 32 /* of a message in a ring */
+#define PROGRESS_ROUNDS 64
 
 enum { BARRIER, BROADCAST, REDUCE, ALL_REDUCE, GATHER, SCATTER, ALL_GATHER, REDUCE_SCATTER,
        ALL_TO_ALL, SCAN, EXCLUSIVE_SCAN, ALL_TO_ALL_V };
@@ -132,6 +133,9 @@ typedef struct {
     u64 seq, direct_bytes;
     _Atomic int broken, lost; /* the outcome that ended the group here, and the peer */
     Call open;              /* a call that was started and is to be finished */
+    _Atomic u64 wait_since; /* since when a collective sleeps, for whom (-1: all), for which pass */
+    _Atomic int wait_peer;
+    _Atomic u32 wait_pass;
     pthread_mutex_t lock;   /* of everything about messages below */
     Op *sends[MAX_RANKS], *recvs;
     Message *waiting, *coming[MAX_RANKS];
@@ -410,7 +414,8 @@ static int recorded_failure(Group *g) {
     if (g->broken) return g->broken;
     u32 outcome = atomic_load(&g->head->failed);
     if (outcome == 0 || outcome == BUSY) return FINE;
-    g->lost = (int)g->head->failed_peer;
+    int peer = (int)g->head->failed_peer;
+    g->lost = peer == g->rank ? (int)g->head->failed_rank : peer;
     g->broken = (int)outcome;
     return (int)outcome;
 }
@@ -436,6 +441,23 @@ static void pause_briefly(const Group *g) {
     else relax();
 }
 
+/* Whether it is time to look around again: also where other traffic keeps waking this rank up. */
+static int is_due(u64 *look_ns) {
+    u64 now = now_ns();
+    if (now < *look_ns) return 0;
+    *look_ns = now + SLICE_NS;
+    return 1;
+}
+
+/* A collective goes to sleep: for whoever wonders what this rank waits for. */
+static u64 note_wait(Group *g, int peer, u32 want) {
+    u64 now = now_ns();
+    g->wait_peer = peer;
+    g->wait_pass = want;
+    g->wait_since = now;
+    return now + SLICE_NS;
+}
+
 static int wait_peer(Group *g, int peer, u32 want, u64 deadline_ns) {
     Block *b = block(g, peer);
     for (int i = 0; i < g->spins; i++) {
@@ -443,15 +465,17 @@ static int wait_peer(Group *g, int peer, u32 want, u64 deadline_ns) {
         pause_briefly(g);
     }
     int outcome = FINE;
+    u64 look_ns = note_wait(g, peer, want);
     atomic_fetch_add(&b->sleepers, 1);
     for (;;) {
         u32 seen = atomic_load(&b->flag);
         if (reached(seen, want)) break;
         if ((outcome = recorded_failure(g))) break;
-        if (futex_wait(&b->flag, seen, SLICE_NS) != 0 && errno != EAGAIN
-            && (outcome = look_around(g, peer, want, deadline_ns))) break;
+        futex_wait(&b->flag, seen, SLICE_NS);
+        if (is_due(&look_ns) && (outcome = look_around(g, peer, want, deadline_ns))) break;
     }
     atomic_fetch_sub(&b->sleepers, 1);
+    g->wait_since = 0;
     return outcome;
 }
 
@@ -467,16 +491,18 @@ static int wait_all(Group *g, u32 want, u64 deadline_ns) {
         pause_briefly(g);
     }
     int outcome = FINE;
+    u64 look_ns = note_wait(g, -1, want);
     atomic_fetch_add(&g->head->round_sleepers, 1);
     for (;;) {
         u32 seen = atomic_load(&g->head->round);
         atomic_thread_fence(memory_order_seq_cst);
         if (all_reached(g, want)) break;
         if ((outcome = recorded_failure(g))) break;
-        if (futex_wait(&g->head->round, seen, SLICE_NS) != 0 && errno != EAGAIN
-            && (outcome = look_around(g, -1, want, deadline_ns))) break;
+        futex_wait(&g->head->round, seen, SLICE_NS);
+        if (is_due(&look_ns) && (outcome = look_around(g, -1, want, deadline_ns))) break;
     }
     atomic_fetch_sub(&g->head->round_sleepers, 1);
+    g->wait_since = 0;
     return outcome;
 }
 
@@ -886,9 +912,10 @@ static int pull(Group *g, int from) {
     return 1;
 }
 
+/* Bounded: a rank that keeps sending must not keep this one from its other duties. */
 static void progress(Group *g) {
     int moved = 1;
-    while (moved) {
+    for (int i = 0; i < PROGRESS_ROUNDS && moved; i++) {
         moved = 0;
         for (int rank = 0; rank < g->size; rank++) moved |= push(g, rank) | pull(g, rank);
     }
@@ -948,6 +975,8 @@ static void forget(Group *g, Op *op) {
         }
         if (op->taken) op->taken->into = NULL, op->taken->dropped = 1;
         atomic_fetch_sub(&g->pending, 1);
+        /* a part of it is in the ring: the target would take the next message for the rest */
+        if (op->is_send && op->has_head && !recorded_failure(g)) fail(g, LATE, op->peer);
     }
     pthread_mutex_unlock(&g->lock);
     free(op);
@@ -976,7 +1005,7 @@ static int missing_peer(Group *g, const Op *op) {
 }
 
 static int wait_op(Group *g, Op *op, u64 timeout_ns, int *lost) {
-    u64 deadline_ns = now_ns() + timeout_ns;
+    u64 deadline_ns = now_ns() + timeout_ns, look_ns = now_ns() + SLICE_NS;
     Block *own = block(g, g->rank);
     int state = -1, outcome = FINE;
     atomic_fetch_add(&g->waiters, 1);
@@ -985,8 +1014,9 @@ static int wait_op(Group *g, Op *op, u64 timeout_ns, int *lost) {
     while (state < 0) {
         u32 seen = atomic_load(&own->bell);
         if ((state = state_of(g, op)) >= 0) break;
-        if ((outcome = recorded_failure(g))) break;
-        if (futex_wait(&own->bell, seen, SLICE_NS) == 0 || errno == EAGAIN) continue;
+        if ((outcome = recorded_failure(g))) { *lost = g->lost; break; }
+        futex_wait(&own->bell, seen, SLICE_NS);
+        if (!is_due(&look_ns)) continue;
         if ((*lost = missing_peer(g, op)) >= 0 && (state = state_of(g, op)) < 0) { outcome = LOST; break; }
         if (check_signals && check_signals()) { outcome = INTERRUPTED; break; }
         if (now_ns() > deadline_ns) { outcome = LATE, *lost = op->peer; break; }
@@ -1234,6 +1264,30 @@ static PyObject *py_failure(ARGS) {
                          (unsigned long long)g->head->failed_seq);
 }
 
+/* None, or since when a collective of this rank sleeps, and the ranks that it sleeps for. */
+static PyObject *py_waiting(ARGS) {
+    NEED(1) GROUP(g)
+    u64 since = g->wait_since;
+    int peer = g->wait_peer;
+    u32 want = g->wait_pass;
+    if (!since) Py_RETURN_NONE;
+    PyObject *missing = PyList_New(0);
+    for (int rank = 0; missing && rank < g->size; rank++) {
+        if ((peer >= 0 && rank != peer) || reached(flag_of(g, rank), want)) continue;
+        PyObject *item = PyLong_FromLong(rank);
+        if (!item || PyList_Append(missing, item) != 0) Py_CLEAR(missing);
+        Py_XDECREF(item);
+    }
+    return missing ? Py_BuildValue("KN", (unsigned long long)since, missing) : NULL;
+}
+
+/* The process of a rank. */
+static PyObject *py_pid(ARGS) {
+    NEED(2) GROUP(g)
+    int rank = small(args[1]);
+    return answer(rank >= 0 && rank < g->size ? (int)atomic_load(&block(g, rank)->pid) : 0);
+}
+
 static PyObject *py_history(ARGS) {
     NEED(2) GROUP(g)
     int rank = small(args[1]);
@@ -1344,7 +1398,7 @@ static PyObject *py_detach(ARGS) {
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
     METHOD(create), METHOD(attach), METHOD(watch), METHOD(pidfd), METHOD(collective), METHOD(start), METHOD(finish),
-    METHOD(failure), METHOD(history), METHOD(tune), METHOD(post), METHOD(state), METHOD(wait),
+    METHOD(failure), METHOD(waiting), METHOD(pid), METHOD(history), METHOD(tune), METHOD(post), METHOD(state), METHOD(wait),
     METHOD(forget), METHOD(withdraw), METHOD(serve), METHOD(stop), METHOD(leave), METHOD(detach), {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shm", NULL, -1, methods,
