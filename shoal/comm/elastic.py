@@ -55,6 +55,11 @@ class ElasticSum:
         self._patience_s = patience_s
         self._round = 0
 
+    def beside(self, name: str) -> ElasticSum:
+        """Another sum over the same ranks, which counts its own calls."""
+        folder = self._folder.with_name(f"{self._folder.name}-{name}")
+        return ElasticSum(folder, self._rank, self._has_exited, self._patience_s)
+
     def all_reduce(self, numbers: Sequence[float], ranks: Sequence[int]) -> SurvivorSum:
         """The sum over the survivors of `ranks`; the same bits on each of them."""
         self._round += 1

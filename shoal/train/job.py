@@ -28,6 +28,7 @@ from shoal.runtime.faults import Faults
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train import checkpoint
+from shoal.train.agreement import Agreement
 from shoal.train.build_step import StepContext, build_step
 from shoal.train.evaluate import Evaluation, Metric
 from shoal.train.map_reduce import map_reduce_over
@@ -93,6 +94,7 @@ class Job:
         )
         self._stream.kind = strategy.sync_for(self.replicas).batches
         self._throughput = Throughput()
+        self._agreement = Agreement(group, device, self._services.elastic_sum)
 
     def step(
         self,
@@ -205,38 +207,23 @@ class Job:
     def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
         """Save the whole model, the optimizer and the position in the data under `path`.
 
-        Call it on all ranks; rank 0 writes, or the lowest surviving rank. `about` is kept in the
-        manifest; it has to be JSON.
+        Call it on all ranks; rank 0 writes, or the lowest surviving rank. All ranks return when
+        the checkpoint is complete; if it cannot be saved, all of them raise. `about` is kept in
+        the manifest; it has to be JSON.
         """
-        if self.dry:
-            return
-        with ExitStack() as stack:
-            for step in self._steps:
-                stack.enter_context(step.sync.full_weights(optimizer=True))
-            states = [step.sync.state() for step in self._steps]
-            if self.replica != self._first:
-                return
-            document = {
-                "steps": self.steps,
-                "batches": self._stream.delivered,
-                "seed": self.seed,
-                "strategy": str(self.strategy),
-                "workers": self.size,
-                "about": about or {},
-            }
-            saved = snapshot(self._steps, states, document)
-            if self._is_first:
-                checkpoint.write(Path(path), saved)
+        if not self.dry:
+            self._agreement.run(lambda: (None, self._write(Path(path), about or {})))
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, whatever strategy and number of workers saved it.
 
-        Call it after `job.step`, before `job.batches`. Returns `about` of the checkpoint.
+        Call it on all ranks, after `job.step`, before `job.batches`. All ranks load the same
+        checkpoint, or raise and load nothing. Returns `about` of the checkpoint.
         """
         path = Path(path)
-        saved = checkpoint.read(path)
         if not self._steps:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
+        saved = self._agreement.load(path, lambda: self._read(path))
         restore(self._steps, saved, path)
         self.steps = saved.document["steps"]
         self._stream.delivered = saved.document["batches"]
@@ -268,6 +255,31 @@ class Job:
         }
 
     # ------------------------------------------------------------------ internals
+
+    def _write(self, path: Path, about: dict[str, Any]) -> str:
+        """Write a checkpoint; its digest on the rank that writes, nothing on the others."""
+        with ExitStack() as stack:
+            for step in self._steps:
+                stack.enter_context(step.sync.full_weights(optimizer=True))
+            states = [step.sync.state() for step in self._steps]
+            if self.replica != self._first:
+                return ""
+            document = {
+                "steps": self.steps,
+                "batches": self._stream.delivered,
+                "seed": self.seed,
+                "strategy": str(self.strategy),
+                "workers": self.size,
+                "about": about,
+            }
+            saved = snapshot(self._steps, states, document)
+            if self._is_first:
+                checkpoint.write(path, saved)
+            return saved.digest
+
+    def _read(self, path: Path) -> tuple[checkpoint.Checkpoint, str]:
+        saved = checkpoint.read(path)
+        return saved, saved.digest
 
     def _step_context(self) -> StepContext:
         return StepContext(

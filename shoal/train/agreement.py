@@ -1,0 +1,120 @@
+"""What all ranks have to do alike, such as saving and loading: all of them succeed, or none.
+
+    rank 0   writes the checkpoint ─ "3fa9…" ─┐
+    rank 1                           ─ ""     ─┼─▶ every rank has the texts of all
+    rank 2                           ─ ""     ─┘
+
+Nobody returns before all have answered. A text has at most 500 bytes; it takes one all-gather.
+Where ranks may be lost it is a sum over the survivors instead, in which each has a place of its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from shoal.comm.elastic import ElasticSum
+from shoal.comm.group import Group
+from shoal.errors import BadInput, CheckpointError
+from shoal.runtime.backoff import Backoff
+
+T = TypeVar("T")
+
+_MAX_BYTES = 500
+_BYTES_A_NUMBER = 6  # a double holds them exactly
+_NUMBERS = -(-_MAX_BYTES // _BYTES_A_NUMBER)
+_FAILED = "failed: "
+_MAX_LOADS = 8
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 1.0
+
+
+class Agreement:
+    """All ranks call its methods in the same order."""
+
+    def __init__(self, group: Group, device: torch.device, elastic_sum: ElasticSum | None = None):
+        """`elastic_sum` is for runs where ranks may be lost."""
+        self._group = group
+        self._device = device
+        self._elastic_sum = None if elastic_sum is None else elastic_sum.beside("agreement")
+
+    def run(self, action: Callable[[], tuple[T, str]]) -> tuple[T, dict[int, str]]:
+        """The result of `action`, and its text on every surviving rank.
+
+        If it fails with BadInput on one rank, it fails on all of them.
+        """
+        try:
+            result, text = action()
+        except BadInput as error:
+            self._exchange(f"{_FAILED}{error}")
+            raise
+        texts = self._exchange(text)
+        for rank, text in texts.items():
+            if text.startswith(_FAILED):
+                raise CheckpointError(f"{text.removeprefix(_FAILED)} (rank {rank})")
+        return result, texts
+
+    def load(self, path: Path, read: Callable[[], tuple[T, str]]) -> T:
+        """What `read` gives when it has the same text, a digest, on all ranks.
+
+        Where others save at the same path, ranks may read different versions: then they read
+        again.
+        """
+        pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        for _ in range(_MAX_LOADS):
+            result, texts = self.run(read)
+            if len(set(texts.values())) == 1:
+                return result
+            pause()
+        raise _different(path, texts)
+
+    def _exchange(self, text: str) -> dict[int, str]:
+        """The texts of all surviving ranks."""
+        size = self._group.size
+        if size == 1:
+            return {0: text}
+        mine = _numbers(text)
+        if self._elastic_sum is None:
+            rows = torch.empty(size, _NUMBERS, dtype=torch.int64, device=self._device)
+            self._group.all_gather(rows, torch.tensor(mine, device=self._device)).wait()
+            return {rank: _text(row) for rank, row in enumerate(rows.tolist())}
+        numbers = [0] * (size * _NUMBERS)
+        place = self._group.rank * _NUMBERS
+        numbers[place : place + _NUMBERS] = mine
+        total, missing = self._elastic_sum.all_reduce(numbers, range(size))
+        return {
+            rank: _text([int(n) for n in total[rank * _NUMBERS : (rank + 1) * _NUMBERS]])
+            for rank in range(size)
+            if rank not in missing
+        }
+
+
+def _numbers(text: str) -> list[int]:
+    data = text.encode(errors="replace")[:_MAX_BYTES].ljust(_NUMBERS * _BYTES_A_NUMBER, b"\0")
+    return [
+        int.from_bytes(data[at : at + _BYTES_A_NUMBER], "little")
+        for at in range(0, len(data), _BYTES_A_NUMBER)
+    ]
+
+
+def _text(numbers: list[int]) -> str:
+    data = b"".join(number.to_bytes(_BYTES_A_NUMBER, "little") for number in numbers)
+    return data.rstrip(b"\0").decode(errors="replace")
+
+
+def _different(path: Path, digests: dict[int, str]) -> CheckpointError:
+    ranks: dict[str, list[int]] = {}
+    for rank, digest in digests.items():
+        ranks.setdefault(digest, []).append(rank)
+    groups = [
+        f"{'rank' if len(group) == 1 else 'ranks'} {', '.join(map(str, group))} {digest[:12]}"
+        for digest, group in ranks.items()
+    ]
+    return CheckpointError(
+        f"the ranks read different checkpoints at {path}, and nothing was loaded: "
+        f"{'; '.join(groups)}; give all hosts the same folder"
+    )

@@ -1,0 +1,153 @@
+"""Checkpoints of several workers: all of them save and load the same, or none does."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from shoal.comm.elastic import ElasticSum
+from shoal.comm.group import Group
+from shoal.errors import BadInput, CheckpointError
+from shoal.strategy.strategy import parse
+from shoal.train import checkpoint
+from shoal.train.agreement import Agreement
+from shoal.train.job import Job
+from shoal.train.step import Step
+from tests.checkpoints import CPU, MOMENTUM, file_of, save_some
+from tests.conftest import World
+from tests.models import mlp, samples
+
+
+def begin(group: Group, strategy: str, seed: int = 0) -> tuple[Job, Step]:
+    job = Job(parse(strategy), group, device=CPU, seed=3)
+    return job, job.step(mlp(seed), F.cross_entropy, optimizer=MOMENTUM)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero(1)", "gossip", "localsgd(every=2)"])
+def test_all_workers_load_what_was_saved_right_before(
+    world: World, tmp_path: Path, strategy: str
+) -> None:
+    models = [mlp() for _ in range(4)]
+
+    def body(group: Group) -> list[torch.Tensor]:
+        job = Job(parse(strategy), group, device=CPU, seed=3)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=MOMENTUM)
+        found = []
+        for batch in job.batches(samples(160), 16):
+            step(batch)
+            job.save(tmp_path)
+            saved = job.steps
+            job.load(tmp_path)
+            assert job.steps == saved, f"rank {job.rank} loaded an old checkpoint"
+            found.append(step.flat.data.clone())
+        return found
+
+    first, *others = world(4, body)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_workers_that_read_different_checkpoints_are_named(world: World, tmp_path: Path) -> None:
+    save_some(tmp_path / "new", steps=3)
+    save_some(tmp_path / "old", steps=2)
+    digests = {
+        name: checkpoint.read_manifest(tmp_path / name)["sha256"][:12] for name in ("new", "old")
+    }
+
+    def body(group: Group) -> str:
+        job, step = begin(group, "ddp")
+        before = step.flat.data.clone()
+        with pytest.raises(CheckpointError) as caught:
+            job.load(tmp_path / ("old" if group.rank == 1 else "new"))
+        assert torch.equal(step.flat.data, before)
+        assert job.steps == 0
+        return str(caught.value)
+
+    for sentence in world(3, body):
+        assert "different checkpoints" in sentence
+        assert f"ranks 0, 2 {digests['new']}; rank 1 {digests['old']}" in sentence
+
+
+def test_if_one_worker_cannot_read_none_loads(world: World, tmp_path: Path) -> None:
+    save_some(tmp_path / "whole", steps=3)
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    file = file_of(tmp_path / "broken", "model")
+    file.write_bytes(file.read_bytes()[:-1])
+
+    def body(group: Group) -> str:
+        job, step = begin(group, "ddp")
+        before = step.flat.data.clone()
+        with pytest.raises(CheckpointError) as caught:
+            job.load(tmp_path / ("broken" if group.rank == 2 else "whole"))
+        assert torch.equal(step.flat.data, before)
+        return str(caught.value)
+
+    for rank, sentence in enumerate(world(3, body)):
+        assert f"{file.name} has changed" in sentence
+        assert sentence.endswith("(rank 2)") == (rank != 2)
+
+
+def test_if_the_checkpoint_cannot_be_written_all_workers_say_so(
+    world: World, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+
+    def body(group: Group) -> str:
+        job, _ = begin(group, "ddp")
+        with pytest.raises(CheckpointError) as caught:
+            job.save(tmp_path / "file" / "model")
+        return str(caught.value)
+
+    first, second = world(2, body)
+    assert first.startswith("cannot save a checkpoint at")
+    assert second == f"{first} (rank 0)"
+
+
+def exchange(group: Group, folder: Path | None, lost: set[int]) -> Any:
+    """Every rank says its own text; those that are lost say nothing."""
+    if group.rank in lost:
+        return None
+    sums = None if folder is None else ElasticSum(folder, group.rank, lost.__contains__, math.inf)
+    agreement = Agreement(group, CPU, sums)
+    results = [agreement.run(partial(said, group.rank, text)) for text in ("ä" * 250, "", "x")]
+    assert [result for result, _ in results] == [group.rank] * 3
+    return [texts for _, texts in results]
+
+
+def said(rank: int, text: str) -> tuple[int, str]:
+    return rank, f"{rank}{text}"
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_texts_of_all_ranks_arrive(world: World, tmp_path: Path, elastic: bool) -> None:
+    folder = tmp_path / "sums" if elastic else None
+    for texts in world(3, lambda group: exchange(group, folder, set())):
+        assert texts[1] == {0: "0", 1: "1", 2: "2"}
+        assert texts[2] == {0: "0x", 1: "1x", 2: "2x"}
+        assert all(t.startswith(f"{rank}" + "ä" * 249) for rank, t in texts[0].items())
+
+
+def test_ranks_that_are_lost_are_not_waited_for(world: World, tmp_path: Path) -> None:
+    for rank, texts in enumerate(world(3, lambda g: exchange(g, tmp_path / "sums", {1}))):
+        assert rank == 1 or texts[2] == {0: "0x", 2: "2x"}
+
+
+def test_another_error_of_a_rank_reaches_all(world: World) -> None:
+    def refuse(rank: int) -> tuple[None, str]:
+        if rank == 1:
+            raise BadInput("not like this")
+        return None, ""
+
+    def body(group: Group) -> str:
+        with pytest.raises(BadInput) as caught:
+            Agreement(group, CPU).run(lambda: refuse(group.rank))
+        return str(caught.value)
+
+    assert world(2, body) == ["not like this (rank 1)", "not like this"]
