@@ -1,22 +1,34 @@
-"""How the time was spent: shares of computing, communication and idling; a Chrome trace."""
+"""How the time was spent: shares of computing, communication and idling; a Chrome trace.
+
+The time is that of training: steps, and loading their batches. Start-up, evaluation and
+checkpoints are in the trace and not in the shares.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.observe.trace import COMMUNICATE, COMPUTE, WAIT, Span, chrome_events
+from shoal.observe.trace import (
+    COMMUNICATE,
+    COMPUTE,
+    INJECTED,
+    TRAINING,
+    WAIT,
+    Span,
+    chrome_events,
+)
 
 Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Fractions of one rank's time. `hidden` communication runs beside computing.
+    """Fractions of one rank's time in training. `hidden` communication runs beside computing.
 
-    computing + exposed + idle = 1
+    computing + exposed + idle + injected = 1; `injected` is the sleep of --slow
     """
 
     computing: float
@@ -24,42 +36,49 @@ class TimeShares:
     idle: float
     hidden: float
     seconds: float
+    injected: float = 0.0
 
 
 def time_shares(spans: Iterable[Span]) -> TimeShares:
-    """Divide the time between the first and the last span of a rank."""
+    """Divide the time of a rank's training; without steps, that from the first to the last span."""
     spans = list(spans)
     if not spans:
         return TimeShares(0.0, 0.0, 0.0, 0.0, 0.0)
-    return _divide(spans, min(s.start_ns for s in spans), max(s.end_ns for s in spans))
+    start_ns = min(s.start_ns for s in spans)
+    end_ns = max(s.end_ns for s in spans)
+    return time_shares_within(spans, start_ns, end_ns)
 
 
-def _divide(spans: list[Span], start_ns: int, end_ns: int) -> TimeShares:
-    total_ns = max(1, end_ns - start_ns)
-    compute = union((s.start_ns, s.end_ns) for s in spans if s.kind in COMPUTE)
-    wait = union((s.start_ns, s.end_ns) for s in spans if s.kind == WAIT)
-    communicate = union((s.start_ns, s.end_ns) for s in spans if s.kind in COMMUNICATE)
-    beside = intersection(communicate, compute)
+def time_shares_within(spans: Iterable[Span], start_ns: int, end_ns: int) -> TimeShares:
+    """Divide the time of training between two moments."""
+    spans = list(spans)
+    window = [(start_ns, end_ns)]
+    training = _of(spans, TRAINING, window)
+    return _divide(spans, training or window)
+
+
+def _divide(spans: list[Span], within: list[Interval]) -> TimeShares:
+    total_ns = max(1, length(within))
+    compute = _of(spans, COMPUTE, within)
+    wait = _of(spans, (WAIT,), within)
+    beside = intersection(_of(spans, COMMUNICATE, within), compute)
     computing_ns = length(compute) - length(intersection(compute, wait))
     exposed_ns = length(wait)
+    injected_ns = length(_of(spans, (INJECTED,), within))
     hidden_ns = length(beside) - length(intersection(beside, wait))
     return TimeShares(
         computing_ns / total_ns,
         exposed_ns / total_ns,
-        1 - (computing_ns + exposed_ns) / total_ns,
+        1 - (computing_ns + exposed_ns + injected_ns) / total_ns,
         hidden_ns / total_ns,
         total_ns / 1e9,
+        injected_ns / total_ns,
     )
 
 
-def time_shares_within(spans: Iterable[Span], start_ns: int, end_ns: int) -> TimeShares:
-    """Divide the time between two moments."""
-    inside = [
-        s._replace(start_ns=max(s.start_ns, start_ns), end_ns=min(s.end_ns, end_ns))
-        for s in spans
-        if s.start_ns < end_ns and s.end_ns > start_ns
-    ]
-    return _divide(inside, start_ns, end_ns)
+def _of(spans: list[Span], kinds: Collection[str], within: list[Interval]) -> list[Interval]:
+    """When there was a span of these kinds, inside the given intervals."""
+    return intersection(union((s.start_ns, s.end_ns) for s in spans if s.kind in kinds), within)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -102,11 +121,14 @@ def print_shares(spans_by_rank: dict[int, list[Span]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="where the time went")
-    for column in ("rank", "seconds", "computing", "communication exposed", "hidden", "idle"):
+    shares_by_rank = {rank: time_shares(spans) for rank, spans in spans_by_rank.items()}
+    is_slowed = any(shares.injected for shares in shares_by_rank.values())
+    table = Table(title="where the time went, in training")
+    columns = ["rank", "seconds", "computing", "communication exposed", "hidden", "idle"]
+    for column in [*columns, "injected"] if is_slowed else columns:
         table.add_column(column, justify="right")
-    for rank, spans in spans_by_rank.items():
-        shares = time_shares(spans)
-        columns = (shares.computing, shares.exposed, shares.hidden, shares.idle)
-        table.add_row(str(rank), f"{shares.seconds:.2f}", *(f"{x:.1%}" for x in columns))
+    for rank, shares in shares_by_rank.items():
+        parts = [shares.computing, shares.exposed, shares.hidden, shares.idle, shares.injected]
+        shown = [f"{part:.1%}" for part in parts[: len(table.columns) - 2]]
+        table.add_row(str(rank), f"{shares.seconds:.2f}", *shown)
     Console().print(table)

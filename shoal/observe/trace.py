@@ -2,7 +2,8 @@
 
 A span is on a track. The track "main" is the thread that computes: its spans do not overlap, and
 the time that they do not cover is idle. Other tracks, such as "comm", hold transfers that run
-beside it. Without a trace the tracer is `OFF`, whose spans cost next to nothing.
+beside it; "steps" tells which time is training. Without a trace the tracer is `OFF`, whose spans
+cost next to nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shoal.runtime.run_dir import RunDir
 
+T = TypeVar("T")
 COMPUTE = ("forward", "backward", "update")
 COMMUNICATE = ("reduce", "send", "receive", "push", "pull")
 WAIT = "wait"
+INJECTED = "injected"  # the sleep of --slow
+STEP = "step"
+LOAD = "load"  # the next batch
+TRAINING = (STEP, LOAD)  # on the track "steps": not start-up, evaluation, checkpoints
 
 
 class Span(NamedTuple):
@@ -57,6 +63,19 @@ class Off:
 
 
 OFF = Off()
+
+
+def traced_items(tracer: Tracer, kind: str, track: str, items: Iterator[T]) -> Iterator[T]:
+    """The items, with a span for the time that each one takes to come."""
+    return _with_spans(tracer, kind, track, items) if tracer.enabled else items
+
+
+def _with_spans(tracer: Tracer, kind: str, track: str, items: Iterator[T]) -> Iterator[T]:
+    start_ns = time.monotonic_ns()
+    for item in items:
+        tracer.add(kind, start_ns, time.monotonic_ns(), track)
+        yield item
+        start_ns = time.monotonic_ns()
 
 
 class Recorder:

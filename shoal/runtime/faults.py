@@ -40,7 +40,11 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def around(
-        self, run: Callable[..., T], number: Callable[[], int], clock_s: Callable[[], float]
+        self,
+        run: Callable[..., T],
+        number: Callable[[], int],
+        clock_s: Callable[[], float],
+        sleep: Callable[[float], None] | None = None,
     ) -> Callable[..., T]:
         """`run` with these faults; `number()` is the number of the step."""
 
@@ -49,7 +53,7 @@ class Faults:
                 os.kill(os.getpid(), signal.SIGKILL)
             began_s = clock_s()
             result = run(*args)
-            time.sleep((self.slow - 1) * max(0.0, clock_s() - began_s))
+            (sleep or time.sleep)((self.slow - 1) * max(0.0, clock_s() - began_s))
             return result
 
         return faulty

@@ -16,7 +16,7 @@ from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.embedding.module import bind_embeddings
 from shoal.errors import BadInput, NotBuilt
-from shoal.observe.trace import Tracer
+from shoal.observe.trace import INJECTED, Tracer
 from shoal.pytree import Tree
 from shoal.replica.batchnorm import (
     ForwardState,
@@ -135,11 +135,23 @@ def build_step(
         compute=engine.run,
         cutter=cutter,
         embeddings=embeddings,
+        tracer=context.tracer,
     )
     if context.faults is not None:
         clock = _clock_of(device)
-        step.compute = context.faults.around(engine.run, lambda: step.steps + 1, clock)
+        sleep = _sleep_of(context.tracer)
+        step.compute = context.faults.around(engine.run, lambda: step.steps + 1, clock, sleep)
     return step
+
+
+def _sleep_of(tracer: Tracer) -> Callable[[float], None]:
+    """A sleep that a trace shows: it is neither computing nor idling."""
+
+    def sleep(seconds: float) -> None:
+        with tracer.span(INJECTED, "--slow"):
+            time.sleep(seconds)
+
+    return sleep
 
 
 def _optimizer_step(

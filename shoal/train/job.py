@@ -21,7 +21,7 @@ from shoal.data.stream import BatchOptions, BatchStream
 from shoal.errors import BadInput
 from shoal.observe.progress import Progress, SilentProgress
 from shoal.observe.throughput import Throughput
-from shoal.observe.trace import OFF, Tracer
+from shoal.observe.trace import LOAD, OFF, Tracer, traced_items
 from shoal.replica.microbatch import Loss, Precision
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults
@@ -152,7 +152,8 @@ class Job:
         saved run has seen.
         """
         options = BatchOptions(batch_size, epochs, steps, shuffle, drop_last, collate, loaders)
-        return self._stream.batches(data, self._split(), options)
+        batches = self._stream.batches(data, self._split(), options)
+        return traced_items(self._services.tracer, LOAD, "steps", batches)
 
     def stop_after(self, steps: int) -> None:
         """End job.batches after so many steps, if the script does not end it before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.sampling import Batch, FullDatasetBatch
 from shoal.embedding.module import Embedding, apply_embeddings
+from shoal.observe.trace import OFF, STEP, Tracer
 from shoal.replica.batchnorm import update_running_statistics
 from shoal.replica.engine import Engine
 from shoal.replica.flat_params import FlatParams
@@ -47,12 +49,14 @@ class Step:
     compute: Compute
     cutter: BatchCutter
     embeddings: list[Embedding]
+    tracer: Tracer = OFF
     steps: int = 0
     latest: Batch | None = None  # what job.batches yielded last
     after: list[AfterStep] = field(default_factory=list)
     _is_checked: bool = False
 
     def __call__(self, batch: Any) -> Tensor:
+        start_ns = time.monotonic_ns()
         known = batch if isinstance(batch, Batch) else self.latest
         microbatches = self.cutter.cut(batch, known, self.steps)
         self.sync.batch_fraction = fraction_of(batch, microbatches)
@@ -61,6 +65,7 @@ class Step:
             self.sync.skip() if self.sync.is_skipped else self._train(batch, microbatches)
         )
         self._count(concurrent_batches(known))
+        self.tracer.add(STEP, start_ns, time.monotonic_ns(), "steps", f"step {self.steps}")
         for callback in self.after:
             callback(self, loss)
         return loss

@@ -126,6 +126,29 @@ def test_shares_within_two_moments_cut_off_what_lies_outside() -> None:
     assert (found.computing, found.exposed, found.idle) == pytest.approx((0.2, 0.6, 0.2))
 
 
+def test_shares_are_of_training_steps_only() -> None:
+    """
+    main   wait (start-up)   forward  backward  injected  wait     forward (evaluate)
+    steps                    step..............................
+           0                 100      130       170       190  200 300         1000
+    """
+    spans = [
+        span("wait", 0, 100),
+        Span("load", 90, 100, "steps", ""),
+        Span("step", 100, 200, "steps", ""),
+        span("forward", 100, 130),
+        span("backward", 130, 170),
+        span("injected", 170, 190),
+        span("wait", 190, 200),
+        span("forward", 300, 1000),
+    ]
+    s = time_shares([one for one in spans if one.kind != "load"])
+    assert (s.computing, s.exposed, s.idle, s.injected) == pytest.approx((0.7, 0.1, 0.0, 0.2))
+    assert s.seconds == 100e-9
+    assert time_shares(spans).seconds == 110e-9, "loading a batch is part of training"
+    assert time_shares_within(spans, 150, 1000).seconds == 50e-9
+
+
 def test_no_spans_are_no_time() -> None:
     assert time_shares([]) == TimeShares(0.0, 0.0, 0.0, 0.0, 0.0)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.observe.trace import COMMUNICATE, COMPUTE, WAIT, Recorder, Span
+from shoal.observe.trace import COMMUNICATE, COMPUTE, TRAINING, WAIT, Recorder, Span
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job, RunServices
 from tests.conftest import World
@@ -101,7 +101,7 @@ def test_every_push_and_pull_is_recorded_and_every_span_is_counted(
         world(2, lambda g: train(g, sized, mlp(), tracers[g.rank]))
     for tracer in tracers:
         spans = tracer.spans
-        assert {span.kind for span in spans} <= {*COMPUTE, *COMMUNICATE, WAIT}
+        assert {span.kind for span in spans} <= {*COMPUTE, *COMMUNICATE, WAIT, *TRAINING}
         assert {f"push step {step}" for step in range(STEPS)} <= details(spans, WAIT)
         sent = {"COMMIT", "BUCKET"} if tcp else {"COMMIT"}  # in memory nothing else is sent
         assert sent <= details(spans, "push")

@@ -16,9 +16,11 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput, NotBuilt, StrategyError
 from shoal.observe.progress import ProgressLines
+from shoal.observe.time_shares import time_shares
+from shoal.observe.trace import Recorder
 from shoal.runtime.faults import Faults
 from shoal.strategy.strategy import parse
-from shoal.train.job import Job
+from shoal.train.job import Job, RunServices
 from tests.conftest import World
 from tests.jobs import CPU, SGD, Shown, job_of
 from tests.models import convnet, mlp, samples
@@ -65,7 +67,7 @@ def test_faults_surround_the_computing_of_a_step() -> None:
     moments: list[str] = []
 
     class Noted(Faults):
-        def around(self, run: Any, number: Any, clock_s: Any) -> Any:
+        def around(self, run: Any, number: Any, clock_s: Any, sleep: Any = None) -> Any:
             def troubled(*args: Any) -> Any:
                 moments.append(f"before {number()}")
                 result = run(*args)
@@ -282,3 +284,23 @@ def test_hooks_see_every_step() -> None:
     for batch in job.batches(samples(20), 10):
         step(batch)
     assert seen == ["built", 1, 2]
+
+
+def test_a_trace_has_steps_batches_and_the_injected_sleep_as_spans_of_their_own() -> None:
+    tracer = Recorder(0, 0)
+    services = RunServices(tracer=tracer, faults=Faults(slow=3.0))
+    job = Job(parse("single"), solo_group(), device=CPU, services=services)
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    for batch in job.batches(samples(24), 12):
+        step(batch)
+    job.evaluate(F.cross_entropy, samples(24), 12)
+    job.close()
+    steps = [span for span in tracer.spans if span.kind == "step"]
+    slept = [span for span in tracer.spans if span.kind == "injected"]
+    assert [span.detail for span in steps] == ["step 1", "step 2"]
+    assert [span.track for span in tracer.spans if span.kind == "load"] == ["steps"] * 2
+    for step_span, sleep_span in zip(steps, slept, strict=True):
+        assert step_span.start_ns <= sleep_span.start_ns <= sleep_span.end_ns <= step_span.end_ns
+    shares = time_shares(tracer.spans)
+    assert shares.injected > 0
+    assert shares.seconds < (tracer.spans[-1].end_ns - tracer.spans[0].start_ns) / 1e9
