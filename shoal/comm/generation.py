@@ -31,7 +31,7 @@ def own_generation(store: Store, rank: int, size: int, timeout_s: float = 1800.0
         _name(store, word, range(1, size), time.monotonic() + timeout_s)
         return PrefixStore(word, store)
     store.set(f"hello/{rank}", word)
-    name = store.get(f"reply/{word}").decode()
+    name = store.get(f"reply/{word}").decode(errors="replace")
     store.set(f"here/{name}/{rank}", word)
     return PrefixStore(name, store)
 
@@ -44,7 +44,7 @@ def _name(store: Store, name: str, peers: Iterable[int], deadline_s: float) -> N
         for peer, known in words.items():
             words[peer] = store.get(f"hello/{peer}")
             if words[peer] != known:
-                store.set(f"reply/{words[peer].decode()}", name)
+                store.set(f"reply/{words[peer].decode(errors='replace')}", name)
         words = {peer: word for peer, word in words.items() if not _is_here(store, name, peer)}
         if words and time.monotonic() > deadline_s:
             missing = ", ".join(map(str, words))

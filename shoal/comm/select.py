@@ -12,11 +12,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shoal.comm.authenticated_store import authenticated
 from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
@@ -26,6 +27,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch, join_world
 from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
+from shoal.runtime.config import gloo_on_loopback
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.user import is_user_function
 from shoal.transport.shm.memfd import Exchange
@@ -48,20 +50,31 @@ class GroupSpec:
     replicas: int = 1  # how many of them agree by it
     host_id: str | None = None  # ranks with the same one share memory; default: by kernel and user
     run_dir: RunDir | None = None  # where the last operations are written after a failure
+    secret: bytes | None = field(default=None, repr=False)  # proves what is in the store
+    is_one_host: bool = False  # all ranks are: Gloo then listens at loopback only
 
 
 @contextmanager
 def open_group(spec: GroupSpec) -> Iterator[Group]:
     """A group of all ranks; all of them have joined when the block begins."""
     is_ours = not dist.is_initialized()
-    world = join_world(spec.init_method, spec.rank, spec.size, spec.backend, spec.name)
-    group = Group(_open_shared(spec, world) or _over_torch(spec, world))
-    try:
-        yield group
-    finally:
-        group.close()
-        if is_ours:
-            dist.destroy_process_group()
+    stores: list[Store] = []  # torch does not keep a store that is written in Python
+
+    def protect(store: Store, rank: int, size: int) -> Store:
+        if spec.backend == "gloo" and not spec.init_method.startswith("file://"):
+            stores.append(authenticated(store, spec.secret, rank, size))
+            return stores[0]
+        return store
+
+    with gloo_on_loopback(spec.is_one_host):
+        world = join_world(spec.init_method, spec.rank, spec.size, spec.backend, spec.name, protect)
+        group = Group(_open_shared(spec, world) or _over_torch(spec, world))
+        try:
+            yield group
+        finally:
+            group.close()
+            if is_ours:
+                dist.destroy_process_group()
 
 
 def _open_shared(spec: GroupSpec, world: dist.ProcessGroup) -> SharedMemory | Hierarchical | None:

@@ -204,10 +204,23 @@ class Worker:
                 replicas=self.strategy.layout(self.size).replicas,
                 host_id=self.config.host_id,
                 run_dir=self.config.run_dir,
+                secret=self.config.read_secret(),
+                is_one_host=placement.local_size == placement.size,
             )
             with open_group(spec) as group:
                 joined()
+                self._tell_of_network(placement)
                 yield group
+
+    def _tell_of_network(self, placement: Placement) -> None:
+        """Collectives between hosts are torch's, and those are neither encrypted nor proven."""
+        is_told = placement.local_size == placement.size or self.config.tls.trusted_network
+        if self.rank == 0 and not is_told:
+            print(
+                "shoal: collectives between hosts are not encrypted: the network between them "
+                "has to be trusted (SHOAL_TRUSTED_NETWORK=1 says that it is)",
+                file=sys.stderr,
+            )
 
     @contextmanager
     def _fail_when_peers_exit(self) -> Iterator[Callable[[], None]]:

@@ -14,12 +14,14 @@ No other file of Shoal uses os.environ.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.runtime.run_dir import RunDir
+from shoal.runtime.run_dir import RunDir, read_secret_file
 from shoal.runtime.variables import (
     COUNT,
     FLAG,
@@ -109,6 +111,7 @@ class RunConfig:
 
     servers: int | tuple[str, ...] | None = variable("SHOAL_SERVERS", SERVERS)
     secret: bytes | None = variable("SHOAL_SECRET", SECRET, show=False)
+    secret_file: Path | None = variable("SHOAL_SECRET_FILE", PATH)  # holds the same, mode 0600
     server: ServerConfig = field(default_factory=ServerConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
 
@@ -152,9 +155,41 @@ class RunConfig:
         return parse_count("OMP_NUM_THREADS", text, at_least=1) if text else None
 
     def read_secret(self) -> bytes | None:
-        """The secret of this run: from its directory, or from SHOAL_SECRET."""
-        from_file = None if self.run_dir is None else self.run_dir.read_secret()
-        return from_file or self.secret
+        """The secret of this run: from its directory, SHOAL_SECRET or SHOAL_SECRET_FILE."""
+        of_run = None if self.run_dir is None else self.run_dir.read_secret()
+        if of_run is not None or self.secret is not None or self.secret_file is None:
+            return of_run or self.secret
+        return read_secret_file(self.secret_file)
+
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch takes it from the environment only
+
+
+@contextmanager
+def gloo_on_loopback(is_one_host: bool) -> Iterator[None]:
+    """Inside the block Gloo listens at loopback, if all ranks are on one host.
+
+    An interface that the user has named stays.
+    """
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if not is_one_host or not names or os.environ.get(_GLOO_INTERFACE) or not _has_loopback():
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = names.pop()
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO_INTERFACE, None)
+
+
+def _has_loopback() -> bool:
+    """Whether the interface is up."""
+    try:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def variable_name(field_name: str) -> str:

@@ -36,6 +36,7 @@ from shoal.errors import BadInput
 
 SECRET_BYTES = 32
 _SHORTEST_SECRET_BYTES = 16
+_MAX_SECRET_TEXT = 4096
 _MAX_REPORT_BYTES = 64 << 20
 _LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un
 
@@ -161,14 +162,7 @@ class RunDir:
 
     def read_secret(self) -> bytes | None:
         """None where there is none; BadInput if other users could read it."""
-        if not self.secret.is_file():
-            return None
-        if stat.S_IMODE(self.secret.stat().st_mode) & 0o077:
-            raise BadInput(
-                f"{self.secret} holds the secret of the run, and other users can read it: "
-                f"chmod 600 {self.secret}"
-            )
-        return parse_secret(self.secret.read_text().strip(), str(self.secret))
+        return read_secret_file(self.secret) if self.secret.is_file() else None
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -204,6 +198,23 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
 
 def new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
+
+
+def read_secret_file(path: Path) -> bytes:
+    """BadInput if it cannot be read, or if other users could read or have written it."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(_MAX_SECRET_TEXT).decode("ascii", errors="replace")
+    except OSError as error:
+        raise BadInput(f"{path}, which holds the secret of the run: {error.strerror}") from error
+    if status.st_uid not in (os.getuid(), 0):
+        raise BadInput(f"{path} holds the secret of the run, and belongs to another user")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise BadInput(
+            f"{path} holds the secret of the run, and other users can read it: chmod 600 {path}"
+        )
+    return parse_secret(text.strip(), str(path))
 
 
 def parse_secret(text: str, source: str) -> bytes:

@@ -22,16 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from shoal.comm import objects
-from shoal.comm.executors.hierarchical.topology import Topology, host_id
+from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
-from shoal.errors import BadInput, PeerLost
+from shoal.errors import BadInput, ShoalError
 from shoal.runtime.config import RunConfig, ServerConfig
 from shoal.runtime.cores import threads_of
-from shoal.runtime.run_dir import SECRET_BYTES, RunDir, new_secret, new_server_dir
+from shoal.runtime.run_dir import RunDir, new_server_dir
+from shoal.server.introduction import Announcer, Introduction, introduce
 from shoal.server.server import Server
 from shoal.strategy.terms import Ps
 
@@ -56,8 +55,10 @@ class ServerAddress(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> ServerAddress:
-        host, local, remote = data.decode().split("\n")
-        return cls(host, local, remote)
+        words = data.decode(errors="replace").split("\n")
+        if len(words) != 3:
+            raise ShoalError("the address of a server is not one")
+        return cls(*words)
 
 
 class ServerSet:
@@ -65,13 +66,14 @@ class ServerSet:
 
     def __init__(
         self,
-        secret: bytes,
+        announcer: Announcer,
         servers: Sequence[ServerAddress],
         host: str = "",
         started: StartedServers | None = None,
     ):
         """The worker is on `host`; `started` are the servers that it has started."""
-        self.secret = secret
+        self.announcer = announcer
+        self.secret = announcer.secret
         self.addresses = [server.seen_from(host) for server in servers]
         self._servers = list(servers)
         self._leader = servers[0]
@@ -106,12 +108,13 @@ class ServerSet:
 class StartedServers:
     """The servers that this process has started, as a thread or as processes."""
 
-    def __init__(self, secret: bytes, config: RunConfig):
+    def __init__(self, secret: bytes, config: RunConfig, run_dir: RunDir | None = None):
+        """`run_dir` holds the secret already, where this worker has made it."""
         self.secret = secret
         self.config = config
         self.processes: list[subprocess.Popen[bytes]] = []
         self.server: Server | None = None
-        self._run_dir: RunDir | None = None
+        self._run_dir = run_dir
 
     def start(self, term: Ps, index: int, host: str, has_remote_workers: bool) -> ServerAddress:
         """Start server `index` on this host."""
@@ -180,9 +183,10 @@ def find_or_start_servers(
     """All ranks call it together. Servers of all shards of a replica have one secret."""
     if term.placement == "servers" and config.servers is not None:
         return _launched(term, config, config.servers)
-    started = StartedServers(_share_secret(group, replica_group, config), config)
+    met = introduce(group, replica_group, config)
+    started = StartedServers(met.announcer.secret, config, met.secret_dir)
     try:
-        return _start(term, group, started)
+        return _start(term, group, met, started)
     except BaseException:
         started.close(failed=True)
         raise
@@ -197,29 +201,23 @@ def _launched(term: Ps, config: RunConfig, servers: int | tuple[str, ...]) -> Se
         raise BadInput("SHOAL_SERVERS names servers, and there is no secret: set SHOAL_SECRET")
     if len(addresses) < term.servers:
         raise BadInput(f"{term} needs {term.servers} servers, and there are {len(addresses)}")
-    return ServerSet(secret, [ServerAddress("", a, "") for a in addresses[: term.servers]])
+    chosen = [ServerAddress("", address, "") for address in addresses[: term.servers]]
+    return ServerSet(Announcer(secret), chosen)
 
 
-def _start(term: Ps, group: Group, started: StartedServers) -> ServerSet:
+def _start(term: Ps, group: Group, met: Introduction, started: StartedServers) -> ServerSet:
     """Start all servers, each on one rank; servers are assigned to hosts in turn."""
-    host = host_id(started.config.host_id).decode()
-    topology = _topology(group, started.config, host)
+    topology = met.topology
     servers = []
     for index in range(group.size if term.placement == "workers" else term.servers):
         starter = _starter(term, topology, index)
         encoded = b""
         if group.rank == starter:
             has_remote_workers = len(topology.hosts) > 1
-            encoded = started.start(term, index, host, has_remote_workers).encode()
-        servers.append(_broadcast_address(group, encoded, starter))
-    return ServerSet(started.secret, servers, host, started)
-
-
-def _topology(group: Group, config: RunConfig, host: str) -> Topology:
-    """Which ranks share a host. `shoal run` uses one host, and some ranks may not have started."""
-    if config.run_dir is not None:
-        return Topology((tuple(range(group.size)),), group.rank)
-    return Topology.of([name.encode() for name in all_gather_text(group, host)], group.rank)
+            encoded = started.start(term, index, met.host, has_remote_workers).encode()
+        told = met.announcer.broadcast(group, f"the address of server {index}", encoded, starter)
+        servers.append(ServerAddress.decode(told))
+    return ServerSet(met.announcer, servers, met.host, started)
 
 
 def _starter(term: Ps, topology: Topology, index: int) -> int:
@@ -229,25 +227,6 @@ def _starter(term: Ps, topology: Topology, index: int) -> int:
     if term.placement == "servers":
         return topology.hosts[index % len(topology.hosts)][0]
     return 0
-
-
-def _broadcast_address(group: Group, encoded: bytes, root: int) -> ServerAddress:
-    data = objects.broadcast_bytes(group, encoded, root, _MAX_ADDRESS_BYTES)
-    if not data:
-        raise PeerLost(group.rank, root, "finding the servers")
-    return ServerAddress.decode(data)
-
-
-def _share_secret(group: Group, replica_group: ReplicaGroup, config: RunConfig) -> bytes:
-    """Rank 0's secret: that of its launcher, or a new one."""
-    secret = b""
-    if group.rank == 0:
-        secret = config.read_secret() or new_secret()
-    data = bytearray(secret.ljust(SECRET_BYTES, b"\0"))[:SECRET_BYTES]
-    tensor = torch.frombuffer(data, dtype=torch.uint8).clone()
-    group.broadcast(tensor).wait()
-    replica_group.broadcast(tensor)
-    return bytes(tensor.tolist())
 
 
 def all_gather_text(group: Group, text: str) -> list[str]:

@@ -30,7 +30,7 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost
 from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import PLAIN, Listener, secure
+from shoal.server.protocol.endpoint import PLAIN, Listener
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.server.protocol.messages import ErrorReply
@@ -122,7 +122,7 @@ class Server:
                 self._count("too many unauthenticated connections")
             thread = threading.Thread(
                 target=self._serve,
-                args=(sock, next(self._numbers)),
+                args=(listener, sock, next(self._numbers)),
                 name="shoal-serve",
                 daemon=True,
             )
@@ -136,11 +136,11 @@ class Server:
                 self._count("no thread left")
                 self._forget(thread, sock, None)
 
-    def _serve(self, sock: socket.socket, number: int) -> None:
+    def _serve(self, listener: Listener, sock: socket.socket, number: int) -> None:
         connection: Connection | None = None
         try:
             sock.settimeout(HANDSHAKE_S)
-            connection = Connection(secure(sock))
+            connection = listener.secure(sock)
             peer = self._authenticate(connection, number)
             if peer is not None:
                 Session(peer).run()

@@ -62,6 +62,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
     hostname=maybe(text),
     servers=maybe(count | st.lists(word, min_size=1, max_size=3).map(tuple)),
     secret=maybe(st.binary(min_size=16, max_size=40)),
+    secret_file=maybe(path),
     server=st.builds(ServerConfig, maybe(count), maybe(text), maybe(text), maybe(count)),
     tls=st.builds(TlsConfig, maybe(text), maybe(text), maybe(text), st.booleans()),
     capture=st.builds(CaptureConfig, maybe(path), positive, positive),

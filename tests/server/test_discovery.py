@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.server import discovery
+from shoal.runtime.run_dir import new_secret
+from shoal.server import introduction
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
@@ -26,8 +27,9 @@ WHERE = "aab"  # the host of each rank
 def identity(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """`identity.host` is the host of a thread."""
     here = threading.local()
-    monkeypatch.setattr(discovery, "host_id", lambda override: here.host.encode())
+    monkeypatch.setattr(introduction, "host_id", lambda override: here.host.encode())
     monkeypatch.setenv("SHOAL_HOST", "127.0.0.1")
+    monkeypatch.setenv("SHOAL_SECRET", new_secret().hex())
     monkeypatch.delenv("SHOAL_RUN_DIR", raising=False)
     return here
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import ssl
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from shoal.runtime.config import TlsConfig
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.protocol.endpoint import PLAIN, Listener, connect
+from shoal.server.protocol.frames import FrameKind, Header
+from shoal.server.protocol.handshake import AuthenticationError, authenticate
 from shoal.server.server import Server
 from tests.server.helpers import SECRET, client_of, fill, weights
 
@@ -104,3 +107,32 @@ def test_breaks_are_mended_under_tls(tls: TlsConfig) -> None:
         assert torch.any(weights(client, version=1) == -2.0)
         client.leave()
         client.close()
+
+
+def test_a_proof_cannot_be_passed_on_by_one_who_shows_another_certificate(
+    tls: TlsConfig, tmp_path: Path
+) -> None:
+    """Someone in between with a valid certificate passes every byte on, both ways."""
+    cert, key = certificate(tmp_path, "between")
+    both = tmp_path / "both.pem"
+    assert tls.certificate is not None
+    both.write_text(cert.read_text() + Path(tls.certificate).read_text())
+    between = Listener("tcp:127.0.0.1:0", TlsConfig(str(cert), str(key)))
+
+    def pass_on(server: Server) -> None:
+        accepted = between.accept()
+        assert accepted is not None
+        accepted.settimeout(20.0)
+        with between.secure(accepted).sock as worker, connect(server.address, tls).sock as sock:
+            worker.sendall(sock.recv(4096))  # CHALLENGE
+            sock.sendall(worker.recv(4096))  # HELLO
+            worker.sendall(sock.recv(4096))
+
+    with Server("tcp:127.0.0.1:0", SECRET, tls=tls) as server, ThreadPoolExecutor(1) as pool:
+        passed_on = pool.submit(pass_on, server)
+        connection = connect(between.address, TlsConfig(authority=str(both)))
+        with pytest.raises(AuthenticationError, match="does not prove the secret"):
+            authenticate(connection, SECRET, "control", Header(FrameKind.HELLO, 0, 7, 1))
+        passed_on.result()
+        connection.close()
+        between.close()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as meet
 
 from shoal.comm.call import TORCH_OPS, Call, Op, Operand, as_reduced, divide, fill_identity
@@ -311,19 +311,28 @@ def _first_line(error: BaseException) -> str:
 
 
 def join_world(
-    rendezvous: str, rank: int, size: int, backend: str, name: str = "shoal"
+    rendezvous: str,
+    rank: int,
+    size: int,
+    backend: str,
+    name: str = "shoal",
+    protect: Callable[[Store, int, int], Store] | None = None,
 ) -> dist.ProcessGroup:
     """Make the default process group of this process, or take the one that the script made.
 
     A process may join several worlds one after the other at the same rendezvous: `name` keeps
-    what they leave in its store apart, and `own_generation` the starts of one world.
+    what they leave in its store apart, and `own_generation` the starts of one world. `protect`
+    makes the store that is used of the one found.
     """
     if not dist.is_initialized():
         store, rank, size = next(meet(rendezvous, rank, size))
+        store = own_generation(PrefixStore(name, store), rank, size)
+        if protect is not None:
+            store = protect(store, rank, size)
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         dist.init_process_group(
             backend,
-            store=own_generation(PrefixStore(name, store), rank, size),
+            store=store,
             rank=rank,
             world_size=size,
             device_id=device,

@@ -33,8 +33,10 @@ class Connection:
     the rest of it.
     """
 
-    def __init__(self, sock: socket.socket):
+    def __init__(self, sock: socket.socket, certificate: bytes = b""):
+        """`certificate` is the server's, under TLS: both sides prove which one they see."""
         self.sock = sock
+        self.certificate = certificate
         self.is_unix = sock.family == socket.AF_UNIX
         self.sent_bytes = self.received_bytes = self.requests = 0
         self._head = bytearray(HEADER_BYTES)

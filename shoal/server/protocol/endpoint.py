@@ -17,6 +17,7 @@ import socket
 import ssl
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.runtime.config import TlsConfig
@@ -36,7 +37,7 @@ def connect(address: str, tls: TlsConfig = PLAIN, timeout_s: float = CONNECT_S) 
     else:
         sock = _connect_tcp(address, tls, timeout_s)
     sock.settimeout(None)
-    return Connection(sock)
+    return Connection(sock, _certificate_of(sock))
 
 
 def _connect_unix(path: str, timeout_s: float) -> socket.socket:
@@ -93,6 +94,7 @@ class Listener:
         self._closed = threading.Event()
         self._path: str | None = None
         self._context: ssl.SSLContext | None = None
+        self._certificate = b""
         if kind == "unix":
             self._sock = _bound(socket.AF_UNIX, path)
             os.chmod(path, 0o600)
@@ -101,6 +103,7 @@ class Listener:
         elif kind == "tcp":
             host, port = _host_and_port(address)
             self._context = _server_context(host, tls)
+            self._certificate = _first_certificate(tls) if self._context else b""
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._sock = _bound(family, (host, port))
             self.address = f"tcp:{host}:{self._sock.getsockname()[1]}"
@@ -156,12 +159,18 @@ class Listener:
         if self._closed.wait(_SHED_PAUSE_S):
             self._reserve.close()
 
+    def secure(self, sock: socket.socket) -> Connection:
+        """Under TLS, the handshake; for the thread of one connection."""
+        if isinstance(sock, ssl.SSLSocket):
+            sock.do_handshake()
+        return Connection(sock, self._certificate)
 
-def secure(sock: socket.socket) -> socket.socket:
-    """Under TLS, the handshake; for the thread of one connection."""
-    if isinstance(sock, ssl.SSLSocket):
-        sock.do_handshake()
-    return sock
+
+def _certificate_of(sock: socket.socket) -> bytes:
+    """The server's, as a worker sees it under TLS."""
+    if not isinstance(sock, ssl.SSLSocket):
+        return b""
+    return sock.getpeercert(binary_form=True) or b""
 
 
 def _bound(family: int, address: str | tuple[str, int]) -> socket.socket:
@@ -220,6 +229,15 @@ def _server_context(host: str, tls: TlsConfig) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as error:
         raise BadInput(f"SHOAL_TLS_CERT {certificate}: {error}") from error
     return context
+
+
+def _first_certificate(tls: TlsConfig) -> bytes:
+    """The certificate that workers will see: the first of the file."""
+    assert tls.certificate is not None
+    text = Path(tls.certificate).read_text(encoding="utf-8", errors="replace")
+    begin = text.index(ssl.PEM_HEADER)
+    end = text.index(ssl.PEM_FOOTER, begin) + len(ssl.PEM_FOOTER)
+    return ssl.PEM_cert_to_DER_cert(text[begin:end])
 
 
 def _check_trusted(host: str, tls: TlsConfig) -> None:

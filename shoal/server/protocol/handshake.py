@@ -4,17 +4,15 @@
     worker -> server   HELLO      worker's nonce, who it is, HMAC over all of it
     server -> worker   WELCOME    HMAC over the same, with the server's name for it
 
-Nonces are fresh, so a recorded handshake cannot be replayed. The secret itself never travels:
-it is in the run directory (`RunDir.read_secret`), or in the environment.
+Nonces are fresh, so a recorded handshake cannot be replayed. Under TLS the server's certificate
+is part of both proofs, so nobody in between can pass them on. The secret itself never travels: it
+is in the run directory (`RunDir.read_secret`), in the environment, or in a file of each host.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import secrets
-
 from shoal.errors import ShoalError
+from shoal.runtime.proof import fresh_nonce, is_proof, proof
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode, pack
 from shoal.server.protocol.messages import (
@@ -28,7 +26,6 @@ from shoal.server.protocol.messages import (
 
 HANDSHAKE_S = 5.0
 RECONNECT_S = 3.0  # a worker whose TCP connection broke is lost after so long
-NONCE_BYTES = 32
 _MAX_WELCOME_BYTES = 8192
 
 
@@ -43,7 +40,7 @@ def authenticate_peer(connection: Connection, secret: bytes) -> tuple[Hello, Hea
     header, meta = connection.receive(MAX_HELLO_BYTES)
     _expect(header, FrameKind.HELLO)
     hello = decode(meta, Hello)
-    claims = _claims(hello.nonce, hello.channel, header)
+    claims = _claims(connection, hello.nonce, hello.channel, header)
     if not is_proof(hello.proof, secret, "worker", nonce, *claims):
         raise Refused("HELLO does not prove the secret")
     answer = proof(secret, "server", nonce, *claims)
@@ -57,7 +54,7 @@ def authenticate(connection: Connection, secret: bytes, channel: Channel, header
     _expect(received, FrameKind.CHALLENGE)
     challenge = decode(meta, Challenge).nonce
     nonce = fresh_nonce()
-    claims = _claims(nonce, channel, header)
+    claims = _claims(connection, nonce, channel, header)
     hello = Hello(nonce, channel, proof(secret, "worker", challenge, *claims))
     connection.send(header, encode(hello))
     received, meta = connection.receive(_MAX_WELCOME_BYTES)
@@ -76,23 +73,10 @@ def _expect(header: Header, kind: FrameKind) -> None:
         raise Refused(f"{kind.name} has no payload")
 
 
-def _claims(nonce: bytes, channel: Channel, header: Header) -> tuple[bytes, bytes, bytes]:
-    """What the proof covers: which worker connects, and for which channel."""
+def _claims(
+    connection: Connection, nonce: bytes, channel: Channel, header: Header
+) -> tuple[bytes, ...]:
+    """What the proof covers: which worker connects, for which channel, to which certificate."""
     identity = pack(Header(FrameKind.HELLO, header.worker, header.model, header.incarnation))
-    return nonce, channel.encode(), identity
-
-
-def fresh_nonce() -> bytes:
-    return secrets.token_bytes(NONCE_BYTES)
-
-
-def proof(secret: bytes, side: str, *claims: bytes) -> bytes:
-    """HMAC of `claims`, each with its length, under the name of one side."""
-    code = hmac.new(secret, side.encode(), hashlib.sha256)
-    for claim in claims:
-        code.update(len(claim).to_bytes(8, "little") + claim)
-    return code.digest()
-
-
-def is_proof(given: bytes, secret: bytes, side: str, *claims: bytes) -> bool:
-    return hmac.compare_digest(given, proof(secret, side, *claims))
+    claims = (nonce, channel.encode(), identity)
+    return (*claims, connection.certificate) if connection.certificate else claims

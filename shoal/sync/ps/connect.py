@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
@@ -138,18 +136,18 @@ def specs_of(flat: FlatParams, leaders: Sequence[str], served: ServedOptions) ->
 
 def _join(replica: Replica, served: ServedOptions, servers: ServerSet) -> Client:
     """Connect to all servers. A shard of a split replica waits for the leader of shard 0."""
-    model = torch.tensor([secrets.randbits(62)])
-    replica.group.broadcast(model).wait()
+    own = str(secrets.randbits(62)).encode()
+    model = int(servers.announcer.broadcast(replica.group, "the number of the model", own))
     shares_leader = _shares_leader(replica, served.rule)
     if shares_leader:
         servers.follow(replica.replica_group)
-        served = replace(served, split=_following(replica, int(model)))
+        served = replace(served, split=_following(replica, model))
     specs = specs_of(replica.flat, servers.leaders, served)
     if shares_leader and not replica.replica_group.is_leader:
         replica.replica_group.barrier()  # followers connect to a leader that listens already
     client = Client(
         replica.group.rank,
-        int(model),
+        model,
         servers.addresses,
         servers.secret,
         specs,

@@ -1,0 +1,86 @@
+"""A torch store whose values are proven with the secret of the run.
+
+Anybody who reaches a TCPStore can read and write it. Here every value has a code (HMAC) over its
+key and over the nonces of all ranks, so a value of somebody else, of another key or of another
+run is an error. Counters (`add`) have none: torch only counts arrivals with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+from shoal.errors import BadInput, ShoalError
+from shoal.runtime.proof import fresh_nonce, is_proof, proof
+
+_CODE_BYTES = 32
+_NONE = b"none"
+
+
+class AuthenticatedStore(Store):
+    """Values of `store` under `key`. Keep a reference: torch does not."""
+
+    def __init__(self, store: Store, key: bytes):
+        super().__init__()
+        self._store = store
+        self._key = key
+        self._clones: list[Store] = []
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(key, data + proof(self._key, "store", key.encode(), data))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        signed = self._store.get(key)
+        data, code = signed[:-_CODE_BYTES], signed[-_CODE_BYTES:]
+        if not is_proof(code, self._key, "store", key.encode(), data):
+            raise ShoalError(
+                f"{key!r} in the store of the rendezvous was written by somebody who does not "
+                "know the secret of this run (SHOAL_SECRET)"
+            )
+        return data
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def clone(self) -> Store:
+        clone = AuthenticatedStore(self._store.clone(), self._key)  # type: ignore[attr-defined]
+        self._clones.append(clone)
+        return clone
+
+
+def authenticated(store: Store, secret: bytes | None, rank: int, size: int) -> Store:
+    """The store as ranks use it that all have the secret; itself where none of them has one."""
+    nonces = _exchange_nonces(store, _NONE if secret is None else fresh_nonce(), rank, size)
+    lacking = [peer for peer, nonce in enumerate(nonces) if nonce == _NONE]
+    if secret is None and len(lacking) == size:
+        return store
+    if secret is None or lacking:
+        raise BadInput(
+            f"rank {lacking[0]} has no secret, and other ranks have one: give SHOAL_SECRET (or "
+            "SHOAL_SECRET_FILE) to all ranks or to none"
+        )
+    return AuthenticatedStore(store, proof(secret, "nonces", *nonces))
+
+
+def _exchange_nonces(store: Store, own: bytes, rank: int, size: int) -> Sequence[bytes]:
+    """By rank. What others make of this rank's nonce does not count here."""
+    store.set(f"nonce/{rank}", own)  # type: ignore[arg-type]
+    return [own if peer == rank else store.get(f"nonce/{peer}") for peer in range(size)]

@@ -1,0 +1,95 @@
+"""A store that strangers can write to: what they write is an error, never a value."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shoal.comm.authenticated_store import AuthenticatedStore, authenticated
+from shoal.errors import BadInput, ShoalError
+from shoal.runtime.run_dir import new_secret
+
+SECRET = new_secret()
+
+
+def opened(open_store: Store, *secrets: bytes | None) -> list[Store]:
+    """The store as each rank sees it."""
+    with ThreadPoolExecutor(len(secrets)) as pool:
+        size = len(secrets)
+        stores = [
+            pool.submit(authenticated, open_store, secret, rank, size)
+            for rank, secret in enumerate(secrets)
+        ]
+        return [store.result() for store in stores]
+
+
+def test_ranks_read_what_ranks_have_written() -> None:
+    one, two = opened(HashStore(), SECRET, SECRET)
+    one.set("key", "text")
+    one.set("empty", "")
+    assert two.get("key") == b"text"
+    assert two.get("empty") == b""
+    assert two.add("count", 2) == 2
+
+
+def test_what_a_stranger_writes_is_refused() -> None:
+    open_store = HashStore()
+    one, two = opened(open_store, SECRET, SECRET)
+    one.set("key", "text")
+    signed = open_store.get("key")
+    for forged in (b"", b"text", b"Text" + signed[4:], signed[:-1], bytes(40), b"\xff" * 5):
+        open_store.set("key", forged)  # type: ignore[arg-type]
+        with pytest.raises(ShoalError, match=r"'key' .* does not know the secret of this run"):
+            two.get("key")
+    open_store.set("other key", signed)  # type: ignore[arg-type]
+    with pytest.raises(ShoalError, match="other key"):
+        two.get("other key")
+
+
+def test_values_of_another_run_with_the_same_secret_are_refused() -> None:
+    before = HashStore()
+    now = HashStore()
+    opened(before, SECRET, SECRET)[0].set("key", "old")
+    stores = opened(now, SECRET, SECRET)
+    now.set("key", before.get("key"))  # type: ignore[arg-type]
+    with pytest.raises(ShoalError, match="does not know the secret"):
+        stores[0].get("key")
+
+
+def test_without_a_secret_the_store_is_as_it_was() -> None:
+    open_store = HashStore()
+    assert opened(open_store, None, None) == [open_store, open_store]
+
+
+def test_a_secret_that_only_some_ranks_have_is_an_error() -> None:
+    with pytest.raises(BadInput, match=r"rank 1 has no secret.* SHOAL_SECRET"):
+        opened(HashStore(), SECRET, None)
+
+
+def test_a_stranger_cannot_talk_ranks_out_of_the_secret() -> None:
+    open_store = HashStore()
+    open_store.set("nonce/1", "none")
+    with pytest.raises(BadInput, match="rank 1 has no secret"):
+        authenticated(open_store, SECRET, 0, 2)
+
+
+def test_gloo_finds_its_peers_through_it() -> None:
+    stores = opened(HashStore(), SECRET, SECRET)
+    assert all(isinstance(store, AuthenticatedStore) for store in stores)
+
+    def body(rank: int) -> list[float]:
+        device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")  # type: ignore[attr-defined]
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [device]
+        gloo = dist.ProcessGroupGloo(PrefixStore("gloo", stores[rank]), rank, 2, options)  # type: ignore[call-overload]
+        data = torch.ones(3) * (rank + 1)
+        gloo.allreduce([data]).wait()
+        return list(data.tolist())
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(body, range(2))) == [[3.0] * 3] * 2
