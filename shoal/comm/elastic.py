@@ -19,6 +19,7 @@ from typing import NamedTuple
 from shoal.errors import Desync, PeerLost
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.run_dir import write_atomically
+from shoal.runtime.waits import waiting
 
 FIRST_LOOK_S = 0.001
 LONGEST_LOOK_S = 0.05
@@ -77,6 +78,10 @@ class ElasticSum:
         write_atomically(self._path(self._round, self._rank), json.dumps(list(numbers)))
 
     def _wait_for(self, rank: int, ranks: Sequence[int], length: int) -> list[float] | None:
+        with waiting(f"rank {self._rank}", f"rank {rank}", "a sum over the surviving workers"):
+            return self._poll(rank, ranks, length)
+
+    def _poll(self, rank: int, ranks: Sequence[int], length: int) -> list[float] | None:
         start_s = time.monotonic()
         pause = Backoff(FIRST_LOOK_S, LONGEST_LOOK_S)
         while True:

@@ -24,7 +24,7 @@ from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.executors.scheduled.selection import Algorithm, ForRanks
 from shoal.comm.executors.shared_memory import SharedMemory
-from shoal.comm.executors.torch import Torch, join_world
+from shoal.comm.executors.torch import Torch, join_world, limit_operations
 from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
 from shoal.runtime.config import gloo_on_loopback
@@ -34,6 +34,7 @@ from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import is_built, join
 from shoal.transport.torch_p2p import TorchTransport
 
+DEFAULT_TIMEOUT_S = 1800.0
 _has_warned = False
 
 
@@ -49,6 +50,7 @@ class GroupSpec:
     algorithm: str | None = None  # the all-reduce that was asked for by name
     replicas: int = 1  # how many of them agree by it
     host_id: str | None = None  # ranks with the same one share memory; default: by kernel and user
+    timeout_s: float = DEFAULT_TIMEOUT_S  # how long an operation waits for the other ranks
     run_dir: RunDir | None = None  # where the last operations are written after a failure
     secret: bytes | None = field(default=None, repr=False)  # proves what is in the store
     is_one_host: bool = False  # all ranks are: Gloo then listens at loopback only
@@ -68,6 +70,8 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
 
     with gloo_on_loopback(spec.is_one_host):
         world = join_world(spec.init_method, spec.rank, spec.size, spec.backend, spec.name, protect)
+        if is_ours and spec.timeout_s != DEFAULT_TIMEOUT_S:
+            limit_operations(world, spec.timeout_s)
         group = Group(_open_shared(spec, world) or _over_torch(spec, world))
         try:
             yield group
@@ -84,7 +88,7 @@ def _open_shared(spec: GroupSpec, world: dist.ProcessGroup) -> SharedMemory | Hi
     common = PrefixStore(f"memory of {spec.name}", world.get_group_store())
     store = own_generation(common, spec.rank, spec.size)
     host = HostSpec(spec.host_id, spec.run_dir)
-    return share_memory(store, spec.rank, spec.size, host=host)
+    return share_memory(store, spec.rank, spec.size, spec.timeout_s, host)
 
 
 def _over_torch(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
@@ -121,7 +125,11 @@ def exchange_over(store: Store, rank: int, size: int) -> Exchange:
 
 
 def share_memory(
-    store: Store, rank: int, size: int, timeout_s: float = 1800.0, host: HostSpec | None = None
+    store: Store,
+    rank: int,
+    size: int,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    host: HostSpec | None = None,
 ) -> SharedMemory | Hierarchical | None:
     """An executor that uses shared memory wherever ranks share a host.
 

@@ -36,6 +36,7 @@ class WorkersOptions:
     gpus: str | None = None
     slow: Sequence[str] | None = None
     kill: Sequence[str] | None = None
+    timeout_s: float | None = None
 
     def to_config(self) -> RunConfig:
         """The configuration of the workers; BadInput where an option makes no sense."""
@@ -45,6 +46,7 @@ class WorkersOptions:
             config,
             slow=tuple(self.slow or config.slow),
             kill=tuple(self.kill or config.kill),
+            wait=replace(config.wait, limit_s=self.timeout_s or config.wait.limit_s),
         )
         check_faults(config, self.workers)
         return config

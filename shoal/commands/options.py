@@ -40,6 +40,15 @@ Kill = Annotated[
     list[str] | None,
     typer.Option(help="Kill a worker: 2@50 kills worker 2 at step 50; repeatable."),
 ]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        help="Give up after so many seconds without a sign of a worker or server that is waited "
+        "for.",
+        show_default="1800; without end for servers",
+    ),
+]
 Report = Annotated[
     Path | None, typer.Option(help="Write a JSON report here when the run has succeeded.")
 ]

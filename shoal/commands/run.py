@@ -17,10 +17,11 @@ def run(
     trace: options.Trace = None,
     slow: options.Slow = None,
     kill: options.Kill = None,
+    timeout: options.Timeout = None,
     report: options.Report = None,
 ) -> None:
     """Run a training script on several workers of this host."""
     command = command_for(script, args)
-    asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill)
+    asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill, timeout)
     with traced(asked.to_config(), trace) as config:
         run_shown(command, workers, config, report)

@@ -26,6 +26,7 @@ def train(
     trace: options.Trace = None,
     slow: options.Slow = None,
     kill: options.Kill = None,
+    timeout: options.Timeout = None,
     report: options.Report = None,
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
     out: Annotated[
@@ -38,7 +39,7 @@ def train(
     out = out or Path("runs") / example
     extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
     command = command_for(example, extra)
-    asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill)
+    asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill, timeout)
     config = asked.to_config()
     start_s = time.monotonic()
     with traced(config, trace) as traced_config:

@@ -32,6 +32,7 @@ from shoal.launch.output import (
 )
 from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
 from shoal.launch.processes import Processes, Role
+from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import SignalEvents, Supervisor
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
@@ -103,7 +104,10 @@ def launch(
             starter = _Starter(spec, run_dir, pump, write, on_progress)
             with Processes(put, "server") as servers, Processes(put) as workers:
                 stderr = starter.start_all(workers, servers)
-                supervisor.run(workers, servers, policy.survives)
+                with StoppedProcesses(
+                    spec.config.wait, lambda: [*workers.running(), *servers.running()], say
+                ):
+                    supervisor.run(workers, servers, policy.survives)
         failures = supervisor.failures(run_dir, stderr)
         finished = run_dir.finished_ranks()
         reports = run_dir.read_reports(spec.workers)

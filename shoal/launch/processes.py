@@ -97,6 +97,14 @@ class Processes:
             waiter.start()
             self._waiters.append(waiter)
 
+    def running(self) -> list[tuple[str, int]]:
+        """Names and ids of the processes that have not been reaped."""
+        return [
+            (f"{self._role} {rank}", process.pid)
+            for rank, process in enumerate(self._processes)
+            if process.returncode is None
+        ]
+
     def signal(self, number: signal.Signals) -> None:
         """Send it to all processes and their children, also where the process has exited."""
         for process in self._processes:

@@ -30,7 +30,7 @@ from shoal.comm.executor import Executor
 from shoal.comm.executors.deferred import Deferred
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.comm.select import GroupSpec, open_group
+from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group
 from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost, StrategyError
 from shoal.launch.device import choose_backend, choose_device
@@ -46,6 +46,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
 from shoal.runtime.parent_death import die_with_launcher
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.waits import Watcher, waiting
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job, RunServices
 
@@ -76,6 +77,7 @@ class Worker:
         die_with_launcher(self.config.launcher_pid)
         torch.manual_seed(self.seed)
         with ExitStack() as stack:
+            stack.enter_context(Watcher(self.config.wait))
             group = stack.enter_context(self._open_group())
             tracer = self._make_tracer(group)
             progress = for_worker(self.rank, self.size, open_progress(self.config.progress_fd))
@@ -206,8 +208,11 @@ class Worker:
                 run_dir=self.config.run_dir,
                 secret=self.config.read_secret(),
                 is_one_host=placement.local_size == placement.size,
+                timeout_s=self.config.wait.limit_s or DEFAULT_TIMEOUT_S,
             )
-            with open_group(spec) as group:
+            with ExitStack() as stack:
+                with waiting(f"rank {self.rank}", "the other workers", "the rendezvous"):
+                    group = stack.enter_context(open_group(spec))
                 joined()
                 self._tell_of_network(placement)
                 yield group
@@ -266,7 +271,8 @@ class Worker:
         if run_dir is None or not self.strategy.survives_loss:
             return None
         folder = run_dir.tally_folder(self.number)
-        return ElasticSum(folder, self.rank, run_dir.has_exited, patience_s=math.inf)
+        patience_s = self.config.wait.limit_s or math.inf
+        return ElasticSum(folder, self.rank, run_dir.has_exited, patience_s)
 
 
 def _check_host(strategy: Strategy, placement: Placement | None, device: torch.device) -> None:

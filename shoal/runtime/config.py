@@ -30,6 +30,7 @@ from shoal.runtime.variables import (
     POSITIVE,
     RENDEZVOUS,
     RUN_DIR,
+    SECONDS,
     SECRET,
     SERVERS,
     TEXT,
@@ -57,6 +58,15 @@ class ServerConfig:
     listen: str | None = variable("SHOAL_SERVER_LISTEN", TEXT)  # default: a socket of the run
     beyond: str | None = variable("SHOAL_SERVER_BEYOND", TEXT)  # a second address, for other hosts
     parent_pid: int | None = variable("SHOAL_SERVER_PARENT", COUNT)  # it ends with this process
+
+
+@dataclass(frozen=True)
+class WaitConfig:
+    """When a wait for another process is worth a line on stderr, and when it ends."""
+
+    notice_s: float = variable("SHOAL_WAIT_NOTICE", SECONDS, 10.0)
+    repeat_s: float = variable("SHOAL_WAIT_REPEAT", SECONDS, 60.0)
+    limit_s: float | None = variable("SHOAL_TIMEOUT", SECONDS)  # `shoal run --timeout`
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,7 @@ class RunConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
 
+    wait: WaitConfig = field(default_factory=WaitConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     memory_probe: MemoryProbeConfig = field(default_factory=MemoryProbeConfig)
     memory_estimate: MemoryEstimateConfig = field(default_factory=MemoryEstimateConfig)
@@ -232,6 +243,7 @@ def _write(config: Any) -> dict[str, str]:
 _SECTIONS: dict[str, type] = {
     "server": ServerConfig,
     "tls": TlsConfig,
+    "wait": WaitConfig,
     "capture": CaptureConfig,
     "memory_probe": MemoryProbeConfig,
     "memory_estimate": MemoryEstimateConfig,

@@ -15,6 +15,7 @@ from shoal.errors import BadInput
 from shoal.runtime.run_dir import RunDir, parse_secret
 
 _MAX_DIGITS = 18
+_MAX_SECONDS = 1e8
 _INTEGER = re.compile(rf"-?[0-9]{{1,{_MAX_DIGITS}}}")
 
 
@@ -49,6 +50,16 @@ def _read_integer(name: str, text: str) -> int:
     return int(text)
 
 
+def _read_seconds(name: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise BadInput(f"{name} is {text!r}, which is not a number of seconds above 0")
+    return seconds
+
+
 def _read_flag(name: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise BadInput(f"{name} is {text!r}: set it to 1 for yes or 0 for no")
@@ -81,6 +92,7 @@ PATH = Codec(lambda name, text: Path(text), str)
 INTEGER = Codec(_read_integer, str)
 COUNT = Codec(parse_count, str)
 POSITIVE = Codec(lambda name, text: parse_count(name, text, at_least=1), str)
+SECONDS = Codec(_read_seconds, repr)
 FLAG = Codec(_read_flag, lambda flag: str(int(flag)))
 WORDS = Codec(_read_words, ",".join)
 SERVERS = Codec(_read_servers, _write_servers)  # how many, or their addresses

@@ -20,6 +20,7 @@ from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import PeerLost, ShoalError
 from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.waits import waiting
 from shoal.server.protocol.connection import Closed, Connection
 from shoal.server.protocol.endpoint import CONNECT_S, PLAIN, connect
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, decode
@@ -30,6 +31,7 @@ from shoal.server.request import Reply, Request
 START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
 RETRY_S = 0.02
 CLOSE_TIMEOUT_S = 5.0
+_PATIENCE = 1.5  # times the limit of the run
 MAX_RECONNECTS = 100  # while one request is carried out
 
 _SPANS: dict[Channel, str] = {"control": "send", "push": "push", "pull": "pull", "rows": "pull"}
@@ -175,6 +177,10 @@ class ServerLink:
     # ------------------------------------------------------------------ one request
 
     def _exchange(self, channel: Channel, request: Request) -> Reply:
+        with self._waiting(channel, request):
+            return self._sent_and_answered(channel, request)
+
+    def _sent_and_answered(self, channel: Channel, request: Request) -> Reply:
         self._send(channel, request)
         if not request.is_answered:
             return Reply(b"", bytearray())
@@ -182,6 +188,17 @@ class ServerLink:
             return self._receive(channel, request)
         except Closed as error:
             raise self._broken(request.kind, error) from error
+
+    def _waiting(self, channel: Channel, request: Request) -> waiting:
+        """The server says which worker it waits for itself, so this side is more patient."""
+
+        def give_up(seconds: float) -> None:
+            doing = f"{self._doing(request.kind)} (no answer)"
+            self._failure = self._failure or PeerLost(self.rank, None, doing, round(seconds, 1))
+            self.connection(channel).break_off(TimeoutError(f"no answer in {seconds:.1f} s"))
+
+        whom = f"server {self.index}"
+        return waiting(f"rank {self.rank}", whom, request.kind.name, give_up, _PATIENCE)
 
     def _send(self, channel: Channel, request: Request) -> None:
         header = self._header._replace(

@@ -22,6 +22,7 @@ from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import die_with_launcher, die_with_parent
 from shoal.runtime.run_dir import RunDir, write_atomically
+from shoal.runtime.waits import Watcher
 
 if TYPE_CHECKING:
     from shoal.server.server import Server
@@ -38,7 +39,7 @@ def main() -> int:
     except BadInput as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 2
-    with server:
+    with server, Watcher(config.wait):
         signal.sigwait(stop)
     return 0
 

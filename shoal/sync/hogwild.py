@@ -26,6 +26,7 @@ from torch import Tensor
 from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
 from shoal.runtime.backoff import Backoff
+from shoal.runtime.waits import waiting
 from shoal.strategy.terms import Hogwild
 from shoal.sync.base import Replica, Sync, SyncPlan
 from shoal.sync.local import LocalSync
@@ -114,11 +115,18 @@ class HogwildSync(Sync):
         """Until none of the others that still train is behind."""
         pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
         mine = self.buffer.steps[self.rank]
-        while any(
-            self.buffer.steps[peer] < mine and not self.buffer.has_finished(peer)
-            for peer in range(self.size)
-        ):
-            pause()
+
+        def behind() -> list[int]:
+            steps = self.buffer.steps
+            late = [peer for peer in range(self.size) if steps[peer] < mine]
+            return [peer for peer in late if not self.buffer.has_finished(peer)]
+
+        def whom() -> str:
+            return " and ".join(f"rank {peer}" for peer in behind())
+
+        with waiting(f"rank {self.rank}", whom, "the end of a step"):
+            while behind():
+                pause()
 
     def after_load(self) -> None:
         """All workers have written the same shared weights; none trains before the last one has."""

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import PeerLost, ShoalError
+from shoal.runtime.waits import waiting
 from shoal.transport.transport import Work
 
 
@@ -20,7 +21,8 @@ class TorchWork:
 
     def wait(self) -> None:
         try:
-            self._request.wait()
+            with waiting(f"rank {self._rank}", f"rank {self._peer}", self._doing):
+                self._request.wait()
         except RuntimeError as error:
             raise PeerLost(self._rank, self._peer, self._doing) from error
 

@@ -22,6 +22,7 @@ from shoal.runtime.config import (
     RunConfig,
     ServerConfig,
     TlsConfig,
+    WaitConfig,
     variable_name,
 )
 from shoal.runtime.run_dir import RunDir
@@ -36,6 +37,7 @@ words = st.lists(word, max_size=3).map(tuple)
 path = text.map(Path)
 count = st.integers(0, 10**9)
 positive = st.integers(1, 10**9)
+seconds = st.floats(1e-3, 1e8)
 
 
 def maybe(values: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
@@ -65,6 +67,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
     secret_file=maybe(path),
     server=st.builds(ServerConfig, maybe(count), maybe(text), maybe(text), maybe(count)),
     tls=st.builds(TlsConfig, maybe(text), maybe(text), maybe(text), st.booleans()),
+    wait=st.builds(WaitConfig, seconds, seconds, maybe(seconds)),
     capture=st.builds(CaptureConfig, maybe(path), positive, positive),
     memory_probe=st.builds(MemoryProbeConfig, maybe(path), positive),
     memory_estimate=st.builds(MemoryEstimateConfig, maybe(path), text, positive),

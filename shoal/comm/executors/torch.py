@@ -20,6 +20,7 @@ from shoal.comm.piece_counts import check_counts, counts_row, counts_table
 from shoal.comm.staging import FlatTensor
 from shoal.comm.wide_mean import widened
 from shoal.errors import BadInput, PeerLost, ShoalError, tells_of_lost_peer
+from shoal.runtime.waits import waiting
 from shoal.transport.transport import Work
 
 
@@ -44,16 +45,20 @@ class ProcessGroupWork:
     def wait(self) -> None:
         if self._work is not None:
             try:
-                if self._timeout_s is None:
-                    self._work.wait()
-                else:
-                    self._work.wait(timedelta(seconds=self._timeout_s))
+                with waiting(f"rank {self._rank}", "the other ranks", self._doing):
+                    self._wait()
             except RuntimeError as error:
                 raise as_shoal_error(error, self._rank, self._doing) from error
         finish = self._finish
         self._finish = None
         if finish is not None:
             finish()
+
+    def _wait(self) -> None:
+        if self._timeout_s is None:
+            self._work.wait()
+        else:
+            self._work.wait(timedelta(seconds=self._timeout_s))
 
     def time_from(self, start_ns: int) -> None:
         """Note the times when torch tells of the end; some works carry no future for it."""
@@ -340,3 +345,8 @@ def join_world(
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def limit_operations(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """End operations of the group after so long; ranks that start slowly are not concerned."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

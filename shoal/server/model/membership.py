@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer
 from shoal.server.protocol.frames import Refused
@@ -130,13 +131,40 @@ class Membership:
         with self._lock:
             self.members[worker].barriers = number
             self._lock.notify_all()
-            self.wait(worker, lambda: self._have_reached(number))
+
+            def missing() -> list[int]:
+                return self._not_at(number)
+
+            self.wait(worker, lambda: not missing(), missing, "a barrier")
             self.check()
             self._lowest_at.pop(number - 2, None)
             return self._lowest_at.setdefault(number, min(self._live(), default=worker))
 
-    def wait(self, worker: int, ready: Callable[[], bool]) -> None:
-        """Wait on behalf of a worker. ModelFailure if the model fails or the worker departs."""
+    def wait(
+        self,
+        worker: int,
+        ready: Callable[[], bool],
+        missing: Callable[[], list[int]] = lambda: [],
+        doing: str = "an update",
+    ) -> None:
+        """Wait on behalf of a worker. ModelFailure if the model fails or the worker departs.
+
+        `missing` are the workers that it waits for.
+        """
+
+        def whom() -> str:
+            with self._lock:
+                return " and ".join(f"worker {late}" for late in missing()) or "the leader"
+
+        def give_up(seconds: float) -> None:
+            with self._lock:
+                for late in set(missing()) - self.departed:
+                    self._lose(late, f"worker {late} was lost: nothing came for {seconds:.1f} s")
+
+        with waiting(f"worker {worker}", whom, doing, give_up):
+            self._wait(worker, ready)
+
+    def _wait(self, worker: int, ready: Callable[[], bool]) -> None:
 
         def is_decided() -> bool:
             is_stopped = self.failure is not None or worker in self.departed
@@ -178,11 +206,9 @@ class Membership:
     def _absent(self) -> set[int]:
         return self._live() - self.members.keys()
 
-    def _have_reached(self, barrier: int) -> bool:
-        return all(
-            worker in self.members and self.members[worker].barriers >= barrier
-            for worker in self._live()
-        )
+    def _not_at(self, barrier: int) -> list[int]:
+        reached = {w for w, member in self.members.items() if member.barriers >= barrier}
+        return sorted(self._live() - reached)
 
     def _is_displaced(self) -> bool:
         return threading.get_ident() in self.displaced

@@ -165,7 +165,7 @@ class ServedModel:
         """
         source = self.state.shard.pulled
         with self.lock:
-            self.membership.wait(worker, lambda: self._is_ready(request))
+            self.membership.wait(worker, lambda: self._is_ready(request), self._behind)
             pulls = self.membership.members[worker].pulls
             pulled = self._note_pull(request)
             loss_flags = self.state.shard.loss_flags.clone()
@@ -176,6 +176,14 @@ class ServedModel:
         if pulls.inbox is None:
             return pulled, loss_flags, source
         return pulled, loss_flags, pulls.fill(source)
+
+    def _behind(self) -> list[int]:
+        """The workers that the leader waits for: the slowest ones."""
+        if not self.is_leader:
+            return []
+        ledger = self.state.ledger
+        live = ledger.live - self.membership.departed
+        return sorted(w for w in live if ledger.clocks[w] == ledger.slowest)
 
     def _is_ready(self, request: Pull) -> bool:
         if self.version < request.version:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.runtime.waits import waiting
 from shoal.transport.shm import segment as shared
 from shoal.transport.shm.segment import FINE, INTERRUPTED, LATE, LOST, WRONG_SIZE, Segment
 
@@ -26,8 +27,17 @@ ANY_SOURCE = -1
 class ShmWork:
     """A message in flight. It holds its tensor until it is done."""
 
-    def __init__(self, transport: ShmTransport, op: int, data: Tensor, is_send: bool, doing: str):
+    def __init__(
+        self,
+        transport: ShmTransport,
+        op: int,
+        data: Tensor,
+        is_send: bool,
+        peer: int,
+        doing: str,
+    ):
         self._transport = transport
+        self._peer = peer
         self.op = op
         self._data = data
         self._doing = doing
@@ -35,6 +45,9 @@ class ShmWork:
         self.source = -1
         self.is_done = False
         self.is_send = is_send
+
+    def _whom(self) -> str:
+        return self._transport.segment.whom(self._peer)
 
     def poll(self) -> bool:
         if not self.is_done and _shm.state(self._transport.segment.handle, self.op) >= 0:
@@ -46,7 +59,8 @@ class ShmWork:
             return
         segment = self._transport.segment
         timeout_ns = segment.timeout_ns if timeout_s is None else int(timeout_s * 1e9)
-        outcome, peer, num_bytes = _shm.wait(segment.handle, self.op, timeout_ns)
+        with waiting(f"rank {segment.rank}", self._whom, self._doing):
+            outcome, peer, num_bytes = _shm.wait(segment.handle, self.op, timeout_ns)
         self.is_done = True
         self._transport.release(self, self.op)
         self.source = peer
@@ -113,7 +127,7 @@ class ShmTransport:
         if len(self._in_flight) >= _MAX_UNSWEPT:
             self._sweep()
         op = _shm.post(handle, is_send, data.data_ptr(), data.nbytes, peer, tag & _TAGS)
-        work = ShmWork(self, op, data, is_send == 1, doing)
+        work = ShmWork(self, op, data, is_send == 1, peer, doing)
         self._in_flight[op] = work
         if _shm.state(handle, op) >= 0 and is_send:
             work.wait()

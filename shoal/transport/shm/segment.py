@@ -7,6 +7,7 @@ import os
 
 from shoal.errors import Desync, PeerLost, ShoalError
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.waits import LongWait, add_source, process_in_words
 from shoal.transport.shm import memfd
 from shoal.transport.shm.flight_recorder import RecordedCall, dump
 from shoal.transport.shm.memfd import Exchange, Offer
@@ -77,6 +78,23 @@ class Segment:
         context = f"{doing} ({end}; its last operation: {operation})"
         return PeerLost(self.rank, peer, context, after_s, status)
 
+    def current_wait(self) -> LongWait | None:
+        """For whom a collective of this rank sleeps: those who have not come to it."""
+        found = None if self.closed else _shm.waiting(self.handle)
+        last = self.last(self.rank) if found else None
+        if found is None or last is None or not found[1]:
+            return None
+        since_ns, missing = found
+        whom = " and ".join(map(self._in_words, missing))
+        return LongWait(f"rank {self.rank}", whom, str(last), since_ns)
+
+    def _in_words(self, rank: int) -> str:
+        return f"rank {rank} ({process_in_words(_shm.pid(self.handle, rank))})"
+
+    def whom(self, peer: int) -> str:
+        """A rank that a message is to come from or to go to."""
+        return "any rank" if peer < 0 else self._in_words(peer)
+
     def tune(self, direct_bytes: int, spins: int = -1) -> None:
         """`direct_bytes`: largest reduction in one pass; `spins`: looks before a rank sleeps."""
         _shm.tune(self.handle, direct_bytes, spins)
@@ -141,7 +159,9 @@ def join(
     if handle is None:
         return None
     _shm.watch(handle)
-    return Segment(handle, rank, size, timeout_s, run_dir)
+    segment = Segment(handle, rank, size, timeout_s, run_dir)
+    add_source(segment)
+    return segment
 
 
 def _create(size: int, slot_bytes: int, generation: int) -> int:

@@ -35,6 +35,7 @@ from shoal.comm.executors.torch import as_shoal_error
 from shoal.comm.group import Group
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import ShoalError
+from shoal.runtime.waits import waiting
 
 _CLOSE_TIMEOUT_S = 1.0
 
@@ -132,7 +133,8 @@ class Hierarchical(Executor):
     def _run(self, steps: Steps, doing: str) -> None:
         try:
             self._check_open()
-            steps.run()
+            with waiting(f"rank {self.rank}", "ranks of other hosts", doing):
+                steps.run()
         except RuntimeError as error:
             raise self._failed(error, doing) from error
         steps.store()

@@ -14,6 +14,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import as_shoal_error
 from shoal.comm.staging import FlatTensor, on_host
 from shoal.errors import BadInput, Desync, PeerLost, ShoalError
+from shoal.runtime.waits import waiting
 from shoal.transport.shm.messages import ANY_SOURCE, ShmWork
 
 # Gloo's tags have 31 bits
@@ -61,10 +62,11 @@ class InterHostMessage:
         if self._done:
             return
         try:
-            if timeout_s is None:
-                self._work.wait()
-            else:
-                self._work.wait(timedelta(seconds=timeout_s))
+            with waiting(f"rank {self._rank}", f"rank {self.source}", self._doing):
+                if timeout_s is None:
+                    self._work.wait()
+                else:
+                    self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             if "Timed out waiting" in str(error):
                 raise PeerLost(self._rank, self.source, self._doing, timeout_s) from error

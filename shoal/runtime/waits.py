@@ -1,0 +1,173 @@
+"""What this process waits for, since when, and a watcher that says so when it takes long.
+
+    with waiting("rank 0", "server 1", "PULL"): …      a thread waits for somebody
+    add_source(segment)                                 tells of its own waits when it is asked
+
+    after 10 s, and again every minute:
+    shoal: rank 0 has waited for server 1 in PULL for 10 s, since 14:03:07
+
+With a limit (--timeout) the watcher also ends waits that nothing else would end: it calls their
+`give_up`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Protocol
+
+from shoal.runtime.config import WaitConfig
+
+_LONGEST_PAUSE_S = 1.0
+_STATES = {"T": "is stopped", "t": "is being debugged", "D": "waits for its disk", "Z": "has ended"}
+
+
+class LongWait(NamedTuple):
+    """Somebody waits for somebody else."""
+
+    who: str
+    whom: str
+    doing: str
+    since_ns: int
+
+
+class WaitSource(Protocol):
+    """Knows what it waits for without having noted it beforehand."""
+
+    def current_wait(self) -> LongWait | None: ...
+
+
+class waiting:  # reads as a statement: `with waiting(…)`
+    """While the block runs, this thread waits for somebody.
+
+    `give_up(seconds)` is called, from another thread, when that has taken as long as the run
+    allows (`patience` times the limit); it has to make the wait end.
+    """
+
+    __slots__ = ("_doing", "_whom", "give_up", "patience", "since_ns", "who")
+
+    def __init__(
+        self,
+        who: str,
+        whom: str | Callable[[], str],
+        doing: str,
+        give_up: Callable[[float], object] | None = None,
+        patience: float = 1.0,
+    ):
+        self.who = who
+        self._whom = whom
+        self._doing = doing
+        self.give_up = give_up
+        self.patience = patience
+
+    def __enter__(self) -> None:
+        self.since_ns = time.monotonic_ns()
+        _noted[id(self)] = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        del _noted[id(self)]
+
+    def current_wait(self) -> LongWait:
+        whom = self._whom if isinstance(self._whom, str) else self._whom()
+        return LongWait(self.who, whom, self._doing, self.since_ns)
+
+
+_noted: dict[int, waiting] = {}
+_sources: list[weakref.ref[WaitSource]] = []
+
+
+def add_source(source: WaitSource) -> None:
+    """Ask it what it waits for, for as long as it exists."""
+    _sources[:] = [known for known in _sources if known() is not None]
+    _sources.append(weakref.ref(source))
+
+
+def process_in_words(pid: int) -> str:
+    """`process 77`, and what the kernel says of it where that explains a wait."""
+    state = state_of(pid)
+    return f"process {pid}{f' {_STATES[state]}' if state in _STATES else ''}"
+
+
+def state_of(pid: int) -> str:
+    """The letter of /proc: R, S, D, T (stopped), Z; empty where there is none."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+@dataclass
+class _Said:
+    """What the watcher has done about one wait."""
+
+    next_ns: int
+    has_given_up: bool = False
+
+
+class Watcher:
+    """A thread that looks at the waits of this process while the block runs."""
+
+    def __init__(self, config: WaitConfig, say: Callable[[str], None] | None = None):
+        self._config = config
+        self._say = say or _print
+        self._said: dict[tuple[int, str], _Said] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal-waits", daemon=True)
+
+    def __enter__(self) -> Watcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def look(self) -> None:
+        """Say what is due now."""
+        noted = list(_noted.values())
+        sources = [source for known in list(_sources) if (source := known()) is not None]
+        seen = set()
+        for wait, noted_as in [*((n.current_wait(), n) for n in noted), *_asked(sources)]:
+            key = (wait.since_ns, wait.doing)
+            seen.add(key)
+            first_ns = wait.since_ns + int(self._config.notice_s * 1e9)
+            self._act(wait, self._said.setdefault(key, _Said(first_ns)), noted_as)
+        self._said = {key: said for key, said in self._said.items() if key in seen}
+
+    def _act(self, wait: LongWait, said: _Said, noted: waiting | None) -> None:
+        now_ns = time.monotonic_ns()
+        seconds = (now_ns - wait.since_ns) / 1e9
+        if now_ns >= said.next_ns:
+            said.next_ns = now_ns + int(self._config.repeat_s * 1e9)
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+            waited = f"{wait.who} has waited for {wait.whom} in {wait.doing}"
+            self._say(f"{waited} for {seconds:.0f} s, since {since}")
+        limit_s = self._config.limit_s
+        if noted is None or noted.give_up is None or limit_s is None or said.has_given_up:
+            return
+        if seconds >= limit_s * noted.patience:
+            said.has_given_up = True
+            noted.give_up(seconds)
+
+    def _run(self) -> None:
+        config = self._config
+        shortest_s = min(config.notice_s, config.repeat_s, config.limit_s or config.notice_s)
+        while not self._over.wait(min(_LONGEST_PAUSE_S, shortest_s / 4)):
+            self.look()
+
+
+def _asked(sources: list[WaitSource]) -> list[tuple[LongWait, None]]:
+    waits = [source.current_wait() for source in sources]
+    return [(wait, None) for wait in waits if wait is not None]
+
+
+def _print(line: str) -> None:
+    print(f"shoal: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,55 @@
+"""A worker or a server is stopped (SIGSTOP): the others say so, and --timeout ends the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import forked
+from tests.scripts import HEAD
+
+STOP = (
+    HEAD
+    + """
+import signal
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd)
+    for batch in job.batches(data, batch_size=20, epochs=1):
+        if job.steps == 3:
+            os.environ["SHOAL_RANK"] == "1" and os.kill(os.getpid(), signal.SIGSTOP)
+        step(batch)
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+)
+
+
+def run(
+    tmp_path: Path, strategy: str, *options: str, **env: str
+) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "stop.py"
+    script.write_text(STOP)
+    command = [sys.executable, "-m", "shoal", "run", str(script), "-n", "2", "-s", strategy]
+    command += options
+    environ = {**os.environ, "SHOAL_WAIT_NOTICE": "0.2", "SHOAL_WAIT_REPEAT": "0.3", **env}
+    return forked.run(command, capture_output=True, text=True, env=environ, timeout=120)
+
+
+def test_a_stopped_worker_is_named_and_the_run_ends_at_the_limit(tmp_path: Path) -> None:
+    done = run(tmp_path, "ddp", "--timeout", "2")
+    assert done.returncode != 0
+    assert "worker 1 (process" in done.stderr and "has been stopped for" in done.stderr
+    assert done.stderr.count("[0] shoal: rank 0 has waited for rank 1 (process") > 1
+    assert "is stopped) in all_reduce #" in done.stderr
+    killed = "worker 1 was killed by SIGKILL" in done.stderr
+    assert killed or "rank 0 lost rank 1 after 2 s in all_reduce" in done.stderr
+
+
+def test_servers_name_the_worker_that_they_wait_for(tmp_path: Path) -> None:
+    done = run(tmp_path, "ps", "--timeout", "2")
+    assert done.returncode != 0
+    assert "[server 0] shoal: worker 0 has waited for worker 1 in an update for" in done.stderr
+    assert "[0] shoal: rank 0 has waited for server 0 in PULL for" in done.stderr

@@ -1,0 +1,54 @@
+"""A worker that is there and does nothing: after the limit of the run its peers lose it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.errors import PeerLost
+from shoal.runtime.config import WaitConfig
+from shoal.runtime.waits import Watcher
+from shoal.server.consistency import Rule
+from shoal.server.link import ServerLink
+from tests.server.helpers import client_of, fill, servers
+
+LIMITED = WaitConfig(notice_s=1e6, limit_s=0.1)
+
+
+def test_an_update_that_misses_a_worker_names_it() -> None:
+    with servers(1) as found, Watcher(LIMITED):
+        client = client_of(found, 0, Rule(2))
+        silent = client_of(found, 1, Rule(2))
+        client.commit(*fill(client, 1.0))
+        with pytest.raises(PeerLost, match="rank 0 lost rank 1 in PULL to server 0"):
+            client.pull(1, 1).wait()
+        client.close()
+        silent.close()
+
+
+def test_a_barrier_that_misses_a_worker_names_it() -> None:
+    with servers(1) as found, Watcher(LIMITED):
+        client = client_of(found, 0, Rule(2))
+        silent = client_of(found, 1, Rule(2))
+        with pytest.raises(PeerLost, match="rank 0 lost rank 1 in BARRIER to server 0"):
+            client.barrier()
+        client.close()
+        silent.close()
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_server_that_does_not_answer_is_named(tcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.server.link._PATIENCE", 0.5)  # the server keeps its silence longer
+    with servers(1, tcp=tcp) as found, Watcher(LIMITED):
+        client = client_of(found, 0, Rule(2))
+        silent = client_of(found, 1, Rule(2))
+        link: ServerLink = client.links[0]
+        with (
+            found[0].models[7].lock,  # its threads are all held up
+            pytest.raises(PeerLost, match=r"after .* s in PULL to server 0 \(no answer\)"),
+        ):
+            client.pull(1, 1).wait()
+        with pytest.raises(PeerLost, match="PULL to server 0"):
+            client.pull(1, 1).wait()
+        assert link.rank == 0
+        client.close()
+        silent.close()
