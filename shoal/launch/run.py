@@ -9,6 +9,7 @@ shoal.run(train, workers=4)          start the script again as four workers, and
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ def run(
     if _replacement is not None:
         return _replacement(train)
     _calls += 1
+    if _calls > 1:
+        gc.collect()  # the model of the run before may be in cycles, which are few and large
     config = RunConfig.from_environment()
     if config.call is not None and config.call != _calls:
         return None  # this process was started for another call of shoal.run in the script

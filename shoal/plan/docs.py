@@ -80,8 +80,7 @@ def _section(entry: Algorithm) -> str:
 def _prose(description: str) -> str:
     """The docstring, with its pictures as code blocks."""
     blocks = []
-    lines = [line.removeprefix("    ") for line in description.splitlines()]
-    for block in "\n".join(lines).split("\n\n"):
+    for block in description.split("\n\n"):
         picture = block.startswith("    ")
         blocks.append(f"```\n{block}\n```\n" if picture else f"{block}\n")
     return "\n".join(blocks)

@@ -10,6 +10,7 @@ start. The header travels with the bucket that goes out last, so it costs no mes
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -169,22 +170,30 @@ class GradBuckets:
     # ------------------------------------------------------------------ during backward
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
+        """It does not keep the buckets alive: Python's collector does not see it in the tensor."""
+        weak = weakref.ref(self)
+
         def collect(p: Tensor) -> None:
-            if self._on_bucket is None or i in self.tied:
-                return
-            bucket = self._bucket_of[i]
-            if bucket < self._next:
-                raise ShoalError(
-                    f"parameter {self.layout.ranges[i].name} got a second gradient after it was "
-                    "sent; use checkpoint(..., use_reentrant=False) in the model"
-                )
-            if not self._arrived[i]:
-                self._arrived[i] = True
-                self._missing[bucket] -= 1
-            while self._next < len(self._missing) and self._missing[self._next] == 0:
-                self._report(self._next)
+            buckets = weak()
+            if buckets is not None:
+                buckets._collect(i)
 
         return collect
+
+    def _collect(self, i: int) -> None:
+        if self._on_bucket is None or i in self.tied:
+            return
+        bucket = self._bucket_of[i]
+        if bucket < self._next:
+            raise ShoalError(
+                f"parameter {self.layout.ranges[i].name} got a second gradient after it was "
+                "sent; use checkpoint(..., use_reentrant=False) in the model"
+            )
+        if not self._arrived[i]:
+            self._arrived[i] = True
+            self._missing[bucket] -= 1
+        while self._next < len(self._missing) and self._missing[self._next] == 0:
+            self._report(self._next)
 
     def _report(self, number: int) -> None:
         """Copy the gradients of a bucket into its memory and report it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -106,12 +107,13 @@ class UnitHooks:
         return reshard
 
     def _after_grad(self, i: int) -> Callable[[Tensor], None]:
+        """It does not keep the units alive: Python's collector does not see it in the tensor."""
+        weak = weakref.ref(self._gather)
+
         def count(p: Tensor) -> None:
-            unit = self._gather.units[self._gather.unit_of[i]]
-            unit.missing_grads -= 1
-            if unit.missing_grads == 0:
-                self._gather.reshard(unit)
-                unit.missing_grads = len(unit.members)
+            gather = weak()
+            if gather is not None:
+                gather.count_gradient(i)
 
         return count
 

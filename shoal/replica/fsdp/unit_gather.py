@@ -124,6 +124,14 @@ class UnitGather:
         unit.is_requested = False
         unit.is_gathered = False
 
+    def count_gradient(self, i: int) -> None:
+        """The gradient of parameter `i` has come: with the last one its unit is resharded."""
+        unit = self.units[self.unit_of[i]]
+        unit.missing_grads -= 1
+        if unit.missing_grads == 0:
+            self.reshard(unit)
+            unit.missing_grads = len(unit.members)
+
     def reshard_all(self) -> None:
         for unit in self.units:
             self.reshard(unit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ class Algorithm:
 
     @property
     def description(self) -> str:
-        return (self.make.__doc__ or "").strip()
+        return inspect.cleandoc(self.make.__doc__ or "")
 
 
 _FAMILIES: dict[str, dict[str, Callable[..., Collective]]] = {

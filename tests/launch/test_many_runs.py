@@ -1,0 +1,114 @@
+"""A process may call shoal.run again and again: nothing of an earlier run stays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shoal
+from shoal.comm.group import Group
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from tests import forked
+from tests.conftest import World
+from tests.jobs import CPU
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+WIDTH = 16
+
+
+class Runs:
+    """Trains a new model each time, and knows which weights are still there."""
+
+    def __init__(self) -> None:
+        self._weights: list[weakref.ref[nn.Parameter]] = []
+
+    def train(self, job: Job) -> None:
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+        model = nn.Sequential(*blocks)
+        self._weights += map(weakref.ref, model.parameters())
+        step = job.step(model, nn.functional.mse_loss, optimizer=ADAM, microbatches=2)
+        data = TensorDataset(torch.rand(8, WIDTH), torch.rand(8, WIDTH))
+        for batch in job.batches(data, 4):
+            step(batch)
+        job.evaluate(nn.functional.mse_loss, data, 4)
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(weight() is not None for weight in self._weights)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero", "gossip", "hogwild"])
+def test_runs_in_one_process_leave_no_weights_and_no_descriptors(strategy: str) -> None:
+    runs = Runs()
+    shoal.run(runs.train, strategy=strategy)
+    gc.collect()
+    before = open_files()
+    for _ in range(3):
+        shoal.run(runs.train, strategy=strategy)
+    assert runs.alive() == 0
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero(1)", "zero(3)", "gossip", "localsgd", "pp(2)"])
+def test_a_job_on_two_ranks_leaves_no_weights(strategy: str, world: World) -> None:
+    runs = [Runs(), Runs()]
+
+    def body(group: Group) -> None:
+        job = Job(parse(strategy), group, device=CPU, seed=0)
+        runs[group.rank].train(job)
+        job.close()
+
+    world(2, body)
+    assert [rank.alive() for rank in runs] == [0, 0]
+
+
+SCRIPT = """
+import sys, shoal
+from tests.launch.test_many_runs import Runs, open_files
+
+runs = Runs()
+for number in range(int(sys.argv[1])):
+    shoal.run(runs.train)
+    if number == 1:
+        before = open_files()
+assert open_files() <= before, (before, open_files())
+assert runs.alive() == 0
+"""
+
+
+def on_two_workers(folder: Path, strategy: str, count: int) -> None:
+    (folder / "script.py").write_text(SCRIPT)
+    command: list[Any] = [sys.executable, "-m", "shoal", "run", folder / "script.py"]
+    done = forked.run(
+        [*map(str, command), "-n", "2", "-s", strategy, "--", str(count)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_runs_with_a_server_leave_no_weights_and_no_descriptors(tmp_path: Path) -> None:
+    on_two_workers(tmp_path, "ps", 4)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["ddp", "ps", "zero(3)", "gossip", "hogwild", "pp(2)"])
+def test_fifty_runs_on_two_workers_leave_nothing(tmp_path: Path, strategy: str) -> None:
+    on_two_workers(tmp_path, strategy, 50)
