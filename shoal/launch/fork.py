@@ -7,6 +7,7 @@ Servers are processes of their own.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from shoal.launch.lost_workers import LossPolicy, Tolerance, summarize_losses
 from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
 from shoal.launch.processes import ProcessExit
 from shoal.runtime.config import RunConfig
+from shoal.runtime.parent_death import die_with_session
 from shoal.runtime.run_dir import RunDir, new_run_dir
 
 GRACE_S = 2.0
@@ -53,7 +55,7 @@ def fork(spec: ForkSpec) -> None:
     context = multiprocessing.get_context("fork")
     with new_run_dir() as run_dir:
         processes = [
-            context.Process(target=_child, args=(spec, rank, run_dir))
+            context.Process(target=_child, args=(spec, rank, run_dir, os.getpid()))
             for rank in range(spec.workers)
         ]
         policy = LossPolicy(run_dir, spec.workers, spec.tolerance, _say)
@@ -74,7 +76,8 @@ def _say(line: str) -> None:
     print(f"shoal: {line}", file=sys.stderr, flush=True)
 
 
-def _child(spec: ForkSpec, rank: int, run_dir: RunDir) -> None:
+def _child(spec: ForkSpec, rank: int, run_dir: RunDir, session_pid: int) -> None:
+    die_with_session(session_pid)
     config = worker_config(spec.config, run_dir, rank, spec.workers, spec.servers)
     config.export()
     try:

@@ -71,9 +71,11 @@ class LossPolicy:
 
     def survives(self, exit: ProcessExit) -> bool:
         """Note the exit of a worker; False when it ends the run."""
-        self._run_dir.note_exit(exit.rank, exit.returncode)
+        is_noted = self._note_exit(exit)
         if exit.returncode == 0:
             return True
+        if not is_noted:
+            return False
         if self._tolerance is None or not self._is_dispensable(exit.rank, self._tolerance):
             return False
         report = read_failure(self._run_dir, exit.rank)
@@ -81,6 +83,15 @@ class LossPolicy:
         if failure.is_loss:
             self._note_loss(failure, self._tolerance)
         return failure.is_loss
+
+    def _note_exit(self, exit: ProcessExit) -> bool:
+        """False where the other workers cannot be told: the disk is full."""
+        try:
+            self._run_dir.note_exit(exit.rank, exit.returncode)
+        except OSError as error:
+            self._say(f"cannot note that worker {exit.rank} has exited: {error.strerror}")
+            return False
+        return True
 
     def _note_loss(self, failure: ProcessFailure, tolerance: Tolerance) -> None:
         after_s = (failure.noticed_ns - self._start_ns) / 1e9

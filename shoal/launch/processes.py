@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from shoal.errors import BadInput
+from shoal.runtime.parent_death import in_child
 
 Role = Literal["worker", "server"]
 _KILL_S = 2.5  # after SIGKILL only a process that hangs in the kernel is still there
@@ -74,6 +75,7 @@ class Processes:
                 stderr=err_end,
                 pass_fds=inherited,
                 start_new_session=True,
+                preexec_fn=in_child(os.getpid()),
             )
         except OSError as error:
             os.close(out)

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -125,7 +125,7 @@ class Worker:
         capture = Capture.start(self.config.capture, job)
         probe = Probe.start(self.config.memory_probe, job)
         result = None
-        with suppress(StopTraining):
+        with suppress(StopTraining), self._ending_forks():
             result = train(job)
         if capture is not None:
             capture.write()
@@ -135,6 +135,19 @@ class Worker:
         self.report(job)
         self.mark_finished()
         return result
+
+    @contextmanager
+    def _ending_forks(self) -> Iterator[None]:
+        """A fork that the script made ends here: connections and threads are its parent's."""
+        own_pid = os.getpid()
+        try:
+            yield
+        except BaseException as error:
+            if os.getpid() != own_pid:
+                _end_fork(error)
+            raise
+        if os.getpid() != own_pid:
+            _end_fork(None)
 
     # ------------------------------------------------------------------ hooks for `shoal compare`
 
@@ -299,6 +312,21 @@ def _check_host(strategy: Strategy, placement: Placement | None, device: torch.d
             f"{term.name} keeps the weights in memory that processes share, and {device} is not "
             "the CPU: run it with --device cpu"
         )
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    """As the interpreter would end it, without what the parent has to close."""
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        is_number = error.code is None or isinstance(error.code, int)
+        status = int(error.code or 0) if is_number else 1
+        if not is_number:
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
 
 
 def _add_line_of_script(error: Exception) -> None:

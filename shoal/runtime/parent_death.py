@@ -6,8 +6,31 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
+
+
+def in_child(parent_pid: int) -> Callable[[], None] | None:
+    """For `Popen(preexec_fn=…)`: the new process is killed with its parent from its first moment.
+
+    A worker spends seconds on imports before it could ask for that itself.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up here: the child of a fork should do little
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent_pid:
+            os._exit(1)
+
+    return ask
+
+
+def die_with_session(session_pid: int) -> None:
+    """From now on this fork of an interactive session is killed when the session ends."""
+    _die_with(session_pid, signal.SIGKILL)
 
 
 def die_with_launcher(launcher_pid: int | None) -> None:

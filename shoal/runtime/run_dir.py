@@ -1,5 +1,6 @@
 """The directory of a run, which only this user can read: names of its files, and their contents.
 
+    lock                 locked while the process that made the directory, or a fork of it, runs
     secret               32 random bytes in hexadecimal; processes of the run prove it to each other
     store/               rendezvous of the workers (launch/rendezvous.py)
     all-joined           every worker has joined the group
@@ -18,6 +19,7 @@ Files that another process waits for appear atomically: complete, or not at all.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -39,6 +41,7 @@ _SHORTEST_SECRET_BYTES = 16
 _MAX_SECRET_TEXT = 4096
 _MAX_REPORT_BYTES = 64 << 20
 _LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un
+_locks: dict[Path, int] = {}  # open files that mark the directories of this process as in use
 
 
 @dataclass(frozen=True)
@@ -166,26 +169,79 @@ class RunDir:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        lock = _locks.pop(self.path, None)
+        if lock is not None:
+            os.close(lock)
 
 
 @contextmanager
 def new_run_dir() -> Iterator[RunDir]:
     """A directory with a fresh secret; removed at the end of the block."""
-    run_dir = RunDir(Path(tempfile.mkdtemp(prefix="shoal-run-")))
+    remove_abandoned()
+    run_dir = _make_locked("shoal-run-")
     try:
-        run_dir.write_secret(new_secret())
+        with _room_for(run_dir.path):
+            run_dir.write_secret(new_secret())
         yield run_dir
     finally:
         run_dir.remove()
 
 
+def remove_abandoned() -> None:
+    """Remove directories of this user whose process was killed: nobody holds their lock."""
+    with suppress(OSError):
+        folder = Path(tempfile.gettempdir())
+        for lock in [*folder.glob("shoal-run-*/lock"), *folder.glob("shoal-ps-*/lock")]:
+            if lock.lstat().st_uid == os.getuid() and lock.parent not in _locks:
+                _remove_if_abandoned(lock)
+
+
+def _remove_if_abandoned(lock: Path) -> None:
+    with suppress(OSError):
+        handle = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
+def _make_locked(prefix: str, parent: str | None = None) -> RunDir:
+    """A new directory; it counts as abandoned when this process and its forks have ended."""
+    folder = parent or _temporary_folder()
+    with _room_for(Path(folder)):
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
+        unlocked = path / "new"
+        handle = os.open(unlocked, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        _locks[path] = handle
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        os.rename(unlocked, path / "lock")  # it is locked from the moment when it can be found
+    return RunDir(path)
+
+
+def _temporary_folder() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError as error:
+        raise BadInput(f"there is no folder for temporary files: {error}; set TMPDIR") from error
+
+
+@contextmanager
+def _room_for(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(
+            f"cannot write the files of the run to {path}: {error.strerror}; make room there, "
+            "or set TMPDIR to another folder"
+        ) from error
+
+
 def new_server_dir() -> RunDir:
     """A directory for servers that a worker starts; its path is short enough for sockets."""
-    path = tempfile.mkdtemp(prefix="shoal-ps-")
-    if len(path) > _LONGEST_SOCKET_PATH - len("/server-000.sock"):
-        os.rmdir(path)
-        path = tempfile.mkdtemp(prefix="shoal-ps-", dir="/tmp")
-    return RunDir(Path(path))
+    remove_abandoned()
+    longest = len(_temporary_folder()) + len("/shoal-ps-12345678/server-000.sock")
+    return _make_locked("shoal-ps-", "/tmp" if longest > _LONGEST_SOCKET_PATH else None)
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:

@@ -1,0 +1,115 @@
+"""What a killed launcher or session leaves: no process, and no folder after the next start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import BadInput
+from shoal.runtime import run_dir as directories
+from shoal.runtime.run_dir import RunDir, new_run_dir, new_server_dir
+from tests.launch.helpers import HOLD, ROOT, Rope, launcher
+from tests.scripts import PLAIN, shoal
+
+HOLD_DIRECTORY = """
+from shoal.runtime.run_dir import new_run_dir
+with new_run_dir() as run_dir:
+    print(run_dir.path, flush=True)
+    input()
+"""
+
+
+@pytest.fixture
+def tmp_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(directories.tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_workers_die_with_a_launcher_that_is_killed_while_they_start(rope: Rope) -> None:
+    with launcher("time.sleep(60)", 2, rope) as process:  # as if torch took a minute to load
+        rope.wait_held(2)
+        process.kill()
+        rope.wait_released()
+
+
+def test_notebook_workers_die_with_the_session(rope: Rope) -> None:
+    session = f"""
+import os, time
+from shoal.launch.fork import ForkSpec, fork
+from shoal.runtime.config import RunConfig
+def body(config):
+    {HOLD.strip()}
+    time.sleep(60)
+fork(ForkSpec(body, 2, RunConfig.from_environment()))
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "ROPE": str(rope.path)}
+    env["TMPDIR"] = str(rope.path.parent)
+    with subprocess.Popen([sys.executable, "-c", session], env=env) as process:
+        rope.wait_held(2)
+        process.kill()
+        rope.wait_released()
+
+
+def test_the_next_start_removes_the_folder_of_a_killed_launcher(tmp_folder: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_folder)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD_DIRECTORY],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    path = Path(process.stdout.readline().strip())
+    with new_run_dir():
+        assert RunDir(path).secret.exists()  # its launcher runs
+    process.kill()
+    process.communicate()
+    assert RunDir(path).secret.exists()
+    with new_run_dir() as own, new_run_dir() as other:
+        assert {own.path, other.path} == set(tmp_folder.iterdir())
+    servers = new_server_dir()
+    assert [servers.path] == list(tmp_folder.iterdir())
+    servers.remove()
+    assert list(tmp_folder.iterdir()) == []
+
+
+def test_a_full_temporary_folder_is_told_in_one_sentence(
+    tmp_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directories.RunDir, "write_secret", full)
+        with pytest.raises(BadInput, match="No space left on device; make room there, or set"):
+            new_run_dir().__enter__()
+    monkeypatch.setattr(directories.tempfile, "mkdtemp", full)
+    with pytest.raises(BadInput, match=r"cannot write the files of the run to .*TMPDIR"):
+        new_run_dir().__enter__()
+    assert list(tmp_folder.iterdir()) == []
+
+
+def test_a_fork_in_a_worker_may_exit(tmp_path: Path) -> None:
+    forks = """
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd)
+    for batch in job.batches(data, batch_size=20, epochs=2):
+        step(batch)
+        child = os.fork()
+        if child == 0:
+            sys.exit(5)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    job.print("trained", job.steps)
+"""
+    start = PLAIN.index("def train")
+    (tmp_path / "forks.py").write_text(
+        PLAIN[:start] + forks + PLAIN[PLAIN.index("\nif __name__") :]
+    )
+    done = shoal("run", "forks.py", "-n", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[0] trained 12" in done.stdout
