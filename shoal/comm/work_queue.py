@@ -3,7 +3,8 @@
 A thread carries them out. A caller that waits for an operation which the thread has not begun
 carries it out itself, with all operations before it: that saves a handover. A light operation is
 begun in the call (it gives what other ranks need and waits for none) and ended by the wait; the
-thread is woken for it only when something else is asked for first.
+thread is woken for it only when something else is asked for first. A callback may wait for later
+operations: while the thread is inside one, another thread takes its place if there is work.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class WorkQueue:
         self._working = False
         self._urged = False
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # the one that takes work
+        self._threads: list[threading.Thread] = []  # and those inside callbacks
 
     def submit(self, work: QueuedWork) -> None:
         self._acquire()
@@ -166,9 +168,10 @@ class WorkQueue:
         with self._lock:
             self._closing = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
+            threads = list(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
 
     def _execute(self, work: QueuedWork) -> None:
         if self.timed and not work.begun:
@@ -188,7 +191,21 @@ class WorkQueue:
             self._changed.notify_all()
         self._release()
         if work._callbacks is not None:
-            work.call_back()
+            self._call_back(work)
+
+    def _call_back(self, work: QueuedWork) -> None:
+        """The thread leaves its place for as long as callbacks run."""
+        this = threading.current_thread()
+        with self._lock:
+            serves = self._thread is this
+            if serves:
+                self._thread = None
+                if self._urged and self._waiting:
+                    self._wake()
+        work.call_back()
+        with self._lock:
+            if serves and self._thread is None:
+                self._thread = this
 
     def _sleep(self, timeout_s: float | None = None) -> bool:
         self._sleepers += 1
@@ -200,22 +217,28 @@ class WorkQueue:
         self._urged = True
         if self._thread is None and not self._closing:
             self._thread = threading.Thread(target=self._serve, daemon=True, name=self._name)
+            self._threads.append(self._thread)
             self._thread.start()
         self._changed.notify_all()
 
     def _serve(self) -> None:
         while (work := self._next()) is not None:
             self._execute(work)
+        with self._lock:
+            self._threads.remove(threading.current_thread())
 
     def _next(self) -> QueuedWork | None:
         """The next operation for the thread; None where the thread is to end."""
+        this = threading.current_thread()
         with self._lock:
             while not (self._closing or (self._urged and self._waiting and not self._working)):
+                if self._thread is not this:
+                    return None
                 idle_s = None if self._waiting or self._working else self._idle_s
                 if not self._sleep(idle_s) and not self._waiting:
                     self._thread = None
                     return None
-            if self._closing:
+            if self._closing or self._thread is not this:
                 return None
             self._working = True
             return self._waiting.popleft()

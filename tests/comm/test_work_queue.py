@@ -112,3 +112,22 @@ def test_what_is_not_begun_when_the_queue_closes_is_abandoned() -> None:
     queue.call(lambda: log.append(1))
     queue.close()
     assert not log
+
+
+def test_a_callback_may_wait_for_operations_that_only_the_thread_carries_out() -> None:
+    queue = WorkQueue("queue")
+    log: list[str] = []
+    ended = threading.Event()
+
+    def again() -> None:
+        inner = threading.Event()
+        queue.call(lambda: log.append("second")).when_done(inner.set)
+        assert inner.wait(20)
+        queue.call(lambda: log.append("third")).when_done(ended.set)
+
+    release = threading.Event()
+    first = queue.call(lambda: (release.wait(20), log.append("first"))[1])
+    first.when_done(again)
+    release.set()
+    assert ended.wait(20) and log == ["first", "second", "third"]
+    queue.close()

@@ -19,21 +19,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.comm.call import TORCH_OPS, Op
+from shoal.comm.call import Op
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
 from shoal.comm.select import HostSpec, share_memory
+from shoal.comm.torch_backend.compiler import not_compiled
 from shoal.comm.torch_backend.monitored_barrier import monitored_barrier
+from shoal.comm.torch_backend.reduce_op import op_of
 from shoal.comm.torch_backend.sparse import add_sparse
+from shoal.comm.torch_backend.uneven import all_to_all_lists, reduce_scatter_lists
 from shoal.comm.torch_backend.work import BackendWork
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.transport import Work
 
-_OPS = [(dist.ReduceOp.AVG if op is Op.MEAN else torchs, op) for op, torchs in TORCH_OPS.items()]
 _NO_TIMEOUT = timedelta(0)  # torch has -1 ms for "that of the group"
 Tensors = Sequence[Tensor]
 
@@ -50,18 +52,13 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(PrefixStore("gloo", ours), rank, size, timeout)
 
 
-def _op_of(opts: Any) -> Op:
-    if opts is None:
-        return Op.SUM
-    op = opts.reduceOp
-    for known, ours in _OPS:
-        if op == known:
-            return ours
-    raise BadInput(f"the shoal backend has no {op}")
-
-
+@not_compiled
 class ShoalProcessGroup(dist.ProcessGroup):
     """The collectives of torch.distributed, each one call of a `Group`."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
 
     def __init__(self, executor: SharedMemory | Hierarchical, store: Store | None = None):
         super().__init__(executor.rank, executor.size)  # type: ignore[call-arg]
@@ -73,6 +70,17 @@ class ShoalProcessGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return "shoal"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """torch knows those of its own groups; it asks here whether tensors of a CPU can go."""
+        names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(name) for name in names]
+
+    def _get_backend(self, device: torch.device) -> ShoalProcessGroup:
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"the shoal backend has no tensors of {device.type}")
+        return self
 
     def setGroupName(self, name: str) -> None:
         self._name = name
@@ -102,7 +110,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     abort = shutdown
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> BackendWork:
-        op = _op_of(opts)
+        op = op_of(opts)
         group = self._for(opts)
         works = [_all_reduce(group, tensor, op) for tensor in tensors]
         return BackendWork(works, list(tensors))
@@ -115,7 +123,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return BackendWork([group.broadcast(t, root) for t in tensors], list(tensors))
 
     def reduce(self, tensors: Tensors, opts: Any) -> BackendWork:
-        op = _op_of(opts)
+        op = op_of(opts)
         root = opts.rootRank
         group = self._for(opts)
         works = [group.reduce(tensor, root, op) for tensor in tensors]
@@ -163,10 +171,10 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
     ) -> BackendWork:
-        op = _op_of(opts)
+        op = op_of(opts)
         pairs = zip(outputs, inputs, strict=True)
         group = self._for(opts)
-        works = [group.reduce_scatter(out, list(given), op) for out, given in pairs]
+        works = [reduce_scatter_lists(group, out, list(given), op) for out, given in pairs]
         return BackendWork(works, outputs)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> BackendWork:
@@ -177,7 +185,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> BackendWork:
-        op = _op_of(opts)
+        op = op_of(opts)
         pairs = zip(outputs, inputs, strict=True)
         group = self._for(opts)
         works = [group.reduce_scatter(out, data, op) for out, data in pairs]
@@ -186,18 +194,8 @@ class ShoalProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> BackendWork:
-        sizes = {tensor.numel() for tensor in (*outputs, *inputs)}
-        group = self._for(opts)
-        if len(sizes) == 1:
-            return BackendWork([group.all_to_all(list(outputs), list(inputs))], outputs)
-        out = torch.empty(sum(t.numel() for t in outputs), dtype=outputs[0].dtype)
-        recv_counts = [t.numel() for t in outputs]
-        send_counts = [t.numel() for t in inputs]
-        data = torch.cat([t.detach().reshape(-1).cpu() for t in inputs])
-        group.all_to_all_uneven(out, data, recv_counts, send_counts).wait()
-        for tensor, received in zip(outputs, torch.split(out, recv_counts), strict=True):
-            tensor.copy_(received.view(tensor.shape))
-        return BackendWork([group.barrier()], outputs)
+        work = all_to_all_lists(self._for(opts), list(outputs), list(inputs))
+        return BackendWork([work], outputs)
 
     def all_to_all_single(
         self,

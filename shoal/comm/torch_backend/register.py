@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -18,6 +19,9 @@ def register() -> None:
     # torch's function checks for Gloo by name before it asks the group
     wider = _also_for_shoal(dist.monitored_barrier)
     dist.monitored_barrier = distributed_c10d.monitored_barrier = wider
+    # DDP's compression in C++ takes futures of C++ only
+    ddp = torch.nn.parallel.DistributedDataParallel
+    ddp._register_builtin_comm_hook = _in_python_for_shoal(ddp._register_builtin_comm_hook)  # type: ignore[method-assign]
 
 
 def _create(*args: Any) -> Any:
@@ -40,6 +44,19 @@ def _also_for_shoal(torchs_own: Callable[..., None]) -> Callable[..., None]:
             torchs_own(group, timeout, wait_all_ranks)
 
     return monitored_barrier
+
+
+def _in_python_for_shoal(torchs_own: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(torchs_own)
+    def _register_builtin_comm_hook(self: Any, comm_hook_type: Any) -> None:
+        if comm_hook_type.name == "FP16_COMPRESS" and _is_ours(self.process_group):
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+            self.register_comm_hook(self.process_group, fp16_compress_hook)
+        else:
+            torchs_own(self, comm_hook_type)
+
+    return _register_builtin_comm_hook
 
 
 def _is_ours(group: Any) -> bool:

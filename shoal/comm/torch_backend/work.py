@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.executors.hierarchical.any_source import Message
+from shoal.comm.torch_backend.compiler import not_compiled
 from shoal.comm.work_queue import QueuedWork
 
 
+@not_compiled
 class BackendWork(dist.Work):
     """One or several operations as a torch Work. Messages have no future, as with Gloo."""
 
