@@ -1058,13 +1058,24 @@ static void stop_serving(Group *g) {
 
 /* ---------------------------------------------------------------- a group's life */
 
+/* In parts: a signal undoes the call that it interrupts, and is no error. */
+static int allocate(int fd, u64 bytes) {
+    int failure = 0;
+    for (u64 at = 0, part = 1 << 20; at < bytes && !failure; at += part) {
+        u64 length = bytes - at < part ? bytes - at : part;
+        while ((failure = posix_fallocate(fd, (off_t)at, (off_t)length)) == EINTR) {}
+    }
+    if (failure) errno = failure;
+    return !failure;
+}
+
 /* A memfd has no name: nothing can be left behind, whichever process is killed. */
 static int create_segment(int size, u64 slot_bytes, u64 ring_bytes, u64 generation) {
     u64 bytes = segment_bytes(size, slot_bytes, ring_bytes);
     int fd = (int)syscall(SYS_memfd_create, "shoal", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return -1;
     Header *h = MAP_FAILED;
-    if (fchmod(fd, 0600) == 0 && posix_fallocate(fd, 0, (off_t)bytes) == 0)
+    if (fchmod(fd, 0600) == 0 && allocate(fd, bytes))
         h = mmap(NULL, sizeof *h, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (h == MAP_FAILED) {
         close(fd);

@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from shoal.transport.shm.syscalls import memfd_create
+
 T = TypeVar("T")
 # An all-gather of a few bytes: the bytes of every rank, by rank. All ranks call it.
 Exchange = Callable[[bytes], list[bytes]]
@@ -29,6 +31,7 @@ _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _SEALS = 0x1 | 0x2 | 0x4  # seal, shrink, grow
 _GENERATION_BYTES = 8
+_PART_BYTES = 1 << 20
 
 
 def make(label: str, num_bytes: int, generation: int = 0) -> int:
@@ -39,11 +42,11 @@ def make(label: str, num_bytes: int, generation: int = 0) -> int:
     if sys.platform != "linux":
         return -1
     try:
-        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = memfd_create(label)
     except OSError:
         return -1
     try:
-        os.posix_fallocate(fd, 0, num_bytes)  # fails now instead of with SIGBUS later
+        _allocate(fd, num_bytes)  # fails now instead of with SIGBUS later
         if generation:
             os.pwrite(fd, generation.to_bytes(_GENERATION_BYTES, sys.byteorder), 0)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
@@ -51,6 +54,12 @@ def make(label: str, num_bytes: int, generation: int = 0) -> int:
         os.close(fd)
         return -1
     return fd
+
+
+def _allocate(fd: int, num_bytes: int) -> None:
+    """In parts: a signal undoes the call that it interrupts, and the call is made again."""
+    for start in range(0, num_bytes, _PART_BYTES):
+        os.posix_fallocate(fd, start, min(_PART_BYTES, num_bytes - start))
 
 
 def new_generation() -> int:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from shoal.transport.shm.syscalls import pidfd_open, pidfd_send_signal
+
 _INFO = struct.Struct("=QQ11Ii")  # of linux/pidfd.h: mask, …, exit code; its first version
 _INFO_EXIT = 1 << 3
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
@@ -29,7 +31,7 @@ def open_pidfds(pids: Sequence[int]) -> list[int]:
     pidfds: list[int] = []
     try:
         for pid in pids:
-            pidfds.append(os.pidfd_open(pid))
+            pidfds.append(pidfd_open(pid))
     except OSError:
         close_pidfds(pidfds)
         raise
@@ -76,7 +78,7 @@ def describe_status(status: int | None) -> str:
 def _of_zombie(pidfd: int) -> tuple[int] | None:
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{_pid(pidfd)}/stat").read_text().rpartition(")")[2].split()
-        signal.pidfd_send_signal(pidfd, 0)  # not reaped yet, so the entry read was its own
+        pidfd_send_signal(pidfd, 0)  # not reaped yet, so the entry read was its own
         return (int(fields[_STAT_EXIT_CODE]),) if fields[0] in "ZX" else None
     return None
 
