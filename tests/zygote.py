@@ -128,6 +128,9 @@ def become(request: Request) -> NoReturn:
     os.environ.update(request.env)
     _open_streams("PYTHONUNBUFFERED" in request.env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if callable(signal.getsignal(number)):  # exec resets handlers, a fork does not
+            signal.signal(number, signal.SIG_DFL)
     atexit._clear()
     subprocess.Popen = Fork  # type: ignore[misc]
     torch = sys.modules["torch"]

@@ -37,6 +37,7 @@ class WorkersOptions:
     slow: Sequence[str] | None = None
     kill: Sequence[str] | None = None
     timeout_s: float | None = None
+    grace_s: float | None = None
 
     def to_config(self) -> RunConfig:
         """The configuration of the workers; BadInput where an option makes no sense."""
@@ -46,6 +47,7 @@ class WorkersOptions:
             config,
             slow=tuple(self.slow or config.slow),
             kill=tuple(self.kill or config.kill),
+            grace_s=self.grace_s or config.grace_s,
             wait=replace(config.wait, limit_s=self.timeout_s or config.wait.limit_s),
         )
         check_faults(config, self.workers)

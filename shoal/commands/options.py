@@ -49,6 +49,14 @@ Timeout = Annotated[
         show_default="1800; without end for servers",
     ),
 ]
+Grace = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        help="Seconds that workers have after SIGTERM to end a step and to save.",
+        show_default="30",
+    ),
+]
 Report = Annotated[
     Path | None, typer.Option(help="Write a JSON report here when the run has succeeded.")
 ]

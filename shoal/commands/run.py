@@ -18,10 +18,11 @@ def run(
     slow: options.Slow = None,
     kill: options.Kill = None,
     timeout: options.Timeout = None,
+    grace: options.Grace = None,
     report: options.Report = None,
 ) -> None:
     """Run a training script on several workers of this host."""
     command = command_for(script, args)
-    asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill, timeout)
+    asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill, timeout, grace)
     with traced(asked.to_config(), trace) as config:
         run_shown(command, workers, config, report)

@@ -27,6 +27,7 @@ def train(
     slow: options.Slow = None,
     kill: options.Kill = None,
     timeout: options.Timeout = None,
+    grace: options.Grace = None,
     report: options.Report = None,
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
     out: Annotated[
@@ -39,7 +40,7 @@ def train(
     out = out or Path("runs") / example
     extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
     command = command_for(example, extra)
-    asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill, timeout)
+    asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill, timeout, grace)
     config = asked.to_config()
     start_s = time.monotonic()
     with traced(config, trace) as traced_config:

@@ -78,6 +78,7 @@ class BatchStream:
         self.batch_size = DEFAULT_BATCH_SIZE
         self.max_steps: int | None = None  # of the whole job, whatever the script asks for
         self.kind = Batches.SPLIT  # which samples a replica trains on in a step
+        self.must_stop: Callable[[], bool] = lambda: False  # asked between two batches
         self.compares = True  # whether replicas check that they make the same global batches
 
     def batches(self, data: Any, split: BatchSplit, options: BatchOptions) -> Iterator[Batch]:
@@ -113,6 +114,8 @@ class BatchStream:
     ) -> Iterator[Batch]:
         self._expect(per_epoch, epochs, last_step)
         for _ in range(epochs):
+            if self.must_stop():
+                return
             epoch = self.epochs
             self.epochs += 1
             yield from self._deliver(epoch_batches(epoch), last_step)
@@ -147,7 +150,7 @@ class BatchStream:
     def _deliver(self, batches: Iterable[Batch], last_step: int | None) -> Iterator[Batch]:
         """Yield batches; none is fetched that would not be trained on."""
         source = iter(batches)
-        while last_step is None or self.steps_done() < last_step:
+        while (last_step is None or self.steps_done() < last_step) and not self.must_stop():
             batch = next(source, None)
             if batch is None:
                 return

@@ -65,6 +65,7 @@ def fork(spec: ForkSpec) -> None:
                     process.start()
                 failures = _wait_for_all(processes, servers, run_dir, policy)
             finally:
+                run_dir.mark_ending()
                 _end(processes)
         if failures:
             raise launch_error(first_failure(failures))

@@ -95,7 +95,7 @@ def launch(
     """
     spec.check()
     spec = spec.with_threads()
-    supervisor = Supervisor(spec.workers, spec.servers)
+    supervisor = Supervisor(spec.workers, spec.servers, grace_s=spec.config.grace_s)
     put = supervisor.events.put
     start_s = time.monotonic()
     with SignalEvents(put) as signals, new_run_dir() as run_dir:
@@ -107,7 +107,7 @@ def launch(
                 with StoppedProcesses(
                     spec.config.wait, lambda: [*workers.running(), *servers.running()], say
                 ):
-                    supervisor.run(workers, servers, policy.survives)
+                    supervisor.run(workers, servers, policy.survives, run_dir)
         failures = supervisor.failures(run_dir, stderr)
         finished = run_dir.finished_ranks()
         reports = run_dir.read_reports(spec.workers)

@@ -107,6 +107,13 @@ class Processes:
             if process.returncode is None
         ]
 
+    def signal_alone(self, number: signal.Signals) -> None:
+        """Send it to the processes themselves: their data loaders go on."""
+        for process in self._processes:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
     def signal(self, number: signal.Signals) -> None:
         """Send it to all processes and their children, also where the process has exited."""
         for process in self._processes:

@@ -3,8 +3,9 @@
 run ──all workers exited─────────────────────────────────────> servers: SIGTERM, 2 s, SIGKILL
  ├──a worker failed, or──> 0.3 s, in which others may fail ──┐
  │  a server exited                                          │
- └──Ctrl-C, SIGTERM, SIGHUP, output failed───────────────────┴> SIGTERM ──> 2 s, or a
-                                                                second Ctrl-C ──> SIGKILL
+ ├──Ctrl-C, SIGHUP, output failed────────────────────────────┴> SIGTERM ──> 2 s, or a
+ │                                                              second Ctrl-C ──> SIGKILL
+ └──SIGTERM: to the workers alone; they have 30 s to end a step and to save, then as above
 
 Whether a worker that exited with an error fails the run is decided by `survives`
 (see lost_workers.py).
@@ -78,12 +79,18 @@ class Supervisor:
     exits: list[ProcessExit] = field(default_factory=list)
     failed: list[ProcessExit] = field(default_factory=list)  # those of `exits` that end the run
     signals: int = 0
+    first_signal: signal.Signals | None = None
+    grace_s: float = 30.0  # for workers after SIGTERM
     output_error: Exception | None = None  # raised by `write` or `on_progress`
     stopped_ns: int | None = None  # when the launcher began to end the processes
     survives: Callable[[ProcessExit], bool] | None = None
 
     def run(
-        self, workers: Processes, servers: Processes, survives: Callable[[ProcessExit], bool]
+        self,
+        workers: Processes,
+        servers: Processes,
+        survives: Callable[[ProcessExit], bool],
+        run_dir: RunDir,
     ) -> None:
         """Until all workers have exited, or one has failed and the others were ended."""
         self.survives = survives
@@ -92,11 +99,24 @@ class Supervisor:
         if self._all_exited():
             return
         self.stopped_ns = time.monotonic_ns()
+        if self._is_preempted():
+            self._let_save(workers, run_dir)
+        run_dir.mark_ending()
         signals = self.signals
         workers.signal(signal.SIGTERM)
         servers.signal(signal.SIGTERM)
         self._until(lambda: self._all_exited() or self.signals > signals, _TERM_S)
         # The rest is killed at the end of the block of `Processes`.
+
+    def _is_preempted(self) -> bool:
+        return self.first_signal == signal.SIGTERM and not self.failed and not self.output_error
+
+    def _let_save(self, workers: Processes, run_dir: RunDir) -> None:
+        """Servers stay: workers need them to save."""
+        signals = self.signals
+        run_dir.mark_preempted()
+        workers.signal_alone(signal.SIGTERM)
+        self._until(lambda: self._workers_exited() or self.signals > signals, self.grace_s)
 
     def failures(
         self, run_dir: RunDir, stderr: Mapping[Role, Sequence[LineForwarder]]
@@ -144,6 +164,7 @@ class Supervisor:
                 self.failed.append(event)
         elif isinstance(event, signal.Signals):
             self.signals += 1
+            self.first_signal = self.first_signal or event
         else:
             self.output_error = event
 

@@ -45,6 +45,7 @@ from shoal.observe.trace import OFF, Recorder, Tracer
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
 from shoal.runtime.parent_death import die_with_launcher
+from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import Watcher, waiting
 from shoal.strategy.strategy import Strategy
@@ -78,6 +79,8 @@ class Worker:
         torch.manual_seed(self.seed)
         with ExitStack() as stack:
             stack.enter_context(Watcher(self.config.wait))
+            preemption = Preemption(self.run_dir, self.rank, self.size)
+            stack.enter_context(preemption)
             group = stack.enter_context(self._open_group())
             tracer = self._make_tracer(group)
             progress = for_worker(self.rank, self.size, open_progress(self.config.progress_fd))
@@ -96,6 +99,7 @@ class Worker:
                         tracer=tracer,
                         faults=faults_of(self.config, self.rank, self.size),
                         elastic_sum=self._make_elastic_sum(),
+                        preemption=preemption,
                         config=self.config,
                     ),
                 )
@@ -134,6 +138,8 @@ class Worker:
         job.close()
         self.report(job)
         self.mark_finished()
+        if job.is_preempted:
+            raise SystemExit(EXIT_STATUS)
         return result
 
     @contextmanager

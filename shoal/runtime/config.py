@@ -112,6 +112,7 @@ class RunConfig:
     local_size: int | None = variable("SHOAL_LOCAL_SIZE", POSITIVE)
     rendezvous: str | None = variable("SHOAL_RENDEZVOUS", RENDEZVOUS)
 
+    grace_s: float = variable("SHOAL_GRACE", SECONDS, 30.0)  # from SIGTERM to SIGKILL
     run_dir: RunDir | None = variable("SHOAL_RUN_DIR", RUN_DIR)
     launcher_pid: int | None = variable("SHOAL_LAUNCHER_PID", COUNT)
     progress_fd: int | None = variable("SHOAL_PROGRESS_FD", COUNT)

@@ -7,6 +7,8 @@
     failure-2.json       why worker 2 failed, written by the worker
     finished-0           worker 0 has finished
     exited-2.json        the process of worker 2 has exited, written by the launcher
+    preempted  ending    the launcher got SIGTERM; it ends the workers
+    at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
     report-0.json        what happened on worker 0
     operations-1.txt     the last operations of a shared-memory group, when one failed
     server-0.sock        a server's socket; .address holds its TCP address, .log its output
@@ -39,6 +41,7 @@ from shoal.errors import BadInput
 SECRET_BYTES = 32
 _SHORTEST_SECRET_BYTES = 16
 _MAX_SECRET_TEXT = 4096
+_MAX_DIGITS = 18
 _MAX_REPORT_BYTES = 64 << 20
 _LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un
 _locks: dict[Path, int] = {}  # open files that mark the directories of this process as in use
@@ -143,6 +146,44 @@ class RunDir:
     def has_exited(self, rank: int) -> bool:
         """Whether the process of a worker has exited, with success or not."""
         return self.exited(rank).exists()
+
+    # ------------------------------------------------------------------ preemption
+
+    def mark_preempted(self) -> None:
+        """The launcher was asked to end (SIGTERM): workers may save before they exit."""
+        with suppress(OSError):
+            (self.path / "preempted").touch()
+
+    def is_preempted(self) -> bool:
+        return (self.path / "preempted").exists()
+
+    def mark_ending(self) -> None:
+        """The launcher ends the workers: they exit at once."""
+        with suppress(OSError):
+            (self.path / "ending").touch()
+
+    def is_ending(self) -> bool:
+        return (self.path / "ending").exists()
+
+    def note_step(self, rank: int, steps: int) -> None:
+        """How far a worker is that was asked to stop."""
+        write_atomically(self.path / f"at-{rank}.step", str(steps))
+
+    def noted_steps(self) -> dict[int, int]:
+        return {
+            int(mark.stem.removeprefix("at-")): _read_count(mark)
+            for mark in self.path.glob("at-*.step")
+        }
+
+    def write_last_step(self, steps: int) -> None:
+        """All workers stop after this step."""
+        write_atomically(self.path / "last.step", str(steps))
+
+    def last_step(self) -> int | None:
+        try:
+            return _read_count(self.path / "last.step")
+        except FileNotFoundError:
+            return None
 
     # ------------------------------------------------------------------ reports
 
@@ -289,6 +330,11 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
+
+
+def _read_count(path: Path) -> int:
+    text = path.read_text()
+    return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else 0
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -109,6 +109,11 @@ class SyncTerm(Term, role="sync", abstract=True):
         return True
 
     @property
+    def meets_every(self) -> int:
+        """Replicas that are not in lockstep meet after every so many steps; 0: never."""
+        return 0
+
+    @property
     def equals_single(self) -> bool:
         """Whether the result is that of one device, up to rounding."""
         return True

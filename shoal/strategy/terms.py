@@ -298,6 +298,10 @@ class Localsgd(SyncTerm):
     compress: Annotated[str | None, optional(COMPRESS)] = None
 
     @property
+    def meets_every(self) -> int:
+        return self.every
+
+    @property
     def lockstep(self) -> bool:
         return self.every == 1
 

@@ -25,6 +25,7 @@ from shoal.observe.trace import LOAD, OFF, Tracer, traced_items
 from shoal.replica.microbatch import Loss, Precision
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults
+from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train import checkpoint
@@ -49,6 +50,7 @@ class RunServices:
     tracer: Tracer = OFF
     faults: Faults | None = None
     elastic_sum: ElasticSum | None = None
+    preemption: Preemption | None = None
     config: RunConfig = field(default_factory=RunConfig.from_environment)
 
 
@@ -92,6 +94,9 @@ class Job:
         self._stream = BatchStream(
             self.mesh.dp, device, seed, lambda: self.steps, self._before_batch, self._say_once
         )
+        self._stream.must_stop = self._must_stop
+        self._saved: tuple[Path, dict[str, Any]] | None = None  # where the script saved last
+        self.is_preempted = False
         self._stream.kind = strategy.sync_for(self.replicas).batches
         self._throughput = Throughput()
         self._agreement = Agreement(group, device, self._services.elastic_sum)
@@ -212,8 +217,10 @@ class Job:
         the checkpoint is complete; if it cannot be saved, all of them raise. `about` is kept in
         the manifest; it has to be JSON.
         """
-        if not self.dry:
-            self._agreement.run(lambda: (None, self._write(Path(path), about or {})))
+        if self.dry:
+            return
+        self._agreement.run(lambda: (None, self._write(Path(path), about or {})))
+        self._saved = (Path(path), about or {})
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, whatever strategy and number of workers saved it.
@@ -256,6 +263,24 @@ class Job:
         }
 
     # ------------------------------------------------------------------ internals
+
+    def _must_stop(self) -> bool:
+        """After SIGTERM: save where the script has saved before, or let it go on to its end."""
+        preemption = self._services.preemption
+        if preemption is None:
+            return False
+        term = self.strategy.sync_for(self.replicas)
+        period = 1 if term.lockstep else term.meets_every
+        if not preemption.stops_after(self.steps, self._is_first, period):
+            return False
+        self.is_preempted = True
+        if self._saved is None:
+            self._say_once(f"SIGTERM: stopped after step {self.steps}; nothing was saved before")
+            return True
+        path, about = self._saved
+        self.save(path, about)
+        self._say_once(f"SIGTERM: stopped after step {self.steps}; saved in {path}")
+        raise SystemExit(EXIT_STATUS)
 
     def _write(self, path: Path, about: dict[str, Any]) -> str:
         """Write a checkpoint; its digest on the rank that writes, nothing on the others."""

@@ -56,6 +56,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
     local_rank=maybe(count),
     local_size=maybe(positive),
     rendezvous=maybe(st.sampled_from(["file:///tmp/store", "tcp://[::1]:7", "env://"])),
+    grace_s=seconds,
     run_dir=maybe(path.map(RunDir)),
     launcher_pid=maybe(count),
     progress_fd=maybe(count),

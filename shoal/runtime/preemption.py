@@ -1,0 +1,128 @@
+"""SIGTERM as a request: the running step ends, a checkpoint is saved, the exit status is 143.
+
+    launcher   SIGTERM: marks the run as preempted, SIGTERM to the workers, 30 s, SIGKILL
+    first rank chooses the step after which all ranks stop, and writes it into the run directory
+    each rank  stops there, between two batches
+
+Where replicas take every step together, the first rank chooses its next step: no other rank can
+have ended that one, since it takes part in it. Elsewhere all ranks say first how far they are, and
+it chooses a step that none of them has reached.
+
+A script that has a handler of its own for SIGTERM keeps it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+from shoal.runtime.run_dir import RunDir
+
+EXIT_STATUS = 128 + signal.SIGTERM
+_AHEAD = 2  # steps that ranks may take while one of them chooses
+_PATIENCE_S = 1.0  # for the launcher's mark
+_POLL_S = 0.02
+
+
+class Preemption:
+    """While the block runs, SIGTERM asks this process to stop between two batches."""
+
+    def __init__(self, run_dir: RunDir | None, rank: int = 0, size: int = 1):
+        """Ranks that no launcher of Shoal started cannot agree on a step: there it does nothing."""
+        self._run_dir = run_dir
+        self._rank = rank
+        self._size = size
+        self.is_asked = False
+        self._wakeup = -1
+        self._listener: threading.Thread | None = None
+
+    def __enter__(self) -> Preemption:
+        in_main = threading.current_thread() is threading.main_thread()
+        can_agree = self._run_dir is not None or self._size == 1
+        if in_main and can_agree and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._handle)
+            self._listen()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._listener is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._wakeup)
+            self._listener.join()
+            if self._is_ours():
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _listen(self) -> None:
+        """A thread learns of the signal also while the main thread is in native code."""
+        listen, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._listener = threading.Thread(
+            target=self._hear, args=(listen,), name="shoal-preemption", daemon=True
+        )
+        self._listener.start()
+
+    def _hear(self, listen: int) -> None:
+        while numbers := os.read(listen, 64):
+            if signal.SIGTERM in numbers and self._is_ours():
+                self._decide()
+        os.close(listen)
+
+    def _is_ours(self) -> bool:
+        """Whether the script has not set a handler of its own meanwhile."""
+        return signal.getsignal(signal.SIGTERM) == self._handle
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        """Where an event loop of the script has replaced the pipe; otherwise it is a repetition."""
+        if signal.set_wakeup_fd(-1) != self._wakeup:
+            threading.Thread(target=self._decide, daemon=True).start()
+        else:
+            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+
+    def stops_after(self, steps: int, is_first: bool, period: int) -> bool:
+        """Whether this rank, which has done `steps`, is to stop.
+
+        `is_first`: this rank chooses. `period`: ranks meet after every so many steps (1: in every
+        step; 0: never).
+        """
+        run_dir = self._run_dir
+        if run_dir is None:
+            return self.is_asked
+        last_step = run_dir.last_step()
+        if last_step is None and self.is_asked:
+            run_dir.note_step(self._rank, steps)
+            chosen = self._choose(run_dir, steps, period) if is_first else None
+            if chosen is not None:
+                run_dir.write_last_step(chosen)
+        return last_step is not None and steps >= last_step
+
+    def _choose(self, run_dir: RunDir, steps: int, period: int) -> int | None:
+        if period == 1:
+            return steps + 1
+        noted = run_dir.noted_steps()
+        missing = set(range(self._size)) - noted.keys()
+        if any(not run_dir.has_exited(rank) for rank in missing):
+            return None
+        ahead = max(noted.values()) + _AHEAD
+        return ahead if period == 0 else -(-ahead // period) * period
+
+    def _decide(self) -> None:
+        """A signal to all processes of a job may come here before the launcher has marked it."""
+        run_dir = self._run_dir
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while run_dir is not None and not run_dir.is_preempted():
+            if run_dir.is_ending() or time.monotonic() > deadline_s:
+                _die()  # it is for this process alone
+            time.sleep(_POLL_S)
+        self.is_asked = True
+
+
+def _die() -> None:
+    """As without a handler; from any thread."""
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_PATIENCE_S)

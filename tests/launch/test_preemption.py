@@ -1,0 +1,150 @@
+"""SIGTERM: the running step ends, a checkpoint is saved where the script saves, status 143."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.runtime.preemption import Preemption
+from shoal.runtime.run_dir import RunDir
+from tests import forked
+from tests.launch.helpers import Rope, launcher
+from tests.scripts import HEAD
+
+SAVES_EVERY_STEP = (
+    HEAD
+    + """
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd)
+    for batch in job.batches(data, batch_size=20, epochs=100_000):
+        step(batch)
+        if job.steps == 5:
+            job.save("saved", {"by": "the script"})
+            job.print("go on")
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+)
+SAVES_AT_THE_END = (
+    HEAD
+    + """
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd)
+    for batch in job.batches(data, batch_size=20, epochs=100_000):
+        step(batch)
+        if job.steps == 5:
+            job.print("go on")
+    job.save("saved")
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+)
+
+
+def preempted(tmp_path: Path, script: str, workers: int, strategy: str) -> tuple[int, str]:
+    """The exit status and stderr of a run that gets SIGTERM after its fifth step."""
+    (tmp_path / "train.py").write_text(script)
+    command = ["run", "train.py", "-n", str(workers), "-s", strategy]
+    process = forked.Popen(
+        [sys.executable, "-m", "shoal", *command],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process:
+        while "go on" not in (line := process.stdout.readline()):
+            assert line, process.stderr and process.stderr.read()
+        process.terminate()
+        _, stderr = process.communicate(timeout=60)
+    return process.returncode, stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [("ddp", 2), ("ps", 2), ("localsgd(every=4)", 2), ('gossip(mode="async")', 2), ("single", 1)],
+)
+def test_a_checkpoint_is_saved_where_the_script_has_saved(
+    tmp_path: Path, strategy: str, workers: int
+) -> None:
+    status, stderr = preempted(tmp_path, SAVES_EVERY_STEP, workers, strategy)
+    assert status == 143, stderr
+    assert "shoal: SIGTERM: stopped after step" in stderr
+    manifest = (tmp_path / "saved" / "manifest.json").read_text()
+    assert json.loads(manifest)["steps"] > 5, stderr
+    assert "the script" in manifest
+
+
+def test_a_script_that_saves_at_its_end_gets_there(tmp_path: Path) -> None:
+    status, stderr = preempted(tmp_path, SAVES_AT_THE_END, 2, "ddp")
+    assert status == 143, stderr
+    assert (tmp_path / "saved").exists(), stderr
+
+
+def test_a_handler_of_the_script_gets_the_time_that_it_needs(rope: Rope) -> None:
+    own = """
+    def handler(*_):
+        time.sleep(3)  # longer than the launcher waits after Ctrl-C
+        print("handled", file=sys.stderr, flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, handler)
+    os.write(rope, b"x")
+    time.sleep(60)
+    """
+    with launcher(own, 1, rope) as process:
+        rope.wait_held(2)
+        process.terminate()
+        _, stderr = process.communicate(timeout=30)
+    assert b"handled" in stderr
+    assert process.returncode == 143
+
+
+def test_in_lockstep_all_ranks_stop_after_the_step_that_the_first_chooses(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    first, other = (Preemption(run_dir, rank, 2) for rank in range(2))
+    first.is_asked = True  # the other one has not heard of it
+    assert not other.stops_after(8, False, 1)
+    assert not first.stops_after(7, True, 1)
+    assert other.stops_after(8, False, 1)
+    assert first.stops_after(8, True, 1)
+
+
+def test_elsewhere_they_stop_where_none_of_them_has_been(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    first, other = (Preemption(run_dir, rank, 2) for rank in range(2))
+    first.is_asked = other.is_asked = True
+    assert not first.stops_after(3, True, 4)
+    assert run_dir.last_step() is None  # the other one has not said how far it is
+    assert not other.stops_after(9, False, 4)
+    assert not first.stops_after(4, True, 4)
+    assert run_dir.last_step() == 12
+    assert not other.stops_after(11, False, 4)
+    assert other.stops_after(12, False, 4)
+
+
+def test_a_worker_alone_that_gets_sigterm_dies_by_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    script = f"""
+from pathlib import Path
+from shoal.runtime.preemption import Preemption
+from shoal.runtime.run_dir import RunDir
+with Preemption(RunDir(Path({str(run_dir)!r})), 1, 2):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ)) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait(20) == -signal.SIGTERM
