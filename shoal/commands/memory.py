@@ -35,7 +35,7 @@ def memory(
     workers: options.Workers = 1,
     strategy: options.Strategy = None,
     measure: Annotated[
-        bool, typer.Option(help="Also train two steps under the strategy and measure.")
+        bool, typer.Option(help="Also train two steps, or a round of localsgd, and measure.")
     ] = False,
     seed: options.Seed = None,
     device: options.Device = None,
@@ -53,7 +53,8 @@ def memory(
         folder = Path(name)
         document = _estimate(command, value, workers, folder)
         if measure:
-            probe = MemoryProbeConfig(folder, steps=2)
+            rounds = value.sync_for(workers).round_steps
+            probe = MemoryProbeConfig(folder, steps=max(2, rounds))
             config = replace(config_for(value, seed, device), memory_probe=probe)
             run_quietly(command, workers, config)
             document["measured"] = [

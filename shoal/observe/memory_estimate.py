@@ -86,8 +86,10 @@ def stage_sizes(
         return [sizes_of(model, optimizer)]
     sizes = []
     for stage in range(stages.stages):
-        names = [name for name, holders in stages.holders.items() if stage in holders]
-        sizes.append(replace(sizes_of(model, optimizer, names), is_stage=True))
+        held = {name: holders for name, holders in stages.holders.items() if stage in holders}
+        duplicates = frozenset(name for name, holders in held.items() if stage > min(holders))
+        of_stage = sizes_of(model, optimizer, list(held))
+        sizes.append(replace(of_stage, is_stage=True, duplicates=duplicates))
     return sizes
 
 

@@ -128,6 +128,11 @@ class SyncTerm(Term, role="sync", abstract=True):
         return False
 
     @property
+    def round_steps(self) -> int:
+        """After how many steps replicas have communicated, at the latest."""
+        return 1
+
+    @property
     def starts_apart(self) -> bool:
         """Whether replicas can start without one that was lost before the rendezvous."""
         return False

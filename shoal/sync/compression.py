@@ -21,7 +21,8 @@ from shoal.strategy.base import SyncTerm
 from shoal.sync.base import Copies, StepSettings
 from shoal.sync.compressed_sum import CompressedSum, SliceMemory
 from shoal.sync.factored_sum import FactoredSum, factored_memory
-from shoal.sync.residuals import INDEX_BYTES, gaps_in, residual_dtype, unused_positions
+from shoal.sync.memory import ModelSizes
+from shoal.sync.residuals import INDEX_BYTES, residual_dtype, unused_positions
 from shoal.sync.sharded_sum import ShardedSum, sharded_memory
 
 
@@ -50,17 +51,18 @@ def make_compressed_sum(
 
 
 def compressed_memory(
-    text: str, flat: FlatLayout, slices: Sequence[slice], rank: int, replicas: int
+    text: str, sizes: ModelSizes, slices: Sequence[slice], rank: int, replicas: int
 ) -> CompressedMemory:
     """What `make_compressed_sum` and its messages take, without making it."""
+    flat = sizes.flat
     width = residual_dtype(flat.dtype).itemsize
-    kept = flat.size * width + INDEX_BYTES * gaps_in(flat, slice(flat.offset, flat.size))
+    kept = flat.size * width + INDEX_BYTES * sizes.unused_in(slice(flat.offset, flat.size))
     slices_memory = []
     for at, compressor in zip(slices, _compressors(text, flat, slices).values(), strict=True):
         if isinstance(compressor, PowerSgd):
             slices_memory.append(factored_memory(compressor, width))
         else:
-            slices_memory.append(sharded_memory(flat, at, compressor, rank, replicas))
+            slices_memory.append(sharded_memory(sizes, at, compressor, rank, replicas))
     kept += sum(memory.kept for memory in slices_memory)
     return CompressedMemory(kept, _most_in_flight(slices_memory))
 

@@ -101,7 +101,7 @@ def compressed_ddp_memory(
     """With a gradient buffer, and what compression takes."""
     flat = sizes.flat
     bodies = [without_header(flat, bucket) for bucket in buckets]
-    compressed = compressed_memory(compress, flat, bodies, rank, replicas)
+    compressed = compressed_memory(compress, sizes, bodies, rank, replicas)
     return replace(
         memory,
         gradients=sizes.bucketed_gradients(buckets),

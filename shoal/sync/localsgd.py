@@ -205,7 +205,7 @@ class LocalSgdPlan(SyncPlan[Localsgd]):
         if self.term.compress is None:
             return replace(plain, copies=copies)
         body = slice(sizes.flat.offset, sizes.flat.size)
-        compressed = compressed_memory(self.term.compress, sizes.flat, [body], rank, replicas)
+        compressed = compressed_memory(self.term.compress, sizes, [body], rank, replicas)
         in_flight = sizes.buffer + compressed.in_flight
         return replace(plain, copies=copies, residuals=compressed.residuals, in_flight=in_flight)
 

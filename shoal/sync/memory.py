@@ -38,6 +38,7 @@ class ModelSizes:
     exact_microbatches: int | None = None
     accumulates: bool = False  # gradients of micro-batches are added up at the parameters
     is_stage: bool = False  # of a pipeline, where that is always so
+    duplicates: frozenset[str] = frozenset()  # parameters whose values another stage decides
 
     @property
     def width(self) -> int:
@@ -52,6 +53,14 @@ class ModelSizes:
     def gap_index(self) -> int:
         """Bytes of the positions in the buffer that belong to no parameter (`gaps`)."""
         return 8 * (self.flat.size - self.flat.offset - sum(p.numel() for p in self.flat.params))
+
+    def unused_in(self, where: slice) -> int:
+        """Positions of a slice of the buffer that need no residual (`unused_positions`)."""
+        used = 0
+        for param in self.flat.ranges:
+            if param.name not in self.duplicates:
+                used += max(0, min(where.stop, param.stop) - max(where.start, param.start))
+        return int(max(0, where.stop - where.start) - used)
 
     @property
     def separate_gradients(self) -> int:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-from shoal.replica.flat_layout import FlatLayout
 from shoal.replica.flat_params import FlatParams
 from shoal.sync.base import Copies
 
@@ -66,11 +65,3 @@ def positions_in(positions: Tensor, where: slice) -> Tensor:
     is_inside = (positions >= where.start) & (positions < where.stop)
     inside: Tensor = positions[is_inside] - where.start
     return inside
-
-
-def gaps_in(layout: FlatLayout, where: slice) -> int:
-    """How many positions of a slice belong to no parameter."""
-    used = 0
-    for param in layout.ranges:
-        used += max(0, min(where.stop, param.stop) - max(where.start, param.start))
-    return int(max(0, where.stop - where.start) - used)

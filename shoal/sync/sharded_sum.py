@@ -15,13 +15,12 @@ from torch.nn import functional as F
 from shoal.comm.group import Group, Op
 from shoal.compress.compressor import Compressor
 from shoal.compress.topk import TopK
-from shoal.replica.flat_layout import FlatLayout
 from shoal.replica.flat_params import FlatParams
 from shoal.sync.compressed_sum import CompressedSum, SliceMemory
+from shoal.sync.memory import ModelSizes
 from shoal.sync.residuals import (
     INDEX_BYTES,
     check_size,
-    gaps_in,
     new_residual,
     positions_in,
     residual_dtype,
@@ -139,15 +138,15 @@ def shard_size(numel: int, size: int) -> int:
 
 
 def sharded_memory(
-    flat: FlatLayout, at: slice, compressor: Compressor, rank: int, replicas: int
+    sizes: ModelSizes, at: slice, compressor: Compressor, rank: int, replicas: int
 ) -> SliceMemory:
     """Packed shards leave and arrive; then the packed sums of all shards arrive."""
     owned = owned_shard(at, rank, replicas)
     shard = shard_size(at.stop - at.start, replicas)
-    owed = (owned.stop - owned.start) * residual_dtype(flat.dtype).itemsize
+    owed = (owned.stop - owned.start) * residual_dtype(sizes.flat.dtype).itemsize
     packed_sum = sum_compressor(compressor, replicas).num_bytes(shard)
     return SliceMemory(
-        kept=owed + INDEX_BYTES * gaps_in(flat, owned),
+        kept=owed + INDEX_BYTES * sizes.unused_in(owned),
         first=2 * replicas * compressor.num_bytes(shard),
         second=(replicas + 1) * packed_sum,
     )

@@ -27,7 +27,7 @@ def memory(tmp_path: Path, script: str, *words: str) -> dict[str, Any]:
         "single",
         "ddp",
         "zero(2)",
-        'localsgd(every=1, outer="nesterov", compress="int8")',
+        'localsgd(every=5, outer="nesterov", compress="int8")',
         "ps",
         "pp(2)",
     ],

@@ -45,6 +45,14 @@ def perceptron() -> nn.Module:
     )
 
 
+def tied() -> nn.Module:
+    """The first and the last layer are one weight, which both stages of two hold."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(40, 40), nn.Linear(40, 40)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), last)
+
+
 def measured(
     world: World, size: int, text: str, make: Callable[[], nn.Module], **options: Any
 ) -> list[WorkerMemory]:
@@ -185,6 +193,22 @@ def test_accumulated_gradients_wait_at_the_parameters(world: World, text: str) -
 def test_stages_hold_their_own_layers_and_no_shapes(world: World, text: str) -> None:
     """The model's other tensors are on the meta device, which takes no memory."""
     compare(world, 2 if text == "pp(2)" else 4, text)
+
+
+@pytest.mark.parametrize("compress", ["int8", "powersgd(rank=2)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ddp(compress='{}')",
+        "localsgd(every=2, compress='{}')",
+        "ps(placement='rank0', compress='{}')",
+    ],
+)
+def test_compression_on_stages_keeps_no_residual_of_the_copy_of_a_tied_weight(
+    world: World, text: str, compress: str
+) -> None:
+    """Which positions these are is held, 8 bytes each."""
+    compare(world, 4, text.format(compress) + " + pp(2)", tied)
 
 
 def test_stages_keep_activations_of_the_microbatches_under_way(world: World) -> None:

@@ -17,7 +17,7 @@ from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.ps.connect import join_servers
 from shoal.sync.ps.push import BUCKET_BYTES
 from shoal.sync.registry import runs
-from shoal.sync.residuals import residual_dtype
+from shoal.sync.residuals import INDEX_BYTES, residual_dtype
 
 
 @runs(Ps)
@@ -42,7 +42,7 @@ class PsPlan(SyncPlan[Ps]):
         exact = sizes.exact_microbatches
         is_out_gradients = exact is None and self.term.compress is None
         out = 0 if is_out_gradients else self._sums_per_push(sizes, replicas) * sizes.buffer
-        inbox = 0 if self._shares_weights else sizes.buffer
+        inbox = 0 if self._shares_weights(sizes) else sizes.buffer
         state = sizes.first_state if self.term.update == "server" else sizes.state
         return replace(
             plain,
@@ -54,9 +54,13 @@ class PsPlan(SyncPlan[Ps]):
             server=self._server(sizes, rank, replicas),
         )
 
-    @property
-    def _shares_weights(self) -> bool:
-        return self.term.update == "server" and self.term.lockstep
+    def _shares_weights(self, sizes: ModelSizes) -> bool:
+        """Whether the model uses the weights where the servers keep them.
+
+        Stages that get compressed sums take copies, to make those of tied weights equal.
+        """
+        takes_copies = sizes.is_stage and self.term.compress is not None
+        return self.term.update == "server" and self.term.lockstep and not takes_copies
 
     def _sums_per_push(self, sizes: ModelSizes, replicas: int) -> int:
         exact = sizes.exact_microbatches
@@ -70,8 +74,9 @@ class PsPlan(SyncPlan[Ps]):
             return 0
         drops = self.term.quorum is not None and self.term.late == "drop"
         residual = sizes.flat.size * residual_dtype(sizes.flat.dtype).itemsize
+        index = INDEX_BYTES * sizes.unused_in(slice(sizes.flat.offset, sizes.flat.size))
         bases = sum(self._basis(held) for held in self._slices(sizes, replicas))
-        return residual * (2 if drops else 1) + 2 * sizes.gap_index + bases
+        return residual * (2 if drops else 1) + sizes.gap_index + index + bases
 
     def _basis(self, held: ServerSlice) -> int:
         """Bytes of PowerSGD's basis for one server's slice."""
@@ -87,7 +92,7 @@ class PsPlan(SyncPlan[Ps]):
             return 0
         held = self._slices(sizes, replicas)[rank]
         slice_bytes = (held.stop - held.start) * sizes.width
-        buffers = 1 if self._shares_weights else 2
+        buffers = 1 if self._shares_weights(sizes) else 2
         if self.term.compress is not None:
             buffers += replicas
         state = 0
