@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.errors import StrategyError
 from shoal.strategy.constraints import clip, show
+from shoal.strategy.synonyms import hint_for
 
 MAX_TEXT = 10_000  # characters: no strategy is longer, and Python's parser has limits
 Terms = Mapping[str, type[Any]]  # dataclasses by their name in the notation
@@ -57,14 +58,14 @@ def _operands(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _read_term(node: ast.expr, terms: Terms) -> Any:
-    head = node.func if isinstance(node, ast.Call) else node
+    head = _name_of(node.func if isinstance(node, ast.Call) else node)
     if not isinstance(head, ast.Name):
         raise StrategyError(
             f"cannot read '{clip(ast.unparse(node))}' as a term of a strategy; "
             "a strategy is terms joined with +, such as ddp + tp(2)"
         )
     if head.id not in terms:
-        hint = _nearest(head.id, terms, "strategies")
+        hint = hint_for(head.id) or _nearest(head.id, terms, "strategies")
         raise StrategyError(f"unknown strategy '{clip(head.id)}'; {hint}")
     given = _read_options(head.id, node, terms) if isinstance(node, ast.Call) else {}
     make: Callable[..., Any] = terms[head.id]
@@ -72,6 +73,12 @@ def _read_term(node: ast.expr, terms: Terms) -> Any:
         if option.default is MISSING and option.name not in given:
             raise StrategyError(f"{head.id} needs a {option.name}, as in {head.id}(2)")
     return make(**given)
+
+
+def _name_of(node: ast.expr) -> ast.expr:
+    """The node; `inter-op`, which reads as a difference, as one name where the field says so."""
+    text = ast.unparse(node).replace(" - ", "-") if isinstance(node, ast.BinOp) else ""
+    return ast.Name(text) if hint_for(text) is not None else node
 
 
 def _read_options(name: str, call: ast.Call, terms: Terms) -> dict[str, object]:

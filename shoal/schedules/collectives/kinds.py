@@ -105,9 +105,25 @@ _KINDS = [
     CollectiveKind("barrier", _one, _all, _all, reduces=True, overlap=True, bound=lambda p: 0.0),
 ]
 KINDS = {kind.name: kind for kind in _KINDS}
+_POINT_TO_POINT = "a message between two ranks is group.send and group.recv, and no collective"
+_SYNONYMS = {
+    "prefix_sum": "a prefix sum is scan",
+    "prefix": "a prefix sum is scan",
+    "cumsum": "a prefix sum is scan",
+    "inclusive_scan": "an inclusive prefix sum is scan",
+    "exscan": "an exclusive prefix sum is exclusive_scan",
+    "bcast": "did you mean 'broadcast'?",
+    "allreduce": "did you mean 'all_reduce'?",
+    "allgather": "did you mean 'all_gather'?",
+    "alltoall": "did you mean 'all_to_all'?",
+    "transpose": "a piece for every rank from every rank is all_to_all",
+    "synchronize": "waiting for all ranks is barrier",
+    **dict.fromkeys(("push", "pull", "send", "recv", "receive", "p2p"), _POINT_TO_POINT),
+}
 
 
 def kind_named(name: str) -> CollectiveKind:
     if name not in KINDS:
-        raise BadInput(f"there is no collective {name!r}; {nearest(name, KINDS)}")
+        hint = _SYNONYMS.get(name.lower().replace("-", "_")) or nearest(name, KINDS)
+        raise BadInput(f"there is no collective {name!r}; {hint}")
     return KINDS[name]
