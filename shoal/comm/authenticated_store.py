@@ -1,32 +1,35 @@
 """A torch store whose values are proven with the secret of the run.
 
 Anybody who reaches a TCPStore can read and write it. Here every value has a code (HMAC) over its
-key and over the nonces of all ranks, so a value of somebody else, of another key or of another
-run is an error. Counters (`add`) have none: torch only counts arrivals with them.
+key, and once ranks have met over the nonces of all of them, so a value of somebody else, of
+another key or of another run is an error. Counters (`add`) have none: torch only counts arrivals
+with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
+from shoal.comm.generation import own_generation
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.proof import fresh_nonce, is_proof, proof
 
 _CODE_BYTES = 32
-_NONE = b"none"
 
 
 class AuthenticatedStore(Store):
-    """Values of `store` under `key`. Keep a reference: torch does not."""
+    """Values of `store` under `key`. Keep a reference: torch does not.
 
-    def __init__(self, store: Store, key: bytes):
+    `below` is another store in Python to which `store` leads.
+    """
+
+    def __init__(self, store: Store, key: bytes, below: Store | None = None):
         super().__init__()
         self._store = store
         self._key = key
-        self._clones: list[Store] = []
+        self._kept = [] if below is None else [below]
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
@@ -38,7 +41,7 @@ class AuthenticatedStore(Store):
         if not is_proof(code, self._key, "store", key.encode(), data):
             raise ShoalError(
                 f"{key!r} in the store of the rendezvous was written by somebody who does not "
-                "know the secret of this run (SHOAL_SECRET)"
+                "know the secret of this run (is SHOAL_SECRET the same on every host?)"
             )
         return data
 
@@ -62,25 +65,29 @@ class AuthenticatedStore(Store):
 
     def clone(self) -> Store:
         clone = AuthenticatedStore(self._store.clone(), self._key)  # type: ignore[attr-defined]
-        self._clones.append(clone)
+        self._kept.append(clone)
         return clone
 
 
 def authenticated(store: Store, secret: bytes | None, rank: int, size: int) -> Store:
-    """The store as ranks use it that all have the secret; itself where none of them has one."""
-    nonces = _exchange_nonces(store, _NONE if secret is None else fresh_nonce(), rank, size)
-    lacking = [peer for peer, nonce in enumerate(nonces) if nonce == _NONE]
-    if secret is None and len(lacking) == size:
-        return store
-    if secret is None or lacking:
+    """The store of one start of these ranks, proven if they have a secret; all ranks call it."""
+    own = b"none" if secret is None else b"given"
+    told = _exchange(store, "secret", own, rank, size)
+    if len(set(told)) > 1 or own not in told:
+        lacking = [peer for peer, word in enumerate(told) if word != b"given"]
         raise BadInput(
             f"rank {lacking[0]} has no secret, and other ranks have one: give SHOAL_SECRET (or "
             "SHOAL_SECRET_FILE) to all ranks or to none"
         )
-    return AuthenticatedStore(store, proof(secret, "nonces", *nonces))
+    if secret is None:
+        return own_generation(store, rank, size)
+    signed = AuthenticatedStore(store, secret)
+    started = own_generation(signed, rank, size)
+    nonces = _exchange(started, "nonce", fresh_nonce(), rank, size)
+    return AuthenticatedStore(started, proof(secret, "nonces", *nonces), below=signed)
 
 
-def _exchange_nonces(store: Store, own: bytes, rank: int, size: int) -> Sequence[bytes]:
-    """By rank. What others make of this rank's nonce does not count here."""
-    store.set(f"nonce/{rank}", own)  # type: ignore[arg-type]
-    return [own if peer == rank else store.get(f"nonce/{peer}") for peer in range(size)]
+def _exchange(store: Store, what: str, own: bytes, rank: int, size: int) -> list[bytes]:
+    """By rank. What others make of this rank's word does not count here."""
+    store.set(f"{what}/{rank}", own)  # type: ignore[arg-type]
+    return [own if peer == rank else store.get(f"{what}/{peer}") for peer in range(size)]

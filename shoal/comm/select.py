@@ -66,7 +66,7 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
         if spec.backend == "gloo" and not spec.init_method.startswith("file://"):
             stores.append(authenticated(store, spec.secret, rank, size))
             return stores[0]
-        return store
+        return own_generation(store, rank, size)
 
     with gloo_on_loopback(spec.is_one_host):
         world = join_world(spec.init_method, spec.rank, spec.size, spec.backend, spec.name, protect)

@@ -39,8 +39,8 @@ def test_ranks_read_what_ranks_have_written() -> None:
 
 def test_what_a_stranger_writes_is_refused() -> None:
     open_store = HashStore()
-    one, two = opened(open_store, SECRET, SECRET)
-    one.set("key", "text")
+    two = AuthenticatedStore(open_store, SECRET)
+    two.set("key", "text")
     signed = open_store.get("key")
     for forged in (b"", b"text", b"Text" + signed[4:], signed[:-1], bytes(40), b"\xff" * 5):
         open_store.set("key", forged)  # type: ignore[arg-type]
@@ -52,18 +52,21 @@ def test_what_a_stranger_writes_is_refused() -> None:
 
 
 def test_values_of_another_run_with_the_same_secret_are_refused() -> None:
-    before = HashStore()
-    now = HashStore()
-    opened(before, SECRET, SECRET)[0].set("key", "old")
-    stores = opened(now, SECRET, SECRET)
-    now.set("key", before.get("key"))  # type: ignore[arg-type]
+    before = opened(HashStore(), SECRET, SECRET)[0]
+    now = opened(HashStore(), SECRET, SECRET)[0]
+    assert isinstance(before, AuthenticatedStore)
+    assert isinstance(now, AuthenticatedStore)
+    before.set("key", "old")
+    now._store.set("key", before._store.get("key"))  # type: ignore[arg-type]
     with pytest.raises(ShoalError, match="does not know the secret"):
-        stores[0].get("key")
+        now.get("key")
 
 
 def test_without_a_secret_the_store_is_as_it_was() -> None:
-    open_store = HashStore()
-    assert opened(open_store, None, None) == [open_store, open_store]
+    one, two = opened(HashStore(), None, None)
+    one.set("key", "text")
+    assert two.get("key") == b"text"
+    assert not isinstance(two, AuthenticatedStore)
 
 
 def test_a_secret_that_only_some_ranks_have_is_an_error() -> None:
@@ -73,8 +76,17 @@ def test_a_secret_that_only_some_ranks_have_is_an_error() -> None:
 
 def test_a_stranger_cannot_talk_ranks_out_of_the_secret() -> None:
     open_store = HashStore()
-    open_store.set("nonce/1", "none")
+    open_store.set("secret/1", "none")
     with pytest.raises(BadInput, match="rank 1 has no secret"):
+        authenticated(open_store, SECRET, 0, 2)
+
+
+@pytest.mark.parametrize("key", ["hello/1", "secret/1"])
+def test_a_stranger_who_comes_before_the_ranks_have_met_is_refused(key: str) -> None:
+    open_store = HashStore()
+    open_store.set("secret/1", "given")
+    open_store.set(key, "\xff" * 9)
+    with pytest.raises(ShoalError):
         authenticated(open_store, SECRET, 0, 2)
 
 

@@ -27,15 +27,15 @@ needs_openssl = pytest.mark.skipif(
 pytestmark = needs_openssl
 
 
-def certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
+def certificate(folder: Path, name: str, hosts: str = "IP:127.0.0.1") -> tuple[Path, Path]:
+    """A certificate of these hosts that signs itself, and its key."""
     key = folder / f"{name}.key"
     cert = folder / f"{name}.pem"
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
             *("-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"),
-            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)),
+            *("-addext", f"subjectAltName={hosts}", "-keyout", str(key), "-out", str(cert)),
         ],
         check=True,
         capture_output=True,

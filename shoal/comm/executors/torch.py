@@ -327,13 +327,12 @@ def join_world(
 
     A process may join several worlds one after the other at the same rendezvous: `name` keeps
     what they leave in its store apart, and `own_generation` the starts of one world. `protect`
-    makes the store that is used of the one found.
+    may take its place, for ranks that have a secret.
     """
     if not dist.is_initialized():
         store, rank, size = next(meet(rendezvous, rank, size))
-        store = own_generation(PrefixStore(name, store), rank, size)
-        if protect is not None:
-            store = protect(store, rank, size)
+        named = PrefixStore(name, store)
+        store = (protect or own_generation)(named, rank, size)
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         dist.init_process_group(
             backend,
