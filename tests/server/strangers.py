@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import subprocess
 import threading
 import time
@@ -67,6 +68,7 @@ def at_the_store(
         limit = timedelta(seconds=2)
         while not ending.is_set():
             with suppress(Exception):  # it is not there yet, or not any longer
+                socket.create_connection((master, port), 1.0).close()  # torch would log it
                 store = TCPStore(master, port, None, False, limit, wait_for_workers=False)
                 while not ending.is_set():
                     act(store)
