@@ -37,7 +37,7 @@ class Preemption:
         self._rank = rank
         self._size = size
         self.is_asked = False
-        self._wakeup = -1
+        self._wakeup = self._previous = -1
         self._listener: threading.Thread | None = None
 
     def __enter__(self) -> Preemption:
@@ -50,7 +50,7 @@ class Preemption:
 
     def __exit__(self, *_: object) -> None:
         if self._listener is not None:
-            signal.set_wakeup_fd(-1)
+            _set_wakeup(self._previous, self._wakeup)
             os.close(self._wakeup)
             self._listener.join()
             if self._is_ours():
@@ -60,7 +60,7 @@ class Preemption:
         """A thread learns of the signal also while the main thread is in native code."""
         listen, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
-        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._previous = _set_wakeup(self._wakeup)  # of an event loop
         self._listener = threading.Thread(
             target=self._hear, args=(listen,), name="shoal-preemption", daemon=True
         )
@@ -77,11 +77,9 @@ class Preemption:
         return signal.getsignal(signal.SIGTERM) == self._handle
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        """Where an event loop of the script has replaced the pipe; otherwise it is a repetition."""
-        if signal.set_wakeup_fd(-1) != self._wakeup:
+        """For the case that an event loop of the script has replaced the pipe meanwhile."""
+        if not self.is_asked and not _is_wakeup(self._wakeup):
             threading.Thread(target=self._decide, daemon=True).start()
-        else:
-            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
 
     def stops_after(self, steps: int, is_first: bool, period: int) -> bool:
         """Whether this rank, which has done `steps`, is to stop.
@@ -119,6 +117,21 @@ class Preemption:
                 _die()  # it is for this process alone
             time.sleep(_POLL_S)
         self.is_asked = True
+
+
+def _set_wakeup(descriptor: int, instead_of: int | None = None) -> int:
+    """Where signals are written; returns the one before. Another's pipe is left as it is."""
+    before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    if instead_of not in (None, before):
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+    return before
+
+
+def _is_wakeup(descriptor: int) -> bool:
+    before = signal.set_wakeup_fd(-1)
+    if before >= 0:
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+    return before == descriptor
 
 
 def _die() -> None:

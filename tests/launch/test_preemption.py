@@ -135,6 +135,7 @@ def test_a_worker_alone_that_gets_sigterm_dies_by_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     script = f"""
+import time
 from pathlib import Path
 from shoal.runtime.preemption import Preemption
 from shoal.runtime.run_dir import RunDir
@@ -148,3 +149,17 @@ with Preemption(RunDir(Path({str(run_dir)!r})), 1, 2):
         process.stdout.readline()
         process.terminate()
         assert process.wait(20) == -signal.SIGTERM
+
+
+def test_the_pipe_of_an_event_loop_is_given_back(tmp_path: Path) -> None:
+    pipe, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    before = signal.set_wakeup_fd(wakeup)
+    try:
+        with Preemption(RunDir(tmp_path)):
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        assert signal.set_wakeup_fd(before) == wakeup
+        os.close(pipe)
+        os.close(wakeup)
