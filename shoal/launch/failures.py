@@ -34,6 +34,10 @@ from shoal.runtime.run_dir import RunDir, signal_name, write_atomically
 _HEAD_START_NS = 300_000_000
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 
+_OUT_OF_MEMORY = (
+    ", of the kernel's out-of-memory killer: take fewer workers, a smaller batch, or more memory"
+)
+
 
 @dataclass(frozen=True)
 class FailureReport:
@@ -56,6 +60,14 @@ class ProcessFailure:
     report: FailureReport | None = None
     stderr_tail: str = ""
     role: Role = "worker"
+    out_of_memory: bool = False  # the kernel has killed for memory while the run was going on
+
+    @property
+    def ending(self) -> str:
+        """ "was killed by SIGKILL", for a process that was."""
+        number = -self.returncode
+        struck = self.out_of_memory and number == signal.SIGKILL
+        return f"was killed by {signal_name(number)}{_OUT_OF_MEMORY if struck else ''}"
 
     @property
     def is_loss(self) -> bool:
@@ -132,7 +144,7 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> Shoal
 
 def _server_failed(failure: ProcessFailure) -> ServerFailed:
     code = failure.returncode
-    how = f"ended with exit status {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+    how = f"ended with exit status {code}" if code >= 0 else failure.ending
     tail = f":\n{failure.stderr_tail}" if failure.stderr_tail else ""
     return ServerFailed(failure.rank, f"{how} while workers needed it{tail}")
 
@@ -145,7 +157,7 @@ def _failed(rank: int, report: FailureReport) -> str:
 def _killed(failure: ProcessFailure) -> str:
     number = -failure.returncode
     tail = f":\n{failure.stderr_tail}" if number in _CRASHES and failure.stderr_tail else ""
-    return f"worker {failure.rank} was killed by {signal_name(number)}{tail}"
+    return f"worker {failure.rank} {failure.ending}{tail}"
 
 
 def _time_ns(failure: ProcessFailure) -> int:

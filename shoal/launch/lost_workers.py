@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from shoal.launch.failures import ProcessFailure, read_failure
 from shoal.launch.processes import ProcessExit
-from shoal.runtime.run_dir import RunDir, signal_name
+from shoal.runtime.memory_limit import OutOfMemoryKills
+from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import Strategy
 
 
@@ -66,6 +67,7 @@ class LossPolicy:
         self._workers = workers
         self._tolerance = tolerance
         self._say = say
+        self._memory_kills = OutOfMemoryKills()
         self._start_ns = time.monotonic_ns()
         self.lost: list[LostWorker] = []
 
@@ -79,7 +81,13 @@ class LossPolicy:
         if self._tolerance is None or not self._is_dispensable(exit.rank, self._tolerance):
             return False
         report = read_failure(self._run_dir, exit.rank)
-        failure = ProcessFailure(exit.rank, exit.returncode, exit.noticed_ns, report)
+        failure = ProcessFailure(
+            exit.rank,
+            exit.returncode,
+            exit.noticed_ns,
+            report,
+            out_of_memory=self._memory_kills.has_struck(),
+        )
         if failure.is_loss:
             self._note_loss(failure, self._tolerance)
         return failure.is_loss
@@ -121,5 +129,5 @@ def _list(role: str, ranks: Sequence[int]) -> str:
 
 def _how(failure: ProcessFailure) -> str:
     if failure.returncode < 0:
-        return f"was killed by {signal_name(-failure.returncode)}"
+        return failure.ending
     return "gave up, having lost its peers,"

@@ -25,6 +25,7 @@ from typing import Any
 from shoal.launch.failures import ProcessFailure, read_failure
 from shoal.launch.output import LineForwarder
 from shoal.launch.processes import Processes, ProcessExit, Role
+from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir
 
 _GRACE_S = 0.3  # after the first failure
@@ -84,6 +85,7 @@ class Supervisor:
     output_error: Exception | None = None  # raised by `write` or `on_progress`
     stopped_ns: int | None = None  # when the launcher began to end the processes
     survives: Callable[[ProcessExit], bool] | None = None
+    memory_kills: OutOfMemoryKills = field(default_factory=OutOfMemoryKills)
 
     def run(
         self,
@@ -136,6 +138,7 @@ class Supervisor:
                 read_failure(run_dir, exit.rank) if exit.role == "worker" else None,
                 stderr[exit.role][exit.rank].tail(),
                 exit.role,
+                self.memory_kills.has_struck(),
             )
             for exit in (self.failed if succeeded or self.failed else errors)
         ]

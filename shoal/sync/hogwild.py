@@ -67,7 +67,7 @@ class HogwildSync(Sync):
         if buffer is None:
             raise BadInput(
                 "hogwild keeps the weights in memory that all workers share, and these share "
-                "none: run them as one user on one Linux host"
+                f"none: run them as one user on one Linux host with {num_bytes / 1e9:.3g} GB free"
             )
         self.buffer = buffer
         views = [self._view(tensor, at) for tensor, at in zip(tensors, places, strict=True)]

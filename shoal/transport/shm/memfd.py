@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from shoal.runtime.memory_limit import memory_left
 from shoal.transport.shm.syscalls import memfd_create
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ def make(label: str, num_bytes: int, generation: int = 0) -> int:
 
     The first 8 bytes hold `generation`; the rest is zero.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not fits(label, num_bytes):
         return -1
     try:
         fd = memfd_create(label)
@@ -54,6 +55,15 @@ def make(label: str, num_bytes: int, generation: int = 0) -> int:
         os.close(fd)
         return -1
     return fd
+
+
+def fits(use: str, num_bytes: int) -> bool:
+    """Whether there is room for so much; says so if not, since the kernel would kill a process."""
+    left = memory_left()
+    refusal = left.refusal(num_bytes, use) if left is not None else None
+    if refusal is not None:
+        print(f"shoal: {refusal}", file=sys.stderr)
+    return refusal is None
 
 
 def _allocate(fd: int, num_bytes: int) -> None:

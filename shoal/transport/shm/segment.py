@@ -19,6 +19,7 @@ except ImportError:  # installed without a compiler
     _shm = None  # type: ignore[assignment]
 
 SLOT_BYTES = 256 << 10
+_SLOTS = 4  # of each rank
 FINE, LOST, DESYNC, LATE, INTERRUPTED, WRONG_SIZE, CLOSED = range(7)
 
 
@@ -166,7 +167,8 @@ def join(
 
 def _create(size: int, slot_bytes: int, generation: int) -> int:
     """A descriptor, or -1 where memory is full, not allowed, or the native part is missing."""
-    if not is_built():
+    slots = _SLOTS * size * slot_bytes
+    if not is_built() or not memfd.fits("messages of ranks", slots + size**2 * _ring_bytes(size)):
         return -1
     try:
         return _shm.create(size, slot_bytes, _ring_bytes(size), generation)

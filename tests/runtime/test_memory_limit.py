@@ -1,0 +1,84 @@
+"""The limits of a machine and of a container, from files as the kernel writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.launch.failures import ProcessFailure, launch_error
+from shoal.runtime import memory_limit
+from shoal.runtime.memory_limit import MemoryLeft, OutOfMemoryKills, memory_left
+from shoal.transport.shm import memfd
+
+GB = 1 << 30
+TWO = {
+    "proc/meminfo": "MemTotal: 99 kB\nMemAvailable:   16777216 kB\n",
+    "proc/self/cgroup": "0::/pod/box\n",
+    "sys/fs/cgroup/pod/box/memory.max": f"{4 * GB}\n",
+    "sys/fs/cgroup/pod/box/memory.current": f"{3 * GB}\n",
+    "sys/fs/cgroup/pod/box/memory.stat": f"anon 5\nactive_file {GB}\ninactive_file 0\n",
+    "sys/fs/cgroup/pod/box/memory.events": "oom 0\noom_kill 2\n",
+    "sys/fs/cgroup/pod/memory.max": "max\n",
+    "sys/fs/cgroup/pod/memory.current": "1\n",
+}
+ONE = {
+    "proc/meminfo": "MemAvailable:   16777216 kB\n",
+    "proc/self/cgroup": "5:cpu:/\n4:memory:/box\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{3 * GB}\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2 * GB}\n",
+    "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\noom_kill 2\n",
+}
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_the_container_leaves_its_limit_less_what_is_used_and_no_cache(tmp_path: Path) -> None:
+    assert memory_left(write(tmp_path, TWO)) == MemoryLeft(2 * GB, "this container")
+
+
+def test_containers_of_the_first_kind(tmp_path: Path) -> None:
+    assert memory_left(write(tmp_path, ONE)) == MemoryLeft(GB, "this container")
+
+
+def test_the_limit_of_an_outer_container_counts(tmp_path: Path) -> None:
+    outer = {**TWO, "sys/fs/cgroup/pod/memory.max": f"{GB}\n"}
+    assert memory_left(write(tmp_path, outer)) == MemoryLeft(GB - 1, "this container")
+
+
+def test_a_machine_without_containers(tmp_path: Path) -> None:
+    files = {"proc/meminfo": TWO["proc/meminfo"], "proc/self/cgroup": "0::/\n"}
+    assert memory_left(write(tmp_path, files)) == MemoryLeft(16 * GB, "this machine")
+    assert memory_left(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("files", [TWO, ONE])
+def test_a_kill_is_noticed(tmp_path: Path, files: dict[str, str]) -> None:
+    kills = OutOfMemoryKills(write(tmp_path, files))
+    assert not kills.has_struck()
+    write(
+        tmp_path, {name: text.replace("oom_kill 2", "oom_kill 3") for name, text in files.items()}
+    )
+    assert kills.has_struck()
+
+
+def test_memory_that_does_not_fit_is_refused_before_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write(tmp_path, TWO)
+    monkeypatch.setattr(memfd, "memory_left", lambda: memory_limit.memory_left(root))
+    assert memfd.make("weights", 3 * GB) == -1
+    sentence = "3.22 GB of shared memory (weights) do not fit: this container has 2.15 GB left"
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_launcher_names_the_out_of_memory_killer() -> None:
+    struck = ProcessFailure(1, -9, 0, out_of_memory=True)
+    assert "SIGKILL, of the kernel's out-of-memory killer: take" in str(launch_error(struck))
+    other = ProcessFailure(1, -15, 0, out_of_memory=True)
+    assert str(launch_error(other)).endswith("worker 1 was killed by SIGTERM")
