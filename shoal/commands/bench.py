@@ -6,10 +6,12 @@ import json
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from shoal.commands import options
 from shoal.commands.bench_harness import measure_in_workers, say, spread
 from shoal.commands.launching import config_for, strategy_for
+from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput
 
 app = typer.Typer(
@@ -131,21 +133,21 @@ def _measure(name: str, workers: int, rounds: int, device: str | None) -> Any:
 
 
 def _print(results: list[Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    wide_console().print(_table(results))
+    print("peer / shoal above 1: Shoal is faster")
 
-    table = Table(title="ms a step: median (quartiles)")
-    for column in ("workload", "workers", "parameters", "shoal", "peer", "", "peer / shoal"):
-        table.add_column(column, justify="left" if column in ("workload", "") else "right")
+
+def _table(results: list[Any]) -> Table:
+    heads = ["workload", "peer", "workers", "param-\neters", "shoal", "peer", "peer /\nshoal"]
+    table = plain_table("ms a step: median (quartiles)", heads, left=2)
     for r in results:
         table.add_row(
             r["workload"],
+            "DDP" if r["workers"] > 1 else r["peer"],
             str(r["workers"]),
             f"{r['parameters']:,}",
             spread(r["shoal"], "_ms"),
             spread(r["theirs"], "_ms"),
-            r["peer"],
             spread(r["ratio"], ""),
         )
-    Console().print(table)
-    print("peer / shoal above 1: Shoal is faster")
+    return table

@@ -9,14 +9,19 @@ from contextlib import suppress
 from subprocess import PIPE
 from typing import Any
 
+from rich.table import Table
+
 from shoal.commands.bench_harness import check_names, measure_in_workers, say
 from shoal.commands.launching import config_for, run_quietly, strategy_for
-from shoal.commands.units import parse_bytes
+from shoal.commands.output import plain_table, wide_console
+from shoal.commands.units import parse_bytes, show_bytes
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.config import RunConfig
 
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 PEERS = ("gloo", "mpi")
+WAYS = ("group", "backend", *PEERS, "memory")
+_CALL = ("collective", "ranks", "bytes")
 _PATIENCE_S = 10.0
 
 
@@ -85,27 +90,26 @@ def _needs() -> dict[str, bool]:
 
 
 def print_table(results: list[Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    """Times, then their ratios: together they are wider than 80 columns."""
+    console = wide_console()
+    for table in tables(results):
+        console.print(table)
 
-    table = Table(title="µs a call, medians")
-    ways = [way for way in ("group", "backend", *PEERS, "memory")
-            if any(way in r["median_us"] for r in results)]  # fmt: skip
-    ratios = [(peer, way) for peer in PEERS if peer in ways for way in ("backend", "group")]
-    for column in ("collective", "ranks", "bytes", *ways):
-        table.add_column(column, justify="right")
-    for peer, way in ratios:
-        table.add_column(f"{peer} / {way}", justify="right")
-    table.add_column("group / memory", justify="right")
+
+def tables(results: list[Any]) -> list[Table]:
+    found = [way for way in WAYS if any(way in r["median_us"] for r in results)]
+    peers = [peer for peer in PEERS if peer in found]
+    pairs = [(peer, way) for peer in peers for way in ("backend", "group")]
+    pairs.append(("group", "memory"))
+    times = plain_table("µs a call, medians", [*_CALL, *found], left=1)
+    heads = [f"{one} /\n{other}" for one, other in pairs]
+    ratios = plain_table("how many times as long", [*_CALL, *heads], left=1)
     for r in results:
         us = r["median_us"]
-        table.add_row(
-            r["kind"], str(r["ranks"]), f"{r['bytes']:,}",
-            *(f"{us[way]:,.1f}" if way in us else "" for way in ways),
-            *(_ratio(us, *pair) for pair in ratios),
-            _ratio(us, "group", "memory"),
-        )  # fmt: skip
-    Console().print(table)
+        call = [r["kind"], str(r["ranks"]), show_bytes(r["bytes"])]
+        times.add_row(*call, *(f"{us[way]:,.1f}" if way in us else "" for way in found))
+        ratios.add_row(*call, *(_ratio(us, *pair) for pair in pairs))
+    return [times, ratios]
 
 
 def _ratio(us: dict[str, float], one: str, other: str) -> str:

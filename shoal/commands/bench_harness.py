@@ -40,7 +40,7 @@ def check_names(option: str, given: Iterable[str], known: Collection[str]) -> No
         raise BadInput(f"{option} takes {', '.join(known)}, not {', '.join(unknown)}")
 
 
-def spread(timing: Mapping[str, float], unit: str, digits: int = 3) -> str:
-    """A median and its quartiles, as text."""
-    median, low, high = (f"{timing[key + unit]:.{digits}f}" for key in ("median", "low", "high"))
-    return f"{median} ({low} to {high})"
+def spread(timing: Mapping[str, float], unit: str) -> str:
+    """A median, and below it its quartiles, with four digits."""
+    median, low, high = (f"{timing[key + unit]:.4g}" for key in ("median", "low", "high"))
+    return f"{median}\n({low}–{high})"

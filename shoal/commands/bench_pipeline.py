@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.table import Table
+
 from shoal.commands.bench_harness import measure_in_workers, say, spread
 from shoal.commands.launching import config_for
+from shoal.commands.output import plain_table, wide_console
 from shoal.strategy.strategy import as_strategy
 
 PEERS = ("gpipe", "1f1b")
@@ -27,26 +30,26 @@ def measure_idle() -> list[Any]:
 
 
 def print_tables(steps: list[Any], idle: list[Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    console = wide_console()
+    for table in tables(steps, idle):
+        console.print(table)
 
-    table = Table(title="ms a step on 2 workers: median (quartiles)")
-    for column in ("schedule", "shoal", "torch.distributed.pipelining", "theirs / shoal"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+
+def tables(steps: list[Any], idle: list[Any]) -> list[Table]:
+    heads = ["schedule", "shoal", "torch.distributed.\npipelining", "theirs /\nshoal"]
+    times = plain_table("ms a step on 2 workers: median (quartiles)", heads, left=1)
     for r in steps:
-        table.add_row(
+        times.add_row(
             r["schedule"],
             spread(r["shoal"], "_ms"),
             spread(r["theirs"], "_ms"),
             spread(r["ratio"], ""),
         )
-    Console().print(table)
-    table = Table(title="idle share of 4 stages, 8 micro-batches, layers that sleep")
-    for column in ("schedule", "simulated", "traced"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    title = "idle share of 4 stages, 8 micro-batches, layers that sleep"
+    shares = plain_table(title, ["schedule", "simulated", "traced"], left=1)
     for r in idle:
-        table.add_row(r["schedule"], f"{r['simulated_idle']:.1%}", f"{r['traced_idle']:.1%}")
-    Console().print(table)
+        shares.add_row(r["schedule"], f"{r['simulated_idle']:.1%}", f"{r['traced_idle']:.1%}")
+    return [times, shares]
 
 
 def _measure(schedule: str, batch_size: int, microbatches: int, rounds: int, steps: int) -> Any:

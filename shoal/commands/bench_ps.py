@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+from rich.table import Table
+
 from shoal.commands.bench_harness import check_names, measure_in_workers, say, spread
 from shoal.commands.launching import config_for, strategy_for
+from shoal.commands.output import plain_table, wide_console
 from shoal.commands.units import parse_bytes
 
 PEERS = ("ray", "rpc")
@@ -40,24 +43,25 @@ def with_speeds(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_table(document: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    wide_console().print(table_of(document))
+    print("peer / shoal above 1: Shoal is faster")
 
-    table = Table(title=f"{document['workers']} workers, one server: ms, medians (quartiles)")
-    for column in ("", "", "shoal", "peer", "peer / shoal", "rows/s"):
-        table.add_column(column, justify="left" if not column else "right")
-    dense = f"push and pull of {document['bytes'] / 1e6:.0f} MB"
+
+def table_of(document: dict[str, Any]) -> Table:
+    title = f"{document['workers']} workers, one server: ms, medians (quartiles)"
+    heads = ["peer", "operation", "shoal", "peer", "peer /\nshoal", "rows/s"]
+    table = plain_table(title, heads, left=2)
+    dense = f"push, pull {document['bytes'] / 1e6:.0f} MB"
     for result in document["results"]:
         peer = result["peer"] or ""
-        rows = " against ".join(f"{speed:,.0f}" for speed in result["rows_per_s"].values())
+        rows = "\nagainst ".join(f"{speed:,.0f}" for speed in result["rows_per_s"].values())
         table.add_row(peer, dense, *_cells(result["dense"]), "")
-        table.add_row(peer, f"pull of {document['rows']:,} rows", *_cells(result["sparse"]), rows)
-    Console().print(table)
-    print("peer / shoal above 1: Shoal is faster")
+        table.add_row(peer, f"pull {document['rows']:,} rows", *_cells(result["sparse"]), rows)
+    return table
 
 
 def _cells(timings: dict[str, Any]) -> list[str]:
     if "theirs" not in timings:
-        return [spread(timings["shoal"], "_ms", 2), "", ""]
-    ratio = spread(timings["ratio"], "", 2)
-    return [spread(timings["shoal"], "_ms", 2), spread(timings["theirs"], "_ms", 2), ratio]
+        return [spread(timings["shoal"], "_ms"), "", ""]
+    ratio = spread(timings["ratio"], "")
+    return [spread(timings["shoal"], "_ms"), spread(timings["theirs"], "_ms"), ratio]

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table as Grid
 
 from shoal.commands import options
-from shoal.commands.output import wide_console, write_text
+from shoal.commands.output import plain_table, wide_console, write_text
 from shoal.commands.units import (
     parse_bytes,
     parse_s_per_byte,
@@ -115,11 +115,8 @@ def show(
 
 def _grid(kind: str, prices: list[Price], num_bytes: int, cost: Cost) -> Grid:
     title = f"{kind} of {show_bytes(num_bytes)} over {prices[0].ranks} ranks, {_link(cost)}"
-    grid = Grid(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    grid.add_column("algorithm")
-    for heading in ("rounds", "time", "busiest port", "x bound", "sent/rank", "sent total"):
-        grid.add_column(heading, justify="right")
-    grid.add_column("extra memory", justify="right")
+    heads = ["algorithm", "rounds", "time", "busiest\nport", "times\nbound", "sent/\nrank"]
+    grid = plain_table(title, [*heads, "sent\ntotal", "extra\nmemory"], left=1)
     grid.add_column("")
     for row, price in enumerate(prices):
         grid.add_row(

@@ -20,7 +20,7 @@ import typer
 
 from shoal.commands import options
 from shoal.commands.launching import command_for, config_for, discard_lines, strategy_for
-from shoal.commands.output import wide_console
+from shoal.commands.output import plain_table, wide_console
 from shoal.commands.units import show_bytes
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import LaunchSpec, launch
@@ -236,20 +236,17 @@ def _print(outcomes: Sequence[RunOutcome], title: str) -> None:
 
 
 def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
     names = [list(o.evaluated) for o in outcomes if o.evaluated]
     metric = next((name for group in names for name in group if name != "loss"), None)
     tested = any("loss" in group for group in names)
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_style="bold")
-    table.add_column("strategy", overflow="fold")
-    heads = ["test loss" if tested else "loss"]
+    heads = ["test\nloss" if tested else "loss"]
     heads += [] if metric is None else [metric or "metric"]
-    heads += ["steps/s", "speed-up", "sent a step", "idle"]
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("against single", no_wrap=True)
+    heads += ["steps/s", "speed-\nup", "sent a\nstep", "idle"]
+    table = plain_table(title, ["strategy", *heads], left=1)
+    table.add_column("against single")
+    for column in table.columns[1:-1]:
+        column.no_wrap = True
+    table.columns[0].overflow = "fold"
     for outcome in outcomes:
         table.add_row(*_row(outcome, metric))
     return table

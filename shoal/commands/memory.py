@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,11 +21,22 @@ from shoal.commands.launching import (
     run_quietly,
     strategy_for,
 )
-from shoal.commands.output import wide_console
+from shoal.commands.output import plain_table, wide_console
 from shoal.commands.units import show_bytes
 from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig
 from shoal.strategy.strategy import Strategy, as_strategy
 
+_HEADS = {  # on two lines, so that all columns fit 80 characters
+    "parameters": "param-\neters",
+    "gradients": "gradi-\nents",
+    "optimizer": "opti-\nmizer",
+    "activations": "activ-\nations",
+    "residuals": "resid-\nuals",
+    "in_flight": "in\nflight",
+    "together": "to-\ngether",
+    "gathered": "gath-\nered",
+}
+_MOST_COLUMNS = 7
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 FURTHER = ("copies", "residuals", "in_flight", "shared", "server")  # shown where there are some
 
@@ -77,27 +89,51 @@ def _estimate(command: list[str], strategy: Strategy, workers: int, folder: Path
 
 
 def _print(document: dict[str, Any], title: str) -> None:
-    table = Table(title=f"memory of each worker: {title}", title_justify="left")
-    table.add_column("worker")
-    measured = document.get("measured")
-    columns = _shown([*document["estimated"], *(measured or [])])
-    for column in (*columns, "together"):
-        table.add_column(column.replace("_", " "), justify="right")
-    for rank, row in enumerate(document["estimated"]):
-        table.add_row(f"{rank} estimated", *_cells(row, columns))
-        if measured:
-            table.add_row(f"{rank} measured", *_cells(measured[rank], columns), end_section=True)
-    wide_console().print(table)
+    console = wide_console()
+    for table in _tables(document, title):
+        console.print(table)
     for why in document["unknown"]:
         print(f"activations are unknown without running the model: {why}", file=sys.stderr)
 
 
+def _tables(document: dict[str, Any], title: str) -> list[Table]:
+    """One table, or two where the columns are more than 80 characters wide."""
+    columns = _shown([*document["estimated"], *document.get("measured", [])])
+    heading = f"memory of each worker: {title}"
+    if len(columns) <= _MOST_COLUMNS:
+        return [_table(document, heading, [columns, columns])]
+    further = [column for column in columns if column in FURTHER]
+    always = [column for column in columns if column not in FURTHER]
+    return [
+        _table(document, heading, [always, columns]),
+        _table(document, "of which the strategy keeps", [further, further]),
+    ]
+
+
+def _table(document: dict[str, Any], title: str, columns: Sequence[list[str]]) -> Table:
+    """`columns` are those shown, and those whose sum is shown."""
+    shown, added = columns
+    heads = [_HEADS.get(column, column) for column in (*shown, "together")]
+    table = plain_table(title, ["worker", *heads], left=1)
+    measured = document.get("measured")
+    for rank, row in enumerate(document["estimated"]):
+        table.add_row(f"{rank} estimated", *_cells(row, shown), _sum(row, added))
+        if measured:
+            found = measured[rank]
+            table.add_row(f"{rank} measured", *_cells(found, shown), _sum(found, added))
+    return table
+
+
 def _shown(rows: list[dict[str, int | None]]) -> list[str]:
-    further = [column for column in FURTHER if any(row[column] for row in rows)]
-    return [*COLUMNS[:-1], *further, COLUMNS[-1]]
+    further = {*FURTHER, "gathered"}
+    ordered = [*COLUMNS[:-1], *FURTHER, COLUMNS[-1]]
+    return [c for c in ordered if c not in further or any(row[c] for row in rows)]
 
 
 def _cells(row: dict[str, int | None], columns: list[str]) -> list[str]:
     numbers = [row[column] for column in columns]
-    together = sum(number for number in numbers if number is not None)
-    return [*("?" if n is None else show_bytes(n) for n in numbers), show_bytes(together)]
+    return ["?" if n is None else show_bytes(n) for n in numbers]
+
+
+def _sum(row: dict[str, int | None], columns: list[str]) -> str:
+    return show_bytes(sum(row[column] or 0 for column in columns))
