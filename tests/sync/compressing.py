@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
-from shoal.train.job import Job
+from shoal.train.job import Job, RunServices
 from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
@@ -37,8 +37,10 @@ def signs() -> TensorDataset:
     return TensorDataset(x, (x[:, 0] > 0).long())
 
 
-def start(group: Group, text: str, model: nn.Module, **options: Any) -> tuple[Job, Step]:
-    job = Job(parse(text), group, device=torch.device("cpu"), seed=3)
+def start(
+    group: Group, text: str, model: nn.Module, services: RunServices | None = None, **options: Any
+) -> tuple[Job, Step]:
+    job = Job(parse(text), group, device=torch.device("cpu"), seed=3, services=services)
     return job, job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
 
 

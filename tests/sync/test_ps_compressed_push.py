@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from shoal.comm.elastic import ElasticSum
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.compress.topk import BLOCK
@@ -25,6 +26,7 @@ from shoal.server.shared_memory import bytes_of
 from shoal.sync.ps.compressed_push import CompressedPush
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.checkpoint import read
+from shoal.train.job import RunServices
 from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
@@ -265,14 +267,17 @@ def test_a_checkpoint_without_the_lost_worker(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     models = [mlp() for _ in range(3)]
+    lost: set[int] = set()  # what a launcher notes
 
     def body(group: Group) -> None:
         text = 'ps(mode="async", compress="topk(0.05)")'
-        job, step = start(group, text, models[group.rank])
+        sums = ElasticSum(tmp_path / "sums", group.rank, lost.__contains__)
+        job, step = start(group, text, models[group.rank], RunServices(elastic_sum=sums))
         assert isinstance(step.sync, PsWorker)
         for batch in job.batches(samples(40), 10):
             if group.rank == 1 and step.steps == 2:
                 step.sync.client.close()  # as a process that is killed
+                lost.add(1)
                 return
             step(batch)
         job.save(tmp_path)

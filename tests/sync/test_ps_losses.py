@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shoal.comm.elastic import ElasticSum
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
@@ -20,7 +21,7 @@ from shoal.server.consistency import Rule
 from shoal.server.protocol.messages import ReplicaSplit
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.worker import PsWorker
-from shoal.train.job import Job
+from shoal.train.job import Job, RunServices
 from tests import forked
 from tests.conftest import World
 from tests.models import mlp, samples
@@ -168,15 +169,21 @@ def test_the_lowest_surviving_worker_saves(
     models = [mlp() for _ in range(3)]
     saved = tmp_path / "saved"
     adam = partial(torch.optim.Adam, lr=0.01)
+    lost: set[int] = set()  # what a launcher notes
 
     def body(group: Group) -> int:
-        job = Job(parse(f"ps({rule}, servers=2)"), group, device=torch.device("cpu"), seed=3)
+        services = RunServices(
+            elastic_sum=ElasticSum(tmp_path / "sums", group.rank, lost.__contains__)
+        )
+        strategy = parse(f"ps({rule}, servers=2)")
+        job = Job(strategy, group, device=torch.device("cpu"), seed=3, services=services)
         step = job.step(models[group.rank], F.cross_entropy, optimizer=adam)
         assert isinstance(step.sync, PsWorker)
         for batch in job.batches(samples(60), 12, epochs=2):
             step(batch)
             if group.rank == 0 and job.steps == 3:
                 step.sync.client.close()  # as when it is killed
+                lost.add(0)
                 return -1
         job.save(saved)
         job.close()
