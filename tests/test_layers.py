@@ -28,7 +28,7 @@ LAYERS = [
     ["data.stream", "train.options"],
     ["train.cut_batch"],
     ["train.step"],
-    ["train.build_step", "train.evaluate", "train.state"],
+    ["train.build_step", "train.evaluate", "train.state", "train.restore"],
     ["train.job"],
     ["observe.capture", "observe.comparison", "observe.time_shares", "observe.verify"],
     ["observe.model_sizes"],

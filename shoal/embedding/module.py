@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from shoal.embedding.spec import Init, RowOptimizer, TableSpec
 from shoal.embedding.store import LocalStore, RowStore
-from shoal.embedding.table import sum_duplicates
+from shoal.embedding.table import check_chunk, sum_duplicates
 from shoal.errors import BadInput
 
 RowGradients = tuple[Tensor, Tensor]  # unique ids [n], and their gradients [n, dim]
@@ -148,6 +148,11 @@ class Embedding(nn.Module):
         chunks = list(self._bound().state(self.spec.name))
         names = chunks[0] if chunks else ()
         return {name: torch.cat([chunk[name] for chunk in chunks]) for name in names}
+
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        """Raise BadInput for what `load_state` could not take; nothing is changed."""
+        if tensors:
+            check_chunk(self.spec, self.spec.optimizer, tensors)
 
     def load_state(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Continue from a checkpoint, whichever store it was saved from."""

@@ -87,7 +87,7 @@ class RowTable:
         lr = optimizer.lr if lr is None else lr
         if not math.isfinite(lr) or (step is not None and step < 1):
             raise BadInput(f"{self.spec} cannot be updated with lr={lr} as step {step}")
-        self._check_rows("gradients", ids, grads)
+        check_rows(self.spec, "gradients", ids, grads)
         positions, grads = sum_duplicates(self._positions(ids), grads)
         self.steps = self.steps + 1 if step is None else max(self.steps, step)
         if optimizer.kind == "adam":
@@ -133,10 +133,13 @@ class RowTable:
     def load_state(self, chunks: Iterable[Mapping[str, Tensor]], steps: int) -> None:
         """Replace all rows by saved ones, from any number of shards; skip rows of other shards.
 
-        A chunk that does not fit is refused. The chunks before it have been loaded by then.
+        If a chunk does not fit, nothing is loaded.
         """
         if steps < 0:
             raise BadInput(f"{self.spec} cannot have been updated {steps} times")
+        chunks = list(chunks)
+        for chunk in chunks:
+            check_chunk(self.spec, self.optimizer, chunk)
         self.clear()
         for chunk in chunks:
             self.load_chunk(chunk)
@@ -144,16 +147,8 @@ class RowTable:
 
     def load_chunk(self, chunk: Mapping[str, Tensor]) -> None:
         """Load the rows of this shard from a saved chunk."""
-        wanted = {"ids", "rows", *self._state}
-        if set(chunk) != wanted:
-            raise BadInput(
-                f"{self.spec} keeps {', '.join(sorted(wanted))} of each row, and the saved chunk "
-                f"has {', '.join(sorted(chunk))}: it was trained with another optimizer"
-            )
+        check_chunk(self.spec, self.optimizer, chunk)
         ids = chunk["ids"]
-        self.spec.check(ids)
-        for name in wanted - {"ids"}:
-            self._check_rows(name, ids, chunk[name])
         owners, _ = self.spec.locate(ids, self.shards)
         is_owned = torch.from_numpy(owners == self.shard)
         positions = self._positions(ids[is_owned])
@@ -186,7 +181,7 @@ class RowTable:
     def check(self, ids: Tensor, grads: Tensor) -> None:
         """Refuse ids of other shards, and gradients of another shape."""
         self.spec.check(ids)
-        self._check_rows("gradients", ids, grads)
+        check_rows(self.spec, "gradients", ids, grads)
         self._check_owners(self.spec.locate(ids, self.shards)[0], ids)
 
     def _check_owners(self, owners: Ids, ids: Tensor) -> None:
@@ -194,14 +189,6 @@ class RowTable:
             row = int(ids[int(np.argmax(owners != self.shard))])
             raise BadInput(
                 f"row {row} of {self.spec} is not owned by shard {self.shard} of {self.shards}"
-            )
-
-    def _check_rows(self, what: str, ids: Tensor, rows: Tensor) -> None:
-        shape = (ids.numel(), self.spec.dim)
-        if rows.shape != shape or rows.dtype != torch.float32 or rows.device.type != "cpu":
-            raise BadInput(
-                f"{what} of {self.spec} must be {shape} of torch.float32 on the CPU, not "
-                f"{tuple(rows.shape)} of {rows.dtype} on {rows.device}"
             )
 
     @torch.inference_mode(False)  # a table that is first used in inference mode can be trained
@@ -217,6 +204,34 @@ class RowTable:
                 f"shard {self.shard} of {self.spec} does not fit: {self._capacity} rows of "
                 f"{self.spec.dim} numbers; use more servers"
             ) from error
+
+
+def check_chunk(
+    spec: TableSpec, optimizer: RowOptimizer | None, chunk: Mapping[str, Tensor]
+) -> None:
+    """Refuse saved rows that do not fit a table with this optimizer."""
+    wanted = {"ids", "rows", *(optimizer.initial_state() if optimizer is not None else ())}
+    if set(chunk) != wanted:
+        raise BadInput(
+            f"{spec} keeps {', '.join(sorted(wanted))} of each row, and the saved chunk "
+            f"has {', '.join(sorted(chunk))}: it was trained with another optimizer"
+        )
+    ids = chunk["ids"]
+    spec.check(ids)
+    if torch.unique(ids).numel() != ids.numel():
+        raise BadInput(f"{spec} has one row for each id, and the saved chunk has several")
+    for name in sorted(wanted - {"ids"}):
+        check_rows(spec, name, ids, chunk[name])
+
+
+def check_rows(spec: TableSpec, what: str, ids: Tensor, rows: Tensor) -> None:
+    """Refuse what is not one row of numbers for each id."""
+    shape = (ids.numel(), spec.dim)
+    if rows.shape != shape or rows.dtype != torch.float32 or rows.device.type != "cpu":
+        raise BadInput(
+            f"{what} of {spec} must be {shape} of torch.float32 on the CPU, not "
+            f"{tuple(rows.shape)} of {rows.dtype} on {rows.device}"
+        )
 
 
 def sum_duplicates(keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,10 @@ class Sync(Protocol):
         """What else a checkpoint has to hold, by name. All ranks call it; rank 0's is saved."""
         return {}
 
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        """Raise CheckpointError for what `load_state` could not take; nothing is changed."""
+        return None
+
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `state` gave, or what another strategy did; comes after `after_load`."""
         return None

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.sync.residuals import take_residual
+from shoal.sync.residuals import check_residuals, take_residual
 from shoal.transport.transport import Work
 
 
@@ -86,6 +86,10 @@ class CompressedSum:
         is_root = self.group.rank == 0
         self.group.gather(residuals if is_root else None, self.residual).wait()
         return {f"worker/{r}/residual": row for r, row in enumerate(residuals)} if is_root else {}
+
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        """Refuse what `load_state` could not take."""
+        check_residuals(tensors, self.residual)
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Each worker takes its own back; another number of workers splits the sum equally."""

@@ -71,11 +71,11 @@ class CompressedReduce(Sync):
             saved = self.sums.state()
         return {f"gradients/{name}": tensor for name, tensor in saved.items()}
 
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        self.sums.check_state(_of_gradients(tensors))
+
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        prefix = "gradients/"
-        self.sums.load_state(
-            {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        )
+        self.sums.load_state(_of_gradients(tensors))
         self.sums.clear_unused()
 
     def report(self) -> dict[str, Any]:
@@ -83,6 +83,11 @@ class CompressedReduce(Sync):
 
     def summary(self) -> list[str]:
         return self.traffic.summary()
+
+
+def _of_gradients(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    prefix = "gradients/"
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def ddp_buckets(layout: FlatLayout, bucket_bytes: int) -> list[slice]:

@@ -11,7 +11,7 @@ from shoal.comm.group import Group
 from shoal.compress.powersgd import PowerSgd
 from shoal.replica.flat_params import FlatParams
 from shoal.sync.compressed_sum import CompressedSum, SliceMemory
-from shoal.sync.residuals import new_residual
+from shoal.sync.residuals import is_alike, new_residual
 from shoal.transport.transport import Work
 
 
@@ -61,7 +61,7 @@ class FactoredSum(CompressedSum):
         super().load_state(tensors)
         for start, factors in self.factors.items():
             basis = tensors.get(f"basis/{start}")
-            if basis is not None and basis.shape == factors.basis.shape:
+            if basis is not None and is_alike(basis, factors.basis):
                 factors.basis = basis.to(self.residual.device)
 
 

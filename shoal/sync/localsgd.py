@@ -27,7 +27,7 @@ from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.outer_optimizer import Outer, outer_state_bytes
 from shoal.sync.registry import runs
 from shoal.sync.replica_mean import mean_state
-from shoal.sync.residuals import check_size, synchronize_copies
+from shoal.sync.residuals import check_number, check_size, synchronize_copies
 from shoal.sync.traffic import StepTraffic
 
 
@@ -165,11 +165,20 @@ class LocalSgdSync(Sync):
                 saved |= self.sums.state()
         return {f"weights/{name}": tensor for name, tensor in saved.items()}
 
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        prefix = "weights/"
-        saved = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        saved = _of_weights(tensors)
         if "agreed" in saved:
             check_size(saved["agreed"], self.agreed)
+        if "since" in saved:
+            check_number(saved["since"])
+        if self.outer is not None:
+            self.outer.check_state(saved)
+        if self.sums is not None:
+            self.sums.check_state(saved)
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        saved = _of_weights(tensors)
+        if "agreed" in saved:
             self.agreed.data.copy_(saved["agreed"])
             self.since = int(saved["since"].sum()) if "since" in saved else self.every
         if self.outer is not None:
@@ -183,6 +192,11 @@ class LocalSgdSync(Sync):
 
     def summary(self) -> list[str]:
         return self.traffic.summary()
+
+
+def _of_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    prefix = "weights/"
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def _put(flat: Tensor, into: Sequence[Tensor]) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import CheckpointError
+from shoal.server.model.expected_state import Form, expected_state, misfit
 from shoal.strategy.settings import outer_settings
-from shoal.sync.residuals import check_size
+from shoal.sync.residuals import check_number
 
 
 class Outer:
@@ -47,17 +49,33 @@ class Outer:
         tensors["rounds"] = torch.tensor([self.rounds])
         return {f"{self.name}/{key}": value for key, value in tensors.items()}
 
+    def check_state(self, saved: dict[str, Tensor]) -> None:
+        """Refuse what `load_state` could not take: all of the optimizer's tensors, or none."""
+        state = self._own(saved)
+        if "rounds" in state:
+            check_number(state.pop("rounds"))
+        expected = (expected_state(self.optimizer) or {}).get(self.weights, {})
+        if state and set(state) != set(expected):
+            raise CheckpointError(
+                f"the checkpoint's state of the outer optimizer has {', '.join(sorted(state))}, "
+                f"and {self.name} needs {', '.join(sorted(expected))}"
+            )
+        for key, tensor in state.items():
+            if problem := misfit(key, Form.of(tensor), self.weights, expected):
+                raise CheckpointError(f"the checkpoint's state of the outer optimizer: {problem}")
+
     def load_state(self, saved: dict[str, Tensor]) -> None:
         """Load what the same optimizer has saved; ignore what another one has."""
-        prefix = f"{self.name}/"
-        state = {n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)}
+        state = self._own(saved)
         if "rounds" in state:
-            self.rounds = max(0, int(state.pop("rounds").sum()))
+            self.rounds = int(state.pop("rounds"))
         for key, tensor in state.items():
-            if tensor.dim():
-                check_size(tensor, self.weights)
             device = self.weights.device if tensor.dim() else "cpu"
             self.optimizer.state[self.weights][key] = tensor.to(device, copy=True)
+
+    def _own(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+        prefix = f"{self.name}/"
+        return {n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)}
 
 
 def outer_state_bytes(text: str, buffer_bytes: int) -> int:

@@ -26,9 +26,7 @@ def take_residual(tensors: dict[str, Tensor], residual: Tensor, rank: int, size:
 
     If another number of workers has saved, each takes an equal fraction of the sum.
     """
-    saved = [t for name, t in tensors.items() if name.endswith("/residual")]
-    for tensor in saved:
-        check_size(tensor, residual)
+    saved = _residuals(tensors)
     of_rank = tensors.get(f"worker/{rank}/residual")
     if of_rank is not None and len(saved) == size:
         residual.copy_(of_rank)
@@ -37,12 +35,40 @@ def take_residual(tensors: dict[str, Tensor], residual: Tensor, rank: int, size:
         residual.copy_(total / size)
 
 
+def check_residuals(tensors: dict[str, Tensor], residual: Tensor) -> None:
+    """Refuse what `take_residual` could not load."""
+    for tensor in _residuals(tensors):
+        check_size(tensor, residual)
+
+
+def _residuals(tensors: dict[str, Tensor]) -> list[Tensor]:
+    return [t for name, t in tensors.items() if name.endswith("/residual")]
+
+
 def check_size(saved: Tensor, expected: Tensor) -> None:
-    if saved.numel() != expected.numel():
+    if not saved.is_floating_point():
+        raise CheckpointError(
+            f"the checkpoint's state of the strategy is damaged: it has {saved.dtype} where "
+            f"{expected.dtype} belongs"
+        )
+    if saved.shape != (expected.numel(),):
         raise CheckpointError(
             "the checkpoint's state of the strategy is of another model: it has "
             f"{saved.numel()} elements, and this one needs {expected.numel()}"
         )
+
+
+def check_number(saved: Tensor) -> None:
+    """Refuse what is not one count."""
+    if saved.numel() != 1 or saved.dtype != torch.int64 or int(saved) < 0:
+        raise CheckpointError(
+            "the checkpoint's state of the strategy is damaged: a count is "
+            f"{tuple(saved.shape)} of {saved.dtype}"
+        )
+
+
+def is_alike(saved: Tensor, expected: Tensor) -> bool:
+    return saved.shape == expected.shape and saved.dtype == expected.dtype
 
 
 def synchronize_copies(flat: FlatParams, buffer: Tensor, copies: Copies | None) -> None:

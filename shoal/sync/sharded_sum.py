@@ -101,11 +101,15 @@ class ShardedSum(CompressedSum):
         saved = super().state()
         return {**saved, "owed": all_owed} if self.group.rank == 0 else {}
 
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        super().check_state(tensors)
+        if "owed" in tensors:
+            check_size(tensors["owed"], self.residual)
+
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         super().load_state(tensors)
         if "owed" not in tensors:
             return
-        check_size(tensors["owed"], self.residual)
         for start, owned in self.owned.items():
             self.owed[start].copy_(tensors["owed"][owned])
 

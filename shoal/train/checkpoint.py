@@ -47,12 +47,14 @@ class Checkpoint:
     """What is saved. Names of tensors are those of the model's `state_dict`.
 
     `digest` is that of the manifest, and with it of everything, once it was saved or read.
+    `is_listed` is False for the first format, whose manifest does not list the optimizer's state.
     """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     document: dict[str, Any] = field(default_factory=dict)  # everything else
     digest: str = ""
+    is_listed: bool = True
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
@@ -145,7 +147,8 @@ def _read_version(path: Path, manifest: dict[str, Any]) -> Checkpoint:
             _read_tensors(path, files[part], descriptor)
             for part, descriptor in zip(_PARTS, opened, strict=True)
         )
-    return Checkpoint(model, optimizer, document, digest_of(manifest))
+    is_listed = manifest["format"] == FORMAT
+    return Checkpoint(model, optimizer, document, digest_of(manifest), is_listed)
 
 
 def _write_files(version: Version, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from shoal.train.build_step import StepContext, build_step
 from shoal.train.evaluate import Evaluation, Metric
 from shoal.train.map_reduce import map_reduce_over
 from shoal.train.options import Count, StepFunctions, StepOptions
-from shoal.train.state import restore, snapshot
+from shoal.train.restore import FittingState, fit
+from shoal.train.state import snapshot
 from shoal.train.step import AfterStep, Step
 
 
@@ -231,8 +232,10 @@ class Job:
         path = Path(path)
         if not self._steps:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
-        saved = self._agreement.load(path, lambda: self._read(path))
-        restore(self._steps, saved, path)
+        saved, states = self._agreement.load(path, lambda: self._read(path))
+        for state in states:
+            state.load()
+        self._tell_bare([name for state in states for name in state.bare])
         self.steps = saved.document["steps"]
         self._stream.delivered = saved.document["batches"]
         self._stream.skip = saved.document["batches"]
@@ -303,9 +306,17 @@ class Job:
                 checkpoint.write(path, saved)
             return saved.digest
 
-    def _read(self, path: Path) -> tuple[checkpoint.Checkpoint, str]:
+    def _read(self, path: Path) -> tuple[tuple[checkpoint.Checkpoint, list[FittingState]], str]:
+        """A checkpoint that fits, and its digest; nothing is changed."""
         saved = checkpoint.read(path)
-        return saved, saved.digest
+        return (saved, fit(self._steps, saved, path)), saved.digest
+
+    def _tell_bare(self, names: list[str]) -> None:
+        if names:
+            self._say_once(
+                f"the checkpoint has no optimizer state of {len(names)} parameters, such as "
+                f"{names[0]}: the optimizer starts there as in step 0"
+            )
 
     def _step_context(self) -> StepContext:
         return StepContext(

@@ -1,23 +1,14 @@
-"""The state of training steps as a checkpoint, and back."""
+"""The state of training steps as a checkpoint; back from it: `restore.py`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shoal.errors import BadInput, CheckpointError
 from shoal.train import checkpoint
-from shoal.train.named_tensors import (
-    join_optimizers,
-    load_model,
-    load_optimizer,
-    model_tensors,
-    on_cpu,
-    optimizer_tensors,
-)
+from shoal.train.named_tensors import model_tensors, on_cpu
+from shoal.train.optimizer_state import join_optimizers, optimizer_tensors
 from shoal.train.step import Step
 
 
@@ -97,58 +88,6 @@ def gather_sync_state(
     return joined, others
 
 
-def _sync_state_of_shard(step: Step, by_parameter: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This worker's shard of what `gather_sync_state` joined, in the sync's own layout."""
-    flat = step.flat
-    mine = step.shard.take_shard(by_parameter)
-    state: dict[str, Tensor] = {}
-    for i, (name, p) in enumerate(flat.named):
-        of_parameter = {n: t for n, t in mine.items() if n.rpartition("/")[0] == name}
-        for key, tensor in of_parameter.items():
-            key = key.rpartition("/")[2].replace(":", "/")
-            if key not in state:
-                state[key] = torch.zeros(flat.size, dtype=tensor.dtype)
-            if tensor.shape == p.shape:
-                flat.view(i, state[key], 0).copy_(tensor)
-    return state
-
-
-def restore(steps: list[Step], saved: checkpoint.Checkpoint, path: Path) -> None:
-    """Load a checkpoint into the steps of a job; that of another script is an error."""
-    models = saved.document.get("models")
-    if not isinstance(models, list) or len(models) != len(steps):
-        count = len(models) if isinstance(models, list) else 0
-        raise CheckpointError(
-            f"the checkpoint at {path} is of another script: it holds {count} models, and this "
-            f"one trains {len(steps)}"
-        )
-    for i, (step, rest) in enumerate(zip(steps, models, strict=True)):
-        _restore_step(step, f"{i}:", saved, rest, path)
-        step.sync.after_load()
-        state = _sync_state_of_shard(step, _named(f"sync{i}/", saved.optimizer))
-        step.sync.load_state(state | _named(f"sync{i}:", saved.optimizer))
-
-
-def _restore_step(
-    step: Step, prefix: str, saved: checkpoint.Checkpoint, rest: Any, path: Path
-) -> None:
-    steps = rest.get("steps") if isinstance(rest, dict) else None
-    if not isinstance(steps, int) or steps < 0:
-        raise CheckpointError(f"the checkpoint at {path} is damaged: its models")
-    model = _restore_rows(step, _named(prefix, saved.model), rest.get("tables", {}), path)
-    model = step.shard.take_shard(model)
-    optimizer = step.shard.take_shard(_named(prefix, saved.optimizer))
-    load_model(step.model, model, rest.get("tied"), path)
-    if step.update.named:  # otherwise this rank trains no parameter
-        load_optimizer(
-            step.update.optimizer, step.flat.named, optimizer, rest.get("optimizer"), path
-        )
-    step.steps = rest["steps"]
-    step.update.steps = rest["steps"]
-    if step.update.scaler is not None and isinstance(rest.get("scaler"), dict):
-        step.update.scaler.load_state_dict(rest["scaler"])
-
-
 def _rows(step: Step, prefix: str) -> dict[str, Tensor]:
     """The rows of embeddings, as "table/ids", "table/rows" and their optimizer state."""
     return {
@@ -156,27 +95,3 @@ def _rows(step: Step, prefix: str) -> dict[str, Tensor]:
         for embedding in step.embeddings
         for key, tensor in embedding.state().items()
     }
-
-
-def _restore_rows(
-    step: Step, tensors: dict[str, Tensor], tables: Any, path: Path
-) -> dict[str, Tensor]:
-    """Load saved rows into the embeddings; returns the other tensors."""
-    names = {embedding.spec.name for embedding in step.embeddings}
-    if not isinstance(tables, dict) or set(tables) != names:
-        raise CheckpointError(f"the checkpoint at {path} is of a model with other embeddings")
-    for embedding in step.embeddings:
-        prefix = embedding.spec.name + "/"
-        updates = tables[embedding.spec.name]
-        if not isinstance(updates, int):
-            raise CheckpointError(f"the checkpoint at {path} is damaged: its tables")
-        try:
-            embedding.load_state(_named(prefix, tensors), updates)
-        except BadInput as error:
-            raise CheckpointError(f"the checkpoint at {path} does not fit: {error}") from error
-        tensors = {n: t for n, t in tensors.items() if not n.startswith(prefix)}
-    return tensors
-
-
-def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

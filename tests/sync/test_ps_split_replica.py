@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from shoal.comm.elastic import ElasticSum
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.examples.gpt import next_token_loss
@@ -24,7 +25,7 @@ from shoal.server.server import Server
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.relaxed import RelaxedPs
 from shoal.sync.ps.worker import PsWorker
-from shoal.train.job import Job
+from shoal.train.job import Job, RunServices
 from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
@@ -301,15 +302,19 @@ def test_the_first_replica_that_is_left_saves(
 ) -> None:
     models = [gpt(2) for _ in range(6)]
     saved = tmp_path / "saved"
+    lost: set[int] = set()  # what a launcher notes
 
     def body(group: Group) -> tuple[int, dict[str, Tensor]]:
         strategy = f"ps({rule}, servers=2) + {split}"
-        job = Job(parse(strategy), group, device=CPU, seed=3)
+        sums = ElasticSum(tmp_path / "sums", group.rank, lost.__contains__)
+        services = RunServices(elastic_sum=sums)
+        job = Job(parse(strategy), group, device=CPU, seed=3, services=services)
         step = job.step(models[group.rank], **GPT_OPTIONS)
         for batch in job.batches(texts(64), 8):
             step(batch)
             if job.replica == 0 and job.steps == 3:
                 sync_of(step).client.close()  # as when it is killed
+                lost.add(group.rank)
                 return -1, {}
         job.save(saved)
         weights = whole(step)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.server.model.expected_state import Form, expected_state, misfit
 from shoal.server.model.shard import DTYPES, NAMES, Shard
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import ShardState, StateTensor
@@ -38,15 +39,42 @@ def check_state(shard: Shard, state: ShardState) -> int:
     if len(state.tensors) > _MAX_STATE_TENSORS * len(shard.params):
         raise Refused(f"{len(state.tensors)} tensors of state for {len(shard.params)} parameters")
     for tensor in state.tensors:
-        count = math.prod(tensor.shape)
         if tensor.slice >= len(shard.params):
             raise Refused(f"state of slice {tensor.slice}, which is not held here")
-        if count > max(1, shard.params[tensor.slice].numel()):
-            raise Refused(f"state {tensor.key!r} {tensor.shape} does not fit its parameter")
-        total += count * DTYPES[tensor.dtype].itemsize
+        total += math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
     if any(i >= len(shard.params) for i, _, _ in state.numbers):
         raise Refused("state of a slice that is not held here")
+    if shard.optimizer is not None:
+        _check_forms(shard, shard.optimizer, state)
     return total
+
+
+def _check_forms(shard: Shard, optimizer: torch.optim.Optimizer, state: ShardState) -> None:
+    """Of each slice the optimizer needs all of its tensors, or none; fused ones trust the sizes."""
+    expected = expected_state(optimizer, _groups(optimizer, state))
+    found: dict[int, set[str]] = {}
+    for tensor in state.tensors:
+        p = shard.params[tensor.slice]
+        forms = None if expected is None else expected.get(p, {})
+        form = Form(tensor.shape, DTYPES[tensor.dtype])
+        if problem := misfit(tensor.key, form, p, forms):
+            raise Refused(f"state of slice {tensor.slice} does not fit its parameter: {problem}")
+        found.setdefault(tensor.slice, set()).add(tensor.key)
+    for i, keys in found.items():
+        needed = set() if expected is None else set(expected.get(shard.params[i], {}))
+        if needed - keys:
+            raise Refused(f"state of slice {i} lacks {', '.join(sorted(needed - keys))}")
+    for i, key, _ in state.numbers:
+        if key in found.get(i, ()) or (expected and key in expected.get(shard.params[i], {})):
+            raise Refused(f"state {key!r} of slice {i} is a number, and a tensor is needed")
+
+
+def _groups(optimizer: torch.optim.Optimizer, state: ShardState) -> list[dict[str, Any]]:
+    """The parameter groups as they will be with the options of `state`."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group, options in zip(groups, state.options, strict=False):
+        group.update({k: v for k, v in options.items() if k in group and k != "params"})
+    return groups
 
 
 def restore(shard: Shard, state: ShardState, payload: bytearray) -> None:

@@ -22,7 +22,12 @@ from shoal.server.request import Request
 from shoal.server.shared_memory import bytes_of
 from shoal.sync.base import Copies
 from shoal.sync.ps.push import BUCKET_BYTES, GradientPush
-from shoal.sync.residuals import take_residual, unused_positions
+from shoal.sync.residuals import (
+    check_residuals,
+    is_alike,
+    take_residual,
+    unused_positions,
+)
 
 PREFIX = "gradients/"
 
@@ -95,6 +100,10 @@ class CompressedPush(GradientPush):
             saved |= self._state_of(worker)
         return {f"{PREFIX}{name}": tensor for name, tensor in saved.items()}
 
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        saved = {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}
+        check_residuals(saved, self.residual)
+
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Take this worker's residual back; another number of workers divides the sum equally."""
         saved = {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}
@@ -103,7 +112,7 @@ class CompressedPush(GradientPush):
         self.residual[self._unused] = 0.0
         for index, packing in enumerate(self.packings):
             basis = saved.get(f"worker/{rank}/basis/{index}")
-            if basis is not None and basis.shape == packing.basis.shape:
+            if basis is not None and is_alike(basis, packing.basis):
                 packing.basis = basis.to(self.flat.device)
 
     def _deposit_slice(self, index: int) -> PostedRequest:

@@ -52,6 +52,10 @@ class GradientPush:
         """The state that all live workers have deposited."""
         return {}
 
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        """Raise CheckpointError for what `load_state` could not take."""
+        return None
+
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         return None
 

@@ -148,6 +148,9 @@ class PsWorker(Sync):
         self._barrier()
         return self._on_lowest_survivor(self.push.collect) or {}
 
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        self.push.check_state(tensors)
+
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         self.push.load_state(tensors)
 

@@ -1,0 +1,179 @@
+"""A checkpoint back into training steps: first all of it is checked, then it is loaded.
+
+fit      compare every tensor and number with the models and optimizers; nothing is changed
+load     copy; what was checked cannot fail any more
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import BadInput, CheckpointError
+from shoal.train import checkpoint
+from shoal.train.named_tensors import copy_into, fit_model
+from shoal.train.optimizer_state import SavedOptimizer
+from shoal.train.step import Step
+
+_SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+@dataclass(frozen=True)
+class FittingState:
+    """What a checkpoint has for one step, which fits it."""
+
+    step: Step
+    steps: int
+    model: dict[str, Tensor]
+    tables: list[tuple[dict[str, Tensor], int]]  # of each embedding: its rows, its updates
+    optimizer: dict[str, Any] | None  # None: this rank trains no parameter
+    scaler: dict[str, Any] | None
+    sync: dict[str, Tensor]
+    bare: tuple[str, ...] = ()  # parameters that start without optimizer state
+
+    def load(self) -> None:
+        step = self.step
+        for embedding, (rows, updates) in zip(step.embeddings, self.tables, strict=True):
+            embedding.load_state(rows, updates)
+        copy_into(step.model, self.model)
+        if self.optimizer is not None:
+            step.update.optimizer.load_state_dict(self.optimizer)
+        step.steps = self.steps
+        step.update.steps = self.steps
+        if step.update.scaler is not None and self.scaler is not None:
+            step.update.scaler.load_state_dict(self.scaler)
+        step.sync.after_load()
+        step.sync.load_state(self.sync)
+
+
+def fit(steps: list[Step], saved: checkpoint.Checkpoint, path: Path) -> list[FittingState]:
+    """The states of all steps of a job; CheckpointError if one of them does not fit."""
+    models = saved.document.get("models")
+    if not isinstance(models, list) or len(models) != len(steps):
+        count = len(models) if isinstance(models, list) else 0
+        raise CheckpointError(
+            f"the checkpoint at {path} is of another script: it holds {count} models, and this "
+            f"one trains {len(steps)}"
+        )
+    return [
+        _Fitting(step, i, saved, path).fit(rest)
+        for i, (step, rest) in enumerate(zip(steps, models, strict=True))
+    ]
+
+
+class _Fitting:
+    """One step, number `index` of the job, and the checkpoint."""
+
+    def __init__(self, step: Step, index: int, saved: checkpoint.Checkpoint, path: Path):
+        self.step = step
+        self.index = index
+        self.saved = saved
+        self.path = path
+        self.names = set(step.model.state_dict()) | {name for name, _ in step.flat.named}
+
+    def fit(self, rest: Any) -> FittingState:
+        """`rest` is what the manifest says about this step."""
+        if not isinstance(rest, dict) or not checkpoint.is_count(rest.get("steps")):
+            raise self._damaged("its models")
+        tensors = _named(f"{self.index}:", self.saved.model)
+        tables, tensors = self._tables(tensors, rest.get("tables", {}))
+        model = fit_model(self.step.model, self._take_shard(tensors), rest.get("tied"), self.path)
+        optimizer, bare = self._optimizer(rest.get("optimizer"))
+        return FittingState(
+            step=self.step,
+            steps=rest["steps"],
+            model=model,
+            tables=tables,
+            optimizer=optimizer,
+            scaler=self._scaler(rest.get("scaler")),
+            sync=self._sync(),
+            bare=tuple(bare) if rest["steps"] else (),
+        )
+
+    def _optimizer(self, rest: Any) -> tuple[dict[str, Any] | None, list[str]]:
+        if not self.step.update.named:
+            return None, []
+        tensors = self._take_shard(_named(f"{self.index}:", self.saved.optimizer))
+        saved = SavedOptimizer(tensors, rest, self.names, self.path, self.saved.is_listed)
+        return saved.fit(self.step.update.optimizer, self.step.flat.named)
+
+    def _tables(
+        self, tensors: dict[str, Tensor], tables: Any
+    ) -> tuple[list[tuple[dict[str, Tensor], int]], dict[str, Tensor]]:
+        """The rows and updates of each embedding, and the other tensors."""
+        names = {embedding.spec.name for embedding in self.step.embeddings}
+        if not isinstance(tables, dict) or set(tables) != names:
+            raise CheckpointError(
+                f"the checkpoint at {self.path} is of a model with other embeddings"
+            )
+        found = []
+        for embedding in self.step.embeddings:
+            prefix = embedding.spec.name + "/"
+            if not checkpoint.is_count(tables[embedding.spec.name]):
+                raise self._damaged("its tables")
+            rows = _named(prefix, tensors)
+            try:
+                embedding.check_state(rows)
+            except BadInput as error:
+                raise CheckpointError(
+                    f"the checkpoint at {self.path} does not fit: {error}"
+                ) from error
+            found.append((rows, tables[embedding.spec.name]))
+            tensors = {n: t for n, t in tensors.items() if not n.startswith(prefix)}
+        return found, tensors
+
+    def _scaler(self, saved: Any) -> dict[str, Any] | None:
+        if saved is None or self.step.update.scaler is None:
+            return None
+        if not isinstance(saved, dict):
+            raise self._damaged("its gradient scaler")
+        numbers = [saved.get(key) for key in _SCALER_NUMBERS]
+        is_complete = all(isinstance(n, (int, float)) and 0 < n < 1e30 for n in numbers)
+        if not is_complete or not checkpoint.is_count(saved.get("_growth_tracker")):
+            raise self._damaged("its gradient scaler")
+        return saved
+
+    def _sync(self) -> dict[str, Tensor]:
+        """This worker's shard of the strategy's state, in the sync's own layout."""
+        tensors = self._take_shard(_named(f"sync{self.index}/", self.saved.optimizer))
+        state = _named(f"sync{self.index}:", self.saved.optimizer)
+        state |= self._flat_state(tensors)
+        try:
+            self.step.sync.check_state(state)
+        except CheckpointError as error:
+            raise CheckpointError(f"the checkpoint at {self.path} does not fit: {error}") from error
+        return state
+
+    def _flat_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors as large as the flat buffer, from those of each parameter."""
+        flat = self.step.flat
+        positions = {name: (i, p) for i, (name, p) in enumerate(flat.named)}
+        state: dict[str, Tensor] = {}
+        for full, tensor in tensors.items():
+            name, _, key = full.rpartition("/")
+            if name not in self.names:
+                raise self._damaged(f"state of the strategy for {name!r}, which the model has not")
+            if name not in positions:
+                continue  # another worker holds it
+            i, p = positions[name]
+            if tensor.shape != p.shape or not tensor.is_floating_point():
+                raise self._damaged(f"state of the strategy for {name} is {tuple(tensor.shape)}")
+            key = key.replace(":", "/")
+            if key not in state:
+                state[key] = torch.zeros(flat.size, dtype=tensor.dtype)
+            flat.view(i, state[key], 0).copy_(tensor)
+        return state
+
+    def _take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.step.shard.take_shard(tensors)
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"the checkpoint at {self.path} is damaged: {what}")
+
+
+def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
