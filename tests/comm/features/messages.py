@@ -141,6 +141,16 @@ def coalescing_of_scatters(at: Rank) -> list[Tensor]:
 
 
 @feature
+def new_group_of_its_members(at: Rank) -> Tensor:
+    """Before other new groups: torch names it by how many groups a rank has seen."""
+    data = at.numbers()
+    if at.rank < 2:
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        dist.broadcast(data, group=group, group_src=1)
+    return data
+
+
+@feature
 def new_group(at: Rank) -> list[Any]:
     members = [at.size - 1, 0]
     group = dist.new_group(members)
@@ -148,15 +158,6 @@ def new_group(at: Rank) -> list[Any]:
     if at.rank in members:
         dist.all_reduce(data, group=group)
     return [data, dist.get_process_group_ranks(group) if at.rank in members else None]
-
-
-@feature
-def new_group_of_its_members(at: Rank) -> Tensor:
-    data = at.numbers()
-    if at.rank < 2:
-        group = dist.new_group([0, 1], use_local_synchronization=True)
-        dist.broadcast(data, group=group, group_src=1)
-    return data
 
 
 @feature
