@@ -3,7 +3,8 @@
     manifest.json                              the pointer; replaced by a rename
     model-120-3fa9c1d2e4b5.safetensors         of version 3fa9c1d2e4b5, saved after 120 steps
     optimizer-120-3fa9c1d2e4b5.safetensors
-    saving-77b0c1d2e4b5.lock                   version 77b0c1d2e4b5 is being saved
+    saving-77b0c1d2e4b5/                       version 77b0c1d2e4b5 is being written here,
+    saving-77b0c1d2e4b5.lock                   by a process that holds this lock
 
 A saver holds a lock on its own lock file from before its first file until its version is current.
 The system releases it when the saver dies. So a version without a lock has ended, and if the
@@ -18,6 +19,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,21 +30,28 @@ MAX_MANIFEST_BYTES = 64 << 20
 MAX_COUNT = 10**12  # of steps, which are a part of file names
 TENSOR_FILE = re.compile(r"(?:model|optimizer)-[0-9]{1,12}-(?P<token>[0-9a-f]{6,16})\.safetensors")
 _PARTIAL_MANIFEST = re.compile(re.escape(MANIFEST) + r"\.(?P<token>[0-9a-f]{6,16})")
+_WORKPLACE = re.compile(r"saving-(?P<token>[0-9a-f]{6,16})")
 _LOCK = re.compile(r"saving-(?P<token>[0-9a-f]{6,16})\.lock")
 
 
 class Version:
-    """The files of one save, before the manifest names them."""
+    """The files of one save, before the manifest names them.
+
+    They are written in a folder of their own: libraries make temporary files beside them.
+    """
 
     def __init__(self, folder: Path, token: str):
         self.folder = folder
         self.token = token
+        self.workplace = folder / f"saving-{token}"
 
     def tensor_file(self, part: str, steps: int) -> Path:
-        return self.folder / f"{part}-{steps}-{self.token}.safetensors"
+        return self.workplace / f"{part}-{steps}-{self.token}.safetensors"
 
     def publish(self, manifest: bytes) -> None:
         """Make this version the current one, also for a machine that loses power right after."""
+        for file in self.workplace.iterdir():
+            os.rename(file, self.folder / file.name)
         partial = self.folder / f"{MANIFEST}.{self.token}"
         with open(partial, "wb") as handle:
             handle.write(manifest)
@@ -62,9 +71,12 @@ def new_version(folder: Path) -> Iterator[Version]:
     """
     _make_folder(folder)
     token, descriptor = _claim(folder)
+    version = Version(folder, token)
     try:
-        yield Version(folder, token)
+        version.workplace.mkdir()
+        yield version
     finally:
+        shutil.rmtree(version.workplace, ignore_errors=True)
         _lock_file(folder, token).unlink(missing_ok=True)
         os.close(descriptor)
         with suppress(OSError):
@@ -146,7 +158,7 @@ def _remove_old(folder: Path) -> None:
     """Remove versions that are not current and that nobody saves; other files stay."""
     versions: dict[str, list[Path]] = {}
     for file in folder.iterdir():
-        for pattern in (TENSOR_FILE, _PARTIAL_MANIFEST, _LOCK):
+        for pattern in (TENSOR_FILE, _PARTIAL_MANIFEST, _WORKPLACE, _LOCK):
             if found := pattern.fullmatch(file.name):
                 versions.setdefault(found["token"], []).append(file)
     for token, files in versions.items():
@@ -154,7 +166,14 @@ def _remove_old(folder: Path) -> None:
             # only now: a saver that has ended has replaced the manifest before
             if is_dead and token not in _current(folder, versions):
                 for file in sorted(files, key=lambda file: _LOCK.fullmatch(file.name) is not None):
-                    file.unlink(missing_ok=True)
+                    _remove(file)
+
+
+def _remove(file: Path) -> None:
+    if _WORKPLACE.fullmatch(file.name):
+        shutil.rmtree(file, ignore_errors=True)
+    else:
+        file.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -46,6 +46,8 @@ def check_state(shard: Shard, state: ShardState) -> int:
         raise Refused("state of a slice that is not held here")
     if shard.optimizer is not None:
         _check_forms(shard, shard.optimizer, state)
+    elif state.tensors or state.numbers:
+        raise Refused("optimizer state for a server without an optimizer")
     return total
 
 
