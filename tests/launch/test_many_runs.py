@@ -23,7 +23,7 @@ from tests import forked
 from tests.conftest import World
 from tests.jobs import CPU
 
-ADAM = partial(torch.optim.Adam, lr=0.01)
+SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 WIDTH = 16
 
 
@@ -37,7 +37,7 @@ class Runs:
         blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
         model = nn.Sequential(*blocks)
         self._weights += map(weakref.ref, model.parameters())
-        step = job.step(model, nn.functional.mse_loss, optimizer=ADAM, microbatches=2)
+        step = job.step(model, nn.functional.mse_loss, optimizer=SGD, microbatches=2)
         data = TensorDataset(torch.rand(8, WIDTH), torch.rand(8, WIDTH))
         for batch in job.batches(data, 4):
             step(batch)
