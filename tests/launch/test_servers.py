@@ -149,7 +149,7 @@ def test_a_secret_that_is_there_already_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "secret").write_text("known to somebody")
-    monkeypatch.setattr("tempfile.mkdtemp", lambda prefix: str(tmp_path))
+    monkeypatch.setattr("tempfile.mkdtemp", lambda prefix, dir: str(tmp_path))
     with pytest.raises(FileExistsError), new_run_dir():
         raise AssertionError("it was used")
 
