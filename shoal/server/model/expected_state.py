@@ -71,9 +71,14 @@ def misfit(key: str, found: Form, p: Tensor, expected: Forms | None) -> str | No
 def _after_a_step(
     kind: type[torch.optim.Optimizer], defaults: dict[str, Any], groups: Sequence[Group]
 ) -> dict[nn.Parameter, Forms]:
-    copies = {p: _on_meta(p) for group in groups for p in group["params"]}
+    alike: dict[tuple[int, Form], nn.Parameter] = {}  # one copy for all of a group and form
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    for i, group in enumerate(groups):
+        for p in group["params"]:
+            copies[p] = alike.setdefault((i, Form.of(p)), _on_meta(p))
     on_meta = [
-        {**_unfused(group), "params": [copies[p] for p in group["params"]]} for group in groups
+        {**_unfused(group), "params": list(dict.fromkeys(copies[p] for p in group["params"]))}
+        for group in groups
     ]
     if kind.__module__.startswith("torch.optim."):
         known = inspect.signature(kind).parameters
