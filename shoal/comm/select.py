@@ -31,7 +31,7 @@ from shoal.runtime.config import gloo_on_loopback
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.user import is_user_function
 from shoal.transport.shm.memfd import Exchange
-from shoal.transport.shm.segment import is_built, join
+from shoal.transport.shm.segment import NOT_BUILT, is_built, join
 from shoal.transport.torch_p2p import TorchTransport
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -164,6 +164,6 @@ def _share_on_host(
 def _warn_once(rank: int) -> None:
     global _has_warned
     if rank == 0 and not _has_warned:
-        why = "between these ranks" if is_built() else "(Shoal was installed without a compiler)"
+        why = "between these ranks" if is_built() else f"({NOT_BUILT})"
         print(f"shoal: no shared memory {why}: they communicate over Gloo", file=sys.stderr)
     _has_warned = True

@@ -3,7 +3,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import shoal.transport.shm
+from shoal.transport.shm import segment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -45,3 +52,15 @@ def test_without_the_native_part_workers_go_over_gloo_and_say_so_once(tmp_path: 
     assert done.returncode == 0, done.stderr
     assert "Torch [2.0, 2.0, 2.0]" in done.stdout
     assert (done.stdout + done.stderr).count("no shared memory") == 1
+
+
+def test_a_native_part_of_older_sources_counts_as_not_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shoal.transport.shm, "_shm", ModuleType("_shm"), raising=False)
+    spec = spec_from_file_location("segment_of_newer_sources", segment.__file__)
+    assert spec is not None and spec.loader is not None
+    newer = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, newer)  # dataclasses look there
+    spec.loader.exec_module(newer)
+    assert not newer.is_built() and "older than its sources" in newer.NOT_BUILT

@@ -13,9 +13,14 @@ from shoal.transport.shm.flight_recorder import RecordedCall, dump
 from shoal.transport.shm.memfd import Exchange, Offer
 from shoal.transport.shm.process_exit import describe_status, exit_status, has_ended
 
+NOT_BUILT = "Shoal was installed without a compiler"
 try:
     from shoal.transport.shm import _shm
-except ImportError:  # installed without a compiler
+
+    if not hasattr(_shm, "waiting"):  # the newest of its functions
+        _shm = None  # type: ignore[assignment]
+        NOT_BUILT = "the native part of Shoal is older than its sources: install Shoal again"
+except ImportError:
     _shm = None  # type: ignore[assignment]
 
 SLOT_BYTES = 256 << 10
@@ -184,7 +189,7 @@ def _ring_bytes(size: int) -> int:
 def _attach(offer: Offer, rank: int, size: int) -> object:
     """The native part checks size and generation, since it alone knows the layout."""
     if not is_built():
-        raise ValueError("Shoal was installed without a compiler")
+        raise ValueError(NOT_BUILT)
     fd = offer.open()
     try:
         return _shm.attach(fd, rank, size, offer.generation)
