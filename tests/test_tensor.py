@@ -75,7 +75,7 @@ def test_hybrids(world: World, size: int, strategy: str) -> None:
         pytest.param(4, "tp(2, sequence=True) + pp(2)", marks=pytest.mark.whole),
         pytest.param(4, 'tp(2, sequence=True) + pp(2, schedule="zb-h1")', marks=pytest.mark.whole),
         (4, 'tp(2, sequence=True) + pp(2, recompute=True, schedule="interleaved")'),
-        (8, "zero(1) + tp(2, sequence=True) + pp(2)"),
+        pytest.param(8, "zero(1) + tp(2, sequence=True) + pp(2)", marks=pytest.mark.whole),
     ],
 )
 def test_positions_are_shared_out_between_the_layers(

@@ -231,8 +231,10 @@ def new_run_dir() -> Iterator[RunDir]:
 def remove_abandoned() -> None:
     """Remove directories of this user whose process was killed: nobody holds their lock."""
     with suppress(OSError):
-        folder = Path(tempfile.gettempdir())
-        for lock in [*folder.glob("shoal-run-*/lock"), *folder.glob("shoal-ps-*/lock")]:
+        folders = {Path(tempfile.gettempdir()), Path("/tmp")}  # of servers: see new_server_dir
+        names = ("shoal-run-*/lock", "shoal-ps-*/lock")
+        locks = [lock for folder in folders for name in names for lock in folder.glob(name)]
+        for lock in locks:
             if lock.lstat().st_uid == os.getuid() and lock.parent not in _locks:
                 _remove_if_abandoned(lock)
 
@@ -271,6 +273,8 @@ def _temporary_folder() -> str:
 def _room_for(path: Path) -> Iterator[None]:
     try:
         yield
+    except FileExistsError:  # of somebody else: there is room
+        raise
     except OSError as error:
         raise BadInput(
             f"cannot write the files of the run to {path}: {error.strerror}; make room there, "

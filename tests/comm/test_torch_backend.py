@@ -410,7 +410,7 @@ def test_importing_shoal_registers_it(tmp_path: Path, program: str, autoload: st
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("backend", ["gloo", "shoal"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.whole), "shoal"])
 def test_part_of_pytorchs_own_suite(backend: str) -> None:
     """As Gloo, so that its tests are not skipped; and one that looks at the backend's name."""
     pytest.importorskip("expecttest")

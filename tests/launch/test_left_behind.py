@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,9 +26,11 @@ with new_run_dir() as run_dir:
 
 
 @pytest.fixture
-def tmp_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(directories.tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def tmp_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(directories.tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 def test_workers_die_with_a_launcher_that_is_killed_while_they_start(rope: Rope) -> None:

@@ -22,6 +22,7 @@ from shoal.train.job import Job
 from tests import forked
 from tests.conftest import World
 from tests.jobs import CPU
+from tests.products import few_or_all
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 WIDTH = 16
@@ -52,7 +53,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero", "gossip", "hogwild"])
+@pytest.mark.parametrize("strategy", few_or_all(["ddp"], ["ddp", "zero", "gossip", "hogwild"]))
 def test_runs_in_one_process_leave_no_weights_and_no_descriptors(strategy: str) -> None:
     runs = Runs()
     shoal.run(runs.train, strategy=strategy)

@@ -38,7 +38,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     ("strategy", "shared"),
     [
         ('ps(placement="workers")', ["mm-", "mm-", "--m"]),
-        ('ps(placement="rank0")', ["m", "m", "-"]),
+        pytest.param('ps(placement="rank0")', ["m", "m", "-"], marks=pytest.mark.whole),
         ("ps(servers=2)", ["m-", "m-", "-m"]),
         ('ps(placement="workers", update="worker")', ["mm-", "mm-", "--m"]),
     ],

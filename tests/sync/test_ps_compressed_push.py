@@ -83,6 +83,7 @@ def test_relaxed_rules_learn(world: World, rule: str, method: str) -> None:
         assert after < 0.5 * before
 
 
+@pytest.mark.whole
 def test_a_classifier_reaches_what_full_precision_reaches(world: World) -> None:
     """Within 1.5 points of 600 samples, after 90 steps."""
     x = torch.randn(600, 20, generator=torch.Generator().manual_seed(0))

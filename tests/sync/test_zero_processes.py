@@ -30,6 +30,7 @@ def test_losses_are_those_of_fsdp2(tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
+@pytest.mark.whole
 def test_a_model_too_large_for_one_worker_trains_on_two(tmp_path: Path) -> None:
     """AdamW alone takes 512 MB (parameters, gradients, state); each of two takes half of that."""
     (tmp_path / "train.py").write_text(zero_scripts.LARGE)
