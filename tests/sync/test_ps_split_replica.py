@@ -129,7 +129,7 @@ def test_servers_that_hold_something_of_every_part_follow_themselves(
         together = in_the_end(world, 4, strategy)
         for name, tensor in alone.items():
             torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=2e-5)
-        assert not any(server.models for server in servers)
+        assert all(server.wait_idle(10) for server in servers)
 
 
 # ---- bounded staleness --------------------------------------------------------------------------
