@@ -10,6 +10,7 @@ import pytest
 from tests.scripts import json_of, shoal
 
 
+@pytest.mark.whole
 def test_shoal_alone_is_measured(tmp_path: Path) -> None:
     words = ["bench", "ps", "--against", "", "--size", "100KB", "--rounds", "2", "--json"]
     found: Any = json_of(shoal(*words, cwd=tmp_path))

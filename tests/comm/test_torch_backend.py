@@ -393,7 +393,11 @@ dist.destroy_process_group()
             marks=pytest.mark.whole,
         ),
         ("import sys, torch, torch.distributed as dist" + USE, "1"),
-        ("import sys, shoal; shoal.Job; import torch, torch.distributed as dist" + USE, "0"),
+        pytest.param(
+            "import sys, shoal; shoal.Job; import torch, torch.distributed as dist" + USE,
+            "0",
+            marks=pytest.mark.whole,
+        ),
     ],
     ids=["alone it loads no torch", "after torch", "before torch", "never", "torch by shoal"],
 )

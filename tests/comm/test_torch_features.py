@@ -13,7 +13,7 @@ import pytest
 
 from shoal.transport.shm.segment import is_built
 from tests import forked
-from tests.comm.torch_features import FEATURES, OURS, SLOW, verdict
+from tests.comm.torch_features import FEATURES, OURS, verdict
 
 pytestmark = [
     pytest.mark.skipif(not is_built(), reason="built without a compiler"),
@@ -43,8 +43,8 @@ def answers_of(factory: pytest.TempPathFactory, worker_id: str, *words: str) -> 
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: Any, worker_id: str, whole_suite: bool) -> Answers:
-    return answers_of(tmp_path_factory, worker_id, "2", *([] if whole_suite else ["--quick"]))
+def two_ranks(tmp_path_factory: Any, worker_id: str) -> Answers:
+    return answers_of(tmp_path_factory, worker_id, "2")
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,8 @@ def four_ranks(tmp_path_factory: Any, worker_id: str) -> Answers:
     return answers_of(tmp_path_factory, worker_id, "4")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.whole] * (name in SLOW)) for name in FEATURES],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("name", FEATURES)
 def test_two_ranks_give_the_bits_of_gloo(two_ranks: Answers, name: str) -> None:
     gloo, ours = two_ranks[name]
     assert verdict(gloo, ours) != "different", f"gloo {gloo}\nshoal {ours}"
