@@ -68,3 +68,14 @@ def write_manifest(path: Path, document: Any, sign: bool = True) -> None:
 
 def file_of(path: Path, part: str) -> Path:
     return path / str(manifest_of(path)["files"][part]["name"])
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) inside a JSON document."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    found = []
+    for key, value in list(items):
+        found.append((tree, key))
+        if isinstance(value, (dict, list)):
+            found += places(value)
+    return found

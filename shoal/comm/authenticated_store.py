@@ -1,7 +1,7 @@
 """A torch store whose values are proven with the secret of the run.
 
-Anybody who reaches a TCPStore can read and write it. Here every value has a code (HMAC) over its
-key, and once ranks have met over the nonces of all of them, so a value of somebody else, of
+Any process that reaches a TCPStore can read and write it. Here every value has a code (HMAC) over
+its key, and once ranks have met over the nonces of all of them, so a value of a stranger, of
 another key or of another run is an error. Counters (`add`) have none: torch only counts arrivals
 with them.
 """
@@ -40,7 +40,7 @@ class AuthenticatedStore(Store):
         data, code = signed[:-_CODE_BYTES], signed[-_CODE_BYTES:]
         if not is_proof(code, self._key, "store", key.encode(), data):
             raise ShoalError(
-                f"{key!r} in the store of the rendezvous was written by somebody who does not "
+                f"{key!r} in the store of the rendezvous was written by a process that does not "
                 "know the secret of this run (is SHOAL_SECRET the same on every host?)"
             )
         return data

@@ -4,7 +4,7 @@ torchrun starts failed ranks again beside the same store, in which every key of 
 them still is. So rank 0 draws a name, and each rank proves to be of its start before it gets it:
 
     rank r    hello/r       = a word it has just drawn      rank 0 reads it; it may be an old one
-    rank 0    reply/WORD    = the name                      nobody but that rank r waits for it
+    rank 0    reply/WORD    = the name                      only that rank r waits for it
     rank r    here/NAME/r   = its word                      from now on keys begin with NAME
 
 As long as rank r is not here, rank 0 looks whether there is another hello.
@@ -19,8 +19,9 @@ from collections.abc import Iterable
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.errors import ShoalError
+from shoal.runtime.backoff import Backoff
 
-_SHORTEST_PAUSE_S = 0.001
+_FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 
 
@@ -39,18 +40,19 @@ def own_generation(store: Store, rank: int, size: int, timeout_s: float = 1800.0
 def _name(store: Store, name: str, peers: Iterable[int], deadline_s: float) -> None:
     """Tell `name` to the living process of every peer."""
     words = dict.fromkeys(peers, b"")
-    pause_s = _SHORTEST_PAUSE_S
+    pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
     while words:
         for peer, known in words.items():
             words[peer] = store.get(f"hello/{peer}")
             if words[peer] != known:
                 store.set(f"reply/{words[peer].decode(errors='replace')}", name)
         words = {peer: word for peer, word in words.items() if not _is_here(store, name, peer)}
-        if words and time.monotonic() > deadline_s:
+        if not words:
+            return
+        if time.monotonic() > deadline_s:
             missing = ", ".join(map(str, words))
             raise ShoalError(f"rank 0 waits for rank {missing}: started, or ended before it came?")
-        time.sleep(pause_s if words else 0)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pause()
 
 
 def _is_here(store: Store, name: str, peer: int) -> bool:

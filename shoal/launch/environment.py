@@ -39,7 +39,7 @@ class Placement:
     local_rank: int
     local_size: int
     rendezvous: str  # file:///..., tcp://host:port or env://; `open_rendezvous` makes it usable
-    knows_hosts: bool = True  # False: nobody has said which ranks share a host
+    knows_hosts: bool = True  # False: which ranks share a host is unknown
 
 
 def detect(config: RunConfig) -> Placement | None:

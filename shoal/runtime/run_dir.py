@@ -229,7 +229,7 @@ def new_run_dir() -> Iterator[RunDir]:
 
 
 def remove_abandoned() -> None:
-    """Remove directories of this user whose process was killed: nobody holds their lock."""
+    """Remove directories of this user whose process was killed: their lock is free."""
     with suppress(OSError):
         folders = {Path(tempfile.gettempdir()), Path("/tmp")}  # of servers: see new_server_dir
         names = ("shoal-run-*/lock", "shoal-ps-*/lock")
@@ -273,7 +273,7 @@ def _temporary_folder() -> str:
 def _room_for(path: Path) -> Iterator[None]:
     try:
         yield
-    except FileExistsError:  # of somebody else: there is room
+    except FileExistsError:  # written by another process: there is room
         raise
     except OSError as error:
         raise BadInput(

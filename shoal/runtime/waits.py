@@ -1,6 +1,6 @@
 """What this process waits for, since when, and a watcher that says so when it takes long.
 
-    with waiting("rank 0", "server 1", "PULL"): …      a thread waits for somebody
+    with waiting("rank 0", "server 1", "PULL"): …      a thread waits for a peer
     add_source(segment)                                 tells of its own waits when it is asked
 
     after 10 s, and again every minute:
@@ -30,7 +30,7 @@ _STATES = {"T": "is stopped", "t": "is being debugged", "D": "waits for its disk
 
 
 class LongWait(NamedTuple):
-    """Somebody waits for somebody else."""
+    """A rank or server that waits for another one."""
 
     who: str
     whom: str
@@ -45,7 +45,7 @@ class WaitSource(Protocol):
 
 
 class waiting:  # reads as a statement: `with waiting(…)`
-    """While the block runs, this thread waits for somebody.
+    """While the block runs, this thread waits for a peer.
 
     `give_up(seconds)` is called, from another thread, when that has taken as long as the run
     allows (`patience` times the limit); it has to make the wait end.

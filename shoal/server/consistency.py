@@ -80,7 +80,7 @@ def quorum_in_words(rule: Rule, counted: str = "worker") -> str:
     if left:
         return f"{of}: each step leaves behind up to {left} straggler{'s' * (left != 1)}"
     if workers == 1:
-        return f"{of}: there is nobody to wait for"
+        return f"{of}: there is no other worker to wait for"
     return f"{of}: no straggler is left behind; {_fraction_that_leaves_one(workers)} leaves one"
 
 

@@ -45,7 +45,7 @@ class Announcer:
         if not is_proof(_unhex(given), self.secret, "announce", *claims, told):
             raise ShoalError(
                 f"rank {group.rank} was told {what} as if by rank {root}, without the secret of "
-                "this run: SHOAL_SECRET differs between hosts, or somebody else is in the network"
+                "this run: SHOAL_SECRET differs between hosts, or a stranger is in the network"
             )
         if not told:
             raise PeerLost(group.rank, root, f"waiting for {what}")

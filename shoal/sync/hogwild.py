@@ -4,7 +4,7 @@
     worker 1        reads ── gradient of its batch ── writes ── reads …
                                  the same memory
 
-Nobody waits, so a gradient may belong to weights that others have changed since: by about one
+No worker waits, so a gradient may belong to weights that others have changed since: by about one
 update of each other worker. Two that write the same number at once may lose one of the two
 changes. Where gradients are sparse only the rows that they name are written, and workers seldom
 meet.

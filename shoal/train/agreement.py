@@ -4,7 +4,7 @@
     rank 1                           ─ ""     ─┼─▶ every rank has the texts of all
     rank 2                           ─ ""     ─┘
 
-Nobody returns before all have answered. A text has at most 500 bytes; it takes one all-gather.
+No rank returns before all have answered. A text has at most 500 bytes; it takes one all-gather.
 Where ranks may be lost it is a sum over the survivors instead, in which each has a place of its
 own.
 """

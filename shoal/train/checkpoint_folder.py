@@ -8,7 +8,7 @@
 
 A saver holds a lock on its own lock file from before its first file until its version is current.
 The system releases it when the saver dies. So a version without a lock has ended, and if the
-manifest does not name it then, it never will: whoever saves next removes it.
+manifest does not name it then, it never will: the next save removes it.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove versions that are not current and that nobody saves; other files stay."""
+    """Remove versions that are not current and not being saved; other files stay."""
     versions: dict[str, list[Path]] = {}
     for file in folder.iterdir():
         for pattern in (TENSOR_FILE, _PARTIAL_MANIFEST, _WORKPLACE, _LOCK):

@@ -30,7 +30,7 @@ from torch import Tensor
 from shoal.errors import CheckpointError
 from shoal.train.job import Job
 from shoal.train.step import Step
-from tests.checkpoints import file_of, manifest_of, save_some, start, write_manifest
+from tests.checkpoints import file_of, manifest_of, places, save_some, start, write_manifest
 from tests.models import mlp
 
 ADAM = partial(torch.optim.Adam, lr=1e-2, fused=True)
@@ -83,17 +83,6 @@ def edit(path: Path, chance: random.Random, sign: bool = False, first: bool = Fa
         document["format"] = "shoal checkpoint 1"
         document.pop("sha256", None)
     write_manifest(path, document, sign=sign)
-
-
-def places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) inside a JSON document."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    found = []
-    for key, value in list(items):
-        found.append((tree, key))
-        if isinstance(value, (dict, list)):
-            found += places(value)
-    return found
 
 
 def reshape(path: Path, chance: random.Random) -> None:

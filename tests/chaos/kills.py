@@ -102,7 +102,7 @@ class Attack:
             targets["launcher"] = self.launcher.pid
         target = self.chance.choice(sorted(targets))
         if state_of(targets[target]) in ("", "Z"):
-            return "nobody"
+            return "no process"
         with suppress(ProcessLookupError):
             os.kill(targets[target], number)
         return target
@@ -125,7 +125,7 @@ class Attack:
             return "the launcher was killed" if self._leaves_nothing() else "WRONG: files are left"
         if list(self.folder.glob("shoal-*")):
             return "WRONG: files are left"
-        if target == "nobody":
+        if target == "no process":
             return "it had ended before"
         if f"{target} " not in self.output and f"rank {target[-1]}" not in self.output:
             return "it had finished before" if status == 0 else f"WRONG: {target} is not named"

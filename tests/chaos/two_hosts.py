@@ -42,7 +42,7 @@ def free_port(host: Host) -> int:
 
 
 def sniffed(cluster: Cluster) -> tuple[list[str], str]:
-    """The run that nobody disturbs: its weights, and what is wrong with it."""
+    """The undisturbed run: its weights, and what is wrong with it."""
     sniffer = Sniffer(cluster.hosts[0])
     try:
         ended = finish(cluster.start(free_port(cluster.hosts[0])))
@@ -60,7 +60,7 @@ def sniffed(cluster: Cluster) -> tuple[list[str], str]:
     if hits or not is_seen:
         wrong.append("the secret was in the packets" if hits else "the sniffer saw nothing")
     if ended.statuses != (0, 0) or len(ended.weights) != 1:
-        wrong.append(f"the run that nobody disturbs failed: {ended.output[-3000:]}")
+        wrong.append(f"the undisturbed run failed: {ended.output[-3000:]}")
     return wrong, next(iter(ended.weights), "")
 
 

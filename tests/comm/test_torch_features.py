@@ -82,6 +82,7 @@ def numbers(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, int | float) else []
 
 
+@pytest.mark.whole
 def test_an_operator_that_is_not_there_is_named(two_ranks: Answers) -> None:
     for answer in two_ranks["all reduce with a factor"][1]:
         assert "the shoal backend has no ReduceOp.PREMUL_SUM" in answer

@@ -69,7 +69,7 @@ def test_without_a_total_there_is_a_line_every_50_steps() -> None:
     assert steps_shown(None, 160) == [1, 50, 100, 150]
 
 
-def test_nobody_waits_for_a_line_longer_than_half_a_minute(time_s: Clock) -> None:
+def test_no_line_is_waited_for_longer_than_half_a_minute(time_s: Clock) -> None:
     lines = ProgressLines(io.StringIO())
     assert not lines.due(3, 1000)
     time_s.now_s += 31

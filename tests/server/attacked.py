@@ -1,4 +1,4 @@
-"""Server processes with few descriptors, and workers that train while somebody attacks them."""
+"""Server processes with few descriptors, and workers that train while a stranger attacks them."""
 
 from __future__ import annotations
 

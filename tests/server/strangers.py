@@ -1,4 +1,4 @@
-"""What somebody does who reaches the store and the servers of a run, and has no secret."""
+"""What a stranger does who reaches the store and the servers of a run, and has no secret."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def swap(store: TCPStore, chance: random.Random, keys: list[str]) -> None:
 
 
 def impersonate(store: TCPStore, chance: random.Random, keys: list[str]) -> None:
-    """The same value with the address of somebody else in it, as text or as four bytes."""
+    """The same value with another address in it, as text or as four bytes."""
     for key in keys:
         value = store.get(key).replace(b"10.77.0.1", b"10.77.0.9")
         _put(store, key, value.replace(bytes([10, 77, 0, 1]), bytes([10, 77, 0, 9])))

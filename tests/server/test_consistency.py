@@ -57,7 +57,7 @@ def test_a_quorum_in_workers(fraction: float, workers: int, wanted: int) -> None
      (0.999, 128, "quorum 128 of 128 workers: no straggler is left behind; 0.99 leaves one"),
      (0.9, 10, "quorum 9 of 10 workers: each step leaves behind up to 1 straggler"),
      (3, 8, "quorum 3 of 8 workers: each step leaves behind up to 5 stragglers"),
-     (0.5, 1, "quorum 1 of 1 worker: there is nobody to wait for")],
+     (0.5, 1, "quorum 1 of 1 worker: there is no other worker to wait for")],
 )  # fmt: skip
 def test_the_start_says_whom_a_quorum_waits_for(quorum: float, workers: int, sentence: str) -> None:
     assert quorum_in_words(Rule.of(Ps(quorum=quorum), workers)) == sentence

@@ -96,7 +96,7 @@ def test_secrets_that_differ_are_noticed_before_anything_starts(world: World) ->
 
 
 @pytest.mark.parametrize("changed", ["data", "code", "garbage"])
-def test_an_announcement_of_somebody_else_is_refused(
+def test_an_announcement_by_a_stranger_is_refused(
     world: World, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
     broadcast = objects.broadcast_bytes

@@ -19,6 +19,7 @@ from tests.checkpoints import (
     adamw_with_groups,
     file_of,
     manifest_of,
+    places,
     save_some,
     start,
     write_manifest,
@@ -168,17 +169,6 @@ values = st.recursive(
     ),
     max_leaves=6,
 )
-
-
-def places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) inside a JSON document."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    found = []
-    for key, value in list(items):
-        found.append((tree, key))
-        if isinstance(value, (dict, list)):
-            found += places(value)
-    return found
 
 
 @settings(deadline=None, max_examples=300)

@@ -54,6 +54,21 @@ def test_all_workers_load_what_was_saved_right_before(
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+def refusals(world: World, paths: list[Path]) -> list[str]:
+    """What each rank says that refuses to load its path; nothing of it is loaded."""
+
+    def body(group: Group) -> str:
+        job, step = begin(group, "ddp")
+        before = step.flat.data.clone()
+        with pytest.raises(CheckpointError) as caught:
+            job.load(paths[group.rank])
+        assert torch.equal(step.flat.data, before)
+        assert job.steps == 0
+        return str(caught.value)
+
+    return world(len(paths), body)
+
+
 def test_workers_that_read_different_checkpoints_are_named(world: World, tmp_path: Path) -> None:
     save_some(tmp_path / "new", steps=3)
     save_some(tmp_path / "old", steps=2)
@@ -61,16 +76,7 @@ def test_workers_that_read_different_checkpoints_are_named(world: World, tmp_pat
         name: checkpoint.read_manifest(tmp_path / name)["sha256"][:12] for name in ("new", "old")
     }
 
-    def body(group: Group) -> str:
-        job, step = begin(group, "ddp")
-        before = step.flat.data.clone()
-        with pytest.raises(CheckpointError) as caught:
-            job.load(tmp_path / ("old" if group.rank == 1 else "new"))
-        assert torch.equal(step.flat.data, before)
-        assert job.steps == 0
-        return str(caught.value)
-
-    for sentence in world(3, body):
+    for sentence in refusals(world, [tmp_path / name for name in ("new", "old", "new")]):
         assert "different checkpoints" in sentence
         assert f"ranks 0, 2 {digests['new']}; rank 1 {digests['old']}" in sentence
 
@@ -81,15 +87,8 @@ def test_if_one_worker_cannot_read_none_loads(world: World, tmp_path: Path) -> N
     file = file_of(tmp_path / "broken", "model")
     file.write_bytes(file.read_bytes()[:-1])
 
-    def body(group: Group) -> str:
-        job, step = begin(group, "ddp")
-        before = step.flat.data.clone()
-        with pytest.raises(CheckpointError) as caught:
-            job.load(tmp_path / ("broken" if group.rank == 2 else "whole"))
-        assert torch.equal(step.flat.data, before)
-        return str(caught.value)
-
-    for rank, sentence in enumerate(world(3, body)):
+    paths = [tmp_path / name for name in ("whole", "whole", "broken")]
+    for rank, sentence in enumerate(refusals(world, paths)):
         assert f"{file.name} has changed" in sentence
         assert sentence.endswith("(rank 2)") == (rank != 2)
 

@@ -5,7 +5,7 @@
     server -> worker   WELCOME    HMAC over the same, with the server's name for it
 
 Nonces are fresh, so a recorded handshake cannot be replayed. Under TLS the server's certificate
-is part of both proofs, so nobody in between can pass them on. The secret itself never travels: it
+is part of both proofs, so a relay cannot pass them on. The secret itself never travels: it
 is in the run directory (`RunDir.read_secret`), in the environment, or in a file of each host.
 """
 

@@ -420,7 +420,7 @@ static int recorded_failure(Group *g) {
     return (int)outcome;
 }
 
-/* Called ten times a second while rank `peer` (or anybody, -1) is behind `want`. */
+/* Called ten times a second while rank `peer` (or any rank, -1) is behind `want`. */
 static int look_around(Group *g, int peer, u32 want, u64 deadline_ns) {
     for (int rank = 0; rank < g->size; rank++) {
         if ((peer < 0 || rank == peer) && has_left(g, rank) && !reached(flag_of(g, rank), want)) {
@@ -449,7 +449,7 @@ static int is_due(u64 *look_ns) {
     return 1;
 }
 
-/* A collective goes to sleep: for whoever wonders what this rank waits for. */
+/* A collective goes to sleep: for the watcher that reports what this rank waits for. */
 static u64 note_wait(Group *g, int peer, u32 want) {
     u64 now = now_ns();
     g->wait_peer = peer;
