@@ -322,3 +322,26 @@ def test_what_cannot_be_split_is_refused_by_name(world: World) -> None:
     assert 'use "bf16"' in refused(world, "tp(2)", gpt, precision="fp16")
     message = refused(world, 'gossip(mode="async") + tp(2)', gpt)
     assert 'gossip(mode="async") + tp(2) is not built yet' in message
+
+
+class MaskedLanguageModel(nn.Module):
+    """As BERT's head: its bias is a parameter of the head and of the decoder inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(11, 6)
+        self.decoder = nn.Linear(6, 11)
+        self.bias = self.decoder.bias
+        self.decoder.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.decoder(self.words(ids).tanh())
+        return logits
+
+
+def test_a_bias_that_two_modules_have_is_split_once(world: World) -> None:
+    ids = torch.arange(96).view(16, 6) % 11
+    loss = lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten())  # noqa: E731
+    data = TensorDataset(ids, ids.roll(1, 1))
+    assert_equal(world, 2, "tp(2)", MaskedLanguageModel, data, loss=loss)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import Tree
-from shoal.replica.deferred_init import TensorSlot, full_name
+from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
 from shoal.replica.tensor.adapters import adapt
 from shoal.replica.tensor.attention import ParallelAttention
 from shoal.replica.tensor.layers import (
@@ -24,8 +24,8 @@ from shoal.replica.tensor.layers import (
     TensorParallelLayer,
     VocabularyEmbedding,
 )
-from shoal.replica.tensor.plan import Role, Roles
 from shoal.replica.tensor.rng import TensorParallelRng
+from shoal.replica.tensor.roles import Role, Roles
 from shoal.replica.tensor.sequence_messages import pack, unpack
 from shoal.replica.tensor.shard_spec import ShardSpec
 
@@ -58,12 +58,7 @@ class TensorSplit:
         adapt(model, group)
         for layer in _parallel_layers(model.modules()):
             layer.is_sequence_parallel = sequence
-        self.specs = {
-            full_name(prefix, key): spec
-            for prefix, module in model.named_modules(remove_duplicate=False)
-            if isinstance(module, TensorParallelLayer)
-            for key, spec in module.specs.items()
-        }
+        self.specs = _specs_by_name(model)
 
     def is_slice(self, parameter: nn.Parameter) -> bool:
         return parameter in self._slices
@@ -160,6 +155,21 @@ class TensorSplit:
 
 def _parallel_layers(modules: Iterable[nn.Module]) -> list[TensorParallelLayer]:
     return [module for module in modules if isinstance(module, TensorParallelLayer)]
+
+
+def _specs_by_name(model: nn.Module) -> dict[str, ShardSpec]:
+    """How a parameter is sharded, by each of its names: a head's bias may belong to two modules."""
+    specs: dict[str, ShardSpec] = {}
+    by_tensor: dict[Tensor, ShardSpec] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, TensorParallelLayer):
+            for key, spec in module.specs.items():
+                specs[full_name(prefix, key)] = spec
+                by_tensor[getattr(module, key)] = spec
+    for slot in tensor_slots(model):
+        if slot.tensor in by_tensor:
+            specs[slot.name] = by_tensor[slot.tensor]
+    return specs
 
 
 def has_dropout(model: nn.Module) -> bool:

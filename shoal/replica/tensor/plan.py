@@ -14,32 +14,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from torch import nn
 
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
 from shoal.replica.tensor.adapters import ELEMENTWISE, LayerPair, known_pairs
-from shoal.replica.tensor.layers import ColumnOutput
 from shoal.replica.tensor.linear_like import linear_like
+from shoal.replica.tensor.roles import Role, Roles
 from shoal.strategy.terms import Tp
-
-Kind = Literal["column", "row", "vocabulary", "attention"]
-
-
-@dataclass(frozen=True)
-class Role:
-    kind: Kind
-    unit: int = 1  # features that stay together
-    blocks: int = 1  # of a column layer: queries, keys and values stand one after the other
-    output: ColumnOutput = "sharded"  # of a column layer
-    input_is_sharded: bool = True  # of a row layer
-
-
-Roles = dict[str, Role]
 
 
 def plan_of(model: nn.Module, tp: Tp) -> Roles:
