@@ -6,13 +6,14 @@ READY := $(VENV)/.ready
 # tests start many interpreters: compile the sources once, wherever that is switched off
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check chaos check-native native setup clean
+.PHONY: demo test check check-models chaos check-native native setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   train the digits example on 2 workers, test it, verify it against one worker"
 	@echo "make test   the tests"
 	@echo "make check  ruff, mypy --strict, and all tests: whole products, all ranks, more examples"
+	@echo "make check-models  real models of transformers, torchvision, timm under six strategies"
 	@echo "make chaos  kills, stops, floods, hostile frames and damaged files: minutes"
 	@echo "make native        build the native part for use from this folder"
 	@echo "make check-native  the native part under the address and thread sanitizers"
@@ -41,6 +42,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --whole
+
+check-models: setup
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[models]'
+	$(BIN)/python -m tests.models
 
 chaos: setup
 	$(BIN)/python -m tests.chaos
