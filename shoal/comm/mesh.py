@@ -1,15 +1,18 @@
 """Workers as a grid with named axes, and the workers of one replica.
 
-    rank = (dp * pp.size + pp) * tp.size + tp
+    rank = (((dp * pp.size + pp) * ep.size + ep) * cp.size + cp) * tp.size + tp
 
     ddp + pp(2) + tp(2) on 8:    replica 0    stage 0: 0 1    stage 1: 2 3
                                  replica 1    stage 0: 4 5    stage 1: 6 7
 
 tp is innermost, since its ranks exchange the most and should share a host; replicas are outermost.
+Rows of a batch are divided over `data`, which is dp × ep; the ranks of any other axis have the
+same rows.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +24,8 @@ from shoal.comm.group import Group
 from shoal.comm.objects import broadcast_bytes
 from shoal.strategy.strategy import Layout
 
+AXES = ("dp", "pp", "ep", "cp", "tp")  # from the outermost to the innermost
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -29,55 +34,65 @@ class Mesh:
     world: Group
     dp: Group
     pp: Group
+    ep: Group
+    cp: Group
     tp: Group
+    data: Group
 
     @property
     def replica_group(self) -> ReplicaGroup:
         """The workers of this rank's replica."""
-        return ReplicaGroup(self.pp, self.tp)
+        return ReplicaGroup(self.pp, self.ep, self.cp, self.tp)
+
+    @property
+    def stage_group(self) -> ReplicaGroup:
+        """The workers of this rank's stage, or of its replica where there is one stage."""
+        return ReplicaGroup(self.ep, self.cp, self.tp)
 
     @classmethod
     def of(cls, world: Group, layout: Layout) -> Mesh:
         """All ranks call it: they make the groups of every axis in the same order."""
-        dp, pp, tp = axes(layout)
-        return cls(world, _group_of(world, dp), _group_of(world, pp), _group_of(world, tp))
+        groups = {axis: _group_of(world, axes(layout, axis)) for axis in AXES}
+        data = groups["dp"] if layout.ep == 1 else _group_of(world, axes(layout, "dp", "ep"))
+        return cls(world=world, data=data, **groups)
 
 
 class ReplicaGroup:
-    """The tp × pp workers of one replica, numbered stage by stage; rank 0 is their leader.
+    """The workers of one replica, numbered as in the mesh; rank 0 is their leader.
 
         pp(2) + tp(2)    stage 0: ranks 0 1    stage 1: ranks 2 3
 
     All of them call its methods in the same order.
     """
 
-    def __init__(self, pp: Group | None = None, tp: Group | None = None):
-        """Without groups, one worker is the whole replica."""
-        self._pp = pp or solo_group()
-        self._tp = tp or solo_group()
-        self.rank = self._pp.rank * self._tp.size + self._tp.rank
-        self.size = self._pp.size * self._tp.size
+    def __init__(self, *axes: Group):
+        """`axes` from the outermost to the innermost; without them one worker is the replica."""
+        self._axes = [axis for axis in axes if axis.size > 1]
+        self.rank = 0
+        self.size = 1
+        for axis in self._axes:
+            self.rank = self.rank * axis.size + axis.rank
+            self.size *= axis.size
 
     @property
     def is_leader(self) -> bool:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until all workers have called it: along tp, then along pp."""
-        self._tp.barrier().wait()
-        self._pp.barrier().wait()
+        """Wait until all workers have called it: along the innermost axis first."""
+        for axis in reversed(self._axes):
+            axis.barrier().wait()
 
     def broadcast(self, data: Tensor) -> None:
-        """Replace `data` by the leader's: along pp to each stage, then along tp."""
-        if self._tp.rank == 0:
-            self._pp.broadcast(data).wait()
-        self._tp.broadcast(data).wait()
+        """Replace `data` by the leader's: along the outermost axis, then inwards."""
+        for axis in self._axes_from_leader():
+            axis.broadcast(data).wait()
 
     def broadcast_bytes(self, data: bytes, max_bytes: int) -> bytes:
         """The leader's bytes."""
-        if self._tp.rank == 0:
-            data = broadcast_bytes(self._pp, data, 0, max_bytes)
-        return broadcast_bytes(self._tp, data, 0, max_bytes)
+        for axis in self._axes_from_leader():
+            data = broadcast_bytes(axis, data, 0, max_bytes)
+        return data
 
     def broadcast_integers(self, numbers: Sequence[int]) -> list[int]:
         """The leader's numbers; all workers pass equally many."""
@@ -85,24 +100,23 @@ class ReplicaGroup:
         self.broadcast(data)
         return [int(number) for number in data]
 
+    def _axes_from_leader(self) -> list[Group]:
+        """The axes along which this worker sends or gets what the leader has, in order."""
+        return [
+            axis
+            for index, axis in enumerate(self._axes)
+            if all(inner.rank == 0 for inner in self._axes[index + 1 :])
+        ]
 
-Lines = list[list[int]]
 
-
-def axes(layout: Layout) -> tuple[Lines, Lines, Lines]:
-    """The ranks of every line of the grid along dp, along pp and along tp."""
-    replicas = range(layout.replicas)
-    pp = range(layout.pp)
-    tp = range(layout.tp)
-
-    def rank(d: int, p: int, t: int) -> int:
-        return (d * layout.pp + p) * layout.tp + t
-
-    return (
-        [[rank(d, p, t) for d in replicas] for p in pp for t in tp],
-        [[rank(d, p, t) for p in pp] for d in replicas for t in tp],
-        [[rank(d, p, t) for t in tp] for d in replicas for p in pp],
-    )
+def axes(layout: Layout, *along: str) -> list[list[int]]:
+    """The ranks of every line of the grid along an axis, or of every plane along several."""
+    sizes = [layout.replicas if axis == "dp" else getattr(layout, axis) for axis in AXES]
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(itertools.product(*map(range, sizes))):
+        others = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in along)
+        lines.setdefault(others, []).append(rank)
+    return list(lines.values())
 
 
 def _group_of(world: Group, lines: Sequence[Sequence[int]]) -> Group:

@@ -29,7 +29,7 @@ from shoal.runtime.config import MemoryEstimateConfig
 from shoal.schedules.pipelines.actions import Action, ActionKind
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.base import Batches
-from shoal.strategy.strategy import Strategy, as_strategy
+from shoal.strategy.strategy import Layout, Strategy, as_strategy
 from shoal.strategy.terms import Pp
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import OptimizerFactory
@@ -60,20 +60,21 @@ def memory_of(
     """What each worker holds; `stages` are the sizes of each stage of a replica.
 
     Where layers are split (tp) the workers of a stage are taken to hold equal parts, as a balanced
-    split gives.
+    split gives. Where they have other tokens (ep, cp) they divide the activations.
     """
     layout = strategy.layout(workers)
     plan = plan_for(strategy.sync_for(layout.replicas))
     return [
-        _divide(plan.memory(sizes, replica, layout.replicas), held, layout.tp)
+        _divide(plan.memory(sizes, replica, layout.replicas), held, layout)
         for replica in range(layout.replicas)
         for sizes, held in zip(stages, activations, strict=True)
-        for _ in range(layout.tp)
+        for _ in range(layout.ep * layout.cp * layout.tp)
     ]
 
 
-def _divide(memory: SyncMemory, activations: int | None, parts: int) -> WorkerMemory:
-    counts = {name: math.ceil(value / parts) for name, value in asdict(memory).items()}
+def _divide(memory: SyncMemory, activations: int | None, layout: Layout) -> WorkerMemory:
+    counts = {name: math.ceil(value / layout.tp) for name, value in asdict(memory).items()}
+    parts = layout.tp * layout.ep * layout.cp
     held = None if activations is None else math.ceil(activations / parts)
     return WorkerMemory(**counts, activations=held)
 

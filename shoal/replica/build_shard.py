@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh
+from shoal.errors import NotBuilt
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
 from shoal.replica.shard import ReplicaShard
 from shoal.replica.stage_shard import StageShard
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.replica.tensor.plan import plan_of
+from shoal.replica.token_axes import TokenAxes, TokenAxis
 from shoal.strategy.strategy import Strategy
 
 
@@ -28,6 +32,7 @@ def build_shard(
     Stages and split layers are chosen while the model is complete. Tensors whose initialization
     is `deferred` are filled layer by layer, and those of other workers released.
     """
+    _check_built(strategy)
     tp = strategy.tp
     pp = strategy.pp
     roles = plan_of(model, tp) if tp is not None and mesh.tp.size > 1 else {}
@@ -39,4 +44,13 @@ def build_shard(
         filled = with_values_of_rank_0(deferred.fill_in_turn(model, device), mesh.world)
     if tp is not None and roles:
         shard.split_tensors(TensorSplit(model, roles, mesh.tp, device, filled, tp.sequence))
+    elif mesh.ep.size * mesh.cp.size > 1:
+        deque(filled, maxlen=0)  # all workers hold the values of rank 0
+    shard.token_axes = TokenAxes(TokenAxis(mesh.ep), TokenAxis(mesh.cp))
     return shard
+
+
+def _check_built(strategy: Strategy) -> None:
+    for term in (strategy.ep, strategy.cp):
+        if term is not None and term.size > 1:
+            raise NotBuilt(f"{term} is not built yet")

@@ -21,6 +21,7 @@ from shoal.replica.flat_layout import FlatLayout
 
 OnBucket = Callable[[slice], None]
 Allocate = Callable[[slice], Tensor]
+SumGradients = Callable[[dict[nn.Parameter, Tensor], Tensor | None], None]
 
 
 class GradBuckets:
@@ -41,6 +42,7 @@ class GradBuckets:
         self._in_place: set[int] = set()
         self.tied: set[int] = set()  # parameters whose gradient is not final before `flush`
         self.on_copy: Callable[[], None] | None = None  # called when gradients are there twice
+        self.sum_gradients: SumGradients | None = None  # over workers of this replica
         self._on_bucket: OnBucket | None = None
         self._allocate: Allocate | None = None
 
@@ -214,9 +216,24 @@ class GradBuckets:
             torch._foreach_copy_(targets, grads)
         for i in self._members[number]:
             self.layout.params[i].grad = None
+        if self.sum_gradients is not None:
+            self.sum_gradients(*self._filled(number, memory))
         self._next = number + 1
         assert self._on_bucket is not None
         self._on_bucket(bucket)
+
+    def _filled(
+        self, number: int, memory: Tensor | None
+    ) -> tuple[dict[nn.Parameter, Tensor], Tensor | None]:
+        """The gradients of a bucket by parameter, and the header that goes out with it."""
+        bucket = self.buckets[number]
+        grads = {
+            self.layout.params[i]: self._views[i]
+            if memory is None
+            else self._view(i, memory, bucket)
+            for i in self._members[number]
+        }
+        return grads, self.header if number == len(self.buckets) - 1 else None
 
     def _is_to_copy(self, i: int, grad: Tensor | None, target: Tensor) -> bool:
         """False for a gradient that is zero, or stays where backward has put it."""

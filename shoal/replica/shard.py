@@ -13,6 +13,7 @@ from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_norm import ReplicaGradNorm
 from shoal.replica.microbatch import Loss, MicroBatch
 from shoal.replica.tensor.parallelize import TensorSplit
+from shoal.replica.token_axes import TokenAxes
 from shoal.schedules.pipelines.actions import accumulate
 
 
@@ -20,6 +21,7 @@ class ReplicaShard:
     """All layers are here. Under tp, this worker has slices of their parameters."""
 
     tensor: TensorSplit | None = None
+    token_axes: TokenAxes = TokenAxes()  # where workers have other tokens
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -44,7 +46,7 @@ class ReplicaShard:
 
         `dp` are the replicas, where each of them has a shard of the gradient, too.
         """
-        if self.tensor is None:
+        if self.tensor is None and not self.token_axes:
             return None
         index_of = {p: index for index, (_, p) in enumerate(self.named)}
         return ReplicaGradNorm(
@@ -64,11 +66,14 @@ class ReplicaShard:
 
         Where gradients are compressed, what arrives also depends on the neighbours in a bucket.
         """
+        self.token_axes.synchronize_copies(tensors)
         if self.tensor is not None:
             self.tensor.synchronize_copies(tensors)
 
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether `synchronize_copies` replaces what is here by what another worker has."""
+        if self.token_axes.is_duplicate(parameter):
+            return True
         return self.tensor is not None and self.tensor.is_duplicate(parameter)
 
     def broadcast(self, tree: Tree) -> Tree:

@@ -35,7 +35,7 @@ class Term:
     """One term of a strategy; `+` joins terms to a `Strategy`."""
 
     compared: ClassVar[tuple[str, ...]]  # what `shoal compare` runs of it by default
-    role: ClassVar[str]  # "sync", "tp" or "pp": a strategy has at most one of each
+    role: ClassVar[str]  # "sync", "tp", "pp", "ep" or "cp": a strategy has at most one of each
     join: ClassVar[Callable[[Sequence[Any]], Any]]  # makes a Strategy; set by shoal.strategy
 
     def __init_subclass__(cls, role: str | None = None, abstract: bool = False) -> None:
@@ -169,7 +169,7 @@ class SyncTerm(Term, role="sync", abstract=True):
 
     @property
     def why_not_split(self) -> str | None:
-        """Why it makes no sense beside tp and pp, or None."""
+        """Why it makes no sense where a replica is split over workers, or None."""
         return None
 
     def check(self, replicas: int) -> None:

@@ -11,6 +11,7 @@ Every mistake in it is a `StrategyError`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,9 +20,10 @@ from shoal.errors import StrategyError
 from shoal.strategy.base import TERMS, Batches, SyncTerm, Term
 from shoal.strategy.constraints import clip, show, whole
 from shoal.strategy.parser import MAX_TEXT, read_terms
-from shoal.strategy.terms import Ddp, Pp, Single, Tp
+from shoal.strategy.terms import Cp, Ddp, Ep, Pp, Single, Tp
 
-_ROLES = {"sync": "way to agree", "tp": "tp", "pp": "pp"}  # of terms, and what they are called
+# of terms, and what they are called
+_ROLES = {"sync": "way to agree", "tp": "tp", "pp": "pp", "ep": "ep", "cp": "cp"}
 
 
 @dataclass(frozen=True)
@@ -31,37 +33,45 @@ class Layout:
     replicas: int
     tp: int
     pp: int
+    ep: int = 1
+    cp: int = 1
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """At most one way to agree, one tp and one pp; `str()` gives the notation.
+    """At most one way to agree, and one each of tp, pp, ep and cp; `str()` gives the notation.
 
     `sync=None` means ddp when workers are left over for further replicas, else single; so
-    `single` beside tp or pp says nothing more and is dropped.
+    `single` beside these says nothing more and is dropped.
     """
 
     sync: SyncTerm | None = None
     tp: Tp | None = None
     pp: Pp | None = None
+    ep: Ep | None = None
+    cp: Cp | None = None
 
     def __post_init__(self) -> None:
         for role in fields(self):
             value = getattr(self, role.name)
             if value is not None and getattr(value, "role", None) != role.name:
                 raise StrategyError(f"a strategy is made of terms, and {show(value)} is none")
-        split = self.tp or self.pp
-        if split and self.sync == Single():
+        if self.splits and self.sync == Single():
             object.__setattr__(self, "sync", None)
-        if split and self.sync and self.sync.why_not_split:
+        if self.splits and self.sync and self.sync.why_not_split:
             why = self.sync.why_not_split
-            raise StrategyError(f"{self.sync.name} + {split.name} makes no sense: {why}")
+            raise StrategyError(f"{self.sync.name} + {self.splits[0].name} makes no sense: {why}")
         if not 0 < len(str(self)) <= MAX_TEXT:
             raise StrategyError(f"a strategy has a term and at most {MAX_TEXT} characters of text")
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        return tuple(term for term in (self.sync, self.tp, self.pp) if term is not None)
+        return (self.sync, *self.splits) if self.sync is not None else self.splits
+
+    @property
+    def splits(self) -> tuple[Tp | Pp | Ep | Cp, ...]:
+        """The terms that split a replica over workers."""
+        return tuple(term for term in (self.tp, self.pp, self.ep, self.cp) if term is not None)
 
     def __add__(self, other: Term | Strategy) -> Strategy:
         if not isinstance(other, Term | Strategy):
@@ -96,8 +106,7 @@ class Strategy:
 
         The workers of a split replica meet at the start.
         """
-        is_split = self.tp is not None or self.pp is not None
-        return self.sync is not None and self.sync.starts_apart and not is_split
+        return self.sync is not None and self.sync.starts_apart and not self.splits
 
     def needs(self, rank: int) -> bool:
         """Whether the run fails with this worker even if it survives the loss of others."""
@@ -106,14 +115,17 @@ class Strategy:
 
     @property
     def _workers_of_replica(self) -> int:
-        return (self.tp.size if self.tp else 1) * (self.pp.size if self.pp else 1)
+        return math.prod(term.size for term in self.splits)
+
+    def _size_of(self, role: str) -> int:
+        return next((term.size for term in self.splits if term.role == role), 1)
 
     def servers(self, workers: int) -> int:
         """How many processes a launcher has to start beside the workers."""
         return self.sync_for(workers).server_processes
 
     def layout(self, workers: int) -> Layout:
-        """Divide the workers: tp x pp of them make a replica, and none may be left over."""
+        """Divide the workers: tp x pp x ep x cp of them make a replica, and none is left over."""
         if not whole(1).accepts(workers):
             raise StrategyError(f"workers={show(workers)} must be {whole(1).allowed}")
         there = f"there {'is' if workers == 1 else 'are'} {workers}"
@@ -126,7 +138,7 @@ class Strategy:
         self.sync_for(replicas).check(replicas)
         if self.pp is not None:
             self.pp.check()
-        return Layout(replicas, self.tp.size if self.tp else 1, self.pp.size if self.pp else 1)
+        return Layout(replicas, **{role: self._size_of(role) for role in ("tp", "pp", "ep", "cp")})
 
     def sync_for(self, replicas: int) -> SyncTerm:
         """The sync term, or what its absence means for this many replicas."""
@@ -134,8 +146,8 @@ class Strategy:
 
     def require_built(self) -> None:
         """Refuse terms that cannot run together, before anything starts."""
-        for split in (self.tp, self.pp):
-            if self.sync is not None and split is not None and split.size > 1:
+        for split in self.splits:
+            if self.sync is not None and split.size > 1:
                 self.sync.check_split(split)
 
 

@@ -10,6 +10,8 @@ _SHARDED = "fully sharded data parallelism"
 _REPLICAS = "data parallelism"
 _PIPELINE = "pipeline parallelism"
 _TENSOR = "tensor parallelism"
+_CONTEXT = "context parallelism"
+_EXPERTS = "expert parallelism"
 _SERVER = "a parameter server"
 _LOCAL = "local SGD"
 _GOSSIP = "decentralized averaging"
@@ -61,6 +63,14 @@ _SYNONYMS = {
     "tensor_parallel": (_TENSOR, "tp(2)"),
     "megatron": (_TENSOR + " as Megatron's", "tp(2)"),
     "intra_op": ("intra-operator parallelism", "tp(2)"),
+    "context": (_CONTEXT, "cp(2)"),
+    "context_parallel": (_CONTEXT, "cp(2)"),
+    "ring_attention": (_CONTEXT + " by ring attention", "cp(2)"),
+    "ulysses": (_CONTEXT, "cp(2)"),
+    "expert": (_EXPERTS, "ep(2)"),
+    "experts": (_EXPERTS, "ep(2)"),
+    "expert_parallel": (_EXPERTS, "ep(2)"),
+    "moe": (_EXPERTS, "ep(2)"),
     "map_reduce": ("map-reduce", "mapreduce"),
     "local": ("one device", "single"),
     "none": ("one device", "single"),

@@ -36,7 +36,9 @@ from shoal.strategy.options import (
 from shoal.strategy.settings import outer_settings
 
 __all__ = [
+    "cp",
     "ddp",
+    "ep",
     "gossip",
     "hogwild",
     "localsgd",
@@ -331,6 +333,24 @@ class Tp(Term, role="tp"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ep(Term, role="ep"):
+    """Expert parallelism: the experts of a mixture live on `size` workers, and tokens travel."""
+
+    compared: ClassVar[tuple[str, ...]] = ()
+
+    size: Annotated[int, whole(1)] = field(kw_only=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cp(Term, role="cp"):
+    """Context parallelism: every worker has some positions of each sequence."""
+
+    compared: ClassVar[tuple[str, ...]] = ()
+
+    size: Annotated[int, whole(1)] = field(kw_only=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pp(Term, role="pp"):
     """Pipeline parallelism: layers are cut into stages over `size` workers."""
 
@@ -364,3 +384,5 @@ mapreduce = Mapreduce
 localsgd = Localsgd
 tp = Tp
 pp = Pp
+ep = Ep
+cp = Cp

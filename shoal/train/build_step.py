@@ -58,7 +58,7 @@ class StepContext:
     @property
     def is_split(self) -> bool:
         """Whether a replica is split over several workers."""
-        return self.mesh.tp.size * self.mesh.pp.size > 1
+        return self.mesh.replica_group.size > 1
 
 
 def build_step(
@@ -105,8 +105,16 @@ def build_step(
         bind_embeddings(model, functions.optimizer, context.seed, store)
 
     # the engine that computes micro-batches
+    if shard.token_axes:
+        flat.grads.sum_gradients = shard.token_axes.sum_gradients
     cutter = BatchCutter(
-        options, mesh.dp, flat.device, context.seed, functions.count, sync.synchronous
+        options,
+        mesh.data,
+        flat.device,
+        context.seed,
+        functions.count,
+        sync.synchronous,
+        copies=mesh.cp.size,
     )
     engine = shard.engine(
         functions.loss,
@@ -203,7 +211,7 @@ def _check_embeddings(term: SyncTerm, options: StepOptions, context: StepContext
         )
     if context.is_split:
         raise NotBuilt(
-            "shoal.Embedding is not built for a model that is split over workers: omit tp and pp, "
+            "shoal.Embedding is not built for a model that is split over workers: train it whole, "
             "or use nn.Embedding"
         )
     if options.exact or options.precision == "fp16":
@@ -218,7 +226,7 @@ def _share_batchnorm(
     model: nn.Module, term: SyncTerm, options: StepOptions, context: StepContext
 ) -> ForwardState:
     """Make BatchNorm use the samples of all replicas, where the strategy allows it."""
-    dp = context.mesh.dp
+    dp = context.mesh.data
     if not has_batchnorm(model) or options.batchnorm == "local":
         return ForwardState()
     if dp.size > 1 and not term.lockstep:

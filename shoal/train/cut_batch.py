@@ -57,13 +57,16 @@ class BatchCutter:
         seed: int,
         count: Count | None = None,
         synchronous: bool = True,
+        copies: int = 1,
     ):
+        """The ranks of `group` have different rows; `copies` workers have the same ones."""
         self.options = options
         self.group = group
         self.device = device
         self.seed = seed
         self.count = count
         self.synchronous = synchronous
+        self.copies = copies
         self.local_microbatches = options.local_microbatches(group.size)
         self.reverses = False  # whether samples are reversed, which changes rounding only
 
@@ -151,12 +154,14 @@ class BatchCutter:
     ) -> Sequence[Weight]:
         """Each micro-batch's share: its count over the count of the global batch.
 
+        Workers that have the same rows divide their share between them.
         If the global count is not known, the ranks sum it up while forward runs. Ranks that do
         not wait for each other assume that all have the same count.
         """
+        local = float(sum(counts))
+        counts = [count / self.copies for count in counts]
         if self.count is None and total is not None:
             return [count / total for count in counts]
-        local = float(sum(counts))
         if not self.synchronous:
             estimate = max(local, _SMALLEST_COUNT) * self.group.size / concurrent
             return [count / estimate for count in counts]

@@ -76,15 +76,16 @@ class Evaluation:
         mesh = self.step.mesh
         workers = mesh.world.size // mesh.dp.size  # of a replica
         missing = torch.zeros(mesh.dp.size, dtype=torch.float64, device=self._device)
-        if self.step.engine.is_last and mesh.tp.rank == 0:
-            speaker = workers - mesh.tp.size
+        stage = mesh.stage_group
+        if self.step.engine.is_last and stage.is_leader:
+            speaker = workers - stage.size
             ranks = [replica * workers + speaker for replica in replicas]
             numbers, missing_ranks = elastic_sum.all_reduce(sums.tolist(), ranks)
             sums = torch.tensor(numbers, dtype=torch.float64, device=self._device)
             missing[[rank // workers for rank in missing_ranks]] = 1.0
         if self.step.engine.is_last:
-            mesh.tp.broadcast(sums).wait()
-            mesh.tp.broadcast(missing).wait()
+            stage.broadcast(sums)
+            stage.broadcast(missing)
         sums, missing = self.step.shard.broadcast((sums, missing))
         return sums.tolist(), [replica for replica in replicas if missing[replica]]
 

@@ -82,7 +82,7 @@ class Job:
         self.mesh = Mesh.of(group, layout)
         self.replica = self.mesh.dp.rank
         self.replicas = layout.replicas
-        self.generator = torch.Generator().manual_seed(mix(seed, 4, self.replica))
+        self.generator = torch.Generator().manual_seed(mix(seed, 4, self.mesh.data.rank))
         self.steps = 0
         self.on_build: list[Callable[[Step], None]] = []
         self.on_step: list[AfterStep] = []
@@ -93,7 +93,7 @@ class Job:
         self._logged: dict[str, float | Tensor] = {}
         self._evaluated: dict[str, float] = {}
         self._stream = BatchStream(
-            self.mesh.dp, device, seed, lambda: self.steps, self._before_batch, self._say_once
+            self.mesh.data, device, seed, lambda: self.steps, self._before_batch, self._say_once
         )
         self._stream.must_stop = self._must_stop
         self._saved: tuple[Path, dict[str, Any]] | None = None  # where the script saved last
@@ -332,12 +332,13 @@ class Job:
 
     def _split(self) -> BatchSplit:
         """How batches are split: into the micro-batches of the latest step."""
+        data = self.mesh.data
         if self._steps:
-            return self._steps[-1].options.split(self.replica, self.replicas)
-        return BatchSplit(self.replica, self.replicas)
+            return self._steps[-1].options.split(data.rank, data.size)
+        return BatchSplit(data.rank, data.size)
 
     def _before_batch(self, batch: Batch) -> None:
-        seed = mix(self.seed, 4, self.replica, self._stream.delivered)
+        seed = mix(self.seed, 4, self.mesh.data.rank, self._stream.delivered)
         self.generator.manual_seed(seed)
         for step in self._steps:
             step.latest = batch

@@ -56,6 +56,7 @@ class StepOptions:
         self.check(replicas)
         resolved = self.with_pipeline(strategy.pp, model)
         resolved.check_tensor_parallel(strategy.tp)
+        resolved.check_token_axes(strategy)
         return resolved
 
     def check(self, replicas: int) -> None:
@@ -113,6 +114,14 @@ class StepOptions:
             )
         if self.precision == "fp16":
             raise BadInput(f'{tp} has no loss scaling for precision="fp16": use "bf16"')
+
+    def check_token_axes(self, strategy: Strategy) -> None:
+        for term in (strategy.ep, strategy.cp):
+            if term is not None and term.size > 1 and self.exact:
+                raise BadInput(
+                    f"exact=True adds in the order of one worker, and {term} adds the gradients of "
+                    "tokens on several workers: omit one of them"
+                )
 
     def local_microbatches(self, replicas: int) -> int:
         """Micro-batches that one replica computes."""

@@ -75,7 +75,7 @@ def gather_sync_state(
     flat = step.flat
     by_parameter = {}
     others = {}
-    is_split = step.mesh.pp.size > 1 or step.mesh.tp.size > 1
+    is_split = step.mesh.replica_group.size > 1
     for key, tensor in state.items():
         tensor = on_cpu(tensor)
         if tensor.shape == (flat.size,):

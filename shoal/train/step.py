@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
@@ -59,7 +60,7 @@ class Step:
         start_ns = time.monotonic_ns()
         known = batch if isinstance(batch, Batch) else self.latest
         microbatches = self.cutter.cut(batch, known, self.steps)
-        self.sync.batch_fraction = fraction_of(batch, microbatches)
+        self.sync.batch_fraction = self._replica_fraction(batch, microbatches)
         self.sync.begin()
         loss = self.shard.broadcast_loss(
             self.sync.skip() if self.sync.is_skipped else self._train(batch, microbatches)
@@ -77,13 +78,22 @@ class Step:
         if not self._is_checked:
             self.shard.check(microbatches, self.engine)
             self._is_checked = True
-        local = self.compute(microbatches, self.sync.reduce)
+        local = self.shard.token_axes.sum(self.compute(microbatches, self.sync.reduce))
+        if not self.flat.grads.buckets:
+            self.shard.token_axes.sum_parameter_gradients(self.flat)
         if self.embeddings:  # before `finish`, since the rows are part of the update
             self._push_rows(is_dataset or any(m.real for m in microbatches))
         self.sync.finish()
         if self.options.exact:
             update_running_statistics(self.model, self.mesh.dp)
         return self.sync.loss(local)
+
+    def _replica_fraction(self, batch: Any, microbatches: Sequence[MicroBatch]) -> float:
+        fraction = fraction_of(batch, microbatches)
+        axes = self.shard.token_axes
+        return (
+            float(axes.sum(torch.tensor(fraction, device=self.flat.device))) if axes else fraction
+        )
 
     def _push_rows(self, has_samples: bool) -> None:
         if not has_samples:  # the lookups of a placeholder row do not count

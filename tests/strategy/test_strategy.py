@@ -53,7 +53,7 @@ def test_the_design_text_is_the_python_value(text: str) -> None:
 
 @pytest.mark.parametrize("name", TERMS)
 def test_every_name_parses_and_prints(name: str) -> None:
-    text = f"{name}(2)" if name in ("tp", "pp") else name
+    text = f"{name}(2)" if name in ("tp", "pp", "ep", "cp") else name
     assert str(parse(text)) == text
 
 
@@ -123,6 +123,7 @@ def test_options_are_typed_attributes() -> None:
         ("tp(2)", 2, Layout(1, 2, 1)),
         ("tp(2)", 4, Layout(2, 2, 1)),
         ("ddp + tp(2) + pp(3)", 12, Layout(2, 2, 3)),
+        ("ddp + ep(2) + cp(3)", 12, Layout(2, 1, 1, ep=2, cp=3)),
         ("hogwild", 3, Layout(3, 1, 1)),
     ],
 )
