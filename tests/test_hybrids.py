@@ -148,14 +148,20 @@ def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, spli
 @pytest.mark.parametrize(
     "chain",
     [
-        ["single", 'ps(placement="rank0") + pp(2)', "zero(3) + tp(2)", "single"],
+        pytest.param(
+            ["single", 'ps(placement="rank0") + pp(2)', "zero(3) + tp(2)", "single"],
+            marks=pytest.mark.whole,
+        ),
         pytest.param(
             ["zero(3) + pp(2)", 'ps(placement="workers") + tp(2)', "tp(2) + pp(2)"],
             marks=pytest.mark.whole,
         ),
         ["ddp", 'ps(placement="rank0", update="worker") + pp(2)', "zero(3)", "zero(3) + pp(2)"],
         ["ddp + pp(2)", "zero(3) + tp(2)", "zero(2) + pp(2)", 'ps(placement="workers")'],
-        [f'ps(quorum=1, placement="rank0"){split}' for split in (" + pp(2)", " + tp(2)", "")],
+        pytest.param(
+            [f'ps(quorum=1, placement="rank0"){split}' for split in (" + pp(2)", " + tp(2)", "")],
+            marks=pytest.mark.whole,
+        ),
         pytest.param(
             ["ddp + tp(2)", 'ps(quorum=1, placement="workers") + pp(2)', "ddp"],
             marks=pytest.mark.whole,

@@ -195,6 +195,7 @@ def test_stages_hold_their_own_layers_and_no_shapes(world: World, text: str) -> 
     compare(world, 2 if text == "pp(2)" else 4, text)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("compress", ["int8", "powersgd(rank=2)"])
 @pytest.mark.parametrize(
     "text",
@@ -231,6 +232,7 @@ DEFAULTS = [
 ]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("text", DEFAULTS)
 def test_what_is_compared_by_default_holds_what_its_plan_says(world: World, text: str) -> None:
     compare(world, 4, text)
