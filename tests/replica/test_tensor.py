@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
+from shoal.replica.tensor.heads import HeadSplit
 from shoal.replica.tensor.layers import VocabularyEmbedding
 from shoal.replica.tensor.mappings import copy, gather, reduce, scatter
 from shoal.replica.tensor.plan import plan_of
@@ -21,6 +23,7 @@ from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
 from shoal.replica.tensor.vocab_parallel import VocabParallelLogits
 from shoal.strategy.terms import Tp
 from tests.conftest import World
+from tests.splitting import assert_equal
 
 
 def test_cuts_hold_whole_units_and_are_as_equal_as_can_be() -> None:
@@ -147,6 +150,7 @@ def test_between_column_and_row_every_rank_draws_for_itself() -> None:
         torch.manual_seed(7)
         rng = TensorParallelRng(rank, True)
         rng.fork(x)
+        rng.fork(x)  # queries, keys and values are three column layers
         inside = torch.rand(3 + rank).tolist()  # uneven slices draw unevenly
         rng.restore(x)
         drawn.append((inside[0], torch.rand(3).tolist()))
@@ -190,6 +194,79 @@ def test_a_layer_whose_weight_is_computed_stays_whole() -> None:
     )
     nn.utils.parametrizations.weight_norm(chain[2])
     assert roles(chain, Tp(2)) == {"4": "column", "6": "row"}
+
+
+def test_heads_of_ranks() -> None:
+    def queries_and_keys(heads: int, keys: int, ranks: int) -> Any:
+        split = HeadSplit.of(heads, keys, 2, ranks)
+        return split and [
+            (list(q), list(k)) for q, k in zip(split.queries, split.keys, strict=True)
+        ]
+
+    assert queries_and_keys(4, 2, 2) == [([0, 1], [0]), ([2, 3], [1])]
+    assert queries_and_keys(3, 3, 2) == [([0, 1], [0, 1]), ([2], [2])]
+    assert queries_and_keys(4, 2, 4) == [([0], [0]), ([1], [0]), ([2], [1]), ([3], [1])]
+    assert queries_and_keys(6, 2, 3) == [([0, 1], [0]), ([2], [0]), ([3, 4, 5], [1])]
+    assert queries_and_keys(2, 2, 4) is None
+
+
+class Attention(nn.Module):
+    """Grouped queries; a norm of the features of a head."""
+
+    def __init__(self, width: int = 12, heads: int = 6, key_heads: int = 2):
+        super().__init__()
+        self.n_heads = heads
+        self.n_kv_heads = key_heads
+        self.head_dim = width // heads
+        self.wq = nn.Linear(width, width)
+        self.wk = nn.Linear(width, key_heads * self.head_dim)
+        self.wv = nn.Linear(width, key_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(width, width)
+        self.q_norm = nn.LayerNorm(self.head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        q = self.q_norm(self.wq(x).view(batch, time, self.n_heads, -1)).transpose(1, 2)
+        k, v = (w(x).view(batch, time, self.n_kv_heads, -1) for w in (self.wk, self.wv))
+        repeats = self.n_heads // self.n_kv_heads
+        k, v = (t.transpose(1, 2).repeat_interleave(repeats, 1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        result: Tensor = self.wo(out.reshape(batch, time, -1))
+        return result
+
+
+class GatedMlp(nn.Module):
+    def __init__(self, width: int = 12, hidden: int = 18):
+        super().__init__()
+        self.w1 = nn.Linear(width, hidden)
+        self.w2 = nn.Linear(hidden, width)
+        self.w3 = nn.Linear(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return result
+
+
+def attention_and_mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Attention(), nn.LayerNorm(12), GatedMlp(), nn.Linear(12, 3))
+
+
+def test_an_attention_and_an_mlp_are_found_by_their_structure() -> None:
+    assert roles(attention_and_mlp(), Tp(2)) == {
+        **{"0": "heads", "0.wq": "column", "0.wk": "column", "0.wv": "column", "0.wo": "row"},
+        **{"0.q_norm": "summed", "2.w1": "column", "2.w3": "column", "2.w2": "row"},
+    }
+    shared = roles(attention_and_mlp(), Tp(3))
+    assert shared["0.wk"] == shared["0.wv"] == "selected"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_found_trains_as_on_one_worker(world: World, size: int) -> None:
+    x = torch.randn(12, 5, 12, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x[..., :3])
+    options: dict[str, Any] = {"loss": F.mse_loss, "clip_norm": 0.1}
+    assert_equal(world, size, f"tp({size})", attention_and_mlp, data, 6, **options)
 
 
 def test_a_plan_goes_before_what_is_found() -> None:

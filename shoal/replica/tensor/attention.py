@@ -43,7 +43,7 @@ class ParallelAttention(TensorParallelLayer):
         for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
             self.register(name, getattr(original, name), single)
         self.register("in_proj_bias", original.in_proj_bias, each_of_qkv)
-        self.out_proj = RowLinear(original.out_proj, group, rng, original.head_dim, True)
+        self.out_proj = RowLinear(original.out_proj, group, rng, single, True)
 
     def forward(
         self,

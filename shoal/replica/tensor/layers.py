@@ -79,17 +79,15 @@ class ColumnLinear(TensorParallelLayer):
         original: nn.Module,
         group: Group,
         rng: TensorParallelRng,
-        unit: int,
+        spec: ShardSpec,
         output: ColumnOutput = "sharded",
-        blocks: int = 1,
     ):
         super().__init__(original, group, rng)
         self.linear = _linear_like(original)
         self.output = output
         self.in_features = self.linear.inputs
         self.out_features = self.linear.outputs
-        size = self.out_features // blocks
-        self.spec = ShardSpec.of_blocks(0, blocks, size, group.size, unit)
+        self.spec = spec
         self.register("weight", original.weight, replace(self.spec, dim=self.linear.output_dim))
         self.register("bias", original.bias, self.spec)
 
@@ -108,6 +106,36 @@ class ColumnLinear(TensorParallelLayer):
         return gather(out, ShardSpec(out.dim() - 1, self.spec.ranges), self.group)
 
 
+class SelectedColumns(TensorParallelLayer):
+    """A column layer whose weight is complete on every rank, which computes some of its features.
+
+    For keys and values with fewer heads than ranks. Gradients of the weight are added up.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, original: nn.Module, group: Group, rng: TensorParallelRng, spec: ShardSpec):
+        super().__init__(original, group, rng)
+        self.linear = _linear_like(original)
+        self.in_features = self.linear.inputs
+        self.out_features = self.linear.outputs
+        self.spec = spec
+        self.register("weight", original.weight)
+        self.register("bias", original.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank = self.group.rank
+        weight = self.linear.for_linear(copy(self.weight, self.group))
+        rows = self.spec.take_shard(weight, rank)
+        bias = None
+        if self.bias is not None:
+            bias = self.spec.take_shard(copy(self.bias, self.group), rank)
+        if isinstance(x, SequenceParallelTensor):
+            return x.linear(rows, bias)
+        return F.linear(copy(full_tensors(x), self.group), rows, bias)
+
+
 class RowLinear(TensorParallelLayer):
     """`input_is_sharded` says whether a column layer stands before it."""
 
@@ -119,7 +147,7 @@ class RowLinear(TensorParallelLayer):
         original: nn.Module,
         group: Group,
         rng: TensorParallelRng,
-        unit: int,
+        spec: ShardSpec,
         input_is_sharded: bool,
     ):
         super().__init__(original, group, rng)
@@ -127,8 +155,7 @@ class RowLinear(TensorParallelLayer):
         self.input_is_sharded = input_is_sharded
         self.in_features = self.linear.inputs
         self.out_features = self.linear.outputs
-        dim = self.linear.input_dim
-        self.spec = ShardSpec.even(dim, self.in_features, group.size, unit)
+        self.spec = replace(spec, dim=self.linear.input_dim)
         self.register("weight", original.weight, self.spec)
         self.register("bias", original.bias)
 
@@ -155,12 +182,37 @@ class VocabularyEmbedding(TensorParallelLayer):
         self.register("weight", original.weight, self.spec)
 
     def forward(self, ids: Tensor) -> Tensor:
-        if ids.device.type == "cpu" and ((ids < 0) | (ids >= self.num_embeddings)).any():
-            raise IndexError(f"an id is outside of the {self.num_embeddings} of the embedding")
-        local_ids = self.spec.ranges[self.group.rank][0]
-        is_local = (ids >= local_ids.start) & (ids < local_ids.stop)
-        rows = F.embedding((ids - local_ids.start).where(is_local, 0), self.weight)
-        kept = rows.where(is_local[..., None], 0)
-        if self.padding_idx is not None:  # a row that is looked up and not trained
-            kept = kept.where((ids != self.padding_idx)[..., None], kept.detach())
-        return self.reduce_output(kept)
+        return self.reduce_output(look_up(self, self.spec, self.group, ids))
+
+
+class PartialEmbedding(nn.Embedding):
+    """A subclass of nn.Embedding, whose own forward calls this one, becomes a subclass of it."""
+
+    group: Group
+    spec: ShardSpec
+
+    @classmethod
+    def convert(cls, module: nn.Embedding, group: Group, spec: ShardSpec) -> None:
+        original = type(module)
+        module.__class__ = type(original.__name__, (original, cls), {})
+        assert isinstance(module, PartialEmbedding)
+        module.group = group
+        module.spec = spec
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return reduce(look_up(self, self.spec, self.group, ids), self.group)
+
+
+def look_up(
+    table: VocabularyEmbedding | PartialEmbedding, spec: ShardSpec, group: Group, ids: Tensor
+) -> Tensor:
+    """The rows of the ids that are on this rank; 0 for the others."""
+    if ids.device.type == "cpu" and ((ids < 0) | (ids >= table.num_embeddings)).any():
+        raise IndexError(f"an id is outside of the {table.num_embeddings} of the embedding")
+    local_ids = spec.ranges[group.rank][0]
+    is_local = (ids >= local_ids.start) & (ids < local_ids.stop)
+    rows = F.embedding((ids - local_ids.start).where(is_local, 0), table.weight)
+    kept = rows.where(is_local[..., None], 0)
+    if table.padding_idx is not None:  # a row that is looked up and not trained
+        kept = kept.where((ids != table.padding_idx)[..., None], kept.detach())
+    return kept

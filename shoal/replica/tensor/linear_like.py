@@ -35,7 +35,8 @@ def linear_like(module: nn.Module | None) -> LinearLike | None:
     """None for a layer of another kind, or one whose weight is computed from others."""
     if module is None or set(module._parameters) != {"weight", "bias"}:
         return None
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    is_plain = type(module).forward is nn.Linear.forward or is_transformers(module, "FalconLinear")
+    if isinstance(module, nn.Linear) and is_plain:
         return LinearLike(module.in_features, module.out_features)
     if is_transformers(module, "Conv1D"):
         weight = module._parameters["weight"]

@@ -18,14 +18,18 @@ from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
 from shoal.replica.tensor.adapters import adapt
 from shoal.replica.tensor.attention import ParallelAttention
+from shoal.replica.tensor.in_place import change_in_place
 from shoal.replica.tensor.layers import (
     ColumnLinear,
+    PartialEmbedding,
     RowLinear,
+    SelectedColumns,
     TensorParallelLayer,
     VocabularyEmbedding,
 )
+from shoal.replica.tensor.linear_like import linear_like
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.roles import Role, Roles
+from shoal.replica.tensor.roles import IN_PLACE, Role, Roles
 from shoal.replica.tensor.sequence_messages import pack, unpack
 from shoal.replica.tensor.shard_spec import ShardSpec
 
@@ -51,14 +55,19 @@ class TensorSplit:
         self.device = device
         self.rng = TensorParallelRng(group.rank, has_dropout(model))
         modules = dict(model.named_modules())
-        layers = {modules[name]: self._layer(modules[name], role) for name, role in roles.items()}
+        self._in_place: list[tuple[nn.Module, Mapping[str, ShardSpec]]] = []
+        layers = {}
+        for name, role in roles.items():
+            layer = self._layer(modules[name], role)
+            if layer is not None:
+                layers[modules[name]] = layer
         self._slices: set[nn.Parameter] = set()
         self._slice_parameters(layers.values(), filled)
         self._replace(layers)
         adapt(model, group)
         for layer in _parallel_layers(model.modules()):
             layer.is_sequence_parallel = sequence
-        self.specs = _specs_by_name(model)
+        self.specs = self._specs_by_name()
 
     def is_slice(self, parameter: nn.Parameter) -> bool:
         return parameter in self._slices
@@ -113,16 +122,34 @@ class TensorSplit:
 
     # ------------------------------------------------------------------ at the start
 
-    def _layer(self, original: nn.Module, role: Role) -> TensorParallelLayer:
+    def _layer(self, original: nn.Module, role: Role) -> TensorParallelLayer | None:
+        """What replaces a module; None if it is changed in place."""
         group = self.group
         rng = self.rng
+        if role.kind in IN_PLACE:
+            change_in_place(original, role, group, rng)
+            self._in_place.append((original, role.shards or {}))
+            return None
         if isinstance(original, nn.Embedding):
-            return VocabularyEmbedding(original, group, rng)
+            return self._embedding(original)
         if isinstance(original, nn.MultiheadAttention):
             return ParallelAttention(original, group, rng)
+        linear = linear_like(original)
+        assert linear is not None
+        spec = role.spec(linear.inputs if role.kind == "row" else linear.outputs, group.size)
         if role.kind == "column":
-            return ColumnLinear(original, group, rng, role.unit, role.output, role.blocks)
-        return RowLinear(original, group, rng, role.unit, role.input_is_sharded)
+            return ColumnLinear(original, group, rng, spec, role.output)
+        if role.kind == "selected":
+            return SelectedColumns(original, group, rng, spec)
+        return RowLinear(original, group, rng, spec, role.input_is_sharded)
+
+    def _embedding(self, table: nn.Embedding) -> TensorParallelLayer | None:
+        if type(table).forward is nn.Embedding.forward:
+            return VocabularyEmbedding(table, self.group, self.rng)
+        spec = ShardSpec.even(0, table.num_embeddings, self.group.size)
+        PartialEmbedding.convert(table, self.group, spec)
+        self._in_place.append((table, {"weight": spec}))
+        return None
 
     def _replace(self, layers: dict[nn.Module, TensorParallelLayer]) -> None:
         if self.model in layers:
@@ -145,6 +172,8 @@ class TensorSplit:
             for layer in _parallel_layers(outer.modules())
             for key, spec in layer.specs.items()
         }
+        for module, shards in self._in_place:
+            specs.update({getattr(module, key): spec for key, spec in shards.items()})
         for slots in filled:
             parameter = slots[0].tensor
             if parameter in specs and isinstance(parameter, nn.Parameter):
@@ -152,31 +181,33 @@ class TensorSplit:
                 parameter.data = specs[parameter].take_shard(full, self.group.rank)
                 self._slices.add(parameter)
 
+    def _specs_by_name(self) -> dict[str, ShardSpec]:
+        """How a parameter is sharded, by each of its names: a head's bias may have two."""
+        specs: dict[str, ShardSpec] = {}
+        by_tensor: dict[Tensor, ShardSpec] = {}
+        shards = {id(module): shards for module, shards in self._in_place}
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            own = (
+                module.specs if isinstance(module, TensorParallelLayer) else shards.get(id(module))
+            )
+            for key, spec in (own or {}).items():
+                specs[full_name(prefix, key)] = spec
+                by_tensor[getattr(module, key)] = spec
+        for slot in tensor_slots(self.model):
+            if slot.tensor in by_tensor:
+                specs[slot.name] = by_tensor[slot.tensor]
+        return specs
+
 
 def _parallel_layers(modules: Iterable[nn.Module]) -> list[TensorParallelLayer]:
     return [module for module in modules if isinstance(module, TensorParallelLayer)]
 
 
-def _specs_by_name(model: nn.Module) -> dict[str, ShardSpec]:
-    """How a parameter is sharded, by each of its names: a head's bias may belong to two modules."""
-    specs: dict[str, ShardSpec] = {}
-    by_tensor: dict[Tensor, ShardSpec] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, TensorParallelLayer):
-            for key, spec in module.specs.items():
-                specs[full_name(prefix, key)] = spec
-                by_tensor[getattr(module, key)] = spec
-    for slot in tensor_slots(model):
-        if slot.tensor in by_tensor:
-            specs[slot.name] = by_tensor[slot.tensor]
-    return specs
-
-
 def has_dropout(model: nn.Module) -> bool:
     """Whether anything in a model drops."""
     return any(
-        float(value) > 0
+        value > 0
         for module in model.modules()
-        for value in (getattr(module, "p", 0.0), getattr(module, "dropout", 0.0))
-        if isinstance(value, float)
+        for name, value in vars(module).items()
+        if isinstance(value, float) and (name == "p" or "drop" in name)
     )

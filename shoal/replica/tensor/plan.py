@@ -24,6 +24,7 @@ from shoal.replica.deferred_init import full_name
 from shoal.replica.tensor.adapters import ELEMENTWISE, LayerPair, known_pairs
 from shoal.replica.tensor.linear_like import linear_like
 from shoal.replica.tensor.roles import Role, Roles
+from shoal.replica.tensor.transformer_plan import TransformerPlan, is_lookup
 from shoal.strategy.terms import Tp
 
 
@@ -44,6 +45,8 @@ class _Planner:
         self._apply_plan(tp.plan or {})
         for name, module in self.modules.items():
             self._plan_module(name, module)
+        found = TransformerPlan(self.modules, tp.size, self._is_free)
+        self.roles.update(found.roles)
         self._plan_tied_heads()
         if not self.roles:
             raise BadInput(
@@ -79,7 +82,7 @@ class _Planner:
         if kind == "row" and isinstance(module, nn.Embedding):
             return Role("vocabulary")
         if linear_like(module) is None:
-            allowed = ' (an nn.Embedding is split by "row")' if _is_embedding(module) else ""
+            allowed = ' (an nn.Embedding is split by "row")' if is_lookup(module) else ""
             raise BadInput(
                 f'the plan of tp splits {name} by "{kind}", and it is a {type(module).__name__}: '
                 f"layers that can be split are of class nn.Linear{allowed}"
@@ -161,21 +164,25 @@ class _Planner:
             self.roles[row] = Role("row", pair.row_unit)
 
     def _plan_tied_heads(self) -> None:
-        """An embedding and the layer that turns features into logits with the same weight."""
+        """Embeddings and the layer that turns features into logits with the same weight."""
         for name, module in self.modules.items():
-            if not (_is_embedding(module) and isinstance(module, nn.Embedding)):
+            if not is_lookup(module):
                 continue
-            heads = [
-                n for n, m in self.modules.items() if n != name and _weight(m) is module.weight
-            ]
-            known = len(heads) == 1 and self._holders[id(module.weight)] == 2
-            if name in self.roles and heads and not known:
+            weight = _weight(module)
+            same = {n: m for n, m in self.modules.items() if _weight(m) is weight}
+            is_known = len(same) == self._holders[id(weight)] and all(
+                is_lookup(m) or linear_like(m) is not None for m in same.values()
+            )
+            if name in self.roles and len(same) > 1 and not is_known:
                 raise BadInput(f"{self.tp} cannot split {name}: other layers have the same weight")
-            if not known or linear_like(self.modules[heads[0]]) is None:
-                continue
-            if module.num_embeddings >= self.tp.size:
-                self.roles[name] = Role("vocabulary")
-                self.roles[heads[0]] = Role("column", output="logits")
+            if is_known and len(same) > 1 and is_lookup(module, self.tp.size):
+                for other, layer in same.items():
+                    is_table = is_lookup(layer)
+                    role = Role("vocabulary") if is_table else Role("column", output="logits")
+                    self.roles[other] = role
+
+    def _is_free(self, name: str) -> bool:
+        return name not in self.roles and not self._is_shared(name)
 
     def _is_shared(self, name: str) -> bool:
         return any(self._holders[id(p)] > 1 for p in self.modules[name].parameters())
@@ -226,13 +233,6 @@ def _features(module: nn.Module, role: Role) -> int:
 
 def _weight(module: nn.Module) -> nn.Parameter | None:
     return module._parameters.get("weight")
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    is_plain = type(module) is nn.Embedding
-    return (
-        is_plain and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-    )
 
 
 def _is_in(name: str, module: str) -> bool:

@@ -42,6 +42,19 @@ class ShardSpec:
         )
         return cls(dim, ranges)
 
+    @classmethod
+    def of_sections(cls, dim: int, sizes: Sequence[int], groups: int, ranks: int) -> ShardSpec:
+        """Sections of different sizes stand one after the other; each has so many groups."""
+        starts = [0, *itertools.accumulate(sizes)]
+        ranges = tuple(
+            tuple(
+                range(start + (size // groups) * r.start, start + (size // groups) * r.stop)
+                for start, size in zip(starts, sizes, strict=False)
+            )
+            for r in even_ranges(groups, ranks)
+        )
+        return cls(dim, ranges)
+
     @property
     def size(self) -> int:
         """Of the dimension, over all ranks."""
