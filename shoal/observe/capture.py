@@ -68,7 +68,7 @@ class Capture:
     def _after_step(self, step: Step, loss: Tensor) -> None:
         self.losses.append(float(loss))
         self.additions = max(self.additions, additions_in(step))
-        if step.steps >= self.steps:
+        if self.job.steps >= self.steps:
             raise StopTraining
 
     def write(self) -> None:
@@ -115,10 +115,12 @@ def reorder_additions(step: Step, pieces: int) -> None:
     """Compute the same steps with additions in another order, to measure rounding.
 
     Each micro-batch is computed in `pieces`, as that many workers would. Where the model needs
-    whole micro-batches (BatchNorm), their samples are reversed instead.
+    whole micro-batches (BatchNorm), or the script computes them itself, their samples are
+    reversed instead.
     """
     if (
         step.options.exact
+        or step.is_own_loop
         or has_batchnorm(step.model)
         or step.term.batches is Batches.WHOLE_DATASET
     ):

@@ -168,6 +168,15 @@ class SyncTerm(Term, role="sync", abstract=True):
         return None
 
     @property
+    def why_not_own_loop(self) -> str | None:
+        """Why it trains by `job.step` only, or None."""
+        return None
+
+    def in_own_loop(self) -> SyncTerm:
+        """This term where the script calls the optimizer itself (`job.setup`)."""
+        return self
+
+    @property
     def why_not_split(self) -> str | None:
         """Why it makes no sense where a replica is split over workers, or None."""
         return None

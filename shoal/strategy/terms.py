@@ -165,6 +165,10 @@ class Ps(SyncTerm):
     def server_processes(self) -> int:
         return self.servers if self.placement == "servers" else 0
 
+    def in_own_loop(self) -> Ps:
+        """Where all workers wait, servers add up: the script sees gradients before the update."""
+        return replace(self, update="worker") if self.lockstep else self
+
     def check(self, replicas: int) -> None:
         if self.quorum is not None and self.quorum > max(1, replicas):
             there = f"there {'is' if replicas == 1 else 'are'} {replicas}"
@@ -280,6 +284,10 @@ class Mapreduce(SyncTerm):
     @property
     def batches(self) -> Batches:
         return Batches.WHOLE_DATASET if self.batch == "full" else Batches.SPLIT
+
+    @property
+    def why_not_own_loop(self) -> str | None:
+        return "its master alone updates, with the gradients of all map tasks"
 
     @property
     def why_not_split(self) -> str | None:

@@ -50,6 +50,13 @@ class Sync(Protocol):
     """
 
     batch_fraction: float = 1.0  # of the global batch, which this replica is about to compute
+    collects: bool = True
+    """Whether `collect` makes the gradients of this rank those of the global batch.
+
+    False where replicas update with their own, or servers update with those of all.
+    """
+
+    updates_here: bool = True  # False: servers update, and `finish` does all of it
     is_skipped: bool = False
     """Set by `begin`: the other replicas have done this step already, and this one skips it."""
 
@@ -65,8 +72,22 @@ class Sync(Protocol):
         return None
 
     def finish(self) -> None:
-        """The update is done when this returns; the replica is ready for the next step."""
+        """The update is done when this returns; the replica is ready for the next step.
+
+        It is `collect`, the update, and `spread`, which a loop of the user's own calls apart.
+        """
         ...
+
+    def collect(self) -> None:
+        """All buckets were reported: `p.grad` is the reduced gradient when this returns.
+
+        Of parameters that the optimizer of this rank updates; None for the others.
+        """
+        return None
+
+    def spread(self) -> None:
+        """The optimizer has stepped: the other replicas get to know the weights."""
+        return None
 
     def skip(self) -> Tensor:
         """The step is skipped; returns the latest loss that is known."""

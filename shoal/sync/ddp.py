@@ -47,12 +47,15 @@ class DdpSync(Sync):
             self._under_way.append(self.group.all_reduce(tensor))
 
     def finish(self) -> None:
+        self.collect()
+        self.update.apply()
+        self.flat.zero_grad()
+
+    def collect(self) -> None:
         for work in self._under_way:
             work.wait()
         self.traffic.steps += 1
         self.flat.grads.publish()
-        self.update.apply()
-        self.flat.zero_grad()
 
     def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0].clone()

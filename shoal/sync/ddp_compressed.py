@@ -51,6 +51,11 @@ class CompressedReduce(Sync):
             self._header = self.group.all_reduce(self.flat.grads.header)
 
     def finish(self) -> None:
+        self.collect()
+        self.update.apply()
+        self.flat.zero_grad()
+
+    def collect(self) -> None:
         self.sums.finish()
         if self._header is not None:
             self._header.wait()
@@ -59,8 +64,6 @@ class CompressedReduce(Sync):
         synchronize_copies(self.flat, self.flat.grads.buffer, self._copies)
         self.traffic.steps += 1
         self.flat.grads.publish()
-        self.update.apply()
-        self.flat.zero_grad()
 
     def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0].clone()

@@ -138,13 +138,16 @@ class MixGradients(Mixer):
     mixes_gradients = True
 
     def finish(self) -> None:
+        self.collect()
+        self.update.apply()
+        self.flat.zero_grad()
+
+    def collect(self) -> None:
         peers = f"average gradients with {self.group.size - 1} others"
         with self.update.tracer.span(WAIT, peers):
             for tensor in self.flat.grads.tensors(slice(0, self.flat.size)):
                 self.neighbours.mix(tensor, self.traffic.steps)
         self.flat.grads.publish()
-        self.update.apply()
-        self.flat.zero_grad()
         self.traffic.steps += 1
 
     def loss(self, local_loss: Tensor) -> Tensor:
@@ -168,10 +171,14 @@ class MixWeights(Mixer):
     """
 
     mixes_gradients = False
+    collects = False
 
     def finish(self) -> None:
         self.update.apply()
         self.flat.zero_grad()
+        self.spread()
+
+    def spread(self) -> None:
         with self.update.tracer.span(WAIT, f"average weights with neighbours, {self.mixing.name}"):
             self._mix()
         self.traffic.steps += 1

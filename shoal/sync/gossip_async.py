@@ -44,6 +44,7 @@ class AsyncGossip(Sync):
     """
 
     synchronous = False
+    collects = False
 
     def __init__(self, replica: Replica, mixing: Mixing):
         flat = replica.flat
@@ -77,6 +78,9 @@ class AsyncGossip(Sync):
     def finish(self) -> None:
         self.update.apply()
         self.flat.zero_grad()
+        self.spread()
+
+    def spread(self) -> None:
         data = self.flat.data
         has_room = self.flat.header_fits
         if has_room:

@@ -48,6 +48,7 @@ class HogwildSync(Sync):
     """
 
     synchronous = False
+    collects = False
 
     def __init__(self, replica: Replica, momentum: bool):
         flat = replica.flat
@@ -92,6 +93,9 @@ class HogwildSync(Sync):
     def finish(self) -> None:
         self.update.apply()
         self.flat.zero_grad()
+        self.spread()
+
+    def spread(self) -> None:
         between = int(self.buffer.steps.sum()) - self._others
         self.behind += between
         self.most_behind = max(self.most_behind, between)

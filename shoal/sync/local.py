@@ -12,6 +12,8 @@ from shoal.sync.registry import runs
 class LocalSync(Sync):
     """Gradients stay where backward put them; no buckets, no copies."""
 
+    collects = False
+
     def __init__(self, replica: Replica):
         self.flat = replica.flat
         self.update = replica.update

@@ -44,6 +44,8 @@ class LocalSgdSync(Sync):
     optimizer's state; all replicas go on from it alike.
     """
 
+    collects = False
+
     def __init__(self, replica: Replica, term: Localsgd):
         flat = replica.flat
         self.flat = flat
@@ -77,6 +79,9 @@ class LocalSgdSync(Sync):
     def finish(self) -> None:
         self.update.apply()
         self.flat.zero_grad()
+        self.spread()
+
+    def spread(self) -> None:
         self.traffic.steps += 1
         self.since += 1
         if self.since >= self.every:

@@ -112,8 +112,6 @@ def make_optimizer(
             "optimizer has to be a function from (name, parameter) pairs to a torch optimizer, "
             "such as functools.partial(torch.optim.SGD, lr=0.1)"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise BadInput("LBFGS computes the loss several times a step, which job.step cannot do")
     return optimizer
 
 

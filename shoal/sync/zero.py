@@ -91,6 +91,9 @@ class ShardedUpdate:
     def apply(self) -> None:
         self.update.apply()
         self.flat.zero_grad()
+        self.spread()
+
+    def spread(self) -> None:
         if isinstance(self.flat, ShardedParams):
             self.flat.reshard()
             return
@@ -167,6 +170,13 @@ class ZeroReduce(Sync):
             self._heads.append((self.group.all_reduce(head), head))
 
     def finish(self) -> None:
+        self.collect()
+        self.sharded.apply()
+
+    def spread(self) -> None:
+        self.sharded.spread()
+
+    def collect(self) -> None:
         self._settle(0)
         for work, _ in self._heads:
             work.wait()
@@ -175,7 +185,6 @@ class ZeroReduce(Sync):
         for i in self.flat.params_in(self.shard):
             grad = self.flat.view(i, self._kept, self._kept_at.start)
             self.flat.params[i].grad = grad if arrived[i] > 0 else None
-        self.sharded.apply()
         self.traffic.steps += 1
 
     def loss(self, local_loss: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.embedding.module import bind_embeddings
+from shoal.embedding.module import Embedding, bind_embeddings
 from shoal.errors import BadInput, NotBuilt
 from shoal.observe.trace import INJECTED, Tracer
 from shoal.pytree import Tree
@@ -26,6 +27,7 @@ from shoal.replica.batchnorm import (
     use_microbatch_norm,
 )
 from shoal.replica.build_shard import build_shard
+from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.engine import EngineOptions
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.shard import ReplicaShard
@@ -33,13 +35,16 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults, busy_s
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Strategy
-from shoal.sync.base import Ownership, Replica
-from shoal.sync.optimizer_step import OptimizerStep
+from shoal.sync.base import Ownership, Replica, SyncPlan
+from shoal.sync.optimizer_step import OptimizerFactory, OptimizerStep
 from shoal.sync.registry import plan_for
 from shoal.train.cut_batch import BatchCutter
 from shoal.train.options import StepFunctions, StepOptions
 from shoal.train.step import Step
 from shoal.train.user_schedules import check_user_schedules
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,41 @@ def build_step(
     example: Tree = None,
 ) -> Step:
     """All ranks call it together. `example` are inputs of a batch, to measure the model with."""
+    functions.check()
+    term = context.strategy.sync_for(context.mesh.dp.size)
+    prepared = prepare_model(model, term, options, context, functions.optimizer, example)
+    return assemble_step(prepared, prepared.shard, functions, context)
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model on its device, split over the workers of a replica, with its checked options."""
+
+    model: nn.Module
+    term: SyncTerm
+    plan: SyncPlan[Any]
+    options: StepOptions
+    shard: ReplicaShard
+    deferred: DeferredInit
+    forward_state: ForwardState
+    embeddings: list[Embedding]
+    shares_statistics: bool = True  # of BatchNorm: once, where several steps train one model
+
+
+def prepare_model(
+    model: nn.Module,
+    term: SyncTerm,
+    options: StepOptions,
+    context: StepContext,
+    optimizer: OptimizerFactory,
+    example: Tree = None,
+) -> PreparedModel:
+    """What is done once for a model, whatever trains it. `optimizer` is that of embeddings."""
     if context.faults is not None:
         context.faults.at_start()
     mesh = context.mesh
     device = context.device
     options = options.resolve(context.strategy, mesh.dp.size, model)
-    functions.check()
-    term = context.strategy.sync_for(mesh.dp.size)
     plan = plan_for(term)
     plan.check(options, mesh.dp.size)
     microbatches = options.local_microbatches(mesh.dp.size)
@@ -85,20 +118,42 @@ def build_step(
 
     # the model on its device, and what it shares with other replicas while it computes
     deferred = plan.materialize(model, mesh.dp, device, context.is_split)
-    embeddings = bind_embeddings(model, functions.optimizer, context.seed)
+    embeddings = bind_embeddings(model, optimizer, context.seed)
     if embeddings:
         _check_embeddings(term, options, context)
     forward_state = _share_batchnorm(model, term, options, context)
 
-    # this worker's shard of the replica, and its parameters as the strategy keeps them
+    # this worker's shard of the replica
     shard = build_shard(model, context.strategy, mesh, device, deferred, example)
-    flat = plan.layout(shard, mesh.dp, device, deferred)
-    _broadcast_start(model, flat, mesh.dp)
+    return PreparedModel(
+        model, term, plan, options, shard, deferred, forward_state, list(embeddings)
+    )
+
+
+def assemble_step(
+    prepared: PreparedModel, shard: ReplicaShard, functions: StepFunctions, context: StepContext
+) -> Step:
+    """The step that trains the parameters of `shard`, which may be some of the model's."""
+    model = prepared.model
+    term = prepared.term
+    plan = prepared.plan
+    options = prepared.options
+    embeddings = prepared.embeddings
+    mesh = context.mesh
+    device = context.device
+
+    # its parameters as the strategy keeps them
+    flat = plan.layout(shard, mesh.dp, device, prepared.deferred)
+    if shard is prepared.shard:
+        broadcast_start(model, flat.params, mesh.dp)
+    if mesh.dp.size > 1 and flat.data.numel():
+        mesh.dp.broadcast(flat.data).wait()
 
     # the optimizer step, and how replicas synchronize around it
     owned = plan.owns(flat, mesh.dp, options.exact)
     update = _optimizer_step(owned, shard, functions, options, context)
-    statistics = [] if term.lockstep else running_statistics(model)
+    shares_statistics = prepared.shares_statistics and not term.lockstep
+    statistics = running_statistics(model) if shares_statistics else []
     sync = plan.build(_replica(shard, flat, update, statistics, options, context))
     store = sync.row_store()
     if store is not None and embeddings:
@@ -126,7 +181,7 @@ def build_step(
             every_microbatch=sync.every_microbatch and (options.exact or mesh.pp.size == 1),
             gradient_scale=sync.gradient_scale,
             loss_scale=update.scale if update.scaler is not None else None,
-            forward_state=forward_state,
+            forward_state=prepared.forward_state,
             tracer=context.tracer,
         ),
     )
@@ -145,11 +200,18 @@ def build_step(
         embeddings=embeddings,
         tracer=context.tracer,
     )
-    if context.faults is not None:
-        clock = _clock_of(device)
-        sleep = _sleep_of(context.tracer)
-        step.compute = context.faults.around(engine.run, lambda: step.steps + 1, clock, sleep)
+    step.compute = with_faults(engine.run, context, lambda: step.steps + 1)
     return step
+
+
+def with_faults(
+    compute: Callable[P, T], context: StepContext, step_number: Callable[[], int]
+) -> Callable[P, T]:
+    """What computes a step, with the faults around it that were asked for."""
+    if context.faults is None:
+        return compute
+    clock = _clock_of(context.device)
+    return context.faults.around(compute, step_number, clock, _sleep_of(context.tracer))
 
 
 def _sleep_of(tracer: Tracer) -> Callable[[float], None]:
@@ -171,7 +233,7 @@ def _optimizer_step(
 ) -> OptimizerStep:
     scales = options.precision == "fp16"
     shards = None if owned.grad_norm.over_shards is None else context.mesh.dp
-    return OptimizerStep(
+    update = OptimizerStep(
         owned.named,
         functions.optimizer,
         clip_norm=options.clip_norm,
@@ -180,6 +242,8 @@ def _optimizer_step(
         scaler=torch.amp.GradScaler(context.device.type) if scales else None,
         tracer=context.tracer,
     )
+    functions.check_optimizer(update.optimizer)
+    return update
 
 
 def _replica(
@@ -256,13 +320,11 @@ def _local_statistics(term: SyncTerm) -> str:
     return f"BatchNorm uses each replica's own samples under {term.name}; {statistics}"
 
 
-def _broadcast_start(model: nn.Module, flat: FlatParams, dp: Group) -> None:
-    """Every replica starts from the parameters and buffers of replica 0."""
+def broadcast_start(model: nn.Module, trained_params: Sequence[Tensor], dp: Group) -> None:
+    """Every replica starts from what replica 0 has, besides trained parameters."""
     if dp.size == 1:
         return
-    if flat.data.numel():
-        dp.broadcast(flat.data).wait()
-    trained = {id(p) for p in flat.params}
+    trained = {id(p) for p in trained_params}
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) not in trained and tensor.numel() and tensor.device.type != "meta":
             contiguous = tensor.detach().contiguous()

@@ -32,8 +32,10 @@ from shoal.train import checkpoint
 from shoal.train.agreement import Agreement
 from shoal.train.build_step import StepContext, build_step
 from shoal.train.evaluate import Evaluation, Metric
+from shoal.train.loop_methods import LoopMethods
 from shoal.train.map_reduce import map_reduce_over
 from shoal.train.options import Count, StepFunctions, StepOptions
+from shoal.train.own_loop import OwnLoop
 from shoal.train.restore import FittingState, fit
 from shoal.train.state import snapshot
 from shoal.train.step import AfterStep, Step
@@ -55,7 +57,7 @@ class RunServices:
     config: RunConfig = field(default_factory=RunConfig.from_environment)
 
 
-class Job:
+class Job(LoopMethods):
     """One rank's view of a training run.
 
     Every rank calls the same methods in the same order. `steps` counts training steps, including
@@ -93,13 +95,14 @@ class Job:
         self._logged: dict[str, float | Tensor] = {}
         self._evaluated: dict[str, float] = {}
         self._stream = BatchStream(
-            self.mesh.data, device, seed, lambda: self.steps, self._before_batch, self._say_once
+            self.mesh.data, device, seed, self._steps_done, self._before_batch, self._say_once
         )
         self._stream.must_stop = self._must_stop
         self._saved: tuple[Path, dict[str, Any]] | None = None  # where the script saved last
         self.is_preempted = False
         self._stream.kind = strategy.sync_for(self.replicas).batches
         self._throughput = Throughput()
+        self._loop = OwnLoop(self.mesh, mix(seed, 5), self._step_context, self._end_loop_step)
         self._agreement = Agreement(group, device, self._services.elastic_sum)
 
     def step(
@@ -130,11 +133,7 @@ class Job:
         options = StepOptions(clip_norm, accumulate, precision, exact, microbatches, batchnorm)
         functions = StepFunctions(loss, optimizer, lr, count)
         step = build_step(model, functions, options, self._step_context(), example)
-        step.after = [self._after_step, *self.on_step]
-        self._steps.append(step)
-        self._stream.compares &= step.sync.synchronous
-        for callback in self.on_build:
-            callback(step)
+        self._add_step(step)
         return step
 
     def batches(
@@ -159,7 +158,7 @@ class Job:
         """
         options = BatchOptions(batch_size, epochs, steps, shuffle, drop_last, collate, loaders)
         batches = self._stream.batches(data, self._split(), options)
-        return traced_items(self._services.tracer, LOAD, "steps", batches)
+        return self._loop.rows_of(traced_items(self._services.tracer, LOAD, "steps", batches))
 
     def stop_after(self, steps: int) -> None:
         """End job.batches after so many steps, if the script does not end it before."""
@@ -236,6 +235,7 @@ class Job:
         for state in states:
             state.load()
         self._tell_bare([name for state in states for name in state.bare])
+        self._loop.take_settings()
         self.steps = saved.document["steps"]
         self._stream.delivered = saved.document["batches"]
         self._stream.skip = saved.document["batches"]
@@ -245,6 +245,7 @@ class Job:
 
     def close(self) -> None:
         """End the job: print the summary, stop threads, close connections."""
+        self._loop.end_batches()
         for step in self._steps:
             step.sync.close()
             for sentence in step.sync.summary():
@@ -266,6 +267,26 @@ class Job:
         }
 
     # ------------------------------------------------------------------ internals
+
+    def _add_step(self, step: Step) -> None:
+        step.after = [self._after_step, *self.on_step]
+        self._steps.append(step)
+        self._stream.compares &= step.sync.synchronous
+        for callback in self.on_build:
+            callback(step)
+
+    def _end_loop_step(self, step: Step, loss: Tensor) -> None:
+        """A step of the user's own loop is over."""
+        batch = self._loop.batch
+        steps = 1 if batch is None else batch.concurrent
+        self._throughput.end_step(steps)
+        self.steps += steps
+        for callback in self.on_step:
+            callback(step, loss)
+
+    def _steps_done(self) -> int:
+        self._loop.end_step()
+        return self.steps
 
     def _must_stop(self) -> bool:
         """After SIGTERM: save where the script has saved before, or let it go on to its end."""
@@ -342,6 +363,7 @@ class Job:
         self.generator.manual_seed(seed)
         for step in self._steps:
             step.latest = batch
+        self._loop.deliver(batch)
         self._throughput.add_samples(batch.total * batch.concurrent, sum(batch.microbatch_sizes))
 
     def _after_step(self, step: Step, loss: Tensor) -> None:

@@ -39,7 +39,8 @@ class FittingState:
         step = self.step
         for embedding, (rows, updates) in zip(step.embeddings, self.tables, strict=True):
             embedding.load_state(rows, updates)
-        copy_into(step.model, self.model)
+        if step.saves_model:
+            copy_into(step.model, self.model)
         if self.optimizer is not None:
             step.update.optimizer.load_state_dict(self.optimizer)
         step.steps = self.steps
@@ -81,7 +82,7 @@ class _Fitting:
             raise self._damaged("its models")
         tensors = _named(f"{self.index}:", self.saved.model)
         tables, tensors = self._tables(tensors, rest.get("tables", {}))
-        model = fit_model(self.step.model, self._take_shard(tensors), rest.get("tied"), self.path)
+        model = self._model(tensors, rest.get("tied"))
         optimizer, bare = self._optimizer(rest.get("optimizer"))
         return FittingState(
             step=self.step,
@@ -93,6 +94,11 @@ class _Fitting:
             sync=self._sync(),
             bare=tuple(bare) if rest["steps"] else (),
         )
+
+    def _model(self, tensors: dict[str, Tensor], tied: Any) -> dict[str, Tensor]:
+        if not self.step.saves_model:  # another step has it
+            return {}
+        return fit_model(self.step.model, self._take_shard(tensors), tied, self.path)
 
     def _optimizer(self, rest: Any) -> tuple[dict[str, Any] | None, list[str]]:
         if not self.step.update.named:

@@ -21,7 +21,7 @@ def snapshot(
     """
     saved = checkpoint.Checkpoint({}, {}, {**document, "models": []})
     for i, step in enumerate(steps):
-        tensors, tied = gather_model(step)
+        tensors, tied = gather_model(step) if step.saves_model else ({}, {})
         state, rest = gather_optimizer_state(step)
         saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
         saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}

@@ -54,6 +54,8 @@ class Step:
     steps: int = 0
     latest: Batch | None = None  # what job.batches yielded last
     after: list[AfterStep] = field(default_factory=list)
+    is_own_loop: bool = False  # the script computes forward, loss and backward itself
+    saves_model: bool = True  # False: another step of the job saves the same model
     _is_checked: bool = False
 
     def __call__(self, batch: Any) -> Tensor:

@@ -32,6 +32,8 @@ class RelaxedPs(PsWorker):
     """Pulls after each push, and uses the weights when the next step begins."""
 
     synchronous = False
+    collects = False
+    updates_here = False
 
     def __init__(self, context: PsContext, push: GradientPush, updates: Updates, leader: Leader):
         self._rule = context.rule

@@ -33,11 +33,15 @@ class SynchronousPs(PsWorker):
         self.push.begin()
 
     def finish(self) -> None:
-        step = self.update.steps
+        self.collect()
+        self._updates.finish_step()
+
+    def collect(self) -> None:
+        step = self._pushes
         self._commit(step)
         result = self._take(self.client.pull(step + 1, step + 1))
         self._loss = result.loss_flags[0].to(self.flat.device)
-        self._updates.finish_step()
+        self._pushes += 1
 
     def loss(self, local_loss: Tensor) -> Tensor:
         return self._loss.clone()
@@ -52,6 +56,7 @@ class SynchronousPs(PsWorker):
         return action() if self._is_lowest_survivor else None
 
     def _send_state(self) -> None:
+        self._pushes = self.update.steps  # one a step, unless a loop collects several times
         super()._send_state()
         self._barrier()
 

@@ -112,8 +112,7 @@ class UpdateOnWorkers(Updates):
             synchronize_copies(self.flat, grads.buffer, self.copies)
         grads.header.copy_(result.loss_flags)
         grads.publish()
-        self.update.apply()
-        self.flat.zero_grad()
 
     def finish_step(self) -> None:
-        return None  # `OptimizerStep.apply` has counted it
+        self.update.apply()
+        self.flat.zero_grad()

@@ -1,0 +1,94 @@
+"""The methods of a job for a loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.group import Group, Op
+from shoal.comm.mesh import Mesh
+from shoal.train.own_loop import OwnLoop
+from shoal.train.step import Step
+
+
+class LoopMethods:
+    """What `Job` has beside `job.step`, for scripts that write the loop themselves."""
+
+    _loop: OwnLoop
+    mesh: Mesh
+    group: Group
+    device: torch.device
+    _add_step: Callable[[Step], None]
+
+    def setup(self, *objects: Any) -> Any:
+        """Prepare models and their optimizers for a loop of your own; returns them.
+
+            model, optimizer = job.setup(model, optimizer)
+
+        Any number of models (nn.Module) and optimizers: torch.optim instances whose parameters
+        are in these models, or one function from (name, parameter) pairs to an optimizer. The
+        returned optimizer synchronizes in `step`; schedulers work on it. Call it on all ranks,
+        before `job.load` and `job.batches`.
+        """
+        steps, returned = self._loop.setup(objects)
+        for step in steps:
+            self._add_step(step)
+        return returned
+
+    def backward(self, loss: Tensor, *, count: Any = None, retain_graph: bool = False) -> Tensor:
+        """Backward of `loss`, a mean over this worker's rows; returns that of the global batch.
+
+        The loss is weighted by this worker's fraction of the global batch of `job.batches`, or
+        of `count`, which says how many things it is a mean over here. Without either, all workers
+        count equally. Gradients are reduced over the workers while it runs; those of several
+        calls add up until `optimizer.zero_grad()`.
+        """
+        return self._loop.backward(loss, count, retain_graph)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside it, `job.backward` adds up gradients of this worker, which are not reduced.
+
+        The next `job.backward` outside of it reduces their sum, or else `optimizer.step()`.
+        """
+        return self._loop.no_sync()
+
+    def clip_grad_norm_(self, params: Any, max_norm: float) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_, with the norm over all workers (zero, tp).
+
+        `params` are parameters, a model or an optimizer. Returns the norm before clipping.
+        """
+        return self._loop.clip_grad_norm_(params, max_norm)
+
+    def mean(self, value: Any) -> Any:
+        """The mean over the samples of the global batch, of a mean over this worker's rows.
+
+        A number or a tensor, without gradient. All ranks call it.
+        """
+        fraction = self._loop.fraction
+        return self._reduced(value, lambda x: x * fraction, Op.SUM)
+
+    def sum(self, value: Any) -> Any:
+        """The sum over all workers; one without rows of the batch counts as 0."""
+        is_left_out = self._loop.is_placeholder
+        return self._reduced(value, lambda x: torch.zeros_like(x) if is_left_out else x, Op.SUM)
+
+    def any(self, value: Any) -> bool:
+        """Whether `value` is true on any rank: a decision that all agree on."""
+        flag = torch.tensor(float(bool(value)), device=self.device)
+        self.group.all_reduce(flag, Op.MAX).wait()
+        return bool(flag > 0)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        self.group.barrier().wait()
+
+    def _reduced(self, value: Any, change: Callable[[Tensor], Tensor], op: Op) -> Any:
+        given = torch.as_tensor(value, device=self.device).detach()
+        exact = given if given.is_floating_point() else given.double()
+        total = change(exact).clone().contiguous()
+        self.mesh.dp.all_reduce(total, op).wait()
+        return total if isinstance(value, Tensor) else float(total)

@@ -1,0 +1,329 @@
+"""The user's own loop: forward, loss, `job.backward`, `optimizer.step()`.
+
+job.setup      models and optimizers become parts (`setup_loop.py`)
+job.backward   weights the loss by samples; which parts does it reach? reduces these while it
+               runs (`loop_part.py`)
+step           updates (`loop_optimizer.py`); a step of the job ends with the next batch, or
+               with the update where there are no batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Op
+from shoal.comm.mesh import Mesh
+from shoal.data.sampling import Batch, FullDatasetBatch, mix
+from shoal.errors import BadInput
+from shoal.pytree import map_tensors
+from shoal.replica.microbatch import default_generators, seed_generators
+from shoal.train.build_step import PreparedModel, StepContext, with_faults
+from shoal.train.loop_optimizer import LoopOptimizer
+from shoal.train.loop_part import LoopPart
+from shoal.train.setup_loop import set_up
+from shoal.train.step import Step
+
+_SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
+
+
+class OwnLoop:
+    """What a job knows of the loop that a script writes itself.
+
+    `on_step(step, loss)` is called at the end of each step of the job.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        seed: int,
+        context: Callable[[], StepContext],
+        on_step: Callable[[Step, Tensor], None],
+    ):
+        self.mesh = mesh
+        self.seed = seed
+        self.parts: list[LoopPart] = []
+        self.optimizers: list[LoopOptimizer] = []
+        self.batch: Batch | None = None  # what job.batches yielded last
+        self.batches = 0  # how many it has yielded
+        self._prepared: list[PreparedModel] = []
+        self._context = context
+        self._on_step = on_step
+        self._reduces = True
+        self._stepped: LoopPart | None = None  # an optimizer has stepped since the last batch
+        self._leader: LoopPart | None = None  # without batches a step ends when this one steps
+        self._losses: list[Tensor] = []  # of the backward passes of this step
+        self._global_loss: Tensor | None = None  # of the latest one
+        self._forwards = 0
+        self._run = with_faults(torch.autograd.backward, context(), lambda: self._steps() + 1)
+
+    # ------------------------------------------------------------------ setting up
+
+    def setup(self, objects: Sequence[Any]) -> tuple[list[Step], Any]:
+        """The steps that were made, and what `job.setup` returns."""
+        models = [o for o in objects if isinstance(o, nn.Module)]
+        optimizers = [o for o in objects if not isinstance(o, nn.Module)]
+        if not models or any(
+            not isinstance(o, torch.optim.Optimizer) and not callable(o) for o in optimizers
+        ):
+            raise BadInput(
+                "job.setup takes models (nn.Module) and their optimizers (torch.optim), such as "
+                "job.setup(model, optimizer)"
+            )
+        made = set_up(models, optimizers, self._context, len(self.parts))
+        self._prepared += made.prepared
+        for prepared in made.prepared:
+            self._watch(prepared.model)
+        known = {id(part.step.model) for part in self.parts}
+        for optimizer, parts in zip(made.optimizers, made.parts_of, strict=True):
+            for part in parts:
+                part.step.saves_model = id(part.step.model) not in known
+                known.add(id(part.step.model))
+            self.parts += parts
+            self.optimizers.append(
+                LoopOptimizer(optimizer, parts, lambda: self._global_loss, self._after_update)
+            )
+        replaced = iter(made.optimizers)
+        returned = [o if isinstance(o, nn.Module) else next(replaced) for o in objects]
+        steps = [part.step for parts in made.parts_of for part in parts]
+        return steps, returned[0] if len(returned) == 1 else tuple(returned)
+
+    def _watch(self, model: nn.Module) -> None:
+        """Before a forward weights have to be usable; in it, random numbers are the replica's."""
+        states: list[list[Tensor]] = []
+        is_alone = self.mesh.dp.size == 1
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            if torch.is_grad_enabled():
+                for part in self.parts:
+                    if part.step.model is module:
+                        part.begin_forward()
+            if not is_alone:
+                states.append([g.get_state() for g in default_generators(self._device)])
+                self._forwards += 1
+                replica = self.mesh.dp.rank
+                seed_generators(self._device, mix(self.seed, 7, replica, self._forwards))
+
+        def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            if states:
+                generators = default_generators(self._device)
+                for generator, state in zip(generators, states.pop(), strict=True):
+                    generator.set_state(state)
+
+        model.register_forward_pre_hook(before, prepend=True)
+        model.register_forward_hook(after, always_call=True)
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(self, loss: Tensor, count: Any = None, retain_graph: bool = False) -> Tensor:
+        """See `Job.backward`."""
+        self._check_loss(loss)
+        fraction = self.fraction if count is None else self._fraction_of(count)
+        weighted = loss.detach() * fraction
+        reached = self._reached(loss)
+        for part in reached:
+            part.begin_backward(weighted, fraction, self._reduces)
+        scale = self.parts[0].sync.gradient_scale
+        start = (
+            None if fraction == 1.0 and scale == 1.0 else torch.full_like(loss, fraction * scale)
+        )
+        self._run(loss, start, retain_graph)
+        for part in reached:
+            part.end_backward(self._reduces)
+        return self._loss_of(loss.detach(), reached)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before = self._reduces
+        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = before
+
+    @property
+    def fraction(self) -> float:
+        """This replica's fraction of the global batch; equal ones without `job.batches`."""
+        if self.batch is None:
+            return 1 / self.mesh.dp.size
+        return sum(self.batch.microbatch_sizes) / max(1, self.batch.total)
+
+    def _fraction_of(self, count: Any) -> float:
+        """What the loss is a mean over, here and on all replicas."""
+        here = 0.0 if self.is_placeholder else float(count)
+        total = torch.tensor(here, dtype=torch.float64).to(self._device)
+        if self.parts[0].sync.synchronous:
+            self.mesh.dp.all_reduce(total).wait()
+        else:
+            total *= self.mesh.dp.size
+        return here / max(float(total), _SMALLEST_COUNT)
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether this replica has no rows of the batch, but one that stands in for them."""
+        return self.batch is not None and sum(self.batch.microbatch_sizes) == 0
+
+    def _loss_of(self, loss: Tensor, reached: Sequence[LoopPart]) -> Tensor:
+        collected = [part for part in reached if part.sync.collects]
+        if collected and self._reduces:
+            loss = collected[0].global_loss(loss)
+        if self._reduces:
+            self._losses.append(loss)
+        self._global_loss = loss
+        return loss.clone()
+
+    def _reached(self, loss: Tensor) -> list[LoopPart]:
+        """The parts that get gradients from this loss on any replica."""
+        if not self.parts:
+            raise BadInput("job.backward comes after job.setup: there is no model yet")
+        if len(self.parts) == 1:
+            return self.parts
+        leaves = _leaves_of(loss)
+        is_reached = [
+            part.trains and any(id(p) in leaves for p in part.params) for part in self.parts
+        ]
+        if self.mesh.dp.size > 1 and any(part.sync.collects for part in self.parts):
+            flags = torch.tensor(is_reached, dtype=torch.float32, device=self._device)
+            self.mesh.dp.all_reduce(flags, Op.MAX).wait()
+            is_reached = [flag > 0 for flag in flags.tolist()]
+        return [part for part, reached in zip(self.parts, is_reached, strict=True) if reached]
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise BadInput(
+                f"job.backward takes a loss that is one number, the mean over samples, not {what}"
+            )
+        if not loss.requires_grad:
+            raise BadInput(
+                "the loss of job.backward depends on no parameter that requires a gradient"
+            )
+
+    # ------------------------------------------------------------------ steps of the job
+
+    def rows_of(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches of `job.batches` on the device of the models of `job.setup`."""
+        return self._on_device(batches) if self.parts else batches
+
+    def _on_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        try:
+            for batch in batches:
+                yield self._moved(batch)
+                self.end_step()
+        except GeneratorExit:  # the script breaks out of its loop
+            self.batch = None
+            raise
+        self.end_batches()
+
+    def _moved(self, batch: Batch) -> Batch:
+        reverses = any(part.step.cutter.reverses for part in self.parts)
+        if isinstance(batch, FullDatasetBatch) or (self._device.type == "cpu" and not reverses):
+            return batch
+
+        def move(tensor: Tensor) -> Tensor:
+            turned = tensor.flip(0) if reverses and tensor.dim() else tensor
+            return turned.to(self._device, non_blocking=True)
+
+        moved = tuple.__new__(type(batch), map_tensors(move, tuple(batch)))
+        vars(moved).update(vars(batch))
+        return moved
+
+    def deliver(self, batch: Batch) -> None:
+        """A new batch comes."""
+        self.batch = batch
+        self.batches += 1
+        for prepared in self._prepared:
+            prepared.forward_state.rows_are_real = sum(batch.microbatch_sizes) > 0
+
+    def end_batches(self) -> None:
+        self.end_step()
+        self.batch = None
+        for prepared in self._prepared:
+            prepared.forward_state.rows_are_real = True
+
+    def end_step(self) -> None:
+        """If an optimizer has stepped since this was called last, a step of the job is over."""
+        part = self._stepped
+        if part is None:
+            return
+        self._stepped = None
+        losses = self._losses
+        self._losses = []
+        total = torch.stack([loss.double() for loss in losses]).sum() if losses else torch.zeros(())
+        self._on_step(part.step, total)
+
+    def take_settings(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.take_settings()
+
+    def _after_update(self, part: LoopPart) -> None:
+        self._leader = self._leader or part
+        if self.batch is not None or part is self._leader:
+            self._stepped = part
+        if self.batch is None:
+            self.end_step()
+
+    def _steps(self) -> int:
+        return max((part.step.steps for part in self.parts), default=0)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._context().device
+
+    # ------------------------------------------------------------------ gradients
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, params: Any, max_norm: float) -> Tensor:
+        """See `Job.clip_grad_norm_`."""
+        chosen = _params_in(params)
+        ids = {id(p) for p in chosen}
+        parts = [part for part in self.parts if any(id(p) in ids for p in part.params)]
+        if not parts:
+            raise BadInput("job.clip_grad_norm_ got no parameter of a model of job.setup")
+        for part in parts:
+            if not part.sync.updates_here:
+                raise BadInput(
+                    f"under {part.step.term} servers have the gradients, so they cannot be clipped "
+                    "in the loop: take ps, or job.step(…, clip_norm=…)"
+                )
+            part.before_update()
+        total = torch.stack([part.squared_norm(ids) for part in parts]).sum().sqrt()
+        norm = total.to(parts[0].flat.dtype)
+        nn.utils.clip_grads_with_norm_(chosen, max_norm, norm)
+        return norm
+
+
+def _params_in(given: Any) -> list[nn.Parameter]:
+    """Parameters, or those of a model or of an optimizer."""
+    if isinstance(given, nn.Module):
+        return list(given.parameters())
+    if isinstance(given, torch.optim.Optimizer):
+        return [p for group in given.param_groups for p in group["params"]]
+    if isinstance(given, Tensor):
+        return [given]  # type: ignore[list-item]
+    if not isinstance(given, Iterable):
+        raise BadInput("job.clip_grad_norm_ takes parameters, a model or an optimizer")
+    return list(given)
+
+
+def _leaves_of(loss: Tensor) -> set[int]:
+    """The ids of the tensors that a backward of `loss` adds gradients to."""
+    leaves: set[int] = set()
+    seen = {loss.grad_fn}
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None:
+            continue
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            leaves.add(id(variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return leaves

@@ -1,0 +1,266 @@
+"""What `job.setup` does: models and optimizers become parts, each with its own sync.
+
+    part = parameters of one model that one optimizer updates, either trained or frozen at the start
+
+A frozen part costs no communication until it is trained. Parts of one model share its shard.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.embedding.module import Embedding
+from shoal.errors import BadInput, NotBuilt
+from shoal.strategy.base import SyncTerm
+from shoal.train.build_step import (
+    PreparedModel,
+    StepContext,
+    assemble_step,
+    broadcast_start,
+    prepare_model,
+)
+from shoal.train.loop_optimizer import PartOptimizers, params_of
+from shoal.train.loop_part import LoopPart
+from shoal.train.options import StepFunctions, StepOptions
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+class LooseParameters(nn.Module):
+    """Parameters of an optimizer that are in no model, such as a temperature."""
+
+    def __init__(self, params: Sequence[nn.Parameter]):
+        super().__init__()
+        for i, p in enumerate(params):
+            self.register_parameter(str(i), p)
+
+
+@dataclass(frozen=True)
+class LoopFunctions(StepFunctions):
+    """The script computes the loss and calls the optimizer."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        return None  # LBFGS may be used
+
+
+@dataclass(frozen=True)
+class LoopSetup:
+    """What `set_up` has made of models and optimizers."""
+
+    prepared: list[PreparedModel]
+    parts_of: list[list[LoopPart]]  # of each optimizer
+    optimizers: list[torch.optim.Optimizer]
+
+
+def loop_term(context: StepContext) -> SyncTerm:
+    """The term of a loop of the user's own; BadInput where the strategy splits the loop itself."""
+    strategy = context.strategy
+    if strategy.pp is not None and strategy.pp.size > 1:
+        raise BadInput(
+            f"{strategy.pp} interleaves forward and backward passes of several stages, so it has "
+            "to run the loop itself: use job.step, or leave pp out of the strategy"
+        )
+    for split in (strategy.ep, strategy.cp):
+        if split is not None and split.size > 1:
+            raise NotBuilt(f"{split} is not built for job.setup: use job.step")
+    term = strategy.sync_for(context.mesh.dp.size)
+    if term.why_not_own_loop is not None:
+        raise BadInput(f"{term} trains by job.step, not by job.setup: {term.why_not_own_loop}")
+    return term.in_own_loop()
+
+
+def set_up(
+    models: list[nn.Module],
+    optimizers: list[Any],
+    context: Callable[[], StepContext],
+    first_part: int,
+) -> LoopSetup:
+    """All ranks call it together. `first_part` parts were made before, by earlier calls."""
+    term = loop_term(context())
+    _check_models(models)
+    made = _make_optimizers(models, optimizers)
+    models = [*models, *_loose_models(models, made)]
+    names = [_names_of(optimizer, models) for optimizer in made]
+    prepared = [
+        prepare_model(model, term, StepOptions(), context(), _no_optimizer) for model in models
+    ]
+    for optimizer, of_optimizer in zip(made, names, strict=True):
+        _take_params(optimizer, of_optimizer, models)
+    parts_of = []
+    for optimizer, of_optimizer in zip(made, names, strict=True):
+        builder = _PartBuilder(PartOptimizers(optimizer), context, first_part)
+        parts_of.append(builder.build(prepared, of_optimizer))
+        first_part += len(parts_of[-1])
+    trained = [p for parts in parts_of for part in parts for p in part.params]
+    for model in models:
+        broadcast_start(model, trained, context().mesh.dp)
+    return LoopSetup(prepared, parts_of, made)
+
+
+class _PartBuilder:
+    """Builds the parts of one optimizer."""
+
+    def __init__(
+        self, factory: PartOptimizers, context: Callable[[], StepContext], first_part: int
+    ):
+        self._factory = factory
+        self._context = context
+        self._number = first_part
+
+    def build(self, prepared: list[PreparedModel], names: list[tuple[int, str]]) -> list[LoopPart]:
+        parts: list[LoopPart] = []
+        for i, model in enumerate(prepared):
+            wanted = {name for index, name in names if index == i}
+            named = [(name, p) for name, p in model.shard.named if name in wanted and p.numel()]
+            for some in self._divided(model, named):
+                parts.append(
+                    self._part(
+                        model, some, is_first=not parts or parts[-1].step.model is not model.model
+                    )
+                )
+        if not parts:
+            raise BadInput("an optimizer of job.setup has no parameter of its models")
+        return parts
+
+    def _divided(self, model: PreparedModel, named: Named) -> list[Named]:
+        """Trained parameters, and those that are frozen at present; together where sharded."""
+        context = self._context()
+        if model.plan.shards_parameters(context.mesh.dp.size):
+            return [named] if named else []
+        trained = [(name, p) for name, p in named if p.requires_grad]
+        frozen = [(name, p) for name, p in named if not p.requires_grad]
+        return [some for some in (trained, frozen) if some]
+
+    def _part(self, model: PreparedModel, named: Named, is_first: bool) -> LoopPart:
+        context = self._context()
+        if self._number and context.mesh.dp.size > 1:  # gradients of parts come in any order
+            mesh = replace(context.mesh, dp=context.mesh.dp.duplicate())
+            context = replace(context, mesh=mesh)
+        self._number += 1
+        shard = copy.copy(model.shard)
+        shard.named = named
+        functions = LoopFunctions(_no_loss, self._factory)
+        with _all_trained([p for _, p in named]):
+            step = assemble_step(
+                replace(model, shares_statistics=is_first), shard, functions, context
+            )
+        return LoopPart(step)
+
+
+def _check_models(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, Embedding):
+                raise NotBuilt(
+                    f"shoal.Embedding ({name or 'the model'}) trains by job.step, not by "
+                    "job.setup: use nn.Embedding"
+                )
+
+
+def _make_optimizers(
+    models: Sequence[nn.Module], optimizers: Sequence[Any]
+) -> list[torch.optim.Optimizer]:
+    """Factories are called with the (name, parameter) pairs of all models."""
+    factories = [o for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
+    if factories and len(optimizers) > 1:
+        raise BadInput(
+            "of several optimizers job.setup cannot tell which parameters a factory is for: pass "
+            "torch.optim instances"
+        )
+    made = []
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer(_pairs_of(models))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise BadInput(
+                "job.setup takes models (nn.Module) and optimizers: torch.optim instances, or one "
+                "function from (name, parameter) pairs to an optimizer"
+            )
+        made.append(optimizer)
+    _check_apart(made)
+    return made
+
+
+def _pairs_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for i, model in enumerate(models):
+        for name, p in model.named_parameters():
+            yield (name if len(models) == 1 else f"{i}.{name}"), p
+
+
+def _check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        mine = {id(p) for p in params_of(optimizer)}
+        if mine & seen:
+            raise BadInput("two optimizers of job.setup update the same parameter")
+        seen |= mine
+
+
+def _loose_models(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> list[nn.Module]:
+    known = {id(p) for model in models for p in model.parameters()}
+    loose = [p for o in optimizers for p in params_of(o) if id(p) not in known]
+    for p in loose:
+        if not isinstance(p, nn.Parameter):
+            raise BadInput(
+                f"an optimizer of job.setup updates a tensor of shape {tuple(p.shape)} that is in "
+                "none of its models: make it an nn.Parameter, and pass its module"
+            )
+    return [LooseParameters(loose)] if loose else []
+
+
+def _names_of(
+    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+) -> list[tuple[int, str]]:
+    """The model and name of every parameter, in the order of the optimizer."""
+    names = {
+        id(p): (i, name) for i, model in enumerate(models) for name, p in model.named_parameters()
+    }
+    return [names[id(p)] for p in params_of(optimizer)]
+
+
+def _take_params(
+    optimizer: torch.optim.Optimizer, names: list[tuple[int, str]], models: Sequence[nn.Module]
+) -> None:
+    """Splitting a model may have replaced its parameters: the optimizer gets the present ones."""
+    present = [dict(model.named_parameters()) for model in models]
+    source = iter(names)
+    for group in optimizer.param_groups:
+        for k, old in enumerate(group["params"]):
+            i, name = next(source)
+            new = present[i].get(name)
+            if new is None:
+                raise BadInput(f"the strategy has no parameter {name!r} in place of the model's")
+            if new is not old:
+                group["params"][k] = new
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
+
+
+@contextmanager
+def _all_trained(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Frozen parameters get their place in the layout, too: they may be trained later."""
+    before = [p.requires_grad for p in params]
+    for p in params:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p, requires_grad in zip(params, before, strict=True):
+            p.requires_grad_(requires_grad)
+
+
+def _no_loss(outputs: Any, targets: Any) -> Tensor:
+    raise BadInput("the script computes the loss itself")
+
+
+def _no_optimizer(named: Any) -> torch.optim.Optimizer:
+    raise BadInput("the script calls the optimizer itself")

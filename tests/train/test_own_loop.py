@@ -1,0 +1,167 @@
+"""A loop of the user's own has the single-device result under every synchronous strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+from shoal.comm.executors.solo import solo_group
+from shoal.comm.group import Group
+from shoal.errors import BadInput
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from tests.conftest import World
+from tests.models import convnet, mlp, samples
+
+SYNCHRONOUS = [
+    *("ddp", "zero(1)", "zero(2)", "zero(3)", 'ps(placement="rank0")'),
+    *('gossip(graph="complete")', "ddp(bucket_mb=0.0001)"),
+]
+RELAXED = [
+    *('ps(placement="rank0", mode="async")', 'ps(placement="rank0", staleness=1)'),
+    *('ps(placement="rank0", quorum=0.5)', "localsgd(every=2)", 'gossip(graph="ring")'),
+    *('ddp(compress="int8")', 'localsgd(every=2, outer="nesterov(lr=0.7)")'),
+]
+ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+Result = dict[str, Tensor]
+Script = Callable[[Job, nn.Module], Any]
+
+
+def run(group: Group, strategy: str, model: nn.Module, script: Script) -> tuple[Any, Result]:
+    job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
+    result = script(job, model)
+    with ExitStack() as stack:
+        for step in job._steps:
+            stack.enter_context(step.sync.full_weights())
+        weights = {
+            f"{i}.{name}": t.detach().clone()
+            for i, step in enumerate(job._steps)
+            for name, t in step.shard.gather_full(dict(step.model.state_dict())).items()
+        }
+    job.close()
+    return result, weights
+
+
+def assert_equal_to_single(
+    world: World,
+    size: int,
+    strategy: str,
+    script: Script,
+    make: Callable[[], nn.Module] = mlp,
+) -> None:
+    models = [make() for _ in range(size)]
+    losses, weights = run(solo_group(), "single", make(), script)
+    for others, state in world(size, lambda g: run(g, strategy, models[g.rank], script)):
+        assert others == pytest.approx(losses, abs=2e-5)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def plain(job: Job, model: nn.Module, data: Any = None, optimizer: Any = ADAM) -> list[float]:
+    model, optimizer = job.setup(model, optimizer)
+    scheduler = StepLR(optimizer, 2, 0.5)
+    losses = []
+    for x, y in job.batches(data or samples(47), 10):
+        losses.append(float(job.backward(F.cross_entropy(model(x), y))))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert job.steps == len(losses)
+    return losses
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_a_plain_loop(world: World, strategy: str) -> None:
+    assert_equal_to_single(world, 2, strategy, plain)
+
+
+def test_the_last_batch_has_fewer_samples_than_workers(world: World) -> None:
+    script = partial(plain, data=samples(22, (1, 4, 4)))
+    assert_equal_to_single(world, 4, "ddp", script, convnet)
+    assert_equal_to_single(world, 4, "zero(3)", script, convnet)
+
+
+@pytest.mark.parametrize("strategy", ["tp(2)", "ddp + tp(2)"])
+def test_a_model_that_tensor_parallelism_splits(world: World, strategy: str) -> None:
+    assert_equal_to_single(world, 4 if "ddp" in strategy else 2, strategy, plain)
+
+
+@pytest.mark.parametrize("strategy", RELAXED)
+def test_strategies_that_do_not_equal_one_device_train(world: World, strategy: str) -> None:
+    script = partial(plain, optimizer=partial(torch.optim.SGD, lr=0.05))
+    models = [mlp(), mlp()]
+    for losses, _ in world(2, lambda g: run(g, strategy, models[g.rank], script)):
+        assert len(losses) == 5 and all(loss == loss for loss in losses)
+
+
+def accumulating(job: Job, model: nn.Module) -> list[float]:
+    """Two passes a step are reduced one by one, or together; gradients are read and clipped."""
+    optimizer = SGD(model.parameters())
+    scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=20)  # changes momentum, too
+    model, optimizer = job.setup(model, optimizer)
+    seen = []
+    for i, (x, y) in enumerate(job.batches(samples(47), 10)):
+        loss = F.cross_entropy(model(x), y)
+        if i % 3 == 0:
+            with job.no_sync():
+                job.backward(loss, retain_graph=True)
+        else:
+            job.backward(loss, retain_graph=True)
+        if i % 3 != 1:
+            seen.append(float(job.backward(0.5 * loss)))
+        seen.append(float(job.clip_grad_norm_(model, 0.3)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("strategy", [*SYNCHRONOUS, "tp(2)"])
+def test_gradients_of_several_passes_add_up(world: World, strategy: str) -> None:
+    assert_equal_to_single(world, 2, strategy, accumulating)
+
+
+def reading(job: Job, model: nn.Module) -> list[float]:
+    model, optimizer = job.setup(model, SGD)
+    norms = []
+    for x, y in job.batches(samples(30), 10):
+        with job.no_sync():
+            job.backward(F.cross_entropy(model(x), y))
+        job.backward(F.cross_entropy(model(x), y))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return norms
+
+
+def test_under_ddp_the_gradient_is_that_of_the_global_batch(world: World) -> None:
+    assert_equal_to_single(world, 3, "ddp", reading)
+
+
+def test_pipelines_refuse_and_name_job_step(world: World) -> None:
+    models = [mlp(), mlp()]
+    with pytest.raises(BadInput, match=r"job\.step"):
+        world(2, lambda g: run(g, "pp(2)", models[g.rank], plain))
+    with pytest.raises(BadInput, match=r"job\.step"):
+        world(2, lambda g: run(g, 'mapreduce(batch="mini")', models[g.rank], plain))
+
+
+def test_loss_backward_instead_of_job_backward_is_an_error(world: World) -> None:
+    def script(job: Job, model: nn.Module) -> None:
+        model, optimizer = job.setup(model, SGD)
+        for x, y in job.batches(samples(20), 10):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    models = [mlp(), mlp()]
+    with pytest.raises(BadInput, match=r"job\.backward"):
+        world(2, lambda g: run(g, "ddp", models[g.rank], script))
