@@ -44,7 +44,8 @@ check: setup
 	$(BIN)/python -m pytest -n 2 --whole
 
 check-models: setup
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[models]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[models,frameworks]'
+	$(BIN)/python -m pytest -n 0 --whole tests/comm/test_frameworks.py
 	$(BIN)/python -m tests.models
 
 chaos: setup

@@ -37,8 +37,8 @@ accelerator.end_training()
 """
 FABRIC = """
 import torch, torch.distributed as dist, shoal
-from lightning_fabric import Fabric
-from lightning_fabric.strategies import DDPStrategy
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from tests.comm.test_frameworks import data, model, say, sgd, train
 
 strategy = DDPStrategy(process_group_backend="shoal")
@@ -52,6 +52,80 @@ ranks = fabric.all_gather(torch.tensor([fabric.global_rank])).flatten().tolist()
 fabric.barrier()
 if fabric.is_global_zero:
     say(ranks, dist.get_backend(), net.module)
+"""
+LIGHTNING = """
+import lightning, torch, torch.distributed as dist, shoal
+from lightning.pytorch.strategies import DDPStrategy
+from tests.comm.test_frameworks import data, model, say, sgd
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return sgd(self.net)
+
+trainer = lightning.Trainer(
+    accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="shoal"),
+    max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+)
+module = Net()
+trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=4))
+ranks = module.all_gather(torch.tensor([trainer.global_rank])).flatten().tolist()
+if trainer.is_global_zero:
+    say(ranks, dist.get_backend(), module.net)
+"""
+TRAINER = """
+import torch, torch.distributed as dist, shoal
+from tests.models.zoo import import_torchvision
+import_torchvision()
+from transformers import Trainer, TrainingArguments
+from tests.comm.test_frameworks import data, model, say
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+    def forward(self, x):
+        return {"loss": self.net(x).square().mean()}
+
+dist.init_process_group("shoal")  # the Trainer takes the group that there is
+args = TrainingArguments(
+    "out", per_device_train_batch_size=4, num_train_epochs=3, learning_rate=0.1, optim="sgd",
+    lr_scheduler_type="constant", max_grad_norm=0, use_cpu=True, report_to=[],
+    save_strategy="no", logging_strategy="no", disable_tqdm=True,
+)
+trainer = Trainer(Net(), args, train_dataset=[{"x": row} for (row,) in data()])
+trainer.train()
+ranks = trainer.accelerator.gather(torch.tensor([dist.get_rank()])).tolist()
+if dist.get_rank() == 0:
+    say(ranks, dist.get_backend(), trainer.accelerator.unwrap_model(trainer.model).net)
+"""
+RAY = """
+import os, ray, torch
+from ray.train import ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+from tests.comm.test_frameworks import data, model, say, sgd, train
+
+def loop(config):
+    import shoal, torch.distributed as dist
+    net = prepare_model(model())
+    loader = torch.utils.data.DataLoader(data(), batch_size=4)
+    train(net, sgd(net), ray.train.torch.prepare_data_loader(loader), torch.Tensor.backward)
+    ranks = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(ranks, torch.tensor([dist.get_rank()]))
+    if dist.get_rank() == 0:
+        say([int(rank) for rank in ranks], dist.get_backend(), net.module, config["answer"])
+
+ray.init(num_cpus=3, include_dashboard=False, logging_level="error")
+trainer = TorchTrainer(
+    loop, train_loop_config={"answer": os.path.abspath("answer.json")},
+    scaling_config=ScalingConfig(num_workers=2), torch_config=TorchConfig(backend="shoal"),
+)
+trainer.fit()
+ray.shutdown()
 """
 
 
@@ -76,28 +150,41 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, backwar
             optimizer.step()
 
 
-def say(ranks: list[int], backend: str, net: nn.Module) -> None:
+def say(ranks: list[int], backend: str, net: nn.Module, path: str = "answer.json") -> None:
     weights = [value for p in net.parameters() for value in p.flatten().tolist()]
-    print(json.dumps([ranks, backend, weights]))
+    Path(path).write_text(json.dumps([ranks, backend, weights]))
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize(
-    ("framework", "script"), [("accelerate", ACCELERATE), ("lightning_fabric", FABRIC)]
+    ("framework", "script", "words"),
+    [
+        ("accelerate", ACCELERATE, TORCHRUN),
+        ("lightning", FABRIC, TORCHRUN),
+        ("lightning", LIGHTNING, TORCHRUN),
+        ("transformers", TRAINER, TORCHRUN),
+        ("ray.train", RAY, ["script.py"]),
+    ],
+    ids=["accelerate", "fabric", "lightning", "trainer", "ray"],
 )
-def test_two_processes_give_the_weights_of_one(tmp_path: Path, framework: str, script: str) -> None:
+def test_two_processes_give_the_weights_of_one(
+    tmp_path: Path, framework: str, script: str, words: list[str]
+) -> None:
     pytest.importorskip(framework)
     (tmp_path / "script.py").write_text(script)
-    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-m", *words],
+        [sys.executable, *words],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    ranks, backend, weights = json.loads(done.stdout.splitlines()[-1])
+    ranks, backend, weights = json.loads((tmp_path / "answer.json").read_text())
     alone = model()
     train(alone, sgd(alone), DataLoader(data(), batch_size=8), torch.Tensor.backward)
     expected = [value for p in alone.parameters() for value in p.flatten().tolist()]
