@@ -12,7 +12,6 @@ A value that is computed before a split point and used behind it goes from stage
 from __future__ import annotations
 
 import inspect
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,10 +21,10 @@ from torch import fx, nn
 
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
+from shoal.replica.fx_tracing import ThreadTracer, tracing
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-_tracing = threading.Lock()  # torch.fx changes nn.Module while it traces, for all threads
 
 
 class Untraceable(BadInput):
@@ -180,23 +179,10 @@ def _has_blocks(container: nn.Module) -> bool:
     return any(count > 1 for count in kinds.values())
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(ThreadTracer):
     def __init__(self, opened: set[str]):
         super().__init__()
         self._opened = opened
-        self._thread = threading.get_ident()
-
-    def call_module(
-        self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if threading.get_ident() != self._thread:  # another thread computes meanwhile
-            return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
@@ -208,7 +194,7 @@ def _trace(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Gra
         missing = [name for name, value in fixed.items() if value is inspect.Parameter.empty]
         raise BadInput(f"the model takes {', '.join(missing)}, which the batch does not have")
     try:
-        with _tracing:
+        with tracing:
             return _Tracer(opened).trace(model, fixed or None)
     except Exception as error:
         raise Untraceable(

@@ -18,6 +18,7 @@ from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
 from shoal.replica.tensor.adapters import adapt
 from shoal.replica.tensor.attention import ParallelAttention
+from shoal.replica.tensor.channel_layers import SplitChannels
 from shoal.replica.tensor.in_place import change_in_place
 from shoal.replica.tensor.layers import (
     ColumnLinear,
@@ -53,6 +54,7 @@ class TensorSplit:
         self.model = model
         self.group = group
         self.device = device
+        self.sequence = sequence
         self.rng = TensorParallelRng(group.rank, has_dropout(model))
         modules = dict(model.named_modules())
         self._in_place: list[tuple[nn.Module, Mapping[str, ShardSpec]]] = []
@@ -130,6 +132,12 @@ class TensorSplit:
             change_in_place(original, role, group, rng)
             self._in_place.append((original, role.shards or {}))
             return None
+        if role.channels is not None:
+            split = SplitChannels(original, role.channels, group, rng)
+            split.is_sequence_parallel = self.sequence
+            split.attach()
+            self._in_place.append((original, split.specs))
+            return None
         if isinstance(original, nn.Embedding):
             return self._embedding(original)
         if isinstance(original, nn.MultiheadAttention):
@@ -165,7 +173,7 @@ class TensorSplit:
     def _slice_parameters(
         self, layers: Iterable[TensorParallelLayer], filled: Iterable[list[TensorSlot]]
     ) -> None:
-        """Let every parameter that is split hold this rank's slice."""
+        """Let every parameter and buffer that is split hold this rank's slice."""
         specs: dict[Tensor, ShardSpec] = {
             getattr(layer, key): spec
             for outer in layers
@@ -175,11 +183,16 @@ class TensorSplit:
         for module, shards in self._in_place:
             specs.update({getattr(module, key): spec for key, spec in shards.items()})
         for slots in filled:
-            parameter = slots[0].tensor
-            if parameter in specs and isinstance(parameter, nn.Parameter):
-                full = parameter.detach()
-                parameter.data = specs[parameter].take_shard(full, self.group.rank)
-                self._slices.add(parameter)
+            tensor = slots[0].tensor
+            if tensor not in specs:
+                continue
+            own = specs[tensor].take_shard(tensor.detach(), self.group.rank)
+            if isinstance(tensor, nn.Parameter):
+                tensor.data = own
+                self._slices.add(tensor)
+            for slot in slots:
+                if slot.key in slot.module._buffers:
+                    slot.module._buffers[slot.key] = own
 
     def _specs_by_name(self) -> dict[str, ShardSpec]:
         """How a parameter is sharded, by each of its names: a head's bias may have two."""

@@ -8,6 +8,7 @@ the children that a module's own `split_plan()` names:
 
 where the number is the run of features that has to stay on one rank. By the user's plan: any
 nn.Linear, by "column" or "row", and any nn.Embedding, by "row" (its vocabulary).
+Convolutions, and linear layers of a traced forward: `channel_plan.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
 from shoal.replica.tensor.adapters import ELEMENTWISE, LayerPair, known_pairs
+from shoal.replica.tensor.channel_plan import channel_roles
 from shoal.replica.tensor.linear_like import linear_like
 from shoal.replica.tensor.roles import Role, Roles
 from shoal.replica.tensor.transformer_plan import TransformerPlan, is_lookup
@@ -45,9 +47,14 @@ class _Planner:
         self._apply_plan(tp.plan or {})
         for name, module in self.modules.items():
             self._plan_module(name, module)
+        has_own_plan = any(type(m).__module__.startswith("transformers.") for m in model.modules())
+        if not has_own_plan:
+            self._plan_channels()
         found = TransformerPlan(self.modules, tp.size, self._is_free)
         self.roles.update(found.roles)
         self._plan_tied_heads()
+        if has_own_plan:
+            self._plan_channels()
         if not self.roles:
             raise BadInput(
                 f"{tp} finds nothing to split in {type(model).__name__}: name its layers, as in "
@@ -183,6 +190,17 @@ class _Planner:
 
     def _is_free(self, name: str) -> bool:
         return name not in self.roles and not self._is_shared(name)
+
+    def _plan_channels(self) -> None:
+        """Convolutions, and other layers with what acts on each channel between them."""
+        taken = set(self.roles)
+
+        def may_split(name: str) -> bool:
+            is_taken = any(_is_in(name, other) for other in taken)
+            return name in self.modules and not is_taken and not self._is_shared(name)
+
+        for name, role in channel_roles(self.model, self.tp.size, may_split).items():
+            self.roles[name] = Role("channels", channels=role)
 
     def _is_shared(self, name: str) -> bool:
         return any(self._holders[id(p)] > 1 for p in self.modules[name].parameters())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal.replica.tensor.channel_layers import ChannelRole
 from shoal.replica.tensor.heads import HeadSplit, Ranges
 from shoal.replica.tensor.layers import ColumnOutput
 from shoal.replica.tensor.shard_spec import ShardSpec
@@ -19,6 +20,7 @@ Kind = Literal[
     "heads",  # the module around the layers of an attention, which counts heads
     "sharded",  # a module whose own parameters are sharded by `shards`, and nothing else
     "summed",  # complete, and used on the shards of an activation: gradients are added up
+    "channels",  # some channels of a layer that stays what it is, by `channels`
     "experts",  # own parameters are sharded by `shards`; the results of all ranks are added up
 ]
 IN_PLACE = ("heads", "sharded", "summed", "experts")
@@ -34,6 +36,7 @@ class Role:
     ranges: Ranges | None = None  # of features, by rank, where units do not say it
     heads: HeadSplit | None = None
     shards: Mapping[str, ShardSpec] | None = None  # by the name of a parameter
+    channels: ChannelRole | None = None
 
     def spec(self, features: int, ranks: int) -> ShardSpec:
         """How the features of a layer are sharded; its dimension is 0."""

@@ -1,4 +1,7 @@
-"""Sequence-parallel tensors between stages: each rank sends its rows as plain tensors."""
+"""Sharded activations between stages: each rank sends its rows of a sequence as plain tensors.
+
+Channels are gathered first: the next stage may use them in another way.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,20 @@ from shoal.comm.group import Group
 from shoal.pytree import Tree
 from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor
+from shoal.replica.tensor.sharded_tensor import ShardedActivation
 
 _MARK = "rows of a sequence"
 
 
 def pack(tree: Tree) -> Tree:
     """Rows as a tuple that can be sent to the same rank of another stage."""
-    return _map(
-        lambda leaf: isinstance(leaf, SequenceParallelTensor),
-        lambda leaf: (_MARK, leaf.local, list(leaf.leading)),
-        tree,
-    )
+    return _map(lambda leaf: isinstance(leaf, ShardedActivation), _packed, tree)
+
+
+def _packed(leaf: ShardedActivation) -> Tree:
+    if isinstance(leaf, SequenceParallelTensor):
+        return _MARK, leaf.local, list(leaf.leading)
+    return leaf.full()
 
 
 def unpack(tree: Tree, group: Group, rng: TensorParallelRng) -> Tree:

@@ -67,7 +67,7 @@ class ShardedActivation(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in cls.sharded_ops and any(isinstance(arg, cls) for arg in args[:2]):
+            if func in cls.sharded_ops and _is_among(cls, args[:2]):
                 result = cls.sharded_ops[func](*args, **kwargs)
                 if result is not None:
                     return result
@@ -77,6 +77,12 @@ class ShardedActivation(Tensor):
                 args[0].full()
                 args[0].is_modified = True
             return func(*full_tensors(args), **full_tensors(kwargs))
+
+
+def _is_among(cls: type[Tensor], args: tuple[Any, ...]) -> bool:
+    """Whether one of them is of that class, or one of the first one's items (torch.cat)."""
+    items = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+    return any(isinstance(arg, cls) for arg in (*args, *items))
 
 
 def full_tensors(tree: Tree) -> Tree:

@@ -1,0 +1,36 @@
+"""Tracing with torch.fx beside threads that compute: it changes nn.Module while it traces."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import fx, nn
+
+tracing = threading.Lock()  # one trace at a time
+
+
+class ThreadTracer(fx.Tracer):
+    """Other threads call their modules as ever."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._thread = threading.get_ident()
+
+    def call_module(
+        self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return self.call_traced(m, forward, args, kwargs)
+
+    def call_traced(
+        self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call in the thread that traces."""
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
