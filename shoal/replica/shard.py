@@ -13,6 +13,7 @@ from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_norm import ReplicaGradNorm
 from shoal.replica.microbatch import Loss, MicroBatch
 from shoal.replica.tensor.parallelize import TensorSplit
+from shoal.replica.tensor.proof import prove
 from shoal.replica.token_axes import TokenAxes
 from shoal.schedules.pipelines.actions import accumulate
 
@@ -89,4 +90,7 @@ class ReplicaShard:
         return [tree]
 
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
-        """Raise `BadInput` unless the stages together compute what the model does."""
+        """Raise `BadInput` unless the shards together compute what the model does."""
+        if self.tensor is not None:
+            with engine.flat.full_params():
+                prove(self.tensor, microbatches[0], type(engine.flat) is FlatParams)

@@ -149,7 +149,8 @@ class StageShard(ReplicaShard):
             outputs = self.broadcast(tensors_of(full_tensors(engine.predict(inputs))))
             tensors = self._gather_tensors()
             if self.group.rank == 0:
-                expected = functional_call(self.model, tensors, *call_arguments(inputs))
+                whole, full = self._whole(tensors)
+                expected = functional_call(whole, full, *call_arguments(inputs), tie_weights=False)
                 same.fill_(_are_close(tensors_of(full_tensors(expected)), outputs))
         self.group.broadcast(same).wait()
         if not same:
@@ -159,6 +160,13 @@ class StageShard(ReplicaShard):
                 "its forward uses more than its inputs and modules; put what is special about it "
                 "into a module of its own"
             )
+
+    def _whole(self, tensors: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+        """The model as it was built, and its tensors from those of all stages."""
+        if self.tensor is None:
+            return self.model, tensors
+        self.tensor.original.eval()
+        return self.tensor.original, self.tensor.gather_full(tensors)
 
     def _gather_tensors(self) -> dict[str, Tensor]:
         """The tensors of all stages by name, on the first stage."""

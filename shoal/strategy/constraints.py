@@ -80,7 +80,9 @@ def is_printable(value: object) -> bool:
 def is_plan(value: object) -> bool:
     if not isinstance(value, Mapping) or not value:
         return False
-    return all(is_printable(name) and style in ("column", "row") for name, style in value.items())
+    return all(
+        is_printable(name) and style in ("column", "row", "whole") for name, style in value.items()
+    )
 
 
 def is_names(value: object) -> bool:

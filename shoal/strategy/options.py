@@ -52,6 +52,8 @@ OUTER = text_like(
     rf"[a-z][a-z0-9_]*(\({_SETTING}(, ?{_SETTING})*\))?",
 )
 PLAN = Constraint(
-    'a dict of module names to "column" or "row"', is_plan, lambda v: dict(sorted(v.items()))
+    'a dict of module names to "column", "row" or "whole"',
+    is_plan,
+    lambda v: dict(sorted(v.items())),
 )
 NAMES = Constraint("a list of module names", is_names, tuple)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
+from shoal.errors import BadInput
 from shoal.replica.tensor.heads import HeadSplit
 from shoal.replica.tensor.layers import VocabularyEmbedding
 from shoal.replica.tensor.mappings import copy, gather, reduce, scatter
@@ -23,7 +24,7 @@ from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
 from shoal.replica.tensor.vocab_parallel import VocabParallelLogits
 from shoal.strategy.terms import Tp
 from tests.conftest import World
-from tests.splitting import assert_equal
+from tests.splitting import assert_equal, train
 
 
 def test_cuts_hold_whole_units_and_are_as_equal_as_can_be() -> None:
@@ -275,3 +276,61 @@ def test_a_plan_goes_before_what_is_found() -> None:
     assert {name: (role.kind, role.output) for name, role in found.items()} == {
         "2": ("column", "logits")
     }
+
+
+class Misleading(nn.Module):
+    """Looks like an MLP; between its layers the features are not on their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(6, 12)
+        self.fc2 = nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc2(self.fc1(x).softmax(-1))
+        return result
+
+
+class CrossHead(Attention):
+    """Adds up its heads, which are on two ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        q = self.wq(x).view(batch, time, self.n_heads, -1)
+        mixed = (q + q.mean(2, keepdim=True)).reshape(batch, time, -1)
+        result: Tensor = self.wo(mixed + self.wk(x).sum() + self.wv(x).sum())
+        return result
+
+
+class FixedWidth(Attention):
+    """Takes the width of its input for that of its heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.wq(x).view(*x.shape)
+        result: Tensor = self.wo(q + self.wk(x).sum() + self.wv(x).sum())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (Misleading, r"where 0\.fc2 and the layers around it are split, it does not compute"),
+        (CrossHead, r"where 0\.wo and the layers around it are split, it does not compute"),
+        (FixedWidth, r"where 0\.wo and the layers .* it fails with RuntimeError: shape"),
+    ],
+)
+def test_a_wrong_guess_is_refused_before_the_first_step(
+    world: World, wrong: Callable[[], nn.Module], told: str
+) -> None:
+    torch.manual_seed(0)
+    width = 6 if wrong is Misleading else 12
+    models = [nn.Sequential(wrong(), nn.Linear(width, 3)) for _ in range(2)]
+    before = [p.detach().clone() for p in models[0].parameters()]
+    x = torch.randn(8, 5, width)
+    data = TensorDataset(x, x[..., :3])
+    with pytest.raises(BadInput, match=told):
+        world(2, lambda g: train(g, "tp(2)", models[g.rank], data, 4, loss=F.mse_loss))
+    assert torch.equal(before[-1], models[0][1].bias)
+    kept = 'tp(2, plan={"0": "whole", "1": "column"})'
+    models = [nn.Sequential(wrong(), nn.Linear(width, 3)) for _ in range(2)]
+    world(2, lambda g: train(g, kept, models[g.rank], data, 4, loss=F.mse_loss))

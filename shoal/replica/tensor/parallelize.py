@@ -33,6 +33,7 @@ from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.replica.tensor.roles import IN_PLACE, Role, Roles
 from shoal.replica.tensor.sequence_messages import pack, unpack
 from shoal.replica.tensor.shard_spec import ShardSpec
+from shoal.replica.tensor.structure import copy_structure
 
 
 class TensorSplit:
@@ -52,6 +53,8 @@ class TensorSplit:
         With `sequence`, every rank has some positions between split layers.
         """
         self.model = model
+        self.original = copy_structure(model)
+        self.roles = roles
         self.group = group
         self.device = device
         self.sequence = sequence
@@ -77,6 +80,40 @@ class TensorSplit:
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether the first rank holds it, too."""
         return self.group.rank > 0 and not self.is_slice(parameter)
+
+    def full_bytes(self) -> int:
+        """Of the parameters of the model, over all ranks."""
+        size = 0
+        for name, p in self.model.named_parameters():
+            spec = self.specs.get(name)
+            shape = p.shape if spec is None else spec.full_shape(p.shape)
+            size += shape.numel() * p.element_size()
+        return size
+
+    def sums_in(self, block: str) -> list[str]:
+        """Layers in a module behind which the ranks add up."""
+        kinds = ("row", "attention", "vocabulary", "experts")
+        inside = block + "." if block else ""
+        return [n for n, r in self.roles.items() if r.kind in kinds and n.startswith(inside)]
+
+    def typical_blocks(self) -> list[str]:
+        """Modules that have split layers together, one of each kind."""
+        typical: dict[str, str] = {}
+        for name in self.sums_in(""):
+            block = name.rpartition(".")[0]
+            parts = block.split(".")
+            if not any(
+                r.kind == "column" and n.startswith(block + ".") for n, r in self.roles.items()
+            ):
+                block = block.rpartition(".")[0]
+            if block:
+                kind = ".".join(part for part in parts if not part.isdigit())
+                typical.setdefault(kind, block)
+        return list(dict.fromkeys(typical.values()))
+
+    def shard_of(self, name: str, full: Tensor) -> Tensor:
+        """This rank's slice of the full parameter of that name, or of its gradient."""
+        return self._slice(name, full)
 
     def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors from slices; all ranks call it.

@@ -76,7 +76,8 @@ class _Planner:
             for pattern, kind in plan.items()
             if fnmatchcase(name, pattern)
         }
-        names = list(planned)
+        self._whole = {name for name, kind in planned.items() if kind == "whole"}
+        names = [name for name in planned if name not in self._whole]
         for i, name in enumerate(names):
             self.roles[name] = self._planned_role(name, planned[name])
             if self.roles[name].kind == "row":
@@ -148,7 +149,7 @@ class _Planner:
     def _plan_attention(self, name: str, module: nn.MultiheadAttention) -> None:
         is_plain = module.bias_k is None and module.bias_v is None and not module.add_zero_attn
         is_plain = is_plain and linear_like(module.out_proj) is not None
-        is_free = not any(_is_in(role, name) for role in self.roles)
+        is_free = not any(_is_in(role, name) for role in self.roles) and not self._is_whole(name)
         if is_plain and is_free and module.num_heads >= self.tp.size and not self._is_shared(name):
             self.roles[name] = Role("attention")
 
@@ -159,6 +160,8 @@ class _Planner:
         up = linear_like(self.modules.get(column))
         down = linear_like(self.modules.get(row))
         if up is None or down is None or {column, row} & set(self.roles):
+            return
+        if self._is_whole(column) or self._is_whole(row):
             return
         units = down.inputs // pair.row_unit
         fits = (
@@ -182,6 +185,8 @@ class _Planner:
             )
             if name in self.roles and len(same) > 1 and not is_known:
                 raise BadInput(f"{self.tp} cannot split {name}: other layers have the same weight")
+            if any(map(self._is_whole, same)):
+                continue
             if is_known and len(same) > 1 and is_lookup(module, self.tp.size):
                 for other, layer in same.items():
                     is_table = is_lookup(layer)
@@ -189,7 +194,11 @@ class _Planner:
                     self.roles[other] = role
 
     def _is_free(self, name: str) -> bool:
-        return name not in self.roles and not self._is_shared(name)
+        return name not in self.roles and not self._is_shared(name) and not self._is_whole(name)
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether the plan keeps it, or what it is in, or what is in it, as it is."""
+        return any(_is_in(name, whole) or _is_in(whole, name) for whole in self._whole)
 
     def _plan_channels(self) -> None:
         """Convolutions, and other layers with what acts on each channel between them."""
