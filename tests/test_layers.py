@@ -35,6 +35,8 @@ LAYERS = [
     ["train.own_loop"],
     ["train.loop_methods"],
     ["train.job"],
+    ["observe.double_precision", "observe.captured_run"],
+    ["observe.double_check"],
     ["observe.capture", "observe.comparison", "observe.time_shares", "observe.verify"],
     ["observe.model_sizes"],
     ["observe.memory_estimate"],

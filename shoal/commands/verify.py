@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,12 +20,16 @@ from shoal.commands.launching import (
     run_quietly,
     strategy_for,
 )
-from shoal.errors import BadInput
+from shoal.errors import BadInput, ShoalError
 from shoal.runtime.config import CaptureConfig, RunConfig
 from shoal.strategy.base import Batches
 
 if TYPE_CHECKING:
-    from shoal.observe.verify import CapturedRun, Verification
+    from shoal.observe.captured_run import CapturedRun
+    from shoal.observe.double_check import DoubleCheck
+    from shoal.observe.verify import Verification
+
+DOUBLE_STEPS = 3  # in double precision, which takes longer
 
 
 def verify(
@@ -50,18 +54,11 @@ def verify(
     single = config_for(value.reference, seed, device)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         runs = _Runs(command, steps, Path(folder), quiet=as_json)
-        alone = runs.capture("alone", single, 1)
-        together = runs.capture(f"{value} on {workers}", config_for(value, seed, device), workers)
-        verdict = judge(
-            alone,
-            together,
-            lambda: runs.capture(
-                "alone, added up in another order",
-                single,
-                1,
-                pieces=max(2, workers),
-            ),
-        )
+        alone = runs.capture("alone", single, 1, early=DOUBLE_STEPS)
+        pair = _Pair(runs, single, config_for(value, seed, device), str(value), workers)
+        together = pair.together()
+        double = None if alone.exact and together.exact else pair.in_double(alone)
+        verdict = judge(alone, together, pair.again, double)
     if as_json:
         document = {"script": script, "strategy": str(value), "workers": workers}
         print(json.dumps({**document, **verdict.to_json()}))
@@ -84,18 +81,59 @@ class _Runs:
         self.quiet = quiet
         self.count = 0
 
-    def capture(self, name: str, config: RunConfig, workers: int, pieces: int = 1) -> CapturedRun:
-        from shoal.observe.verify import CapturedRun
+    def capture(self, name: str, config: RunConfig, workers: int, **options: Any) -> CapturedRun:
+        """`options` are those of CaptureConfig."""
+        from shoal.observe.captured_run import CapturedRun
 
-        if not self.quiet:
-            print(f"running {name}: up to {self.steps} steps", file=sys.stderr, flush=True)
+        steps = min(self.steps, DOUBLE_STEPS) if options.get("double") else self.steps
+        self.say(f"running {name}: up to {steps} steps")
         self.count += 1
         folder = self.folder / str(self.count)
         folder.mkdir()
-        capture = CaptureConfig(folder, self.steps, pieces)
+        capture = CaptureConfig(folder, steps, **options)
         run_quietly(self.command, workers, replace(config, capture=capture))
         check_trained(folder / "capture.json")
         return CapturedRun.read(folder)
+
+    def say(self, sentence: str) -> None:
+        if not self.quiet:
+            print(sentence, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The two sides of a comparison: one worker, and several under a strategy."""
+
+    runs: _Runs
+    single: RunConfig
+    several: RunConfig
+    strategy: str
+    workers: int
+
+    def together(self, **options: Any) -> CapturedRun:
+        where = " in double precision" if options.get("double") else ""
+        name = f"{self.strategy} on {self.workers}{where}"
+        return self.runs.capture(name, self.several, self.workers, **options)
+
+    def again(self, **options: Any) -> CapturedRun:
+        name = "alone, added up in another order"
+        return self.runs.capture(name, self.single, 1, pieces=max(2, self.workers), **options)
+
+    def in_double(self, narrow: CapturedRun) -> DoubleCheck | None:
+        """None if the script does not run in double precision."""
+        from shoal.observe.double_check import check
+
+        try:
+            alone = self.runs.capture("alone in double precision", self.single, 1, double=True)
+            return check(narrow, alone, self.together(double=True), lambda: self.again(double=True))
+        except ShoalError as error:
+            self.runs.say(f"the script does not run in double precision: {_last_line(error)}")
+            return None
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
 
 
 def steps_taken(taken: int, asked: int, of_everything: bool) -> str:
@@ -118,13 +156,6 @@ def _print(verdict: Verification, what: str) -> None:
         )
     loss = verdict.worst(verdict.losses)
     tensor = verdict.worst(verdict.tensors)
-    source = (
-        "measured by adding up in another order"
-        if verdict.measured_rounding
-        else (
-            f"from {verdict.additions:,} additions per gradient element and {verdict.steps} steps"
-        )
-    )
     print(
         f"largest difference of a loss    {loss.difference:.3g} at {loss.what} "
         f"(tolerance {loss.tolerance:.3g})"
@@ -133,7 +164,8 @@ def _print(verdict: Verification, what: str) -> None:
         f"largest difference of a tensor  {tensor.difference:.3g} in {tensor.what} "
         f"(tolerance {tensor.tolerance:.3g})"
     )
-    print(f"tolerances: rounding, {source}")
+    for sentence in _about_rounding(verdict):
+        print(sentence)
     if verdict.replicas_apart:
         print(f"replicas hold different parameters: up to {verdict.replicas_apart:.3g} apart")
     if verdict.first_loss:
@@ -141,3 +173,34 @@ def _print(verdict: Verification, what: str) -> None:
     if verdict.first_tensor:
         print(f"first tensor that differs: {verdict.first_tensor.what}")
     print(f"{'equal' if verdict.ok else 'NOT EQUAL'}: {what}")
+
+
+def _about_rounding(verdict: Verification) -> Iterator[str]:
+    """Where the tolerances come from."""
+    double = verdict.double
+    if double is None:
+        yield "tolerances: rounding, " + (
+            "measured by adding up in another order"
+            if verdict.measured_rounding
+            else f"from {verdict.additions:,} additions per gradient element and "
+            f"{verdict.steps} steps"
+        )
+        return
+    what, rounding = double.largest_rounding
+    yield (
+        f"rounding, measured on one worker {rounding:.3g} in {what} "
+        f"({double.steps} steps beside double precision)"
+    )
+    worst = double.worst
+    yield (
+        f"in double precision, relative   {worst.difference:.3g} in {worst.what} "
+        f"(tolerance {worst.tolerance:.3g})"
+    )
+    if verdict.amplified:
+        yield (
+            f"training amplifies rounding in {len(verdict.amplified)} tensors, such as "
+            f"{verdict.amplified[0]}: equal in double precision, up to 1% is allowed"
+        )
+    if not double.ok:
+        first = next(d.what for d in double.tensors if not d.is_equal)
+        yield f"first difference in double precision, which is an error: {first}"

@@ -1,23 +1,27 @@
 """What a verification run writes: the loss of every step and every final tensor.
 
-Of a shoal.Embedding these are the rows that were looked up, and their ids.
+    capture.json             losses, and what else `verify.py` asks about
+    final.safetensors        the model; of a shoal.Embedding the rows that were looked up, and ids
+    start, early             one worker: the model before the first step, and after `early` steps
+    optimizer.safetensors    in double precision: the state of the optimizer
 
 `shoal verify` runs a script several times and asks for a capture (`RunConfig.capture`): where rank
-0 writes, after how many steps the script stops, and in how many pieces each micro-batch is
-computed, to add up in another order.
+0 writes, after how many steps the script stops, in how many pieces each micro-batch is computed,
+to add up in another order, and whether in double precision.
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.data.sampling import FullDatasetBatch
+from shoal.observe.double_precision import compute_in_double, convert
 from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import has_batchnorm
 from shoal.replica.tensor.attention import ParallelAttention
@@ -25,7 +29,7 @@ from shoal.runtime.config import CaptureConfig
 from shoal.schedules.pipelines.actions import accumulate
 from shoal.strategy.base import Batches
 from shoal.train.job import Job
-from shoal.train.state import gather_model
+from shoal.train.state import gather_model, gather_optimizer_state
 from shoal.train.step import Step
 
 
@@ -39,56 +43,66 @@ class Capture:
     With `pieces` above 1 each micro-batch is computed in so many, which changes rounding only.
     """
 
-    def __init__(self, job: Job, folder: Path, steps: int, pieces: int):
+    def __init__(self, job: Job, config: CaptureConfig):
+        assert config.folder is not None
         self.job = job
-        self.folder = folder
-        self.steps = steps
-        self.pieces = pieces
+        self.folder = config.folder
+        self.config = config
         self.losses: list[float] = []
         self.additions = 0
         self.switched_off: list[str] = []
         self._built: list[Step] = []
         job.on_step.append(self._after_step)
         job.on_build.append(self._prepare)
+        if config.double:
+            job.before_build.append(convert)
 
     @classmethod
     def start(cls, config: CaptureConfig, job: Job) -> Capture | None:
         if config.folder is None:
             return None
         job.dry = True
-        return cls(job, config.folder, config.steps, config.pieces)
+        return cls(job, config)
 
     def _prepare(self, step: Step) -> None:
-        if self.pieces > 1:
-            reorder_additions(step, self.pieces)
+        if self.config.pieces > 1:
+            reorder_additions(step, self.config.pieces)
+        if self.config.double:
+            compute_in_double(step)
         self._built.append(step)
         if not step.options.exact:
             self.switched_off += switch_off_dropout(step.model)
+        if self.job.size == 1:
+            save_file(self._tensors(), self.folder / "start.safetensors")
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
         self.losses.append(float(loss))
         self.additions = max(self.additions, additions_in(step))
-        if self.job.steps >= self.steps:
+        if self.job.steps == self.config.early and self.job.size == 1:
+            save_file(self._tensors(), self.folder / "early.safetensors")
+        if self.job.steps >= self.config.steps:
             raise StopTraining
 
     def write(self) -> None:
         """All ranks call it, since it also compares the parameters of the replicas."""
+        if self.config.double:
+            with self._full_weights(optimizer=True):
+                self._write_optimizers()
+        with self._full_weights():
+            self._write_gathered()
+
+    @contextmanager
+    def _full_weights(self, optimizer: bool = False) -> Iterator[None]:
         with ExitStack() as stack:
             for step in self._built:
-                stack.enter_context(step.sync.full_weights())
-            self._write_gathered()
+                stack.enter_context(step.sync.full_weights(optimizer))
+            yield
 
     def _write_gathered(self) -> None:
         apart = [self._distance_between_replicas(step) for step in self._built]
         if self.job.replica != 0:
             return
-        tensors: dict[str, Tensor] = {}
-        for i, step in enumerate(self._built):
-            prefix = f"{i}:" if len(self._built) > 1 else ""
-            named, _ = gather_model(step)
-            if self.job.rank == 0:
-                named |= used_rows(step)
-            tensors |= {prefix + name: tensor for name, tensor in named.items()}
+        tensors = self._tensors()
         if self.job.rank != 0:
             return
         save_file(tensors, self.folder / "final.safetensors")
@@ -100,6 +114,29 @@ class Capture:
             "exact": all(step.options.exact for step in self._built),
         }
         (self.folder / "capture.json").write_text(json.dumps(document))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The models of all steps by name, at rank 0; all workers of replica 0 call it."""
+        tensors: dict[str, Tensor] = {}
+        for i, step in enumerate(self._built):
+            named, _ = gather_model(step)
+            if self.job.rank == 0:
+                named |= used_rows(step)
+            tensors |= {self._prefix(i) + name: tensor for name, tensor in named.items()}
+        return tensors
+
+    def _write_optimizers(self) -> None:
+        if self.job.replica != 0:
+            return
+        tensors: dict[str, Tensor] = {}
+        for i, step in enumerate(self._built):
+            named, _ = gather_optimizer_state(step)
+            tensors |= {self._prefix(i) + name: tensor for name, tensor in named.items()}
+        if self.job.rank == 0:
+            save_file(tensors, self.folder / "optimizer.safetensors")
+
+    def _prefix(self, number: int) -> str:
+        return f"{number}:" if len(self._built) > 1 else ""
 
     def _distance_between_replicas(self, step: Step) -> float:
         low = step.flat.data.clone()

@@ -1,69 +1,44 @@
 """Does a strategy give the single-device result? Checked on the user's own script.
 
 The script runs on one worker and under the strategy, with the same seed. The loss of every step
-and every final tensor are compared. Equal means equal up to rounding, which is bounded like this:
+and every final tensor are compared. Then the first steps run again, both ways, in double
+precision, where rounding all but vanishes and an error does not (`double_check.py`).
 
-- A sum of n terms that are added in another order changes by about λ·u·√n of its size, where u is
-  the unit roundoff of the dtype (Higham & Mary, 2019, with λ = 4). A gradient element sums
-  n = samples × positions terms, and k steps carry k such errors: tolerance λ·u·√(n·k).
-- Training can amplify that (Adam divides by a gradient that may be all rounding), and autocast
-  rounds more coarsely. Where the plain bound does not hold, the script runs on one worker again
-  with the same additions in another order: each micro-batch in as many pieces as there are
-  workers, or reversed where there is BatchNorm. The change, times 10, is then the tolerance.
-- A tolerance is at most 1% of the largest value in the model, or of the loss. If rounding changes
-  more than that, the result is "not equal". The loss of the first step comes before any update,
-  so nothing can have amplified it: there the bound of the coarsest dtype holds. This detects a
-  loss that is a sum instead of a mean.
+- In double precision the runs have to agree to one part in 10⁶ of every update. This finds a
+  reduction that is wrong by one part in 10⁴, and does not depend on the machine.
+- In the script's own precision they have to agree up to rounding, which is measured: ten times
+  what one worker's run differs from its run in double precision.
+- Training can amplify rounding: a ReLU that switches changes all gradients below it, and Adam
+  divides by a gradient that may be all rounding. If the runs agree in double precision, such
+  differences are allowed up to 1% of the largest value in the model, or of the loss; beyond that
+  the script runs on one worker again with the same additions in another order (each micro-batch in
+  as many pieces as there are workers, or reversed where there is BatchNorm), and ten times the
+  change is the tolerance.
+
+Where a script does not run in double precision, rounding is bounded like this: a sum of n terms
+that are added in another order changes by about λ·u·√n of its size, where u is the unit roundoff
+of the dtype (Higham & Mary, 2019, with λ = 4). A gradient element sums n = samples × positions
+terms, and k steps carry k such errors: tolerance λ·u·√(n·k). If that does not hold, the run in
+another order measures it, and at most 1% is allowed.
+
+The loss of the first step comes before any update, so nothing can have amplified it: there the
+bound of the coarsest dtype holds. This detects a loss that is a sum instead of a mean.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+
+from shoal.observe.captured_run import CapturedRun, Difference, distance
+from shoal.observe.double_check import LARGEST, MARGIN, DoubleCheck
 
 LAMBDA = 4.0
-MARGIN = 10.0
-LARGEST = 0.01
 COARSEST = torch.finfo(torch.bfloat16).eps
-
-
-@dataclass(frozen=True)
-class CapturedRun:
-    """What one run wrote."""
-
-    losses: list[float]
-    tensors: dict[str, Tensor]
-    additions: int
-    replicas_apart: float
-    switched_off: list[str]
-    exact: bool
-
-    @classmethod
-    def read(cls, folder: Path) -> CapturedRun:
-        document = json.loads((folder / "capture.json").read_text())
-        return cls(tensors=load_file(folder / "final.safetensors"), **document)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference of one loss or tensor between two runs, and its tolerance."""
-
-    what: str
-    difference: float
-    tolerance: float
-
-    @property
-    def is_equal(self) -> bool:
-        # False for nan; a tolerance that is not finite would allow any difference
-        return math.isfinite(self.tolerance) and self.difference <= self.tolerance
 
 
 @dataclass(frozen=True)
@@ -77,9 +52,19 @@ class Verification:
     replicas_apart: float
     measured_rounding: bool
     switched_off: list[str]
+    double: DoubleCheck | None = None
+    amplified: list[str] = field(default_factory=list)
+    """Tensors that differ by more than rounding alone, which is allowed if `double` is equal."""
 
     @property
     def ok(self) -> bool:
+        if self.double is not None and not self.double.ok:
+            return False
+        return self.is_equal
+
+    @property
+    def is_equal(self) -> bool:
+        """In the script's own precision."""
         every = [*self.losses, *self.tensors]
         return self.steps > 0 and self.replicas_apart == 0 and all(d.is_equal for d in every)
 
@@ -95,12 +80,7 @@ class Verification:
 
     def worst(self, among: list[Difference]) -> Difference:
         """The one that is closest to its tolerance, or exceeds it the most."""
-        return max(
-            among,
-            key=lambda d: (
-                math.inf if math.isnan(d.difference) else d.difference / max(d.tolerance, 1e-300)
-            ),
-        )
+        return max(among, key=lambda d: d.excess)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -114,30 +94,76 @@ class Verification:
             "replicas_apart": self.replicas_apart,
             "rounding_measured": self.measured_rounding,
             "switched_off": self.switched_off,
+            "double": None if self.double is None else self.double.to_json(),
+            "amplified": self.amplified,
         }
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """What rounding changes, as far as it was measured."""
+
+    reordered: CapturedRun | None = None
+    double: DoubleCheck | None = None
+
+    def of_loss(self, alone: CapturedRun, i: int) -> float:
+        """Of the loss of a step; two runs that have drifted apart do not come together again."""
+        changes = [] if self.double is None else self.double.loss_rounding[: i + 1]
+        if self.reordered is not None:
+            pairs = zip(alone.losses[: i + 1], self.reordered.losses, strict=False)
+            changes = [*changes, *(abs(a - b) for a, b in pairs)]
+        return max(map(_finite, changes), default=0.0)
+
+    def of_tensor(self, alone: CapturedRun, name: str) -> float:
+        change = 0.0
+        if self.double is not None:
+            steps = len(alone.losses) / max(1, self.double.steps)
+            change = self.double.rounding.get(name, 0.0) * max(1.0, steps)
+        if self.reordered is not None:
+            moved = distance(alone.tensors[name], self.reordered.tensors.get(name))
+            change = max(change, _finite(moved))
+        return change
+
+    def tolerance(self, difference: float, plain: float, change: float, most: float) -> float:
+        """`plain` is the bound of plain rounding, `most` what is allowed if it is amplified."""
+        measured = max(plain, min(MARGIN * change, most))
+        if difference <= measured or self.double is None or not self.double.ok:
+            return measured
+        return max(plain, most if self.reordered is None else max(most, MARGIN * change))
+
+
 def judge(
-    alone: CapturedRun, together: CapturedRun, again: Callable[[], CapturedRun]
+    alone: CapturedRun,
+    together: CapturedRun,
+    again: Callable[[], CapturedRun],
+    double: DoubleCheck | None = None,
 ) -> Verification:
     """Compare two runs; `again` runs on one worker with additions in another order, if needed."""
-    verification = compare(alone, together, None)
-    if verification.ok or (alone.exact and together.exact):
+    verification = compare(alone, together, None, double)
+    is_wrong = double is not None and not double.ok
+    if verification.is_equal or is_wrong or (alone.exact and together.exact):
         return verification
-    return compare(alone, together, again())
+    return compare(alone, together, again(), double)
 
 
 def compare(
-    alone: CapturedRun, together: CapturedRun, reordered: CapturedRun | None
+    alone: CapturedRun,
+    together: CapturedRun,
+    reordered: CapturedRun | None,
+    double: DoubleCheck | None = None,
 ) -> Verification:
+    measured = _Measured(reordered, double)
+    tensors = _tensors(alone, together, measured)
     return Verification(
         steps=len(alone.losses),
         additions=alone.additions,
-        losses=_losses(alone, together, reordered),
-        tensors=_tensors(alone, together, reordered),
+        losses=_losses(alone, together, measured),
+        tensors=tensors,
         replicas_apart=together.replicas_apart,
-        measured_rounding=reordered is not None,
+        measured_rounding=reordered is not None or double is not None,
         switched_off=alone.switched_off,
+        double=double,
+        amplified=[d.what for d in tensors if _is_amplified(d, alone, measured)],
     )
 
 
@@ -148,53 +174,53 @@ def bound(run: CapturedRun, dtype: torch.dtype, steps: int) -> float:
     return LAMBDA * torch.finfo(dtype).eps / 2 * math.sqrt(max(1, run.additions) * max(1, steps))
 
 
-def _losses(
-    alone: CapturedRun, together: CapturedRun, reordered: CapturedRun | None
-) -> list[Difference]:
+def _losses(alone: CapturedRun, together: CapturedRun, measured: _Measured) -> list[Difference]:
     differences = []
-    change = 0.0
     count = max(len(alone.losses), len(together.losses))
     for i in range(count):
         pair = [run.losses[i] if i < len(run.losses) else math.nan for run in (alone, together)]
-        tolerance = bound(alone, torch.float32, i + 1) * max(1.0, abs(pair[0]))
-        if reordered is not None and i < len(reordered.losses):
-            change = max(change, _finite(abs(reordered.losses[i] - pair[0])))
-            most = (LARGEST if i else COARSEST) * max(1.0, abs(pair[0]))
-            tolerance = max(tolerance, min(MARGIN * change, most))
         difference = 0.0 if pair[0] == pair[1] else abs(pair[0] - pair[1])
+        size = max(1.0, abs(pair[0]))
+        plain = bound(alone, torch.float32, i + 1) * size
+        change = measured.of_loss(alone, i)
+        if i == 0:
+            tolerance = max(plain, min(MARGIN * change, COARSEST * size))
+        else:
+            tolerance = measured.tolerance(difference, plain, change, LARGEST * size)
         differences.append(Difference(f"step {i + 1}", difference, tolerance))
     return differences
 
 
-def _tensors(
-    alone: CapturedRun, together: CapturedRun, reordered: CapturedRun | None
-) -> list[Difference]:
+def _tensors(alone: CapturedRun, together: CapturedRun, measured: _Measured) -> list[Difference]:
     differences = []
     floats = [t for t in alone.tensors.values() if t.is_floating_point() and t.numel()]
     largest = _finite(max((float(t.abs().max()) for t in floats), default=0.0))
     for name, tensor in alone.tensors.items():
-        other = together.tensors.get(name)
+        difference = distance(tensor, together.tensors.get(name))
         tolerance = 0.0
         if tensor.is_floating_point() and tensor.numel():
-            size = float(tensor.abs().max())
-            tolerance = bound(alone, tensor.dtype, len(alone.losses)) * max(size, 1e-3)
-        if reordered is not None:
-            change = _finite(distance(tensor, reordered.tensors.get(name)))
-            tolerance = max(tolerance, min(MARGIN * change, LARGEST * largest))
-        differences.append(Difference(name, distance(tensor, other), tolerance))
+            change = measured.of_tensor(alone, name)
+            plain = _plain_bound(alone, name)
+            tolerance = measured.tolerance(difference, plain, change, LARGEST * largest)
+        differences.append(Difference(name, difference, tolerance))
     missing = sorted(set(together.tensors) - set(alone.tensors))
     return differences + [Difference(name, math.nan, 0.0) for name in missing]
+
+
+def _plain_bound(alone: CapturedRun, name: str) -> float:
+    tensor = alone.tensors[name]
+    size = float(tensor.abs().max())
+    return bound(alone, tensor.dtype, len(alone.losses)) * max(size, 1e-3)
+
+
+def _is_amplified(found: Difference, alone: CapturedRun, measured: _Measured) -> bool:
+    """Whether it is equal only because the runs are equal in double precision."""
+    if found.difference == 0.0 or not found.is_equal:
+        return False
+    strict = max(_plain_bound(alone, found.what), MARGIN * measured.of_tensor(alone, found.what))
+    return found.difference > strict
 
 
 def _finite(change: float) -> float:
     """0 for a run that diverged, which measures nothing."""
     return change if math.isfinite(change) else 0.0
-
-
-def distance(a: Tensor, b: Tensor | None) -> float:
-    """The largest difference of two elements; nan where there is nothing to compare."""
-    if b is None or a.shape != b.shape:
-        return math.nan
-    if not a.numel() or torch.equal(a, b):
-        return 0.0
-    return float((a.double() - b.double()).abs().max())

@@ -95,7 +95,7 @@ class Engine:
         self.accumulation = accumulation
         self.options = options
         self.forward_state = options.forward_state
-        self._autocast = autocast_for(flat.device, options.precision)
+        self.autocast = autocast_for(flat.device, options.precision)
         self._span = options.tracer.span
         self._actions = {
             ActionKind.FORWARD: self._forward,
@@ -194,7 +194,7 @@ class Engine:
     def _compute(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
         """The outputs of a chunk; behind the last one the loss."""
         self.forward_state.rows_are_real = micro.real
-        with self._autocast():
+        with self.autocast():
             outputs = self.stage.compute(action, micro, inputs)
             return self._loss_of(outputs, micro) if self.stage.computes_loss(action) else outputs
 

@@ -76,6 +76,8 @@ class CaptureConfig:
     folder: Path | None = variable("SHOAL_CAPTURE_DIR", PATH)  # rank 0 writes here
     steps: int = variable("SHOAL_CAPTURE_STEPS", POSITIVE, 20)  # the script stops after them
     pieces: int = variable("SHOAL_CAPTURE_PARTS", POSITIVE, 1)  # of each micro-batch
+    double: bool = variable("SHOAL_CAPTURE_DOUBLE", FLAG, False)  # compute in float64
+    early: int | None = variable("SHOAL_CAPTURE_EARLY", POSITIVE)  # write after so many steps, too
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class StepContext:
     say: Callable[[str], None]
     faults: Faults | None = None
     config: RunConfig = field(default_factory=RunConfig)
+    before_build: Sequence[Callable[[nn.Module], None]] = ()
 
     @property
     def is_split(self) -> bool:
@@ -106,6 +107,8 @@ def prepare_model(
     """What is done once for a model, whatever trains it. `optimizer` is that of embeddings."""
     if context.faults is not None:
         context.faults.at_start()
+    for change in context.before_build:
+        change(model)
     mesh = context.mesh
     device = context.device
     options = options.resolve(context.strategy, mesh.dp.size, model)

@@ -69,6 +69,7 @@ class BatchCutter:
         self.copies = copies
         self.local_microbatches = options.local_microbatches(group.size)
         self.reverses = False  # whether samples are reversed, which changes rounding only
+        self.widens = False  # whether floating-point numbers become float64
 
     def cut(self, batch: Any, known: Batch | None, step: int) -> Sequence[MicroBatch]:
         """The micro-batches of this replica; `known` is the batch of `job.batches` it came from."""
@@ -111,12 +112,15 @@ class BatchCutter:
     def _microbatch(
         self, rows: Tree, size: int, weight: Weight, weightless: bool, seed: int
     ) -> MicroBatch:
-        inputs, targets = map_tensors(
-            lambda t: t.to(self.device, non_blocking=True), self._in_order(rows)
-        )
+        inputs, targets = map_tensors(self._to_device, self._in_order(rows))
         has_samples = size > 0
         skips = self.group.size == 1 and not self.options.exact and not has_samples
         return MicroBatch(inputs, targets, weight, has_samples, weightless, skips, seed)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        widens = self.widens and tensor.is_floating_point()
+        dtype = torch.float64 if widens else tensor.dtype
+        return tensor.to(self.device, dtype, non_blocking=True)
 
     def _in_order(self, rows: Tree) -> Tree:
         return map_tensors(lambda t: t.flip(0) if t.dim() else t, rows) if self.reverses else rows

@@ -86,6 +86,7 @@ class Job(LoopMethods):
         self.replicas = layout.replicas
         self.generator = torch.Generator().manual_seed(mix(seed, 4, self.mesh.data.rank))
         self.steps = 0
+        self.before_build: list[Callable[[nn.Module], None]] = []
         self.on_build: list[Callable[[Step], None]] = []
         self.on_step: list[AfterStep] = []
         self.dry = False  # a trial run: nothing is saved
@@ -347,6 +348,7 @@ class Job(LoopMethods):
             seed=mix(self.seed, 5, len(self._steps)),
             tracer=self._services.tracer,
             say=self._say_once,
+            before_build=self.before_build,
             faults=self._services.faults,
             config=self._services.config,
         )

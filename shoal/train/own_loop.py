@@ -221,12 +221,15 @@ class OwnLoop:
 
     def _moved(self, batch: Batch) -> Batch:
         reverses = any(part.step.cutter.reverses for part in self.parts)
-        if isinstance(batch, FullDatasetBatch) or (self._device.type == "cpu" and not reverses):
+        widens = any(part.step.cutter.widens for part in self.parts)
+        is_as_it_was = self._device.type == "cpu" and not reverses and not widens
+        if isinstance(batch, FullDatasetBatch) or is_as_it_was:
             return batch
 
         def move(tensor: Tensor) -> Tensor:
             turned = tensor.flip(0) if reverses and tensor.dim() else tensor
-            return turned.to(self._device, non_blocking=True)
+            dtype = torch.float64 if widens and tensor.is_floating_point() else tensor.dtype
+            return turned.to(self._device, dtype, non_blocking=True)
 
         moved = tuple.__new__(type(batch), map_tensors(move, tuple(batch)))
         vars(moved).update(vars(batch))

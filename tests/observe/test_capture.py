@@ -16,7 +16,9 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.examples import clicks
 from shoal.observe.capture import Capture, StopTraining
-from shoal.observe.verify import CapturedRun, compare
+from shoal.observe.captured_run import CapturedRun
+from shoal.observe.verify import compare
+from shoal.runtime.config import CaptureConfig
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
@@ -28,7 +30,7 @@ def captured(group: Group, strategy: str, folder: Path, model: torch.nn.Module) 
     """Three steps of the clicks example's model."""
     folder.mkdir(exist_ok=True)
     job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
-    capture = Capture(job, folder, steps=3, pieces=1)
+    capture = Capture(job, CaptureConfig(folder, steps=3))
     step = job.step(model, F.binary_cross_entropy_with_logits, optimizer=ADAGRAD)
     data, _ = clicks.load_clicks(400, 4000)
     with suppress(StopTraining):

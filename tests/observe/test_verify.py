@@ -12,15 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shoal.observe.verify import (
-    MARGIN,
-    CapturedRun,
-    Difference,
-    Verification,
-    bound,
-    distance,
-    judge,
-)
+from shoal.observe.captured_run import CapturedRun, Difference, distance
+from shoal.observe.double_check import MARGIN
+from shoal.observe.verify import Verification, bound, judge
 
 LOSSES = [2.0, 1.5, 1.0]
 

@@ -1,0 +1,158 @@
+"""The same steps in double precision: what differs there is an error, not rounding.
+
+A strategy that is right differs by about 1e-15 there, whatever kernels a machine chooses for which
+batch shapes. A reduction that is wrong by one part in 10⁴ changes what an update adds to a
+parameter by as much, however small that is beside the parameter, and the optimizer's state as
+well, which Adam's normalization does not hide. So both are compared, relative to their own size:
+
+    |together - alone| / (|alone - start| + ε)    of every tensor of the model
+    |together - alone| / (|alone| + ε)            of every tensor of the optimizer
+
+ε is what may be all rounding: below 1e-7 of the tensor, 1e-4 of the largest update in the model,
+or the rounding that was measured in the script's own precision. Where a model computes parts in
+float32 even so, these steps run once more with additions in another order, and ten times the
+change is the tolerance.
+
+The rounding of the script's own precision is measured by the way: the run on one worker differs
+from its run in double precision by nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.observe.captured_run import CapturedRun, Difference, Tensors, distance
+
+SENSITIVITY = 1e-6  # a larger relative difference in double precision is an error
+MARGIN = 10.0
+LARGEST = 0.01
+_SHARE_OF_WEIGHT = 1e-7
+_SHARE_OF_UPDATES = 1e-4
+
+
+@dataclass(frozen=True)
+class DoubleCheck:
+    """Two runs in double precision compared, and the rounding of the script's own precision.
+
+    `rounding` and `loss_rounding` are absolute: of each tensor and of each loss, on one worker.
+    """
+
+    steps: int
+    tensors: list[Difference]
+    rounding: dict[str, float]
+    loss_rounding: list[float]
+    was_reordered: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return all(d.is_equal for d in self.tensors)
+
+    @property
+    def worst(self) -> Difference:
+        return max(self.tensors, key=lambda d: d.excess)
+
+    @property
+    def largest_rounding(self) -> tuple[str, float]:
+        """The tensor that rounding has changed the most, and by how much."""
+        what = max(self.rounding, key=self.rounding.__getitem__, default="")
+        return what, self.rounding.get(what, 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        what, rounding = self.largest_rounding
+        return {
+            "ok": self.ok,
+            "steps": self.steps,
+            "largest_relative_difference": asdict(self.worst) if self.tensors else None,
+            "largest_rounding": {"what": what, "difference": rounding},
+            "largest_loss_rounding": max(self.loss_rounding, default=0.0),
+            "reordered": self.was_reordered,
+        }
+
+
+def check(
+    narrow: CapturedRun,
+    alone: CapturedRun,
+    together: CapturedRun,
+    again: Callable[[], CapturedRun],
+) -> DoubleCheck:
+    """`narrow` is the run on one worker in the script's own precision, the others in double.
+
+    `again` is called if parts of the model are not computed in double.
+    """
+    rounding = _rounding_of(narrow, alone)
+    plain = dict(_relative(alone, together, rounding))
+    found = [Difference(what, value, SENSITIVITY) for what, value in plain.items()]
+    was_reordered = not all(d.is_equal for d in found)
+    if was_reordered:
+        change = dict(_relative(alone, again(), rounding))
+        found = [Difference(n, value, _tolerance(change.get(n))) for n, value in plain.items()]
+    losses = [abs(a - b) for a, b in zip(narrow.losses, alone.losses, strict=False)]
+    return DoubleCheck(len(alone.losses), found, rounding, losses, was_reordered)
+
+
+def _tolerance(change: float | None) -> float:
+    if change is None or not math.isfinite(change):
+        return SENSITIVITY
+    return max(SENSITIVITY, min(MARGIN * change, LARGEST))
+
+
+def _rounding_of(narrow: CapturedRun, alone: CapturedRun) -> dict[str, float]:
+    before = narrow.early or narrow.tensors
+    changes = {name: distance(t, before.get(name)) for name, t in alone.tensors.items()}
+    return {name: change for name, change in changes.items() if math.isfinite(change)}
+
+
+def _relative(
+    alone: CapturedRun, other: CapturedRun, rounding: dict[str, float]
+) -> Iterator[tuple[str, float]]:
+    """What is compared, and how far it is apart relative to its size."""
+    moved = {n: t - alone.start[n] if n in alone.start else t for n, t in alone.tensors.items()}
+    largest = max((_rms(t) for t in moved.values()), default=0.0)
+    for name, tensor in alone.tensors.items():
+        root = math.sqrt(max(1, tensor.numel()))
+        unsure = _SHARE_OF_WEIGHT * _norm(tensor)
+        unsure += root * (_SHARE_OF_UPDATES * largest + 2 * rounding.get(name, 0.0))
+        yield name, _apart(tensor, other.tensors.get(name), _norm(moved[name]) + unsure)
+    sizes = _sizes_by_key(alone.optimizer)
+    for name, tensor in alone.optimizer.items():
+        root = math.sqrt(max(1, tensor.numel()))
+        size = _norm(tensor) + root * _SHARE_OF_UPDATES * sizes[_key(name)]
+        yield f"{name} of the optimizer", _apart(tensor, other.optimizer.get(name), size)
+    for name in sorted(set(other.tensors) - set(alone.tensors)):
+        yield name, math.nan
+
+
+def _apart(a: Tensor, b: Tensor | None, size: float) -> float:
+    if b is None or a.shape != b.shape:
+        return math.nan
+    if torch.equal(a, b):
+        return 0.0
+    if not a.is_floating_point():
+        return math.inf
+    return _norm(a.double() - b.double()) / max(size, 1e-300)
+
+
+def _sizes_by_key(optimizer: Tensors) -> dict[str, float]:
+    """The largest root mean square of each kind of state, such as exp_avg."""
+    sizes: dict[str, float] = {}
+    for name, tensor in optimizer.items():
+        sizes[_key(name)] = max(sizes.get(_key(name), 0.0), _rms(tensor))
+    return sizes
+
+
+def _key(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.double().norm()) if tensor.is_floating_point() else 0.0
+
+
+def _rms(tensor: Tensor) -> float:
+    return _norm(tensor) / math.sqrt(max(1, tensor.numel()))

@@ -1,0 +1,220 @@
+"""In double precision rounding vanishes and an error does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from shoal.comm.executors.solo import solo_group
+from shoal.comm.group import Group
+from shoal.observe.capture import Capture, StopTraining
+from shoal.observe.captured_run import CapturedRun
+from shoal.observe.double_check import DoubleCheck, check
+from shoal.observe.double_precision import DoublePrecision
+from shoal.observe.verify import judge
+from shoal.runtime.config import CaptureConfig
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from shoal.train.step import Step
+from tests.conftest import World
+from tests.models import mlp, resnet18, samples
+from tests.splitting import gpt, texts
+
+STEPS = 2
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.05),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=1e-3),
+}
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Dataset[Any], Any]] = {
+    "mlp": (mlp, samples(32), F.cross_entropy),
+    "gpt": (partial(gpt, 1), texts(32), token_loss),
+    "resnet18": (partial(resnet18, width=4), samples(32, (3, 16, 16)), F.cross_entropy),
+}
+Change = Callable[[Step], None]
+
+
+def scale_last_bucket(step: Step) -> None:
+    """The gradients of worker 1 in the bucket that goes out last are wrong by 1e-4."""
+    if step.mesh.dp.rank != 1:
+        return
+    run = step.compute
+
+    def wrong(microbatches: Any, on_bucket: Any) -> Tensor:
+        def scaled(bucket: slice) -> None:
+            grads = step.flat.grads
+            for tensor in grads.tensors(bucket) if bucket == grads.buckets[-1] else []:
+                tensor.mul_(1 + 1e-4)
+            on_bucket(bucket)
+
+        return run(microbatches, scaled)
+
+    step.compute = wrong
+
+
+def capture(
+    group: Group,
+    strategy: str,
+    models: list[nn.Module],
+    kind: tuple[str, str],
+    config: CaptureConfig,
+    change: Change | None = None,
+) -> None:
+    assert config.folder is not None
+    config.folder.mkdir(exist_ok=True)
+    _, data, loss = MODELS[kind[0]]
+    job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
+    recorder = Capture(job, config)
+    step = job.step(models[group.rank], loss, optimizer=OPTIMIZERS[kind[1]])
+    if change is not None:
+        change(step)
+    with suppress(StopTraining):
+        for batch in job.batches(data, 16):
+            step(batch)
+    recorder.write()
+    job.close()
+
+
+def never() -> CapturedRun:
+    raise AssertionError("there is no need for another run")
+
+
+def checked(
+    world: World, folder: Path, strategy: str, kind: tuple[str, str], change: Change | None = None
+) -> tuple[CapturedRun, DoubleCheck]:
+    """The run of one worker in float32, and the comparison in double precision."""
+
+    def models() -> list[nn.Module]:
+        return [seeded(MODELS[kind[0]][0]) for _ in range(2)]
+
+    def alone(name: str, **options: Any) -> CapturedRun:
+        config = CaptureConfig(folder / name, STEPS, **options)
+        capture(solo_group(), "single", models(), kind, config)
+        return CapturedRun.read(folder / name)
+
+    config = CaptureConfig(folder / "together", STEPS, double=True)
+    replicas = models()
+    world(2, lambda g: capture(g, strategy, replicas, kind, config, change))
+    together = CapturedRun.read(folder / "together")
+    narrow = alone("narrow")
+    again = never if change is None else partial(alone, "again", double=True, pieces=2)
+    return narrow, check(narrow, alone("double", double=True), together, again)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_gradient_bucket_that_is_wrong_by_one_part_in_10000_is_found(
+    world: World, tmp_path: Path, model: str, optimizer: str, wrong: bool
+) -> None:
+    change = scale_last_bucket if wrong else None
+    _, found = checked(world, tmp_path, "ddp", (model, optimizer), change)
+    assert found.ok is not wrong
+    assert found.steps == STEPS
+    assert (found.worst.difference < 1e-9) is not wrong
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "strategy", ["zero(1)", "zero(2)", "zero(3)", "ps", 'gossip(graph="complete")', "pp(2)"]
+)
+@pytest.mark.parametrize("model", ["gpt", "resnet18"])
+def test_strategies_are_equal_in_double_precision(
+    world: World, tmp_path: Path, model: str, strategy: str
+) -> None:
+    _, found = checked(world, tmp_path, strategy, (model, "adam"))
+    assert found.ok and found.worst.difference < 1e-9
+
+
+def test_what_rounding_changes_on_one_worker_is_measured(world: World, tmp_path: Path) -> None:
+    narrow, found = checked(world, tmp_path, "ddp", ("mlp", "sgd"))
+    assert set(found.rounding) == set(narrow.tensors)
+    what, rounding = found.largest_rounding
+    assert 0 < rounding < 1e-5 and what in narrow.tensors
+    assert len(found.loss_rounding) == STEPS
+    assert found.to_json()["largest_rounding"] == {"what": what, "difference": rounding}
+
+
+RUN = CapturedRun(
+    losses=[2.0, 1.5],
+    tensors={"weight": torch.tensor([1.0, -2.0])},
+    additions=64,
+    replicas_apart=0.0,
+    switched_off=[],
+    exact=False,
+    start={"weight": torch.tensor([0.5, -1.0])},
+    optimizer={"weight/exp_avg": torch.tensor([0.1, 0.2])},
+)
+
+
+def moved(by: float) -> CapturedRun:
+    return replace(RUN, tensors={"weight": torch.tensor([1.0, -2.0 + by])})
+
+
+def test_rounding_that_training_amplifies_is_allowed_if_double_precision_is_equal() -> None:
+    equal = check(RUN, RUN, RUN, never)
+    verdict = judge(RUN, moved(0.01), never, equal)
+    assert verdict.ok and verdict.amplified == ["weight"]
+    assert not judge(RUN, moved(0.5), lambda: RUN, equal).ok, "more than 1%"
+    assert judge(RUN, moved(0.5), lambda: moved(0.2), equal).ok, "another order moves as much"
+    plain = judge(RUN, moved(1e-7), never, equal)
+    assert plain.ok and plain.amplified == [] and plain.tensors[0].tolerance < 1e-4
+
+
+def test_a_difference_in_double_precision_is_an_error_however_small() -> None:
+    wrong = replace(RUN, optimizer={"weight/exp_avg": torch.tensor([0.1, 0.2 * (1 + 1e-5)])})
+    found = check(RUN, RUN, wrong, lambda: RUN)
+    verdict = judge(RUN, RUN, never, found)
+    assert not verdict.ok and verdict.is_equal
+    assert found.worst.what == "weight/exp_avg of the optimizer"
+    assert verdict.to_json()["double"]["ok"] is False
+
+
+def test_parts_in_float32_are_measured_by_another_order() -> None:
+    wrong = replace(RUN, optimizer={"weight/exp_avg": torch.tensor([0.1, 0.2 * (1 + 3e-6)])})
+    again = replace(RUN, optimizer={"weight/exp_avg": torch.tensor([0.1, 0.2 * (1 + 1e-6)])})
+    found = check(RUN, RUN, wrong, lambda: again)
+    assert found.ok and found.was_reordered and found.worst.tolerance < 2e-5
+
+
+def test_a_tensor_that_is_missing_or_nan_is_not_equal() -> None:
+    assert not check(RUN, RUN, replace(RUN, tensors={}), lambda: RUN).ok
+    assert not check(RUN, RUN, replace(RUN, optimizer={}), lambda: RUN).ok
+    assert not check(RUN, RUN, moved(math.nan), lambda: RUN).ok
+
+
+def test_float32_means_float64_where_a_model_names_it() -> None:
+    wide = torch.ones(2, dtype=torch.float64)
+    narrow = torch.ones(2)
+    with DoublePrecision():
+        assert wide.float().dtype == torch.float64
+        assert wide.to(torch.float32).dtype == torch.float64
+        assert F.softmax(wide, dim=0, dtype=torch.float32).dtype == torch.float64
+        assert torch.cat([wide, narrow]).dtype == torch.float64
+        assert F.linear(narrow, torch.ones(3, 2, dtype=torch.float64)).dtype == torch.float64
+        assert narrow.add_(wide).dtype == torch.float32, "memory keeps its type"
+        assert (narrow + narrow).dtype == torch.float32
+    assert wide.float().dtype == torch.float32
