@@ -11,6 +11,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.comm.group import Op as Op
     from shoal.data.sampling import Batch as Batch
     from shoal.embedding.module import Embedding as Embedding
     from shoal.errors import BadInput as BadInput
@@ -31,6 +32,7 @@ _HOME = {
     "BadInput": "errors",
     "ShoalError": "errors",
     "Job": "train.job",
+    "Op": "comm.group",
     "map_reduce": "train.map_reduce",
     "run": "launch.run",
     "Step": "train.step",

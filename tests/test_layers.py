@@ -29,7 +29,7 @@ LAYERS = [
     ["train.cut_batch"],
     ["train.step"],
     ["train.build_step", "train.evaluate", "train.state", "train.restore"],
-    ["train.loop_part"],
+    ["train.loop_part", "train.loop_rows", "train.ema"],
     ["train.loop_optimizer"],
     ["train.setup_loop"],
     ["train.own_loop"],

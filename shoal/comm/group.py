@@ -162,6 +162,10 @@ class Group:
         executor = self.executor.split(ranks)
         return None if executor is None else Group(executor)
 
+    def __deepcopy__(self, memo: object) -> Group:
+        """A copy of a model, such as torch's AveragedModel, has the same ranks."""
+        return self
+
     def with_timeout(self, timeout_s: float) -> Group:
         """This group, whose collectives wait for other ranks no longer than `timeout_s`."""
         return Group(self.executor, timeout_s)

@@ -31,6 +31,7 @@ from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train import checkpoint
 from shoal.train.agreement import Agreement
 from shoal.train.build_step import StepContext, build_step
+from shoal.train.ema import Ema
 from shoal.train.evaluate import Evaluation, Metric
 from shoal.train.loop_methods import LoopMethods
 from shoal.train.map_reduce import map_reduce_over
@@ -91,6 +92,7 @@ class Job(LoopMethods):
         self.on_step: list[AfterStep] = []
         self.dry = False  # a trial run: nothing is saved
         self._steps: list[Step] = []
+        self._emas: list[Ema] = []
         self._services = services or RunServices()
         self._printed: set[str] = set()
         self._logged: dict[str, float | Tensor] = {}
@@ -278,7 +280,7 @@ class Job(LoopMethods):
 
     def _end_loop_step(self, step: Step, loss: Tensor) -> None:
         """A step of the user's own loop is over."""
-        batch = self._loop.batch
+        batch = self._loop.rows.batch
         steps = 1 if batch is None else batch.concurrent
         self._throughput.end_step(steps)
         self.steps += steps
@@ -365,7 +367,7 @@ class Job(LoopMethods):
         self.generator.manual_seed(seed)
         for step in self._steps:
             step.latest = batch
-        self._loop.deliver(batch)
+        self._loop.deliver(batch, self._stream.delivered)
         self._throughput.add_samples(batch.total * batch.concurrent, sum(batch.microbatch_sizes))
 
     def _after_step(self, step: Step, loss: Tensor) -> None:

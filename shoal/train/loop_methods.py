@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.group import Group, Op
 from shoal.comm.mesh import Mesh
+from shoal.train.ema import Ema
 from shoal.train.own_loop import OwnLoop
 from shoal.train.step import Step
 
@@ -22,6 +23,8 @@ class LoopMethods:
     mesh: Mesh
     group: Group
     device: torch.device
+    _steps: list[Step]
+    _emas: list[Ema]
     _add_step: Callable[[Step], None]
 
     def setup(self, *objects: Any) -> Any:
@@ -63,17 +66,39 @@ class LoopMethods:
         """
         return self._loop.clip_grad_norm_(params, max_norm)
 
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all workers in the order of the global batch, with gradient.
+
+        `x` has this worker's rows. Its gradient is that of its rows, summed over what all workers
+        computed from them; with `job.backward` it comes out as on one device. All ranks call it.
+        """
+        return self._loop.rows.gather(x)
+
+    def rows(self, make: Callable[[int], Tensor] | Tensor) -> Tensor:
+        """This worker's rows of what `make(n)` returns for the `n` samples of the global batch.
+
+        Random numbers in it follow from seed and batch, so all workers draw alike:
+        `job.rows(lambda n: torch.randn(n, 64))`. Or rows of a tensor that all workers have.
+        """
+        return self._loop.rows.take(make)
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
+        """An exponential moving average of the weights of a model, which `job.save` saves, too."""
+        ema = Ema(model, decay, self._steps)
+        self._emas.append(ema)
+        return ema
+
     def mean(self, value: Any) -> Any:
         """The mean over the samples of the global batch, of a mean over this worker's rows.
 
         A number or a tensor, without gradient. All ranks call it.
         """
-        fraction = self._loop.fraction
+        fraction = self._loop.rows.fraction
         return self._reduced(value, lambda x: x * fraction, Op.SUM)
 
     def sum(self, value: Any) -> Any:
         """The sum over all workers; one without rows of the batch counts as 0."""
-        is_left_out = self._loop.is_placeholder
+        is_left_out = self._loop.rows.is_placeholder
         return self._reduced(value, lambda x: torch.zeros_like(x) if is_left_out else x, Op.SUM)
 
     def any(self, value: Any) -> bool:

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
-from shoal.data.sampling import Batch, FullDatasetBatch, mix
+from shoal.data.sampling import Batch, mix
 from shoal.errors import BadInput
-from shoal.pytree import map_tensors
 from shoal.replica.microbatch import default_generators, seed_generators
 from shoal.train.build_step import PreparedModel, StepContext, with_faults
+from shoal.train.cut_batch import BatchCutter
 from shoal.train.loop_optimizer import LoopOptimizer
 from shoal.train.loop_part import LoopPart
+from shoal.train.loop_rows import LoopRows
 from shoal.train.setup_loop import set_up
 from shoal.train.step import Step
 
@@ -46,10 +47,10 @@ class OwnLoop:
     ):
         self.mesh = mesh
         self.seed = seed
+        self._device = context().device
         self.parts: list[LoopPart] = []
         self.optimizers: list[LoopOptimizer] = []
-        self.batch: Batch | None = None  # what job.batches yielded last
-        self.batches = 0  # how many it has yielded
+        self.rows = LoopRows(mesh, seed, self._device, self._cutters)
         self._prepared: list[PreparedModel] = []
         self._context = context
         self._on_step = on_step
@@ -105,7 +106,7 @@ class OwnLoop:
             if not is_alone:
                 states.append([g.get_state() for g in default_generators(self._device)])
                 self._forwards += 1
-                replica = self.mesh.dp.rank
+                replica = self.mesh.data.rank
                 seed_generators(self._device, mix(self.seed, 7, replica, self._forwards))
 
         def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -122,7 +123,7 @@ class OwnLoop:
     def backward(self, loss: Tensor, count: Any = None, retain_graph: bool = False) -> Tensor:
         """See `Job.backward`."""
         self._check_loss(loss)
-        fraction = self.fraction if count is None else self._fraction_of(count)
+        fraction = self.rows.fraction if count is None else self._fraction_of(count)
         weighted = loss.detach() * fraction
         reached = self._reached(loss)
         for part in reached:
@@ -145,27 +146,15 @@ class OwnLoop:
         finally:
             self._reduces = before
 
-    @property
-    def fraction(self) -> float:
-        """This replica's fraction of the global batch; equal ones without `job.batches`."""
-        if self.batch is None:
-            return 1 / self.mesh.dp.size
-        return sum(self.batch.microbatch_sizes) / max(1, self.batch.total)
-
     def _fraction_of(self, count: Any) -> float:
         """What the loss is a mean over, here and on all replicas."""
-        here = 0.0 if self.is_placeholder else float(count)
+        here = 0.0 if self.rows.is_placeholder else float(count)
         total = torch.tensor(here, dtype=torch.float64).to(self._device)
         if self.parts[0].sync.synchronous:
             self.mesh.dp.all_reduce(total).wait()
         else:
             total *= self.mesh.dp.size
         return here / max(float(total), _SMALLEST_COUNT)
-
-    @property
-    def is_placeholder(self) -> bool:
-        """Whether this replica has no rows of the batch, but one that stands in for them."""
-        return self.batch is not None and sum(self.batch.microbatch_sizes) == 0
 
     def _loss_of(self, loss: Tensor, reached: Sequence[LoopPart]) -> Tensor:
         collected = [part for part in reached if part.sync.collects]
@@ -206,47 +195,32 @@ class OwnLoop:
     # ------------------------------------------------------------------ steps of the job
 
     def rows_of(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches of `job.batches` on the device of the models of `job.setup`."""
-        return self._on_device(batches) if self.parts else batches
+        """The batches of `job.batches`, as a loop of models of `job.setup` gets them."""
+        return self._loop_over(batches) if self.parts else batches
 
-    def _on_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _loop_over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         try:
             for batch in batches:
-                yield self._moved(batch)
+                yield self.rows.moved(batch)
                 self.end_step()
         except GeneratorExit:  # the script breaks out of its loop
-            self.batch = None
+            self.rows.end()
             raise
         self.end_batches()
 
-    def _moved(self, batch: Batch) -> Batch:
-        reverses = any(part.step.cutter.reverses for part in self.parts)
-        widens = any(part.step.cutter.widens for part in self.parts)
-        is_as_it_was = self._device.type == "cpu" and not reverses and not widens
-        if isinstance(batch, FullDatasetBatch) or is_as_it_was:
-            return batch
-
-        def move(tensor: Tensor) -> Tensor:
-            turned = tensor.flip(0) if reverses and tensor.dim() else tensor
-            dtype = torch.float64 if widens and tensor.is_floating_point() else tensor.dtype
-            return turned.to(self._device, dtype, non_blocking=True)
-
-        moved = tuple.__new__(type(batch), map_tensors(move, tuple(batch)))
-        vars(moved).update(vars(batch))
-        return moved
-
-    def deliver(self, batch: Batch) -> None:
-        """A new batch comes."""
-        self.batch = batch
-        self.batches += 1
-        for prepared in self._prepared:
-            prepared.forward_state.rows_are_real = sum(batch.microbatch_sizes) > 0
+    def deliver(self, batch: Batch, number: int) -> None:
+        """A new batch comes; `number` of them were delivered, in resumed runs, too."""
+        self.rows.begin(batch, number)
+        self._tell_real(sum(batch.microbatch_sizes) > 0)
 
     def end_batches(self) -> None:
         self.end_step()
-        self.batch = None
+        self.rows.end()
+        self._tell_real(True)
+
+    def _tell_real(self, is_real: bool) -> None:
         for prepared in self._prepared:
-            prepared.forward_state.rows_are_real = True
+            prepared.forward_state.rows_are_real = is_real
 
     def end_step(self) -> None:
         """If an optimizer has stepped since this was called last, a step of the job is over."""
@@ -265,17 +239,16 @@ class OwnLoop:
 
     def _after_update(self, part: LoopPart) -> None:
         self._leader = self._leader or part
-        if self.batch is not None or part is self._leader:
+        if self.rows.batch is not None or part is self._leader:
             self._stepped = part
-        if self.batch is None:
+        if self.rows.batch is None:
             self.end_step()
 
     def _steps(self) -> int:
         return max((part.step.steps for part in self.parts), default=0)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._context().device
+    def _cutters(self) -> list[BatchCutter]:
+        return [part.step.cutter for part in self.parts]
 
     # ------------------------------------------------------------------ gradients
 

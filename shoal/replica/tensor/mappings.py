@@ -8,7 +8,8 @@
     gather_sequence  all-gather       reduce-scatter  rows of a sequence, before a column layer
     reduce_scatter   reduce-scatter   all-gather      behind a row layer, to rows of a sequence
 
-What is the same on all ranks on one side of a mapping has the same gradient on all of them.
+What is the same on all ranks on one side of a mapping has the same gradient on all of them. The
+gradient of a mapping is the mapping in the other direction, so second derivatives are right, too.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def _map(x: Tensor, forward: Operation, backward: Operation) -> Tensor:
 class _Mapping(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Operation, backward: Operation) -> Tensor:
-        ctx.operation = backward
+        ctx.operations = (backward, forward)
         return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.operation(grads[0]), None, None
+        return _map(grads[0], *ctx.operations), None, None
