@@ -137,6 +137,12 @@ class Engine:
         """What the model makes of the inputs, where `is_last`."""
         return self.stage.predict(inputs)
 
+    @torch.no_grad()
+    def rehearse(self, inputs: Any) -> None:
+        """A forward in the model's present mode that leaves nothing behind."""
+        with fork_rng(self.flat.device), self._frozen_statistics(), self.autocast():
+            self.stage.predict(inputs)
+
     # ------------------------------------------------------------------ the four actions
 
     def _forward(self, action: Action) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
@@ -64,9 +66,15 @@ def fork_rng(device: torch.device) -> Iterator[None]:
     """
     generators = default_generators(device)
     states = [generator.get_state() for generator in generators]
+    numpy = sys.modules.get("numpy")
+    state_of_numpy = numpy.random.get_state() if numpy is not None else None
+    state_of_python = random.getstate()
     try:
         yield
     finally:
+        random.setstate(state_of_python)
+        if numpy is not None:
+            numpy.random.set_state(state_of_numpy)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
@@ -82,6 +90,14 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
 def seed_generators(device: torch.device, seed: int) -> None:
     for generator in default_generators(device):
         generator.manual_seed(seed)
+
+
+def seed_forward(device: torch.device, seed: int) -> None:
+    """Seed all that a forward may draw from: torch, numpy and Python's `random`."""
+    seed_generators(device, seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def autocast_for(

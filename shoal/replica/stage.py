@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.pytree import Tree
-from shoal.replica.microbatch import MicroBatch, call_model, seed_generators
+from shoal.replica.microbatch import MicroBatch, call_model, seed_forward
 from shoal.schedules.pipelines.actions import Action
 
 
@@ -61,7 +61,7 @@ class WholeModel:
         return micro.inputs
 
     def compute(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
-        seed_generators(self._device, micro.seed)
+        seed_forward(self._device, micro.seed)
         return call_model(self.model, inputs)
 
     def send_outputs(self, action: Action, outputs: Tree) -> None:

@@ -139,6 +139,8 @@ class StageShard(ReplicaShard):
 
         A model that is too large for that, or was built on the meta device, is trusted.
         """
+        if self.stages.replays:
+            self._rehearse(microbatches[0], engine)
         size = sum(t.nbytes for t in self.model.state_dict().values())
         if self._is_trusted or size > LARGEST_CHECKED_BYTES:
             return
@@ -167,6 +169,21 @@ class StageShard(ReplicaShard):
             return self.model, tensors
         self.tensor.original.eval()
         return self.tensor.original, self.tensor.gather_full(tensors)
+
+    def _rehearse(self, micro: MicroBatch, engine: Engine) -> None:
+        """Find out what stages use of each other's results; before that, they send everything."""
+        with engine.flat.full_params(), preserve_modes(self.model):
+            engine.rehearse(micro.inputs)
+            self.model.eval()
+            engine.rehearse(micro.inputs)
+        others = [stage for stage in range(self.group.size) if stage != self.group.rank]
+        usage = self.stages.usage()
+        sent = [self.channel.send(usage, stage, _RESULT_TAG) for stage in others]
+        for stage in others:
+            usage += self.channel.recv(stage, _RESULT_TAG)
+        for message in sent:
+            message.wait()
+        self.stages.learn(usage)
 
     def _gather_tensors(self) -> dict[str, Tensor]:
         """The tensors of all stages by name, on the first stage."""

@@ -18,7 +18,7 @@ from shoal.replica.pipeline.traced_forward import (
 )
 
 _DEEPEST = 3  # levels of blocks to look into
-_MUCH_CHEAPER = 0.85
+MUCH_CHEAPER = 0.85
 _SLACK = 0.02  # how much more a stage may cost where fewer values cross the split points
 
 
@@ -45,6 +45,7 @@ class GraphSplit:
         self._required = required_arguments(model)
         self._opened = modules_to_open(model, cuts or ())
         self._traced: dict[tuple[tuple[str, ...], bool], TracedForward] = {}
+        self.cost = 0.0  # of the most expensive stage, where the cuts were chosen
         self.cuts = self._check(cuts) if cuts is not None else self._choose()
 
     def segment(self, virtual: int, given: tuple[str, ...]) -> Callable[..., Tree]:
@@ -119,10 +120,11 @@ class GraphSplit:
                 if best is None and deeper == _DEEPEST - 1:
                     raise
                 continue
-            if best is None or choice.cost < _MUCH_CHEAPER * best.cost:
+            if best is None or choice.cost < MUCH_CHEAPER * best.cost:
                 best = choice
         assert best is not None
         self._open(best.opened)
+        self.cost = best.cost
         return best.cuts
 
     def _open(self, names: set[str]) -> None:

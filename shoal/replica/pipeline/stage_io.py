@@ -17,7 +17,7 @@ from shoal.comm.objects import PytreeChannel, PytreeWork
 from shoal.observe.trace import Tracer
 from shoal.pytree import Tree
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch import MicroBatch, default_generators, seed_generators
+from shoal.replica.microbatch import MicroBatch, default_generators, seed_forward
 from shoal.replica.pipeline.stages import Stages
 from shoal.schedules.pipelines.actions import (
     Action,
@@ -121,7 +121,7 @@ class PipelineStage:
         self.stages = stages
         self.messages = messages
         self._flat = flat
-        self._carries_rng = carries_rng
+        self._carries_rng = carries_rng and not stages.replays
         self.is_last = messages.stage == stages.stages - 1
         self._rng_states: dict[tuple[int, int], list[Tensor]] = {}
 
@@ -141,10 +141,9 @@ class PipelineStage:
         return values
 
     def compute(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
-        names, _ = self.stages.bind_inputs(micro.inputs)
         self._seed(action, micro.seed)
         with self._flat.forward_context():
-            return self.stages.compute(self.messages.virtual(action), names, inputs)
+            return self.stages.compute(self.messages.virtual(action), micro.inputs, inputs)
 
     def send_outputs(self, action: Action, outputs: Tree) -> None:
         if self._carries_rng:
@@ -161,9 +160,9 @@ class PipelineStage:
     def finish(self) -> None:
         self.messages.finish()
 
-    def predict(self, inputs: Any) -> Any:
+    def predict(self, inputs: Any, seed: int = 0) -> Any:
         """The outputs of the model on the last stage; None on the others."""
-        names, values = self.stages.bind_inputs(inputs)
+        _, values = self.stages.bind_inputs(inputs)
         channel = self.messages.channel
         pipeline = self.messages.pipeline
         under_way: list[PytreeWork] = []
@@ -173,8 +172,10 @@ class PipelineStage:
             source = pipeline.producer(self.messages.stage, action)
             target = pipeline.consumer(self.messages.stage, action)
             received = values if source is None else channel.recv(source.stage, _tag(virtual, 0))
+            if self.stages.replays:
+                seed_forward(self._flat.device, seed)
             with self._flat.forward_context():
-                outputs = self.stages.compute(virtual, names, received)
+                outputs = self.stages.compute(virtual, inputs, received)
             if target is None:
                 values = outputs
             else:
@@ -185,8 +186,9 @@ class PipelineStage:
 
     def _seed(self, action: Action, seed: int) -> None:
         """Randomness of its own for every stage and micro-batch; or what the stage before left."""
-        virtual = 0 if self._carries_rng else self.messages.virtual(action)
-        seed_generators(self._flat.device, seed + virtual)
+        is_one_stream = self._carries_rng or self.stages.replays
+        virtual = 0 if is_one_stream else self.messages.virtual(action)
+        seed_forward(self._flat.device, seed + virtual)
         states = self._rng_states.get(_key(action))
         if states is not None:
             for generator, state in zip(self._generators(), states, strict=True):

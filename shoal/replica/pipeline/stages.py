@@ -13,8 +13,8 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch import call_arguments, preserve_modes
-from shoal.replica.pipeline.block_split import BlockSplit
-from shoal.replica.pipeline.graph_split import GraphSplit
+from shoal.replica.pipeline.graph_split import MUCH_CHEAPER, GraphSplit
+from shoal.replica.pipeline.module_split import ModuleSplit
 from shoal.replica.pipeline.traced_forward import Untraceable, required_arguments
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.schedules.pipelines.actions import locate
@@ -62,12 +62,23 @@ class Stages:
             self._segments[key] = self._split.segment(virtual, given)
         return self._segments[key]
 
-    def compute(self, virtual: int, given: tuple[str, ...], values: tuple[Any, ...]) -> Tree:
-        """What a virtual stage makes of the values that it receives."""
+    @property
+    def replays(self) -> bool:
+        """Whether every stage runs the forward from its start, with the same random numbers."""
+        return isinstance(self._split, ModuleSplit)
+
+    def compute(self, virtual: int, inputs: Tree, values: tuple[Any, ...]) -> Tree:
+        """What a virtual stage makes of the values that it receives; `inputs` are the batch's."""
+        given, arguments = self.bind_inputs(inputs)
         segment = self.segment(virtual, given)
+        if self.tensor is not None:
+            values = self.tensor.unpack(values)
+        if self.replays:
+            outputs = segment(arguments) if virtual == 0 else segment(arguments, *values)
+        else:
+            outputs = segment(*values)
         if self.tensor is None:
-            return segment(*values)
-        outputs = segment(*self.tensor.unpack(values))
+            return outputs
         return outputs if virtual == self.virtual_stages - 1 else self.tensor.pack(outputs)
 
     def bind_inputs(self, inputs: Tree) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -78,6 +89,15 @@ class Stages:
         except TypeError as error:
             raise BadInput(f"the model cannot be called with this batch: {error}") from error
         return tuple(bound.arguments), tuple(bound.arguments.values())
+
+    def usage(self) -> list[Any]:
+        """What the virtual stages of this rank have used of others, as far as it is not learned."""
+        return self._split.usage() if isinstance(self._split, ModuleSplit) else []
+
+    def learn(self, usage: Sequence[Any]) -> None:
+        """Send what the other stages use, by the usage of all ranks."""
+        if isinstance(self._split, ModuleSplit):
+            self._split.learn(usage)
 
     def keep(
         self, stage: int, filled: Iterable[list[TensorSlot]] | None = None
@@ -122,15 +142,51 @@ def split_model(
     virtual_stages: int,
     cuts: Sequence[str] | None,
     seconds: Mapping[str, float] | None,
-) -> GraphSplit | BlockSplit:
-    """By its traced forward, or between its blocks where it cannot be traced."""
+) -> GraphSplit | ModuleSplit:
+    """By its traced forward; or between its modules where it cannot be traced.
+
+    It is split between modules, too, where that is much better balanced: inside of
+    nn.TransformerEncoder, for example.
+    """
     try:
-        return GraphSplit(model, virtual_stages, cuts, seconds)
+        graph = _traced_split(model, virtual_stages, cuts, seconds)
     except Untraceable:
-        blocks = BlockSplit.find(model, virtual_stages, cuts, seconds)
-        if blocks is None:
+        return ModuleSplit(model, virtual_stages, cuts, seconds)
+    except BadInput:
+        if cuts is not None:
             raise
-        return blocks
+        modules = _split_between_modules(model, virtual_stages, seconds)
+        if modules is None:
+            raise
+        return modules
+    if cuts is None:
+        modules = _split_between_modules(model, virtual_stages, seconds)
+        if modules is not None and modules.cost < MUCH_CHEAPER * graph.cost:
+            return modules
+    return graph
+
+
+def _traced_split(
+    model: nn.Module,
+    virtual_stages: int,
+    cuts: Sequence[str] | None,
+    seconds: Mapping[str, float] | None,
+) -> GraphSplit:
+    graph = GraphSplit(model, virtual_stages, cuts, seconds)
+    with preserve_modes(model):
+        for training in (True, False):
+            model.train(training)
+            graph.segment(0, required_arguments(model))
+    return graph
+
+
+def _split_between_modules(
+    model: nn.Module, virtual_stages: int, seconds: Mapping[str, float] | None
+) -> ModuleSplit | None:
+    try:
+        return ModuleSplit(model, virtual_stages, None, seconds)
+    except BadInput:
+        return None
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -12,12 +12,15 @@ A value that is computed before a split point and used behind it goes from stage
 from __future__ import annotations
 
 import inspect
+import random
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
@@ -25,6 +28,11 @@ from shoal.replica.fx_tracing import ThreadTracer, tracing
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+_RANDOM = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("bernoulli", "multinomial", "normal", "poisson"),
+    *("uniform_", "normal_", "random_", "bernoulli_", "exponential_"),
+}
 
 
 class Untraceable(BadInput):
@@ -132,10 +140,13 @@ def _arguments(model: nn.Module) -> list[inspect.Parameter]:
     return [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def modules_to_open(model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0) -> set[str]:
+def modules_to_open(
+    model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0, torch_too: bool = False
+) -> set[str]:
     """The names of modules that tracing looks into: those around others, and around the cuts.
 
-    With `deeper`, blocks are opened too, so many levels of them.
+    With `deeper`, blocks are opened too, so many levels of them; with `torch_too`, also modules of
+    torch.nn around blocks, such as nn.TransformerEncoder.
     """
     opened = {""}
 
@@ -145,7 +156,7 @@ def modules_to_open(model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0)
             child_name = full_name(name, key)
             is_block = isinstance(module, _CONTAINERS) and kinds[type(child)] > 1
             holds_cut = any(cut_name.startswith(child_name + ".") for cut_name in cuts)
-            holds_blocks = not is_block and _is_around_blocks(child)
+            holds_blocks = not is_block and _is_around_blocks(child, torch_too)
             if holds_cut or _is_container(child) or holds_blocks:
                 opened.add(child_name)
                 visit(child_name, child, deeper)
@@ -163,8 +174,8 @@ def _is_container(module: nn.Module) -> bool:
     )
 
 
-def _is_around_blocks(module: nn.Module) -> bool:
-    return _is_user_defined(module) and any(
+def _is_around_blocks(module: nn.Module, torch_too: bool) -> bool:
+    return (torch_too or _is_user_defined(module)) and any(
         isinstance(inner, nn.Sequential | nn.ModuleList) and _has_blocks(inner)
         for inner in module.modules()
     )
@@ -194,7 +205,7 @@ def _trace(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Gra
         missing = [name for name, value in fixed.items() if value is inspect.Parameter.empty]
         raise BadInput(f"the model takes {', '.join(missing)}, which the batch does not have")
     try:
-        with tracing:
+        with tracing, _NothingRandom():
             return _Tracer(opened).trace(model, fixed or None)
     except Exception as error:
         raise Untraceable(
@@ -202,6 +213,38 @@ def _trace(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Gra
             f"depends on its input ({_first_line(error)}): put that code into a module of its own, "
             "or make the model an nn.Sequential, or one with an nn.ModuleList of like blocks"
         ) from error
+
+
+class _NothingRandom(TorchFunctionMode):
+    """Numbers that the forward draws while it is traced would be the same for all batches."""
+
+    def __enter__(self) -> Any:
+        self._state = random.getstate()
+        self._numpy = _numpy_state()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        super().__exit__(kind, *rest)  # type: ignore[no-untyped-call]
+        if kind is None and (random.getstate(), _numpy_state()) != (self._state, self._numpy):
+            raise RuntimeError("it draws random numbers outside of its modules")
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _RANDOM and not _has_proxy((args, kwargs)):
+            raise RuntimeError("it draws random numbers outside of its modules")
+        return func(*args, **(kwargs or {}))
+
+
+def _has_proxy(values: Any) -> bool:
+    found: list[Any] = []
+    fx.node.map_aggregate(values, lambda leaf: found.append(isinstance(leaf, fx.Proxy)))
+    return any(found)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else repr(numpy.random.get_state(legacy=False))
 
 
 def weights_of(module: nn.Module) -> Iterator[int]:

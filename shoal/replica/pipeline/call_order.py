@@ -1,0 +1,113 @@
+"""In which order a forward names the children of its module, by its source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import threading
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+_METADATA = {"dtype", "device", "shape", "size", "data"}
+_parsing = threading.Lock()  # Python's parser of syntax trees is not safe to use from two threads
+
+
+def names_in_order(module: nn.Module) -> list[str]:
+    """The attributes of self in the order in which `forward` calls or reads them."""
+    return list(dict.fromkeys(_read(module).names))
+
+
+def open_weights(module: nn.Module) -> set[str]:
+    """The children whose `weight` or `bias` the forward itself computes with."""
+    return _read(module).weights
+
+
+def calls_input_embeddings(module: nn.Module) -> bool:
+    """Whether it calls Hugging Face's get_input_embeddings, wherever that module is."""
+    return "get_input_embeddings" in _read(module).names
+
+
+def _read(module: nn.Module) -> _Reader:
+    kind: Any = type(module)
+    return _read_class(kind)
+
+
+@cache
+def _read_class(kind: Any) -> _Reader:
+    reader = _Reader(kind)
+    with _parsing:
+        reader.method("forward")
+    return reader
+
+
+class _Reader(ast.NodeVisitor):
+    """Follows methods of the same file, and those of parents by super()."""
+
+    def __init__(self, kind: type):
+        self.names: list[str] = []
+        self.weights: set[str] = set()
+        self._kind = kind
+        self._inside: list[Any] = []  # functions
+
+    def method(self, name: str, behind: type | None = None) -> None:
+        """Read a method; of a parent of `behind` where that is given."""
+        parents = self._kind.__mro__
+        start = 0 if behind is None else parents.index(behind) + 1
+        found = next((k for k in parents[start:] if name in k.__dict__), None)
+        function = None if found is None else inspect.unwrap(found.__dict__[name])
+        if found is nn.Module or not inspect.isfunction(function):
+            return
+        if any(function is other for _, other in self._inside):
+            return
+        self._inside.append((found, function))
+        try:
+            self.visit(ast.parse(textwrap.dedent(inspect.getsource(function))))
+        except (OSError, TypeError, SyntaxError):
+            pass
+        finally:
+            self._inside.pop()
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """What is called is called behind its arguments."""
+        for argument in [*node.args, *node.keywords]:
+            self.visit(argument)
+        if isinstance(node.func, ast.Attribute) and _is_super(node.func.value):
+            self.method(node.func.attr, behind=self._inside[-1][0])
+        else:
+            self.visit(node.func)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        inner = node.value
+        if isinstance(inner, ast.Name) and inner.id == "self":
+            self._name(node.attr)
+        elif not (node.attr in _METADATA and _is_weight(inner)):
+            if _is_weight(node) and isinstance(node.ctx, ast.Load):
+                assert isinstance(inner, ast.Attribute)
+                self.weights.add(inner.attr)
+            self.visit(inner)
+
+    def _name(self, name: str) -> None:
+        method: Any = getattr(self._kind, name, None)
+        here = self._inside[-1][1]
+        self.names.append(name)
+        if inspect.isfunction(method) and inspect.unwrap(method).__module__ == here.__module__:
+            self.method(name)
+
+
+def _is_super(node: ast.expr) -> bool:
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    return is_call and node.func.id == "super"  # type: ignore[attr-defined]
+
+
+def _is_weight(node: ast.expr) -> bool:
+    """self.CHILD.weight"""
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in ("weight", "bias")
+        and isinstance(node.value, ast.Attribute)
+        and isinstance(node.value.value, ast.Name)
+        and node.value.value.id == "self"
+    )

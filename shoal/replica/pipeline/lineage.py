@@ -1,0 +1,184 @@
+"""Which results of modules a value was computed from.
+
+While it is active, every operation is followed: what is computed from a marked tensor, or written
+into the same memory, has its marks. So it is known which results a module's arguments, the outputs
+and decisions of the forward (`if x.mean() > 0`) depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Mark = tuple[int, int, int]  # a module, the number of its call, a tensor of its result
+NONE: frozenset[Mark] = frozenset()
+_DEEPEST = 4  # levels of attributes of objects that are looked into
+
+# operations that bring values of tensors into Python
+_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+)
+_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS}
+_READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+
+
+class Lineage:
+    """`on_use` is told of marks that Python reads, `on_write` of memory before it changes.
+
+    `on_meta` is told of tensors without memory that are computed with.
+    """
+
+    def __init__(
+        self,
+        on_use: Callable[[frozenset[Mark]], None],
+        on_write: Callable[[Tensor], None],
+        on_meta: Callable[[Tensor], None],
+    ):
+        self._marks: dict[int, tuple[StorageWeakRef, frozenset[Mark]]] = {}
+        self._on_use = on_use
+        self._on_write = on_write
+        self._on_meta = on_meta
+        self._active = ExitStack()
+
+    def __enter__(self) -> Lineage:
+        self._active.enter_context(_Methods(self))
+        self._active.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._active.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._active.close()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def mark(self, tensor: Tensor, marks: frozenset[Mark]) -> None:
+        reference = _memory_of(tensor)
+        known = self._marks.get(reference.cdata, (reference, NONE))[1]
+        self._marks[reference.cdata] = (reference, known | marks)
+
+    def marks_of(self, value: Any) -> frozenset[Mark]:
+        """The marks of all tensors in a value: in containers, and in attributes of objects."""
+        found = NONE
+        for tensor in all_tensors(value):
+            found |= self._marks_of_tensor(tensor)
+        return found
+
+    def read(self, value: Any) -> None:
+        self._on_use(self.marks_of(value))
+
+    def wrote(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._on_write(tensor)
+
+    def computes(self, inputs: Any) -> None:
+        for tensor in all_tensors(inputs):
+            if tensor.is_meta:
+                self._on_meta(tensor)
+
+    def computed(self, func: Any, inputs: Any, outputs: Any) -> None:
+        """The outputs of an operation, and what it wrote into, have the marks of its inputs."""
+        marks = self.marks_of(inputs)
+        if not marks:
+            return
+        if func in _READS:
+            self._on_use(marks)
+        for tensor in [*_written(func, *inputs), *all_tensors(outputs)]:
+            self.mark(tensor, marks)
+
+    def _marks_of_tensor(self, tensor: Tensor) -> frozenset[Mark]:
+        if not self._marks:
+            return NONE
+        known = self._marks.get(_memory_of(tensor).cdata)
+        return NONE if known is None else known[1]
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, lineage: Lineage):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lineage = lineage
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._lineage.computes((args, kwargs))
+        outputs = func(*args, **kwargs)
+        self._lineage.computed(func, (args, kwargs), outputs)
+        return outputs
+
+
+class _Methods(TorchFunctionMode):
+    """What the operations below autograd do not show: reads by Python, and writes before them."""
+
+    def __init__(self, lineage: Lineage):
+        super().__init__()
+        self._lineage = lineage
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READING_METHODS:
+            self._lineage.read(args)
+        elif _writes(func) and args:
+            self._lineage.wrote([t for t in (args[0], kwargs.get("out")) if isinstance(t, Tensor)])
+        return func(*args, **kwargs)
+
+
+def all_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors of a value, however it holds them; modules are not looked into."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from all_tensors(item, depth)
+    elif isinstance(value, tuple | list | set):
+        for item in value:
+            yield from all_tensors(item, depth)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from all_tensors(getattr(value, field.name, None), depth + 1)
+    elif depth < _DEEPEST and not isinstance(value, nn.Module | type):
+        yield from all_tensors(getattr(value, "__dict__", None), depth + 1)
+
+
+def _memory_of(tensor: Tensor) -> StorageWeakRef:
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.startswith("__")
+    return is_in_place or name == "__setitem__" or name in _IN_PLACE_OPERATORS
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from all_tensors(value)

@@ -1,0 +1,411 @@
+"""Models whose forward cannot be traced are split between calls of their modules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import BadInput
+from shoal.pytree import tensors_of
+from shoal.replica.pipeline.stages import Stages
+from tests.conftest import World
+from tests.models import samples
+from tests.splitting import assert_equal, train
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 21)
+        self.down = nn.Linear(21, 5)
+        self.drop = nn.Dropout(dropout)
+
+    def split_plan(self) -> dict[str, tuple[str, int]]:
+        return {"up": ("column", 1), "down": ("row", 1)}
+
+    def forward(self, x: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+        return x + scale * mask * self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    """What it does before and behind its layers depends on the values of the input."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 5)
+        self.drop = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(6))
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 5)
+        self.head.weight = nn.Parameter(self.first.weight[:, :5].clone())
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 0.5 if x.isfinite().all() else 0.0
+        mask = (x[:, :1] > 0).float()
+        hidden = self.drop(self.first(x))
+        hidden = self.blocks(hidden, mask, scale)
+        if x.isfinite().all():
+            hidden = self.norm(hidden)
+        logits: Tensor = self.last(self.drop(self.head(hidden)))
+        return logits
+
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, mask, scale=scale)
+        return hidden
+
+
+def test_a_stage_holds_what_it_calls() -> None:
+    stages = Stages(Net(), 3)
+    assert stages.cuts == ("layers.2", "layers.4")
+    assert stages.holders["layers.1.up.weight"] == (0,)
+    assert stages.holders["layers.2.up.weight"] == (1,)
+    assert stages.holders["first.weight"] == (0,)
+    assert stages.holders["last.bias"] == stages.holders["norm.weight"] == (2,)
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [
+        (2, "pp(2)"),
+        (3, "pp(3)"),
+        (2, 'pp(2, schedule="interleaved")'),
+        (2, 'pp(2, schedule="zb-h1", recompute=True)'),
+        (2, 'pp(2, cuts=["layers.1"])'),
+        (4, "tp(2) + pp(2)"),
+        (4, "tp(2, sequence=True) + pp(2)"),
+        (4, "ddp + pp(2)"),
+    ],
+)
+def test_it_trains_as_on_one_worker(world: World, size: int, strategy: str) -> None:
+    assert_equal(world, size, strategy, Net, samples(28), 12, clip_norm=0.1)
+
+
+def test_the_same_bits(world: World) -> None:
+    options = {"exact": True, "microbatches": 4}
+    assert_equal(world, 2, "pp(2)", Net, samples(24), 8, exactly=True, **options)
+
+
+def test_stages_in_a_row_drop_what_the_model_drops() -> None:
+    model = Net(0.5)
+    stages = Stages(model, 3)
+    x = samples(8).tensors[0]
+    torch.manual_seed(5)
+    expected = model(x)
+    for _ in range(2):
+        values: Any = (x,)
+        for virtual in range(3):
+            torch.manual_seed(5)
+            values = stages.compute(virtual, x, values)
+        assert torch.equal(values, expected)
+
+
+class Choosy(Net):
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, mask, scale=scale) if hidden.sum() > -1e9 else hidden
+        return hidden
+
+
+class Scaling(Net):
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, mask, scale=scale) * 0.9
+        return hidden
+
+
+class Growing(Net):
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden, mask, scale=scale + i)
+        return hidden
+
+
+class Backward(Net):
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        for i in (1, 0, 2, 3, 4, 5):
+            hidden = self.layers[i](hidden, mask, scale=scale)
+        return hidden
+
+
+class Skipping(Net):
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return hidden + super().blocks(hidden, mask, scale)
+
+
+class Named(Net):
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(x=hidden, mask=mask, scale=scale)
+        return hidden
+
+
+class InPlace(Net):
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, mask, scale=scale)
+            hidden += mask
+            hidden[:, 0] *= 0.5
+        return hidden
+
+
+class Twice(Net):
+    """The first layer is called again, on the same stage."""
+
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        for i in (0, 0, 1, 2, 3, 4, 5, 5):
+            hidden = self.layers[i](hidden, mask, scale=scale)
+        return hidden
+
+
+class Weighted(Net):
+    """A parameter of no module's own forward, and a module whose weight is used directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(5))
+
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        hidden = super().blocks(hidden * self.gain, mask, scale)
+        return hidden * self.gain + self.norm.weight
+
+
+class Pair(NamedTuple):
+    value: Tensor
+    number: int
+
+
+@dataclass
+class Carried:
+    hidden: Tensor
+    extra: Pair
+    nothing: None = None
+
+
+class CarryingLayer(Layer):
+    def forward(self, x: Any, mask: Tensor, *, scale: float) -> Any:
+        hidden = super().forward(x.hidden, mask, scale=scale + 0.1 * x.extra.number)
+        extra = Pair(x.extra.value + hidden.tanh(), x.extra.number + 1)
+        return Carried(hidden, extra)
+
+
+class Carrying(Net):
+    """Layers return a dataclass with a named tuple and None inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CarryingLayer() for _ in range(6))
+
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        carried = Carried(hidden, Pair(hidden, 0))
+        for layer in self.layers:
+            carried = layer(carried, mask, scale=scale)
+        assert carried.extra.number == 6
+        return carried.hidden + carried.extra.value
+
+
+class TwoTowers(Net):
+    """A decoder whose layers use the encoder's result; registered first, called last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.decoder = nn.ModuleList(nn.Bilinear(5, 5, 5) for _ in range(3))
+        self.layers = self._modules.pop("layers")  # type: ignore[assignment]
+
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        encoded = super().blocks(hidden, mask, scale)
+        for layer in self.decoder:
+            hidden = torch.tanh(layer(hidden, encoded))
+        return hidden
+
+
+class Computing(Net):
+    """Its result is that of the whole batch's micro-batches: nothing is decided by values."""
+
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        kept = []
+        for layer in self.layers:
+            hidden = layer(hidden, mask, scale=scale).softmax(-1)
+            kept.append(hidden.detach())
+        return hidden + torch.stack(kept).mean(0)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [
+        (2, "pp(2)"),
+        (3, 'pp(3, schedule="zb-h1")'),
+        (2, 'pp(2, schedule="interleaved", recompute=True)'),
+        (4, "ddp + pp(2)"),
+        (4, "tp(2) + pp(2)"),
+    ],
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(Scaling, Growing, Backward, Skipping, Named, InPlace, Twice, Weighted, Carrying),
+        *(TwoTowers, Computing),
+    ],
+)
+def test_code_between_modules(
+    world: World, make: Callable[[], nn.Module], size: int, strategy: str
+) -> None:
+    assert_equal(world, size, strategy, make, samples(28), 12, clip_norm=0.1)
+
+
+class Dropping(Net):
+    """LayerDrop, by torch's and Python's random numbers; dropout draws between."""
+
+    def __init__(self) -> None:
+        super().__init__(0.3)
+
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        first = hidden
+        for i, layer in enumerate(self.layers):
+            drawn = float(torch.rand(())) if i % 2 else random.random()
+            if self.training and drawn < 0.5:
+                continue
+            hidden = layer(hidden, mask, scale=scale)
+        return hidden + first
+
+
+@pytest.mark.parametrize("cut", ["layers.1", "layers.3", "norm"])
+def test_layers_that_are_skipped_at_random(world: World, cut: str) -> None:
+    """One stage works at a time, since threads share the generators."""
+    strategy = f'pp(2, schedule="inter-op", cuts=["{cut}"])'
+    assert_equal(world, 2, strategy, Dropping, samples(40), 8, accumulate=4)
+
+
+def test_a_stage_gets_what_it_uses() -> None:
+    """Once the first batch was seen, results that later stages do not use are not sent."""
+    model = Skipping()
+    stages = Stages(model, 3)
+    x = samples(8).tensors[0]
+
+    def sent() -> list[int]:
+        values: Any = (x,)
+        counts = []
+        for virtual in range(3):
+            values = stages.compute(virtual, x, values)
+            counts.append(len(tensors_of(values)))
+        return counts
+
+    assert sent() == [3, 5, 1]
+    stages.learn(stages.usage())
+    assert sent() == [2, 2, 1]  # what the last layer returned, and what the first module did
+
+
+class Behind(Net):
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        for i in (5, 1, 2, 3, 4, 0):
+            hidden = self.layers[i](hidden, mask, scale=scale)
+        return hidden
+
+
+class Short(Net):
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return super().blocks(hidden, mask, scale) if float(hidden.sum()) > -1e9 else hidden
+
+
+class Open(Net):
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        head = self.head
+        return super().blocks(hidden @ head.weight, mask, scale)
+
+
+class Strange:
+    pass
+
+
+class StrangeLayer(Layer):
+    def forward(self, x: Any, mask: Tensor, *, scale: float) -> Any:
+        return super().forward(x, mask, scale=scale), Strange()
+
+
+class Returning(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(StrangeLayer() for _ in range(6))
+
+    def blocks(self, hidden: Tensor, mask: Tensor, scale: float) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, mask, scale=scale)[0]
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Choosy, "decides by the values that first returned, before it calls layers.0"),
+        (Short, "decides by the values that first returned, before it calls layers.0"),
+        (Behind, "Behind .* split at layers.3, since it calls layers.1 behind modules of a later"),
+        (Open, "computes with head.weight outside of the forward of its module"),
+        (Returning, "layers.0 returns a Strange, which cannot be sent to the stages behind it"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(
+    world: World, make: Callable[[], nn.Module], said: str
+) -> None:
+    models = [make(), make()]
+    with pytest.raises(BadInput, match=said):
+        world(2, lambda g: train(g, "pp(2)", models[g.rank], samples(8), 8))
+
+
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(6, 3)
+        self.b = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(x) if x.shape[0] and x.sum() > -1e9 else self.a(x)
+        return out
+
+
+def test_decisions_by_the_inputs(world: World) -> None:
+    assert_equal(world, 2, "pp(2)", Looking, samples(24), 8)
+
+
+def test_random_numbers_outside_of_modules_are_not_traced() -> None:
+    """They would be the same in every step."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+            self.b = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.b(self.a(x) if torch.rand(()) > 0.5 else x)
+            return out
+
+    assert Stages(Noisy(), 2).replays
+
+
+def test_an_encoder_of_torch_is_opened(world: World) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        return nn.Sequential(nn.Unflatten(1, (1, 6)), encoder, nn.Flatten(), nn.Linear(6, 3))
+
+    assert Stages(make(), 2).cuts == ("1.layers.2",)
+    assert_equal(world, 2, "pp(2)", make, samples(16), 8)
+
+
+def test_too_few_modules_and_wrong_cuts_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"cannot be split into 99 stages: it has \d+ modules"):
+        Stages(Net(), 99)
+    with pytest.raises(BadInput, match=r"2 stages at 1 of layers.0, layers.1, .* head, last, in"):
+        Stages(Net(), 2, cuts=["nothing"])
