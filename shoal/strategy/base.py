@@ -176,6 +176,10 @@ class SyncTerm(Term, role="sync", abstract=True):
         """This term where the script calls the optimizer itself (`job.setup`)."""
         return self
 
+    def with_whole_parameters(self) -> SyncTerm:
+        """This term for parameters that are used outside of any module, so never gathered."""
+        return self
+
     @property
     def why_not_split(self) -> str | None:
         """Why it makes no sense where a replica is split over workers, or None."""

@@ -106,6 +106,9 @@ class Zero(SyncTerm):
 
     stage: Annotated[int, one_of(1, 2, 3)] = 1
 
+    def with_whole_parameters(self) -> Zero:
+        return replace(self, stage=min(self.stage, 2))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ps(SyncTerm):

@@ -311,6 +311,7 @@ class Job(LoopMethods):
 
     def _write(self, path: Path, about: dict[str, Any]) -> str:
         """Write a checkpoint; its digest on the rank that writes, nothing on the others."""
+        self._loop.give_settings()
         with ExitStack() as stack:
             for step in self._steps:
                 stack.enter_context(step.sync.full_weights(optimizer=True))

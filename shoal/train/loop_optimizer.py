@@ -24,19 +24,19 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 class PartOptimizers:
-    """A factory of optimizers of some parameters of `optimizer`, which is itself the first of all.
+    """A factory of optimizers of some parameters of `optimizer`.
 
-    Where it is asked for all parameters, the first time it returns `optimizer`.
+    While parts are built, it returns `optimizer` itself to one that asks for all parameters;
+    afterwards, for checkpoints, always another one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
-        self._is_given = False
+        self.is_building = True
 
     def __call__(self, named: Named) -> torch.optim.Optimizer:
         wanted = {id(p) for _, p in named}
-        if wanted == {id(p) for p in params_of(self.optimizer)} and not self._is_given:
-            self._is_given = True
+        if self.is_building and wanted == {id(p) for p in params_of(self.optimizer)}:
             return self.optimizer
         return optimizer_of_some(self.optimizer, wanted)
 
@@ -105,6 +105,11 @@ class LoopOptimizer:
         for group, of_part in self._pairs():
             group.update(_settings(of_part))
 
+    def give_settings(self) -> None:
+        """Before an update or a checkpoint: a scheduler may have changed the optimizer's."""
+        for group, of_part in self._pairs():
+            of_part.update(_settings(group))
+
     def _update(self, closure: Closure | None) -> Any:
         if not self.parts[0].sync.updates_here:
             result = _call(closure)
@@ -129,8 +134,7 @@ class LoopOptimizer:
         if self.is_alone:
             self._step()
             return
-        for group, of_part in self._pairs():
-            of_part.update(_settings(group))
+        self.give_settings()
         for part in self.parts:
             part.step.update.optimizer.step()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers

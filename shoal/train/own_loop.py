@@ -233,6 +233,10 @@ class OwnLoop:
         total = torch.stack([loss.double() for loss in losses]).sum() if losses else torch.zeros(())
         self._on_step(part.step, total)
 
+    def give_settings(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.give_settings()
+
     def take_settings(self) -> None:
         for optimizer in self.optimizers:
             optimizer.take_settings()

@@ -88,9 +88,7 @@ def set_up(
     made = _make_optimizers(models, optimizers)
     models = [*models, *_loose_models(models, made)]
     names = [_names_of(optimizer, models) for optimizer in made]
-    prepared = [
-        prepare_model(model, term, StepOptions(), context(), _no_optimizer) for model in models
-    ]
+    prepared = [_prepared(model, term, context()) for model in models]
     for optimizer, of_optimizer in zip(made, names, strict=True):
         _take_params(optimizer, of_optimizer, models)
     parts_of = []
@@ -102,6 +100,14 @@ def set_up(
     for model in models:
         broadcast_start(model, trained, context().mesh.dp)
     return LoopSetup(prepared, parts_of, made)
+
+
+def _prepared(model: nn.Module, term: SyncTerm, context: StepContext) -> PreparedModel:
+    if isinstance(model, LooseParameters):
+        term = term.with_whole_parameters()
+        strategy = replace(context.strategy, sync=term, tp=None)  # it has no layers
+        context = replace(context, strategy=strategy)
+    return prepare_model(model, term, StepOptions(), context, _no_optimizer)
 
 
 class _PartBuilder:
@@ -119,24 +125,16 @@ class _PartBuilder:
         for i, model in enumerate(prepared):
             wanted = {name for index, name in names if index == i}
             named = [(name, p) for name, p in model.shard.named if name in wanted and p.numel()]
-            for some in self._divided(model, named):
+            for some in _divided(named):
                 parts.append(
                     self._part(
                         model, some, is_first=not parts or parts[-1].step.model is not model.model
                     )
                 )
+        self._factory.is_building = False
         if not parts:
             raise BadInput("an optimizer of job.setup has no parameter of its models")
         return parts
-
-    def _divided(self, model: PreparedModel, named: Named) -> list[Named]:
-        """Trained parameters, and those that are frozen at present; together where sharded."""
-        context = self._context()
-        if model.plan.shards_parameters(context.mesh.dp.size):
-            return [named] if named else []
-        trained = [(name, p) for name, p in named if p.requires_grad]
-        frozen = [(name, p) for name, p in named if not p.requires_grad]
-        return [some for some in (trained, frozen) if some]
 
     def _part(self, model: PreparedModel, named: Named, is_first: bool) -> LoopPart:
         context = self._context()
@@ -152,6 +150,13 @@ class _PartBuilder:
                 replace(model, shares_statistics=is_first), shard, functions, context
             )
         return LoopPart(step)
+
+
+def _divided(named: Named) -> list[Named]:
+    """Trained parameters, and those that are frozen at present."""
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    frozen = [(name, p) for name, p in named if not p.requires_grad]
+    return [some for some in (trained, frozen) if some]
 
 
 def _check_models(models: Sequence[nn.Module]) -> None:

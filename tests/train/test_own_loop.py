@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,3 +166,165 @@ def test_loss_backward_instead_of_job_backward_is_an_error(world: World) -> None
     models = [mlp(), mlp()]
     with pytest.raises(BadInput, match=r"job\.backward"):
         world(2, lambda g: run(g, "ddp", models[g.rank], script))
+
+
+def gan(job: Job, model: nn.Module) -> list[float]:
+    """Two models that are frozen in turns, a gradient penalty, a detached forward."""
+    critic = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    for i, p in enumerate(critic.parameters()):
+        nn.init.constant_(p, 0.1 * (i + 1))
+    model, optimizer = job.setup(model, SGD)
+    critic, critic_optimizer = job.setup(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+    losses = []
+    for x, _ in job.batches(samples(33), 10):
+        fake = model(x).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(critic(fake).sum(), fake, create_graph=True)
+        critic_optimizer.zero_grad()
+        losses.append(float(job.backward(critic(fake).mean() + slope.norm(dim=1).mean())))
+        critic_optimizer.step()
+        critic.requires_grad_(False)
+        optimizer.zero_grad()
+        losses.append(float(job.backward(-critic(model(x)).mean())))
+        optimizer.step()
+        critic.requires_grad_(True)
+    assert job.steps == 4
+    return losses
+
+
+def divided(job: Job, model: nn.Module) -> list[float]:
+    """Two optimizers on one model, of which one part is frozen at first; a loose parameter."""
+    params = list(model.parameters())
+    scale = nn.Parameter(torch.ones(()))
+    params[0].requires_grad_(False)
+    head = torch.optim.SGD([*params[2:], scale], lr=0.1)
+    body = torch.optim.AdamW([{"params": params[0], "lr": 1e-3}, {"params": params[1]}], eps=1e-3)
+    model, body, head = job.setup(model, body, head)
+    losses = []
+    for i, (x, y) in enumerate(job.batches(samples(47), 10)):
+        params[0].requires_grad_(i > 1)
+        losses.append(float(job.backward(F.cross_entropy(scale * model(x), y))))
+        head.step()
+        if i % 2:
+            body.step()
+        job.clip_grad_norm_(params, 10.0)
+        head.zero_grad()
+        body.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("script", [gan, divided])
+@pytest.mark.parametrize("strategy", ["ddp", "zero(2)", "zero(3)", 'ps(placement="rank0")'])
+def test_several_models_and_optimizers(world: World, script: Script, strategy: str) -> None:
+    assert_equal_to_single(world, 2, strategy, script)
+
+
+def lbfgs(job: Job, model: nn.Module) -> list[float]:
+    model, optimizer = job.setup(
+        model, torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+    )
+    losses = []
+    for x, y in job.batches(samples(15), 10):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            job.backward(loss)
+            return loss
+
+        losses.append(float(optimizer.step(closure)))
+    return losses
+
+
+def saving(job: Job, model: nn.Module, path: Path, loads: bool = False) -> list[float]:
+    """As `divided`, with schedulers; saved after 2 of 4 steps."""
+    params = list(model.parameters())
+    params[0].requires_grad_(False)
+    head = torch.optim.SGD(params[2:], lr=0.1, momentum=0.9)
+    body = torch.optim.AdamW([{"params": params[0]}, {"params": params[1], "lr": 0.01}], eps=1e-3)
+    model, body, head = job.setup(model, body, head)
+    scheduler = StepLR(head, 1, 0.5)
+    if loads:
+        about = job.load(path)
+        scheduler.load_state_dict(about["scheduler"])
+    losses = []
+    for x, y in job.batches(samples(40), 10):
+        params[0].requires_grad_(True)
+        losses.append(float(job.backward(F.cross_entropy(model(x), y))))
+        for optimizer in (head, body):
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+        if len(losses) == 2 and not loads:
+            job.save(path, {"scheduler": {"last_epoch": scheduler.last_epoch}})
+    return [*losses, head.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("ddp", "zero(3)"), ("zero(2)", 'ps(placement="rank0")')]
+)
+def test_another_strategy_continues_a_saved_loop(
+    world: World, tmp_path: Path, first: str, second: str
+) -> None:
+    models = [mlp() for _ in range(4)]
+    script = partial(saving, path=tmp_path / "saved")
+    before = world(2, lambda g: run(g, first, models[g.rank], script))
+    after = world(2, lambda g: run(g, second, models[2 + g.rank], partial(script, loads=True)))
+    assert after[0][0] == pytest.approx(before[0][0][2:], abs=2e-5)
+    for name, tensor in before[0][1].items():
+        torch.testing.assert_close(after[0][1][name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_lbfgs_decides_by_the_loss_of_the_global_batch(world: World) -> None:
+    assert_equal_to_single(world, 2, "ddp", lbfgs)
+    models = [mlp(), mlp()]
+    with pytest.raises(BadInput, match="LBFGS"):
+        world(2, lambda g: run(g, "zero(1)", models[g.rank], lbfgs))
+
+
+def contrastive(job: Job, model: nn.Module) -> list[float]:
+    """One loss of all rows on every worker, and one where each worker has its own rows."""
+    model, optimizer = job.setup(model, SGD)
+    losses = []
+    for x, y in job.batches(samples(22), 10):
+        rows = model(x)
+        everything = job.gather(rows)
+        targets = job.gather(y)
+        losses.append(
+            float(job.backward((everything @ everything.T).square().mean(), retain_graph=True))
+        )
+        own = F.cross_entropy(rows, y) + (rows @ everything.T).mean()
+        losses.append(float(job.backward(own)))
+        assert (
+            len(everything)
+            == len(targets)
+            == job.sum(0 if job._loop.rows.is_placeholder else len(y))
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero(3)"])
+def test_losses_over_the_rows_of_all_workers(world: World, strategy: str) -> None:
+    assert_equal_to_single(world, 4, strategy, contrastive)
+
+
+def counting(job: Job, model: nn.Module) -> list[float]:
+    """A loss that is a mean over some of the samples; early stopping; no dataset of the job's."""
+    model, optimizer = job.setup(model, SGD)
+    losses = []
+    for x, y in job.batches(samples(50), 10):
+        chosen = y < 2
+        loss = F.cross_entropy(model(x), y, reduction="none")[chosen].sum() / chosen.sum().clamp(
+            min=1
+        )
+        losses.append(float(job.backward(loss, count=chosen.sum())))
+        optimizer.step()
+        optimizer.zero_grad()
+        if job.any(job.rank == 0 and len(losses) == 3):
+            break
+    return losses
+
+
+def test_a_loss_is_weighted_by_what_it_counts(world: World) -> None:
+    assert_equal_to_single(world, 3, "ddp", counting)
