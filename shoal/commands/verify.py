@@ -199,7 +199,7 @@ def _about_rounding(verdict: Verification) -> Iterator[str]:
     if verdict.amplified:
         yield (
             f"training amplifies rounding in {len(verdict.amplified)} tensors, such as "
-            f"{verdict.amplified[0]}: equal in double precision, up to 1% is allowed"
+            f"{verdict.amplified[0]}: equal in double precision"
         )
     if not double.ok:
         first = next(d.what for d in double.tensors if not d.is_equal)

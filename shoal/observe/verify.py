@@ -10,10 +10,10 @@ precision, where rounding all but vanishes and an error does not (`double_check.
   what one worker's run differs from its run in double precision.
 - Training can amplify rounding: a ReLU that switches changes all gradients below it, and Adam
   divides by a gradient that may be all rounding. If the runs agree in double precision, such
-  differences are allowed up to 1% of the largest value in the model, or of the loss; beyond that
-  the script runs on one worker again with the same additions in another order (each micro-batch in
-  as many pieces as there are workers, or reversed where there is BatchNorm), and ten times the
-  change is the tolerance.
+  differences are allowed up to 1% of the largest value in the model, or of the loss, or ten times
+  what rounding has changed on one worker, if that is more. Where this does not suffice, the script
+  runs on one worker again with the same additions in another order (each micro-batch in as many
+  pieces as there are workers, or reversed where there is BatchNorm), which is measured, too.
 
 Where a script does not run in double precision, rounding is bounded like this: a sum of n terms
 that are added in another order changes by about λ·u·√n of its size, where u is the unit roundoff
@@ -129,7 +129,14 @@ class _Measured:
         measured = max(plain, min(MARGIN * change, most))
         if difference <= measured or self.double is None or not self.double.ok:
             return measured
-        return max(plain, most if self.reordered is None else max(most, MARGIN * change))
+        return max(plain, most, MARGIN * change)
+
+    def relative_loss_change(self, alone: CapturedRun) -> float:
+        """What rounding changes in the last loss, relative to it."""
+        if not alone.losses:
+            return 0.0
+        last = len(alone.losses) - 1
+        return self.of_loss(alone, last) / max(1.0, _finite(abs(alone.losses[last])))
 
 
 def judge(
@@ -195,13 +202,16 @@ def _tensors(alone: CapturedRun, together: CapturedRun, measured: _Measured) -> 
     differences = []
     floats = [t for t in alone.tensors.values() if t.is_floating_point() and t.numel()]
     largest = _finite(max((float(t.abs().max()) for t in floats), default=0.0))
+    amplified = LARGEST
+    if measured.double is not None and measured.double.ok:
+        amplified = max(LARGEST, MARGIN * measured.relative_loss_change(alone))
     for name, tensor in alone.tensors.items():
         difference = distance(tensor, together.tensors.get(name))
         tolerance = 0.0
         if tensor.is_floating_point() and tensor.numel():
             change = measured.of_tensor(alone, name)
             plain = _plain_bound(alone, name)
-            tolerance = measured.tolerance(difference, plain, change, LARGEST * largest)
+            tolerance = measured.tolerance(difference, plain, change, amplified * largest)
         differences.append(Difference(name, difference, tolerance))
     missing = sorted(set(together.tensors) - set(alone.tensors))
     return differences + [Difference(name, math.nan, 0.0) for name in missing]
