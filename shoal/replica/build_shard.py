@@ -11,6 +11,8 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import NotBuilt
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
+from shoal.replica.expert.mixtures import in_listed_expert, mixtures_for
+from shoal.replica.expert.split import ExpertSplit
 from shoal.replica.shard import ReplicaShard
 from shoal.replica.stage_shard import StageShard
 from shoal.replica.tensor.parallelize import TensorSplit
@@ -35,22 +37,30 @@ def build_shard(
     _check_built(strategy)
     tp = strategy.tp
     pp = strategy.pp
+    ep = strategy.ep
+    mixtures = mixtures_for(model, ep) if ep is not None and mesh.ep.size > 1 else []
     roles = plan_of(model, tp) if tp is not None and mesh.tp.size > 1 else {}
+    roles = {name: role for name, role in roles.items() if not in_listed_expert(name, mixtures)}
+    expert_axis = TokenAxis(mesh.ep)
     if pp is not None and mesh.pp.size > 1:
         shard: ReplicaShard = StageShard(model, pp, mesh, device, deferred, example)
         filled = deferred.fill_in_turn(model, device)
     else:
         shard = ReplicaShard(model)
         filled = with_values_of_rank_0(deferred.fill_in_turn(model, device), mesh.world)
+    if ep is not None and mixtures:
+        experts = ExpertSplit(model, mixtures, mesh.ep, device, ep.capacity)
+        shard.split_experts(experts)
+        filled = experts.take(filled)
+        expert_axis = TokenAxis(mesh.ep, experts.is_slice, has_slices=True)
     if tp is not None and roles:
         shard.split_tensors(TensorSplit(model, roles, mesh.tp, device, filled, tp.sequence))
     elif mesh.ep.size * mesh.cp.size > 1:
         deque(filled, maxlen=0)  # all workers hold the values of rank 0
-    shard.token_axes = TokenAxes(TokenAxis(mesh.ep), TokenAxis(mesh.cp))
+    shard.token_axes = TokenAxes(expert_axis, TokenAxis(mesh.cp))
     return shard
 
 
 def _check_built(strategy: Strategy) -> None:
-    for term in (strategy.ep, strategy.cp):
-        if term is not None and term.size > 1:
-            raise NotBuilt(f"{term} is not built yet")
+    if strategy.cp is not None and strategy.cp.size > 1:
+        raise NotBuilt(f"{strategy.cp} is not built yet")

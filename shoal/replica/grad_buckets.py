@@ -22,6 +22,7 @@ from shoal.replica.flat_layout import FlatLayout
 OnBucket = Callable[[slice], None]
 Allocate = Callable[[slice], Tensor]
 SumGradients = Callable[[dict[nn.Parameter, Tensor], Tensor | None], None]
+BeforeFlush = Callable[[Sequence[nn.Parameter], Tensor], None]
 
 
 class GradBuckets:
@@ -43,6 +44,7 @@ class GradBuckets:
         self.tied: set[int] = set()  # parameters whose gradient is not final before `flush`
         self.on_copy: Callable[[], None] | None = None  # called when gradients are there twice
         self.sum_gradients: SumGradients | None = None  # over workers of this replica
+        self.before_flush: BeforeFlush | None = None  # then nothing is reported before `flush`
         self._on_bucket: OnBucket | None = None
         self._allocate: Allocate | None = None
 
@@ -156,6 +158,8 @@ class GradBuckets:
         """Backward is over: report the rest. A parameter without a gradient counts as zero."""
         if self._on_bucket is None:
             return
+        if self.before_flush is not None:
+            self.before_flush(self.layout.params, self.header[:1])
         while self._next < len(self.buckets):
             self._report(self._next)
         self._on_bucket = None
@@ -183,7 +187,7 @@ class GradBuckets:
         return collect
 
     def _collect(self, i: int) -> None:
-        if self._on_bucket is None or i in self.tied:
+        if self._on_bucket is None or i in self.tied or self.before_flush is not None:
             return
         bucket = self._bucket_of[i]
         if bucket < self._next:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
+from shoal.replica.expert.split import ExpertSplit
 from shoal.replica.tensor.parallelize import TensorSplit
 
 
@@ -16,8 +17,8 @@ class ReplicaGradNorm:
 
     That is how torch computes the norm of a whole model, so the bits are the same. A tensor that
     several stages hold counts on one of them. It costs an all-reduce of one number per parameter
-    over the replicas, where each has a shard; over tp, where the squares of the slices of a
-    tensor are added up; and over the stages.
+    over the replicas, where each has a shard; over tp and ep, where the squares of the slices of
+    a tensor are added up; and over the stages.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class ReplicaGradNorm:
         *,
         shards: Group | None = None,
         tensor: TensorSplit | None = None,
+        experts: ExpertSplit | None = None,
         stages: Group | None = None,
     ):
         self._index_of = index_of
@@ -35,6 +37,7 @@ class ReplicaGradNorm:
         self._is_counted_here = is_counted_here
         self._shards = shards
         self._tensor = tensor
+        self._experts = experts
         self._stages = stages
         self._like = next(iter(index_of)).detach()
 
@@ -58,6 +61,8 @@ class ReplicaGradNorm:
             self._shards.all_reduce(norms).wait()
         if self._tensor is not None:
             norms = self._combine_slices(norms, self._tensor)
+        if self._experts is not None:
+            norms = _combine(norms, self._experts.slice_indices, self._experts.group)
         if self._stages is not None:
             self._stages.all_reduce(norms).wait()
         total: Tensor = torch.linalg.vector_norm(norms)
@@ -69,8 +74,13 @@ class ReplicaGradNorm:
             for p, index in self._index_of.items()
             if tensor.is_slice(p) and self._is_counted_here(p)
         ]
-        is_slice = torch.zeros_like(norms, dtype=torch.bool)
-        is_slice[indices] = True
-        squares = norms.square().where(is_slice, 0)
-        tensor.group.all_reduce(squares).wait()
-        return squares.sqrt().where(is_slice, norms)
+        return _combine(norms, indices, tensor.group)
+
+
+def _combine(norms: Tensor, indices: Sequence[int], group: Group) -> Tensor:
+    """The norms of tensors that are spread over a group, from those of their slices."""
+    is_slice = torch.zeros_like(norms, dtype=torch.bool)
+    is_slice[indices] = True
+    squares = norms.square().where(is_slice, 0)
+    group.all_reduce(squares).wait()
+    return squares.sqrt().where(is_slice, norms)

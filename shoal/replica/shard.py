@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.pytree import Tree
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
+from shoal.replica.expert.split import ExpertSplit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_norm import ReplicaGradNorm
 from shoal.replica.microbatch import Loss, MicroBatch
@@ -19,9 +20,12 @@ from shoal.schedules.pipelines.actions import accumulate
 
 
 class ReplicaShard:
-    """All layers are here. Under tp, this worker has slices of their parameters."""
+    """All layers are here. Under tp, this worker has slices of their parameters; under ep, some
+    experts.
+    """
 
     tensor: TensorSplit | None = None
+    experts: ExpertSplit | None = None
     token_axes: TokenAxes = TokenAxes()  # where workers have other tokens
 
     def __init__(self, model: nn.Module):
@@ -42,6 +46,10 @@ class ReplicaShard:
     def split_tensors(self, tensor: TensorSplit) -> None:
         self.tensor = tensor
 
+    def split_experts(self, experts: ExpertSplit) -> None:
+        self.experts = experts
+        self.named = experts.held(self.named)
+
     def total_norm(self, dp: Group | None) -> ReplicaGradNorm | None:
         """Computes the norm of the full gradient, where this worker has a shard of it.
 
@@ -49,17 +57,26 @@ class ReplicaShard:
         """
         if self.tensor is None and not self.token_axes:
             return None
-        index_of = {p: index for index, (_, p) in enumerate(self.named)}
+        index_of = {p: index for index, p in enumerate(self.model.parameters())}
         return ReplicaGradNorm(
-            index_of, len(index_of), lambda p: True, shards=dp, tensor=self.tensor
+            {p: index_of[p] for _, p in self.named},
+            len(index_of),
+            lambda p: True,
+            shards=dp,
+            tensor=self.tensor,
+            experts=self.experts,
         )
 
     def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors, by name, from the slices of the ranks of tp, which all call it."""
+        """Full tensors, by name, from the slices of the ranks of tp and ep, which all call it."""
+        if self.experts is not None:
+            tensors = self.experts.gather_full(tensors)
         return tensors if self.tensor is None else self.tensor.gather_full(tensors)
 
     def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """This worker's slices of full tensors."""
+        if self.experts is not None:
+            tensors = self.experts.take_shard(tensors)
         return tensors if self.tensor is None else self.tensor.take_shard(tensors)
 
     def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
@@ -86,8 +103,11 @@ class ReplicaShard:
         return loss
 
     def gather(self, tree: Tree) -> list[Tree]:
-        """The trees of all stages on the first one; the others get their own."""
-        return [tree]
+        """The trees of all stages and of workers with other experts, on the first of them.
+
+        The others get their own.
+        """
+        return [tree] if self.experts is None else self.experts.gather(tree)
 
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
         """Raise `BadInput` unless the shards together compute what the model does."""

@@ -76,6 +76,7 @@ class StageShard(ReplicaShard):
             self.tied.is_counted_here,
             shards=dp,
             tensor=self.tensor,
+            experts=self.experts,
             stages=self.group,
         )
 
@@ -128,10 +129,12 @@ class StageShard(ReplicaShard):
         return number.to(loss.dtype)
 
     def gather(self, tree: Tree) -> list[Tree]:
+        trees = super().gather(tree)
         if self.group.rank != 0:
-            self.channel.send(tree, 0, 0).wait()
-            return [tree]
-        return [tree, *(self.channel.recv(stage, 0) for stage in range(1, self.group.size))]
+            self.channel.send(trees, 0, 0).wait()
+            return trees
+        others = [self.channel.recv(stage, 0) for stage in range(1, self.group.size)]
+        return [tree for stage in (trees, *others) for tree in stage]
 
     @torch.no_grad()
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:

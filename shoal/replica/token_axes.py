@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.grad_buckets import GradBuckets
 from shoal.transport.transport import Work
 
 
@@ -26,6 +26,7 @@ class TokenAxis:
 
     group: Group
     is_slice: Callable[[nn.Parameter], bool] = lambda parameter: False
+    has_slices: bool = False
 
 
 class TokenAxes:
@@ -36,6 +37,17 @@ class TokenAxes:
 
     def __bool__(self) -> bool:
         return bool(self.axes)
+
+    def attach(self, grads: GradBuckets) -> None:
+        """Sum gradients before replicas synchronize them."""
+        if self.have_slices:
+            grads.before_flush = self._sum_at_parameters
+        elif self.axes:
+            grads.sum_gradients = self.sum_gradients
+
+    def _sum_at_parameters(self, params: Sequence[nn.Parameter], loss: Tensor) -> None:
+        self.sum_parameter_gradients(params)
+        loss.copy_(self.sum(loss[0]))
 
     def sum(self, number: Tensor) -> Tensor:
         """The sum of a number over all workers that have other tokens of the replica's rows."""
@@ -52,23 +64,31 @@ class TokenAxes:
             tensors = [grad for p, grad in grads.items() if not axis.is_slice(p)]
             _sum_in_place([*tensors, *([] if header is None else [header])], axis.group)
 
-    def sum_parameter_gradients(self, flat: FlatParams) -> None:
-        """For a sync that collects no buckets: sum what backward has put at the parameters.
+    @property
+    def have_slices(self) -> bool:
+        """Whether workers hold different parameters, so that their buckets may differ.
+
+        What travels in backward (tokens) also depends on the batch, so that buckets are not full
+        at the same time. Gradients are then summed after backward, parameter by parameter.
+        """
+        return any(axis.has_slices for axis in self.axes)
+
+    def sum_parameter_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Sum what backward has put at the parameters.
 
         A parameter that has no gradient on any rank keeps None.
         """
-        if not self.axes:
-            return
-        has_grad = torch.tensor([float(p.grad is not None) for p in flat.params])
-        arrived = has_grad.to(flat.device)
         for axis in self.axes:
+            copies = [p for p in params if not axis.is_slice(p)]
+            has_grad = torch.tensor([float(p.grad is not None) for p in copies])
+            arrived = has_grad.to(copies[0].device) if copies else has_grad
             axis.group.all_reduce(arrived).wait()
-        grads = {}
-        for p, count in zip(flat.params, arrived.tolist(), strict=True):
-            if count:
-                p.grad = _plain(p)
-                grads[p] = p.grad
-        self.sum_gradients(grads, None)
+            grads = []
+            for p, count in zip(copies, arrived.tolist(), strict=True):
+                if count:
+                    p.grad = _plain(p)
+                    grads.append(p.grad)
+            _sum_in_place(grads, axis.group)
 
     def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
         """Replace what belongs to a copy by what the first rank has."""

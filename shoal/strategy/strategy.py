@@ -84,7 +84,8 @@ class Strategy:
     @property
     def is_synchronous(self) -> bool:
         """Whether the result should be the single-device one, up to rounding."""
-        return self.sync is None or self.sync.equals_single
+        drops_tokens = self.ep is not None and self.ep.capacity is not None
+        return not drops_tokens and (self.sync is None or self.sync.equals_single)
 
     @property
     def reference(self) -> Strategy:

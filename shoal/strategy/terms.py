@@ -345,11 +345,17 @@ class Tp(Term, role="tp"):
 
 @dataclass(frozen=True, kw_only=True)
 class Ep(Term, role="ep"):
-    """Expert parallelism: the experts of a mixture live on `size` workers, and tokens travel."""
+    """Expert parallelism: the experts of a mixture live on `size` workers, and tokens travel.
+
+    `capacity` bounds the tokens that an expert takes, as a multiple of an even share; what is
+    above it is dropped. `experts` names lists of experts that are not found by themselves.
+    """
 
     compared: ClassVar[tuple[str, ...]] = ()
 
     size: Annotated[int, whole(1)] = field(kw_only=False)
+    capacity: Annotated[float | None, optional(positive(1000))] = None
+    experts: Annotated[Sequence[str] | None, optional(NAMES)] = None
 
 
 @dataclass(frozen=True, kw_only=True)

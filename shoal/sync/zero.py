@@ -312,8 +312,8 @@ def move_untrained(model: nn.Module, flat: FlatParams, device: torch.device) -> 
     trained = {id(p) for p in flat.params}
     for module in model.modules():
         for p in module._parameters.values():
-            if p is not None and id(p) not in trained:
+            if p is not None and id(p) not in trained and not p.is_meta:
                 p.data = p.data.to(device)
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)

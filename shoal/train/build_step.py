@@ -29,6 +29,11 @@ from shoal.replica.batchnorm import (
 from shoal.replica.build_shard import build_shard
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.engine import EngineOptions
+from shoal.replica.expert.router_losses import (
+    has_router_losses,
+    refuse_router_losses,
+    share_router_losses,
+)
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.shard import ReplicaShard
 from shoal.runtime.config import RunConfig
@@ -125,9 +130,16 @@ def prepare_model(
     if embeddings:
         _check_embeddings(term, options, context)
     forward_state = _share_batchnorm(model, term, options, context)
+    if mesh.pp.size > 1:
+        refuse_router_losses(model)
+    elif term.lockstep and has_router_losses(model):
+        groups = [mesh.data.duplicate(), mesh.cp.duplicate()]
+        share_router_losses(model, groups, forward_state)
 
     # this worker's shard of the replica
     shard = build_shard(model, context.strategy, mesh, device, deferred, example)
+    if shard.experts is not None:
+        context.say(shard.experts.summary)
     return PreparedModel(
         model, term, plan, options, shard, deferred, forward_state, list(embeddings)
     )
@@ -163,8 +175,7 @@ def assemble_step(
         bind_embeddings(model, functions.optimizer, context.seed, store)
 
     # the engine that computes micro-batches
-    if shard.token_axes:
-        flat.grads.sum_gradients = shard.token_axes.sum_gradients
+    shard.token_axes.attach(flat.grads)
     cutter = BatchCutter(
         options,
         mesh.data,

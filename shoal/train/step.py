@@ -82,7 +82,7 @@ class Step:
             self._is_checked = True
         local = self.shard.token_axes.sum(self.compute(microbatches, self.sync.reduce))
         if not self.flat.grads.buckets:
-            self.shard.token_axes.sum_parameter_gradients(self.flat)
+            self.shard.token_axes.sum_parameter_gradients(self.flat.params)
         if self.embeddings:  # before `finish`, since the rows are part of the update
             self._push_rows(is_dataset or any(m.real for m in microbatches))
         self.sync.finish()

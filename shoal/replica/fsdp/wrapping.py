@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shoal.replica.expert.mixtures import ListedMixture, mixtures_of
+
 LARGEST = 8  # a unit is at most 1 / LARGEST of the model, where the modules allow it
 SMALLEST = 64  # modules below 1 / SMALLEST of the model join the root unit ...
 ROOT = 16  # ... as long as that stays below 1 / ROOT of the model
@@ -40,6 +42,8 @@ class _Walk:
         self._model = model
         self._total = _numel(trained)
         self._left = {id(p) for p in trained}
+        # ranks may call different experts, so those of a mixture are gathered together
+        self._undivided = {m.block for m in mixtures_of(model) if isinstance(m, ListedMixture)}
 
     def visit(self, name: str, module: nn.Module) -> None:
         params = self._unassigned(module)
@@ -57,6 +61,8 @@ class _Walk:
             self.wrapped.append(WrappedModule(name, module, tuple(params)))
 
     def _is_divided(self, module: nn.Module, params: list[nn.Parameter]) -> bool:
+        if module in self._undivided and module is not self._model:
+            return False
         if module is self._model or not _has_forward(module):
             return True
         has_children = any(True for _ in module.children())
@@ -64,7 +70,7 @@ class _Walk:
         return is_divisible and _numel(params) * LARGEST > self._total
 
     def _divide(self, name: str, module: nn.Module) -> None:
-        direct = self._unassigned(module, recurse=False)
+        direct = self._unassigned(module, recurse=module in self._undivided)
         self.root.extend(direct)
         self._assign(direct)
         for child_name, child in module.named_children():

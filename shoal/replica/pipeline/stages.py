@@ -118,7 +118,7 @@ class Stages:
         for slots in filled:
             for slot in slots:
                 if self.aliases[slot.name] not in kept:
-                    _replace_by_shape(slot.module, slot.key)
+                    replace_by_shape(slot.module, slot.key)
         self._segments.clear()
         return named
 
@@ -200,7 +200,8 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(t), name) for name, t in named_tensors(model)}
 
 
-def _replace_by_shape(module: nn.Module, key: str) -> None:
+def replace_by_shape(module: nn.Module, key: str) -> None:
+    """Let a tensor that another worker has be a shape without memory."""
     parameter = module._parameters.get(key)
     if parameter is not None:
         shape = torch.empty_like(parameter, device="meta")

@@ -1,0 +1,156 @@
+"""Expert parallelism of a model: which tensors of experts each worker has.
+
+Stacked parameters are sliced: a `ShardSpec` says which experts a worker has. Experts of a list are
+whole on one worker, and shapes without memory on the others. All other parameters are copies. Every
+worker has other rows of the batch; the gradient of an expert is complete on its worker, since the
+tokens of all of them have come there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Group
+from shoal.comm.objects import PytreeChannel
+from shoal.pytree import Tree
+from shoal.replica.deferred_init import TensorSlot, tensor_slots
+from shoal.replica.expert.dispatch import ExpertPlacement
+from shoal.replica.expert.listed import ListedExperts
+from shoal.replica.expert.mixtures import Mixture, StackedMixture
+from shoal.replica.expert.stacked import StackedExperts
+from shoal.replica.pipeline.stages import replace_by_shape
+from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
+
+Named = list[tuple[str, nn.Parameter]]
+_GATHER_TAG = 0
+
+
+class ExpertSplit:
+    """A model whose experts are spread over `group`; `specs` are those of stacked tensors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mixtures: Sequence[Mixture],
+        group: Group,
+        device: torch.device,
+        capacity: float | None = None,
+    ):
+        self.model = model
+        self.group = group
+        self.device = device
+        self.summary = summary(model, mixtures, group.size, capacity)
+        self.specs: dict[str, ShardSpec] = {}
+        self._owner: dict[str, int] = {}  # of tensors of experts in lists
+        self._channel = PytreeChannel(group, device)
+        exchange = group.duplicate()
+        for mixture in mixtures:
+            ranges = even_ranges(mixture.num_experts, group.size)
+            self._place(mixture, ranges)
+            _attach(mixture, ExpertPlacement(exchange, ranges, capacity))
+        named = list(model.named_parameters())
+        of_experts = {name for name, _ in named if name in self.specs or name in self._owner}
+        self.slice_indices = [i for i, (name, _) in enumerate(named) if name in of_experts]
+        self._slices = {p for name, p in named if name in of_experts}
+
+    def take(self, filled: Iterable[list[TensorSlot]]) -> Iterator[list[TensorSlot]]:
+        """Keep this worker's part of each tensor as it is filled."""
+        for slots in filled:
+            name = slots[0].name
+            if self._owner.get(name, self.group.rank) != self.group.rank:
+                for slot in slots:
+                    replace_by_shape(slot.module, slot.key)
+            elif name in self.specs:
+                self._slice(slots, self.specs[name])
+            yield slots
+
+    def held(self, named: Named) -> Named:
+        """Those of the parameters that are here."""
+        return [(n, p) for n, p in named if self._owner.get(n, self.group.rank) == self.group.rank]
+
+    def is_slice(self, parameter: nn.Parameter) -> bool:
+        """Whether it belongs to experts, so that other workers have none or another part of it."""
+        return parameter in self._slices
+
+    def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Full tensors from slices of stacked ones; all ranks call it.
+
+        A key is a parameter's name, or that and "/" and the name of an optimizer state.
+        """
+        return {name: self._full(name, tensor) for name, tensor in tensors.items()}
+
+    def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's slices of full stacked tensors; all others are left as they are."""
+        return {name: self._shard(name, tensor) for name, tensor in tensors.items()}
+
+    def gather(self, tree: Tree) -> list[Tree]:
+        """The trees of all ranks on the first one; the others get their own."""
+        if not self._owner:
+            return [tree]
+        if self.group.rank != 0:
+            self._channel.send(tree, 0, _GATHER_TAG).wait()
+            return [tree]
+        others = range(1, self.group.size)
+        return [tree, *(self._channel.recv(rank, _GATHER_TAG) for rank in others)]
+
+    # ------------------------------------------------------------------ inside
+
+    def _place(self, mixture: Mixture, ranges: Sequence[range]) -> None:
+        if isinstance(mixture, StackedMixture):
+            spec = ShardSpec(0, tuple((r,) for r in ranges))
+            self.specs |= dict.fromkeys(mixture.stacked, spec)
+            return
+        experts = list(mixture.experts.items())
+        for rank, local in enumerate(ranges):
+            for name, expert in experts[local.start : local.stop]:
+                self._owner |= {f"{name}.{slot.name}": rank for slot in tensor_slots(expert)}
+
+    def _slice(self, slots: list[TensorSlot], spec: ShardSpec) -> None:
+        tensor = slots[0].tensor
+        shard = spec.take_shard(tensor.detach(), self.group.rank)
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = shard
+            return
+        for slot in slots:
+            slot.module._buffers[slot.key] = shard
+
+    def _full(self, name: str, tensor: Tensor) -> Tensor:
+        spec = self._spec_of(name)
+        if spec is None or not tensor.dim():
+            return tensor
+        return spec.all_gather(tensor.to(self.device), self.group).to(tensor.device)
+
+    def _shard(self, name: str, tensor: Tensor) -> Tensor:
+        spec = self._spec_of(name)
+        if spec is None or not tensor.dim() or tensor.shape[0] != spec.size:
+            return tensor
+        return spec.take_shard(tensor, self.group.rank)
+
+    def _spec_of(self, name: str) -> ShardSpec | None:
+        return self.specs.get(name) or self.specs.get(name.rpartition("/")[0])
+
+
+def summary(
+    model: nn.Module, mixtures: Sequence[Mixture], ranks: int, capacity: float | None
+) -> str:
+    """How many experts are where, and how much of the model they are."""
+    owned = {p for m in mixtures for p in m.parameters}
+    total = sum(p.numel() for p in model.parameters())
+    share = sum(p.numel() for p in owned) / max(1, total)
+    sizes = sorted({m.num_experts for m in mixtures})
+    experts = " or ".join(f"{size // ranks} of {size}" for size in sizes)
+    layers = f"{len(mixtures)} layer" + "s" * (len(mixtures) > 1)
+    drops = "" if capacity is None else f"; tokens above capacity={capacity} are dropped"
+    placed = f"ep({ranks}): {layers} of experts, {experts} on each worker"
+    return f"{placed}; they have {share:.0%} of the parameters{drops}"
+
+
+def _attach(mixture: Mixture, placement: ExpertPlacement) -> None:
+    """Let the experts compute what comes to this worker."""
+    if isinstance(mixture, StackedMixture):
+        StackedExperts(mixture, placement)
+    else:
+        ListedExperts(mixture, placement)

@@ -1,0 +1,67 @@
+"""A module with the stacked parameters of all experts, of which this worker has a slice."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement
+from shoal.replica.expert.mixtures import StackedMixture
+
+
+class StackedExperts:
+    """Replaces the forward of the module: its own one computes what comes to this worker.
+
+    A token travels once for each expert that it is routed to, with its router weight.
+    """
+
+    def __init__(self, mixture: StackedMixture, placement: ExpertPlacement):
+        self._mixture = mixture
+        self._placement = placement
+        module = mixture.module
+        self._compute = module.forward
+        self._signature = inspect.signature(module.forward)
+        for key, value in list(vars(module).items()):
+            if "expert" in key and type(value) is int and value == mixture.num_experts:
+                setattr(module, key, len(placement.local))
+        module.forward = self.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        hidden: Tensor = arguments.pop(self._mixture.tokens)
+        indices: Tensor = arguments.pop(self._mixture.indices)
+        weights: Tensor = arguments.pop(self._mixture.weights)
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        indices = indices.reshape(len(tokens), -1)
+        weights = weights.reshape(len(tokens), -1)
+        is_dense = weights.shape != indices.shape  # a weight for every expert
+        weights = weights.gather(1, indices) if is_dense else weights
+        dispatch = Dispatch(self._placement, indices.flatten())
+        choices = indices.shape[1]
+        x = dispatch.to_experts(tokens.index_select(0, dispatch.order // choices))
+        w = dispatch.to_experts(weights.reshape(-1, 1).index_select(0, dispatch.order))
+        local = dispatch.local_experts[:, None]
+        out = dispatch.to_sources(self._local(x, local, w, is_dense, arguments))
+        return out.view(len(tokens), choices, -1).sum(1).view(*hidden.shape[:-1], -1)
+
+    def _local(
+        self, x: Tensor, experts: Tensor, weights: Tensor, is_dense: bool, others: dict[str, Any]
+    ) -> Tensor:
+        """What the experts of this worker make of the rows that have come."""
+        if len(x) == 0:  # a row of zeros gives the parameters a gradient of 0, as on one device
+            row = x.new_zeros(1, x.shape[1]) + x.sum() * 0
+            first = experts.new_zeros(1, 1)
+            weight = weights.new_zeros(1, 1) + weights.sum() * 0
+            return self._local(row, first, weight, is_dense, others)[:0]
+        if is_dense:
+            table = weights.new_zeros(len(x), len(self._placement.local))
+            weights = table.scatter(1, experts, weights)
+        names = self._mixture
+        given = {names.tokens: x, names.indices: experts, names.weights: weights, **others}
+        call = inspect.BoundArguments(self._signature, OrderedDict(given))
+        out: Tensor = self._compute(*call.args, **call.kwargs)
+        return torch.reshape(out, (len(x), -1))

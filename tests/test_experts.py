@@ -1,0 +1,191 @@
+"""Expert parallelism trains the mixture of experts that one worker trains."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from shoal.comm.group import Group
+from shoal.errors import BadInput
+from tests.conftest import World
+from tests.splitting import ADAMW, assert_equal, job_of, train, whole
+
+WIDTH = 6
+OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5}
+
+
+class Listed(nn.Module):
+    """Experts that get no token are not called."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts, bias=False)
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH))
+            for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.mlps):
+            token, choice = torch.where(chosen == index)
+            if len(token):
+                out.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+        return out
+
+
+class StackedExperts(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.up = nn.Parameter(torch.randn(experts, 5, WIDTH) / 3)
+        self.down = nn.Parameter(torch.randn(experts, WIDTH, 5) / 3)
+
+    def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for index in range(self.num_experts):
+            token, choice = torch.where(top_k_index == index)
+            hidden = F.silu(F.linear(x[token], self.up[index]))
+            value = F.linear(hidden, self.down[index]) * top_k_weights[token, choice, None]
+            out.index_add_(0, token, value)
+        return out
+
+
+class Stacked(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, experts)
+        self.experts = StackedExperts(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        out: Tensor = self.experts(x, chosen, weights)
+        return out
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.inner(self.norm(x))
+        return out
+
+
+def mixture(kind: type[nn.Module], experts: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [Residual(kind(experts)) for _ in range(2)]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, 3))
+
+
+def samples(n: int) -> TensorDataset:
+    """Most of them go to the same experts, so that some experts get none."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, WIDTH, generator=generator) + 2
+    return TensorDataset(x, torch.randint(0, 3, (n,), generator=generator))
+
+
+WHOLE = pytest.mark.whole
+
+
+@pytest.mark.parametrize("kind", [Listed, Stacked])
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [
+        pytest.param(2, "ep(2)", marks=WHOLE),
+        (4, "ddp + ep(2)"),
+        pytest.param(4, "ep(4)", marks=WHOLE),
+        pytest.param(4, "zero(1) + ep(2)", marks=WHOLE),
+        pytest.param(4, "zero(2) + ep(2)", marks=WHOLE),
+        pytest.param(4, "zero(3) + ep(2)", marks=WHOLE),
+        pytest.param(4, "ep(2) + pp(2)", marks=WHOLE),
+        pytest.param(8, "ddp + ep(2) + pp(2)", marks=WHOLE),
+        pytest.param(4, 'ep(2) + pp(2, recompute=True, schedule="gpipe")', marks=WHOLE),
+        pytest.param(4, 'gossip(graph="complete") + ep(2)', marks=WHOLE),
+    ],
+)
+def test_equal_to_one_worker(world: World, size: int, strategy: str, kind: type[nn.Module]) -> None:
+    assert_equal(world, size, strategy, partial(mixture, kind), samples(22), 6, **OPTIONS)
+
+
+@WHOLE
+@pytest.mark.parametrize("kind", [Listed, Stacked])
+def test_with_a_split_head(world: World, kind: type[nn.Module]) -> None:
+    plan = '{"0": "column", "3": "column"}'
+    make = partial(mixture, kind)
+    assert_equal(world, 4, f"ep(2) + tp(2, plan={plan})", make, samples(22), 6, **OPTIONS)
+
+
+@WHOLE
+def test_zero_3_gathers_the_experts_of_a_list_together(world: World) -> None:
+    """Ranks call different experts of it."""
+    assert_equal(world, 2, "zero(3)", partial(mixture, Listed), samples(22), 6, **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", [Listed, pytest.param(Stacked, marks=WHOLE)])
+def test_checkpoints_go_to_one_worker_and_back(
+    world: World, tmp_path: Path, kind: type[nn.Module]
+) -> None:
+    def go(group: Group, strategy: str, model: nn.Module, steps: int, load: str | None) -> Any:
+        with job_of(group, strategy, model, **OPTIONS) as (job, step):
+            if load is not None:
+                job.load(tmp_path / load)
+            for batch in job.batches(samples(24), 6, steps=steps):
+                step(batch)
+            job.save(tmp_path / str(steps))
+            return whole(step)
+
+    def run(size: int, strategy: str, steps: int, load: str | None = None) -> Any:
+        models = [mixture(kind) for _ in range(size)]
+        return world(size, lambda g: go(g, strategy, models[g.rank], steps, load))[0]
+
+    expected = run(1, "single", 3)
+    run(2, "ep(2)", 1)
+    run(1, "single", 2, "1")
+    resumed = run(2, "ep(2)", 3, "2")
+    assert list(resumed) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def test_evaluation_is_that_of_one_worker(world: World) -> None:
+    def evaluate(group: Group, strategy: str, model: nn.Module) -> Any:
+        with job_of(group, strategy, model, **OPTIONS) as (job, _):
+            return job.evaluate(F.cross_entropy, samples(7), 3)
+
+    models = [mixture(Listed) for _ in range(2)]
+    alone = world(1, lambda g: evaluate(g, "single", mixture(Listed)))[0]
+    for result in world(2, lambda g: evaluate(g, "ep(2)", models[g.rank])):
+        assert result == pytest.approx(alone)
+
+
+def test_tokens_above_the_capacity_are_dropped(world: World) -> None:
+    """All of them fit where an expert takes as many as there are; else the model differs."""
+    losses = {}
+    for strategy in ("ep(2)", "ep(2, capacity=2)", "ep(2, capacity=0.5)"):
+        models = [mixture(Stacked) for _ in range(2)]
+        losses[strategy] = world(
+            2, lambda g, s=strategy, m=models: train(g, s, m[g.rank], samples(6), 6)[0]
+        )[0]
+    assert losses["ep(2, capacity=2)"] == losses["ep(2)"]
+    assert losses["ep(2, capacity=0.5)"] != losses["ep(2)"]
+
+
+def test_what_has_no_experts_is_refused(world: World) -> None:
+    def refused(model: nn.Module, strategy: str, size: int, sentence: str) -> None:
+        with pytest.raises(BadInput, match=sentence):
+            world(size, lambda g: train(g, strategy, model, samples(6), 6))
+
+    refused(nn.Linear(WIDTH, 3), "ep(2)", 2, r"ep\(2\) finds no mixture of experts in Linear")
+    refused(mixture(Listed, 3), "ep(2)", 2, "that 2 divides, and 1.inner has 3")
+    refused(mixture(Stacked, 2), "ep(4)", 4, "at least 4 experts, and 1.inner.experts has 2")
