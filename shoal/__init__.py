@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.comm.group import Op as Op
-    from shoal.data.sampling import Batch as Batch
+    from shoal.data.batch import Batch as Batch
     from shoal.embedding.module import Embedding as Embedding
     from shoal.errors import BadInput as BadInput
     from shoal.errors import ShoalError as ShoalError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Batch": "data.sampling",
+    "Batch": "data.batch",
     "Embedding": "embedding.module",
     "BadInput": "errors",
     "ShoalError": "errors",

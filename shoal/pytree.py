@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     """The same tree with `function` applied to its tensors; other leaves stay."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         return {key: map_tensors(function, value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(function, item) for item in tree))

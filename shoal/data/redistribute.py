@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.data.sampling import BatchSplit, DatasetBatches, Loading
+from shoal.data.sampling import BatchSplit, Collate, DatasetBatches, Loading
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,12 @@ class SampleAssignment:
     samples: Tensor  # their indices in the dataset
     ranks: tuple[int, ...]
     batch_size: int
+    collate: Collate | None = None
 
     def batches(self, dataset: Any, rank: int) -> DatasetBatches:
         """The batches of one rank."""
-        return DatasetBatches(dataset, self.samples, self._split(rank), Loading(self.batch_size))
+        loading = Loading(self.batch_size, collate=self.collate)
+        return DatasetBatches(dataset, self.samples, self._split(rank), loading)
 
     def samples_of(self, rank: int) -> Tensor:
         """The indices of the samples of one rank."""
@@ -37,7 +39,7 @@ class SampleAssignment:
         lost = [self.samples_of(rank) for rank in missing]
         samples = torch.cat(lost) if lost else self.samples[:0]
         surviving = tuple(rank for rank in self.ranks if rank not in missing)
-        return SampleAssignment(samples, surviving, self.batch_size)
+        return SampleAssignment(samples, surviving, self.batch_size, self.collate)
 
     def _split(self, rank: int) -> BatchSplit:
         return BatchSplit(self.ranks.index(rank), len(self.ranks))

@@ -14,8 +14,7 @@ In exact mode each replica computes whole micro-batches, since their bits must n
 from __future__ import annotations
 
 import itertools
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from shoal.data.batch import AnyBatch, Batch, batch_of
+from shoal.data.rows import num_rows, take, take_rows
 from shoal.errors import BadInput
-from shoal.pytree import Tree, map_tensors, tensors_of
 
 Given = TypeVar("Given")
 Collate = Callable[[list[Any]], Any]
@@ -63,38 +63,6 @@ class Loading:
     collate: Collate | None = None
     loaders: int = 0  # processes that fetch samples in the background
     loader_seed: int = 0
-
-
-class Batch(tuple[Tree, Tree]):
-    """A replica's rows of a global batch: `(inputs, targets)`, and what `step` needs to know.
-
-    `total` is the number of samples in the global batch, `microbatch_sizes` that of each
-    micro-batch here. Where that is 0, row 0 is a placeholder with weight 0, so that every replica
-    runs the same operations. `concurrent` is above 1 where replicas take batches in turns: that
-    many global batches are trained on at a time, and this replica has all rows of one of them.
-    """
-
-    total: int
-    microbatch_sizes: tuple[int, ...]
-    concurrent: int = 1
-
-    def __new__(
-        cls, inputs: Tree, targets: Tree, total: int, microbatch_sizes: Sequence[int]
-    ) -> Batch:
-        batch = super().__new__(cls, (inputs, targets))
-        batch.total = total
-        batch.microbatch_sizes = tuple(microbatch_sizes)
-        return batch
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        _warn_renamed("Batch.parts", "Batch.microbatch_sizes")
-        return self.microbatch_sizes
-
-    @property
-    def of(self) -> int:
-        _warn_renamed("Batch.of", "Batch.concurrent")
-        return self.concurrent
 
 
 class FullDatasetBatch(Batch):
@@ -180,20 +148,20 @@ class DatasetBatches:
             list(round_robin(batches, split)) if in_turns else [(b, split) for b in batches]
         )
 
-    def __iter__(self) -> Iterator[Batch]:
-        for (inputs, targets), (rows, split) in zip(self._load(), self.batches, strict=True):
-            batch = Batch(inputs, targets, len(rows), split.sizes(len(rows)))
+    def __iter__(self) -> Iterator[AnyBatch]:
+        for content, (rows, split) in zip(self._load(), self.batches, strict=True):
+            batch = batch_of(content, len(rows), split.sizes(len(rows)))
             batch.concurrent = self.replicas // split.replicas
             yield batch
 
-    def _load(self) -> Iterable[tuple[Tree, Tree]]:
+    def _load(self) -> Iterable[Any]:
         chosen = (take(rows, split.rows(len(rows))) for rows, split in self.batches)
         if type(self.dataset) is TensorDataset and self.loading.collate is None:
-            return (_pair(tuple(t[i] for t in self.dataset.tensors)) for i in chosen)
+            return (tuple(t[i] for t in self.dataset.tensors) for i in chosen)
         collate = self.loading.collate or default_collate
         if self.loading.loaders:
-            return (_pair(batch) for batch in self._loader(chosen, collate))
-        return (_pair(collate(self._fetch(i.tolist()))) for i in chosen)
+            return self._loader(chosen, collate)
+        return (collate(self._fetch(i.tolist())) for i in chosen)
 
     def _loader(self, chosen: Iterable[Tensor], collate: Collate) -> DataLoader[Any]:
         return DataLoader(
@@ -205,36 +173,16 @@ class DatasetBatches:
         )
 
     def _fetch(self, indices: list[int]) -> list[Any]:
-        if hasattr(self.dataset, "__getitems__"):
+        if callable(getattr(self.dataset, "__getitems__", None)):
             return list(self.dataset.__getitems__(indices))
         return [self.dataset[i] for i in indices]
 
 
-def split_batch(batch: Any, split: BatchSplit) -> Batch:
+def split_batch(batch: Any, split: BatchSplit) -> AnyBatch:
     """This replica's rows of a global batch that the script made."""
-    inputs, targets = _pair(batch)
-    total = num_rows((inputs, targets))
+    total = num_rows(batch)
     ranges = split.rows(total)
-    mine = map_tensors(lambda t: take(t, ranges) if t.dim() else t, (inputs, targets))
-    return Batch(mine[0], mine[1], total, [len(rows) for rows in ranges])
-
-
-def take(rows: Tensor, ranges: Sequence[range]) -> Tensor:
-    """The rows in `ranges`, concatenated; row 0 is the placeholder for an empty range."""
-    pieces = [rows[r.start : r.stop] if r else rows[:1] for r in ranges]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def num_rows(tree: Tree) -> int:
-    """Samples in a batch: the length of its tensors, which must agree."""
-    lengths = {len(t) for t in tensors_of(tree) if t.dim() > 0}
-    if not lengths:
-        raise BadInput("a batch holds no tensor with a dimension for samples")
-    if len(lengths) > 1:
-        raise BadInput(
-            f"the tensors of a batch have different numbers of samples: {sorted(lengths)}"
-        )
-    return lengths.pop()
+    return batch_of(take_rows(batch, ranges, total), total, [len(rows) for rows in ranges])
 
 
 def _minibatches(order: Tensor, loading: Loading) -> list[Tensor]:
@@ -246,17 +194,3 @@ def _minibatches(order: Tensor, loading: Loading) -> list[Tensor]:
 def _slice(rows: range, index: int, count: int) -> range:
     n = len(rows)
     return rows[index * n // count : (index + 1) * n // count]
-
-
-def _pair(batch: Any) -> tuple[Tree, Tree]:
-    if isinstance(batch, (list, tuple)) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise BadInput(
-        "a batch has to be a pair (inputs, targets); inputs may be a tensor, a tuple or a dict, "
-        f"but this one is a {type(batch).__name__}"
-        + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
-    )
-
-
-def _warn_renamed(old: str, new: str) -> None:
-    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group, Op
+from shoal.data.batch import AnyBatch
 from shoal.data.sampling import (
-    Batch,
     BatchSplit,
     Collate,
     DatasetBatches,
@@ -60,7 +60,7 @@ class BatchStream:
         device: torch.device,
         seed: int,
         steps_done: Callable[[], int],
-        on_batch: Callable[[Batch], None],
+        on_batch: Callable[[AnyBatch], None],
         say: Callable[[str], None],
     ):
         self.group = group
@@ -81,9 +81,9 @@ class BatchStream:
         self.must_stop: Callable[[], bool] = lambda: False  # asked between two batches
         self.compares = True  # whether replicas check that they make the same global batches
 
-    def batches(self, data: Any, split: BatchSplit, options: BatchOptions) -> Iterator[Batch]:
+    def batches(self, data: Any, split: BatchSplit, options: BatchOptions) -> Iterator[Any]:
         """See `Job.batches`. Unusable data is an error before the first batch."""
-        epoch_batches: Callable[[int], Iterable[Batch]]
+        epoch_batches: Callable[[int], Iterable[AnyBatch]]
         if options.batch_size is None:
             self._check_iterable(data, options.epochs)
             per_epoch = _length(data)
@@ -107,11 +107,11 @@ class BatchStream:
 
     def _epochs(
         self,
-        epoch_batches: Callable[[int], Iterable[Batch]],
+        epoch_batches: Callable[[int], Iterable[AnyBatch]],
         per_epoch: int | None,
         epochs: int,
         last_step: int | None,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[Any]:
         self._expect(per_epoch, epochs, last_step)
         for _ in range(epochs):
             if self.must_stop():
@@ -147,7 +147,7 @@ class BatchStream:
         if self.skip and self.total_steps == self.steps_done():
             self.say(f"nothing is left to train: all {self.total_steps} steps were done before")
 
-    def _deliver(self, batches: Iterable[Batch], last_step: int | None) -> Iterator[Batch]:
+    def _deliver(self, batches: Iterable[AnyBatch], last_step: int | None) -> Iterator[Any]:
         """Yield batches; none is fetched that would not be trained on."""
         source = iter(batches)
         while (last_step is None or self.steps_done() < last_step) and not self.must_stop():
@@ -156,11 +156,11 @@ class BatchStream:
                 return
             self.delivered += batch.concurrent
             self.on_batch(batch)
-            yield batch
+            yield batch if batch.given is None else batch.given
 
     def _dataset_epoch(
         self, data: Any, split: BatchSplit, options: BatchOptions, num_batches: int, epoch: int
-    ) -> Iterable[Batch]:
+    ) -> Iterable[AnyBatch]:
         start = min(self.skip, num_batches)
         self.skip -= start
         if start == num_batches:
@@ -173,7 +173,7 @@ class BatchStream:
 
     def _iterable_epoch(
         self, data: Iterable[Any], split: BatchSplit, epoch: int
-    ) -> Iterator[Batch]:
+    ) -> Iterator[AnyBatch]:
         is_first = True
         unseen = self._unseen(data)
         assigned = round_robin(unseen, split) if self._is_in_turns else ((b, split) for b in unseen)
@@ -220,7 +220,7 @@ class BatchStream:
             )
         if self.replicas == 1 or not self.compares:
             return
-        sums = [_fingerprint(t).to(self.device) for t in tensors_of(tuple(batch))]
+        sums = [_fingerprint(t).to(self.device) for t in tensors_of(batch)]
         mine = torch.stack([*sums, torch.tensor(total, device=self.device).double()])
         low = mine.clone()
         high = mine.clone()

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.data.sampling import num_rows, take
+from shoal.data.batch import AnyBatch, batch_of
+from shoal.data.rows import num_rows, take_rows
 from shoal.observe.capture import StopTraining
 from shoal.observe.model_sizes import activation_bytes, parameters_without_memory, sizes_of
-from shoal.pytree import Tree, map_tensors
+from shoal.pytree import Tree
+from shoal.replica.loss import BoundLoss, LossFunction
 from shoal.replica.microbatch import Loss
 from shoal.replica.pipeline.stages import Stages
 from shoal.runtime.config import MemoryEstimateConfig
@@ -143,7 +145,7 @@ class EstimateJob(Job):
         self._estimates: list[list[WorkerMemory]] = []
         self._whys: list[str] = []
 
-    def step(self, model: nn.Module, loss: Loss, **options: Any) -> Any:
+    def step(self, model: nn.Module, loss: LossFunction | None = None, **options: Any) -> Any:
         optimizer = options.pop("optimizer")
         given = {k: v for k, v in options.items() if k in StepOptions.__dataclass_fields__}
         chosen = StepOptions(**given)
@@ -154,7 +156,7 @@ class EstimateJob(Job):
             if called:
                 raise StopTraining
             called = True
-            self._estimate(model, loss, optimizer, batch, chosen)
+            self._estimate(model, BoundLoss(loss), optimizer, batch, chosen)
             return torch.zeros(())
 
         return first_call
@@ -174,7 +176,7 @@ class EstimateJob(Job):
         options = options.with_pipeline(pp, model)
         microbatches = options.local_microbatches(replicas)
         rows_of = 1 if batches is Batches.IN_TURNS else replicas
-        micro = _first_rows(tuple(batch), rows_of * microbatches)
+        micro = _first_rows(getattr(batch, "content", batch), rows_of * microbatches)
         split = split_model(model, pp)
         virtual = self._activations(model, loss, micro, options, split)
         accumulates = microbatches > 1 or batches is Batches.WHOLE_DATASET
@@ -195,7 +197,7 @@ class EstimateJob(Job):
         self,
         model: nn.Module,
         loss: Loss,
-        micro: Tree,
+        micro: AnyBatch,
         options: StepOptions,
         stages: Stages | None,
     ) -> list[int] | None:
@@ -216,10 +218,11 @@ class EstimateJob(Job):
         (folder / "estimate.json").write_text(json.dumps(document))
 
 
-def _first_rows(batch: Tree, parts: int) -> Tree:
+def _first_rows(batch: Tree, parts: int) -> AnyBatch:
     """The largest of so many micro-batches of a batch."""
-    rows = max(1, math.ceil(num_rows(batch) / parts))
-    return map_tensors(lambda t: take(t, [range(rows)]) if t.dim() else t, batch)
+    total = num_rows(batch)
+    rows = max(1, math.ceil(total / parts))
+    return batch_of(take_rows(batch, [range(rows)], total), rows, [rows])
 
 
 def estimate_memory(

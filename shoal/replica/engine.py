@@ -27,6 +27,7 @@ from shoal.replica.accumulation import Accumulation, NoAccumulation, StepAccumul
 from shoal.replica.batchnorm import ForwardState
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import OnBucket
+from shoal.replica.loss import StepNumbers, split_numbers
 from shoal.replica.microbatch import (
     Loss,
     MicroBatch,
@@ -92,6 +93,7 @@ class Engine:
         self.loss = loss
         self.flat = flat
         self.follow(actions)
+        self.numbers = StepNumbers()
         self.accumulation = accumulation
         self.options = options
         self.forward_state = options.forward_state
@@ -123,6 +125,7 @@ class Engine:
         self._split: dict[Key, SplitBackward] = {}
         self.accumulation.begin(on_bucket, len(microbatches))
         self.stage.begin()
+        self.numbers.begin()
         last = len(self.actions) - 1
         with fork_rng(self.flat.device):
             for i, action in enumerate(self.actions):
@@ -202,10 +205,17 @@ class Engine:
         self.forward_state.rows_are_real = micro.real
         with self.autocast():
             outputs = self.stage.compute(action, micro, inputs)
-            return self._loss_of(outputs, micro) if self.stage.computes_loss(action) else outputs
+            if not self.stage.computes_loss(action):
+                return outputs
+            return self._loss_of(action.microbatch, outputs, micro)
 
-    def _loss_of(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        loss = _zero_loss(outputs) if micro.weightless else self.loss(outputs, micro.targets)
+    def _loss_of(self, microbatch: int, outputs: Any, micro: MicroBatch) -> Tensor:
+        if micro.weightless and self.numbers.names is not None:
+            return _zero_loss(outputs)
+        loss, numbers = split_numbers(self.loss(outputs, micro.targets))
+        self.numbers.note(microbatch, numbers)
+        if micro.weightless:
+            return _zero_loss(outputs)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise BadInput(
                 "the loss function has to return one number, the mean over the samples, and it "
@@ -258,6 +268,7 @@ class Engine:
         """The gradient of the global loss by this one: its weight. None stands for 1."""
         options = self.options
         weight = micro.weight() if callable(micro.weight) else micro.weight
+        self.numbers.weigh(action.microbatch, weight)
         is_unscaled = options.loss_scale is None and options.gradient_scale == 1.0
         if isinstance(weight, float) and weight == 1.0 and is_unscaled:
             self.accumulation.add_loss(action.microbatch, loss.detach())
@@ -287,7 +298,9 @@ def _key(action: Action) -> Key:
 
 def _zero_loss(outputs: Any) -> Tensor:
     """A loss of 0 that reaches every output, so that backward runs as on the other ranks."""
-    zeros = [out.sum() * 0 for out in tensors_of(outputs) if out.requires_grad]
+    with_grad = [out for out in tensors_of(outputs) if out.requires_grad]
+    # a model's own loss is a number, which is no number where it is a mean over nothing
+    zeros = [out.sum() * 0 for out in with_grad if out.dim()] or [out * 0 for out in with_grad]
     return torch.stack(zeros).sum() if zeros else torch.zeros((), requires_grad=True)
 
 

@@ -35,6 +35,7 @@ from shoal.replica.expert.router_losses import (
     share_router_losses,
 )
 from shoal.replica.flat_params import FlatParams
+from shoal.replica.loss import BoundLoss
 from shoal.replica.shard import ReplicaShard
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults, busy_s
@@ -43,6 +44,7 @@ from shoal.strategy.strategy import Strategy
 from shoal.sync.base import Ownership, Replica, SyncPlan
 from shoal.sync.optimizer_step import OptimizerFactory, OptimizerStep
 from shoal.sync.registry import plan_for
+from shoal.train.arguments import ForwardSignature
 from shoal.train.cut_batch import BatchCutter
 from shoal.train.options import StepFunctions, StepOptions
 from shoal.train.step import Step
@@ -96,6 +98,7 @@ class PreparedModel:
     options: StepOptions
     shard: ReplicaShard
     deferred: DeferredInit
+    forward: ForwardSignature
     forward_state: ForwardState
     embeddings: list[Embedding]
     shares_statistics: bool = True  # of BatchNorm: once, where several steps train one model
@@ -117,6 +120,7 @@ def prepare_model(
     mesh = context.mesh
     device = context.device
     options = options.resolve(context.strategy, mesh.dp.size, model)
+    forward = ForwardSignature(model)  # before a strategy wraps it
     plan = plan_for(term)
     plan.check(options, mesh.dp.size)
     microbatches = options.local_microbatches(mesh.dp.size)
@@ -141,7 +145,7 @@ def prepare_model(
     if shard.experts is not None:
         context.say(shard.experts.summary)
     return PreparedModel(
-        model, term, plan, options, shard, deferred, forward_state, list(embeddings)
+        model, term, plan, options, shard, deferred, forward, forward_state, list(embeddings)
     )
 
 
@@ -181,12 +185,13 @@ def assemble_step(
         mesh.data,
         flat.device,
         context.seed,
+        prepared.forward,
         functions.count,
         sync.synchronous,
         copies=mesh.cp.size,
     )
     engine = shard.engine(
-        functions.loss,
+        BoundLoss(functions.loss),
         flat,
         cutter.local_microbatches,
         EngineOptions(

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group, Op
-from shoal.data.sampling import Batch, BatchSplit, FullDatasetBatch, mix, num_rows, take
+from shoal.data.batch import AnyBatch, Batch, DictBatch
+from shoal.data.rows import move_to, num_rows, reverse_rows, take_rows, widen
+from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
-from shoal.pytree import Tree, map_tensors
+from shoal.pytree import Tree
 from shoal.replica.microbatch import MicroBatch
+from shoal.train.arguments import ForwardSignature
 from shoal.train.options import Count, StepOptions
 
 _SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
@@ -55,6 +58,7 @@ class BatchCutter:
         group: Group,
         device: torch.device,
         seed: int,
+        forward: ForwardSignature,
         count: Count | None = None,
         synchronous: bool = True,
         copies: int = 1,
@@ -64,6 +68,7 @@ class BatchCutter:
         self.group = group
         self.device = device
         self.seed = seed
+        self.forward = forward
         self.count = count
         self.synchronous = synchronous
         self.copies = copies
@@ -71,11 +76,11 @@ class BatchCutter:
         self.reverses = False  # whether samples are reversed, which changes rounding only
         self.widens = False  # whether floating-point numbers become float64
 
-    def cut(self, batch: Any, known: Batch | None, step: int) -> Sequence[MicroBatch]:
+    def cut(self, batch: Any, known: AnyBatch | None, step: int) -> Sequence[MicroBatch]:
         """The micro-batches of this replica; `known` is the batch of `job.batches` it came from."""
         if isinstance(batch, FullDatasetBatch):
             return self._cut_dataset(batch, step)
-        return self._cut_pair(batch, known, step)
+        return self._cut_rows(batch, known, step)
 
     def _cut_dataset(self, dataset: FullDatasetBatch, step: int) -> Sequence[MicroBatch]:
         if self.count is not None:
@@ -89,17 +94,18 @@ class BatchCutter:
         done = 0
         for minibatch in dataset.minibatches:
             fraction = minibatch.total / dataset.total
-            for micro in self._cut_pair(minibatch, minibatch, step, done):
+            for micro in self._cut_rows(minibatch, minibatch, step, done):
                 assert isinstance(micro.weight, float)
                 yield micro._replace(weight=micro.weight * fraction)
                 done += 1
 
-    def _cut_pair(
-        self, batch: Any, known: Batch | None, step: int, first: int = 0
+    def _cut_rows(
+        self, batch: Any, known: AnyBatch | None, step: int, first: int = 0
     ) -> list[MicroBatch]:
-        layout = self._layout(batch, known)
-        pair = tuple(batch)
-        pieces = [pair] if len(layout.ranges) == 1 else [_rows(pair, r) for r in layout.ranges]
+        part = _part_of(batch, known)
+        content = batch if part is None else part.content
+        layout = self._layout(content, part, known)
+        pieces = _pieces(content, layout)
         counts = self._counts(pieces, layout.sizes)
         weights = self._weights(counts, layout.total, concurrent_batches(known))
         return [
@@ -112,30 +118,23 @@ class BatchCutter:
     def _microbatch(
         self, rows: Tree, size: int, weight: Weight, weightless: bool, seed: int
     ) -> MicroBatch:
-        inputs, targets = map_tensors(self._to_device, self._in_order(rows))
+        samples = max(1, size)
+        ordered = reverse_rows(rows, samples) if self.reverses else rows
+        moved = move_to(ordered, self.device)
+        inputs, targets = self.forward.arguments(widen(moved) if self.widens else moved, samples)
         has_samples = size > 0
         skips = self.group.size == 1 and not self.options.exact and not has_samples
         return MicroBatch(inputs, targets, weight, has_samples, weightless, skips, seed)
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        widens = self.widens and tensor.is_floating_point()
-        dtype = torch.float64 if widens else tensor.dtype
-        return tensor.to(self.device, dtype, non_blocking=True)
-
-    def _in_order(self, rows: Tree) -> Tree:
-        return map_tensors(lambda t: t.flip(0) if t.dim() else t, rows) if self.reverses else rows
-
-    def _layout(self, batch: Any, known: Batch | None) -> RowLayout:
+    def _layout(self, content: Any, part: AnyBatch | None, known: AnyBatch | None) -> RowLayout:
         """A script may pass what it made of a batch (an augmentation, for example).
 
         With the same number of rows it is cut like the batch that it came from.
         """
-        if isinstance(batch, Batch) and len(batch.microbatch_sizes) == self.local_microbatches == 1:
-            return RowLayout([range(0)], batch.microbatch_sizes, batch.total)
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise BadInput("step takes a batch that is a pair (inputs, targets)")
-        rows = num_rows(tuple(batch))
-        total = batch.total if isinstance(batch, Batch) else None
+        if part is not None and len(part.microbatch_sizes) == self.local_microbatches == 1:
+            return RowLayout([range(part.rows)], part.microbatch_sizes, part.total)
+        rows = num_rows(content) if part is None else part.rows
+        total = None if part is None else part.total
         if known is not None and len(known.microbatch_sizes) == self.local_microbatches:
             ends = list(itertools.accumulate(max(1, size) for size in known.microbatch_sizes))
             if ends[-1] == rows:
@@ -186,7 +185,7 @@ class BatchCutter:
         return mix(self.seed, 3, step, self.group.rank, m)
 
 
-def concurrent_batches(known: Batch | None) -> int:
+def concurrent_batches(known: AnyBatch | None) -> int:
     """How many global batches all replicas train on in one step."""
     return 1 if known is None else known.concurrent
 
@@ -198,5 +197,15 @@ def fraction_of(batch: Any, microbatches: Sequence[MicroBatch]) -> float:
     return sum(m.weight for m in microbatches if not callable(m.weight))
 
 
-def _rows(tree: Tree, rows: range) -> Tree:
-    return map_tensors(lambda t: take(t, [rows]) if t.dim() else t, tree)
+def _part_of(batch: Any, known: AnyBatch | None) -> AnyBatch | None:
+    """What is known about this very batch; None where the script made another one of it."""
+    if isinstance(batch, (Batch, DictBatch)):
+        return batch
+    return known if known is not None and known.given is batch else None
+
+
+def _pieces(content: Any, layout: RowLayout) -> list[Tree]:
+    if len(layout.ranges) == 1:
+        return [content]
+    rows = layout.ranges[-1].stop
+    return [take_rows(content, [r], rows) for r in layout.ranges]

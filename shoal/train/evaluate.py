@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from shoal.comm.elastic import ElasticSum
+from shoal.data.batch import AnyBatch
 from shoal.data.redistribute import SampleAssignment
-from shoal.data.sampling import Batch, DatasetBatches
+from shoal.data.rows import move_to
+from shoal.data.sampling import Collate, DatasetBatches
 from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
-from shoal.pytree import map_tensors
+from shoal.replica.loss import BoundLoss
 from shoal.replica.microbatch import preserve_modes
 from shoal.train.step import Step
 
-Metric = Callable[[Any, Any], Any]  # (outputs, targets) to a number or a dict of numbers
+Metric = Callable[..., Any]  # (outputs, targets) to a number or a dict of numbers
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Evaluation:
     step: Step
     elastic_sum: ElasticSum | None = None
     tracer: Tracer = OFF
+    collate: Collate | None = None
 
     @torch.no_grad()
     def means(self, data: Any, batch_size: int) -> dict[str, float]:
@@ -52,7 +55,7 @@ class Evaluation:
         mesh = self.step.mesh
         replica = mesh.dp.rank
         assignment = SampleAssignment(
-            torch.arange(len(data)), tuple(range(mesh.dp.size)), batch_size
+            torch.arange(len(data)), tuple(range(mesh.dp.size)), batch_size, self.collate
         )
         names, sums = self._sum_local(assignment.batches(data, replica))
         if self.elastic_sum is None:
@@ -104,14 +107,16 @@ class Evaluation:
         total = torch.tensor(samples, dtype=torch.float64, device=self._device)
         return names, torch.stack([sums[name] for name in names] + [total])
 
-    def _metrics_of(self, batch: Batch) -> dict[str, Tensor]:
+    def _metrics_of(self, batch: AnyBatch) -> dict[str, Tensor]:
         """The metric of one batch by name, where the outputs are known."""
         engine = self.step.engine
-        inputs, targets = map_tensors(lambda t: t.to(self._device), tuple(batch))
+        content = move_to(batch.content, self._device)
+        inputs, targets = self.step.cutter.forward.arguments(content, batch.rows)
+        metric = BoundLoss(self.metric)
         engine.forward_state.rows_are_real = batch.microbatch_sizes[0] > 0
         with self.tracer.span("forward", "evaluate"):
             outputs = engine.predict(inputs)
-            values = self.metric(outputs, targets) if engine.is_last else {}
+            values = metric(outputs, targets) if engine.is_last else {}
         by_name = values if isinstance(values, dict) else {"": values}
         return {name: self._number(value) for name, value in by_name.items()}
 

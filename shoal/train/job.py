@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from shoal.comm.elastic import ElasticSum
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.data.sampling import Batch, BatchSplit, Collate, mix
+from shoal.data.batch import AnyBatch
+from shoal.data.sampling import BatchSplit, Collate, mix
 from shoal.data.stream import BatchOptions, BatchStream
 from shoal.errors import BadInput
 from shoal.observe.progress import Progress, SilentProgress
 from shoal.observe.throughput import Throughput
 from shoal.observe.trace import LOAD, OFF, Tracer, traced_items
-from shoal.replica.microbatch import Loss, Precision
+from shoal.replica.loss import LossFunction
+from shoal.replica.microbatch import Precision
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
@@ -111,7 +113,7 @@ class Job(LoopMethods):
     def step(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: LossFunction | None = None,
         *,
         optimizer: OptimizerFactory,
         clip_norm: float | None = None,
@@ -126,7 +128,9 @@ class Job(LoopMethods):
     ) -> Step:
         """Make the function that trains `model` on one batch and returns the batch's loss.
 
-        `loss(outputs, targets)` is a mean over samples, or over what `count(batch)` counts.
+        `loss(outputs, targets)` is a mean over samples, or over what `count(batch)` counts. It
+        may return a tuple or dict of numbers: the first, or "loss", is trained, and all of them
+        come back, averaged. Without it the model returns its own loss.
         `optimizer` is called with (name, parameter) pairs. `clip_norm` bounds the norm of the
         whole gradient. `accumulate` computes a batch in that many micro-batches. `lr(step)` is
         the learning rate of a step. `exact` gives the same bits at any number of workers that
@@ -150,10 +154,10 @@ class Job(LoopMethods):
         drop_last: bool = False,
         collate: Collate | None = None,
         loaders: int = 0,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[Any]:
         """This replica's rows of every global batch.
 
-        `data` is a map-style dataset of (input, target) samples, with `batch_size` samples in a
+        `data` is a map-style dataset of samples, with `batch_size` samples in a
         global batch; or any iterable of global batches, such as a DataLoader, without
         `batch_size`. It ends after `epochs`, or when the job has done `steps` steps. `loaders`
         processes fetch samples in the background. After `job.load` it skips the batches that the
@@ -188,7 +192,12 @@ class Job(LoopMethods):
             print(*words, flush=True)
 
     def evaluate(
-        self, metric: Metric, data: Any, batch_size: int | None = None, step: Step | None = None
+        self,
+        metric: Metric,
+        data: Any,
+        batch_size: int | None = None,
+        step: Step | None = None,
+        collate: Collate | None = None,
     ) -> Any:
         """The mean of `metric(outputs, targets)` over all samples of `data`, on every rank.
 
@@ -198,7 +207,7 @@ class Job(LoopMethods):
         """
         services = self._services
         evaluation = Evaluation(
-            metric, step or self._latest_step(), services.elastic_sum, services.tracer
+            metric, step or self._latest_step(), services.elastic_sum, services.tracer, collate
         )
         self._evaluated = evaluation.means(data, batch_size or self._stream.batch_size)
         is_number = list(self._evaluated) == [""]
@@ -363,7 +372,7 @@ class Job(LoopMethods):
             return self._steps[-1].options.split(data.rank, data.size)
         return BatchSplit(data.rank, data.size)
 
-    def _before_batch(self, batch: Batch) -> None:
+    def _before_batch(self, batch: AnyBatch) -> None:
         seed = mix(self.seed, 4, self.mesh.data.rank, self._stream.delivered)
         self.generator.manual_seed(seed)
         for step in self._steps:

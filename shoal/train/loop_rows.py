@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.data.sampling import Batch, BatchSplit, FullDatasetBatch, mix, take
+from shoal.data.batch import AnyBatch, Batch, DictBatch, batch_of
+from shoal.data.rows import move_to, reverse_rows, take, widen
+from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
-from shoal.pytree import map_tensors
 from shoal.replica.microbatch import fork_rng, seed_generators
 from shoal.train.cut_batch import BatchCutter
 from shoal.train.gather_rows import gather_rows
@@ -35,13 +37,13 @@ class LoopRows:
         self.mesh = mesh
         self.seed = seed
         self.device = device
-        self.batch: Batch | None = None
+        self.batch: AnyBatch | None = None
         self._cutters = cutters
         self._number = 0  # of the batch
         self._draws = 0  # calls of `take` in it
         self._group: Group | None = None
 
-    def begin(self, batch: Batch, number: int) -> None:
+    def begin(self, batch: AnyBatch, number: int) -> None:
         self.batch = batch
         self._number = number
         self._draws = 0
@@ -61,12 +63,20 @@ class LoopRows:
         """Whether this replica has no rows of the batch, but one that stands in for them."""
         return self.batch is not None and sum(self.batch.microbatch_sizes) == 0
 
-    def moved(self, batch: Batch) -> Batch:
-        """The batch on the device."""
-        if isinstance(batch, FullDatasetBatch):
+    def moved(self, batch: Any) -> Any:
+        """The batch on the device, in the form that it has."""
+        part = self.batch
+        if isinstance(batch, FullDatasetBatch) or part is None:
             return batch
-        moved = tuple.__new__(type(batch), map_tensors(self._moved_rows, tuple(batch)))
-        vars(moved).update(vars(batch))
+        content = move_to(part.content, self.device)
+        if any(cutter.reverses for cutter in self._cutters()):
+            content = reverse_rows(content, part.rows)
+        if any(cutter.widens for cutter in self._cutters()):
+            content = widen(content)
+        if not isinstance(batch, (Batch, DictBatch)):
+            return content
+        moved = batch_of(content, part.total, part.microbatch_sizes)
+        moved.concurrent = part.concurrent
         return moved
 
     def gather(self, x: Tensor) -> Tensor:
@@ -100,7 +110,7 @@ class LoopRows:
         """Whether replicas take whole batches in turns."""
         return self.batch is not None and self.batch.concurrent > 1
 
-    def _drawn(self, make: Make, batch: Batch) -> Tensor:
+    def _drawn(self, make: Make, batch: AnyBatch) -> Tensor:
         self._draws += 1
         turn = self.mesh.data.rank if self._has_whole_batch else 0
         with fork_rng(self.device):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from shoal.data.sampling import BatchSplit
 from shoal.errors import BadInput
 from shoal.replica.batchnorm import has_batchnorm
-from shoal.replica.microbatch import Loss, Precision
+from shoal.replica.loss import LossFunction
+from shoal.replica.microbatch import Precision
 from shoal.strategy.strategy import Strategy
 from shoal.strategy.terms import Pp, Tp
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
@@ -29,7 +30,7 @@ Count = Callable[[Any], int | float | Tensor]
 class StepFunctions:
     """The functions that a script passes to `job.step`."""
 
-    loss: Loss
+    loss: LossFunction | None
     optimizer: OptimizerFactory
     lr: LearningRate | None = None
     count: Count | None = None

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
-from shoal.data.sampling import Batch, mix
+from shoal.data.batch import AnyBatch
+from shoal.data.sampling import mix
 from shoal.errors import BadInput
 from shoal.replica.microbatch import default_generators, seed_generators
 from shoal.train.build_step import PreparedModel, StepContext, with_faults
@@ -194,11 +195,11 @@ class OwnLoop:
 
     # ------------------------------------------------------------------ steps of the job
 
-    def rows_of(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def rows_of(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of `job.batches`, as a loop of models of `job.setup` gets them."""
         return self._loop_over(batches) if self.parts else batches
 
-    def _loop_over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _loop_over(self, batches: Iterator[Any]) -> Iterator[Any]:
         try:
             for batch in batches:
                 yield self.rows.moved(batch)
@@ -208,7 +209,7 @@ class OwnLoop:
             raise
         self.end_batches()
 
-    def deliver(self, batch: Batch, number: int) -> None:
+    def deliver(self, batch: AnyBatch, number: int) -> None:
         """A new batch comes; `number` of them were delivered, in resumed runs, too."""
         self.rows.begin(batch, number)
         self._tell_real(sum(batch.microbatch_sizes) > 0)

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.data.sampling import Batch, FullDatasetBatch
+from shoal.data.batch import AnyBatch, Batch, DictBatch
+from shoal.data.sampling import FullDatasetBatch
 from shoal.embedding.module import Embedding, apply_embeddings
 from shoal.observe.trace import OFF, STEP, Tracer
 from shoal.replica.batchnorm import update_running_statistics
 from shoal.replica.engine import Engine
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import OnBucket
+from shoal.replica.loss import in_form_of
 from shoal.replica.microbatch import MicroBatch
 from shoal.replica.shard import ReplicaShard
 from shoal.schedules.pipelines.actions import accumulate
@@ -52,15 +54,18 @@ class Step:
     embeddings: list[Embedding]
     tracer: Tracer = OFF
     steps: int = 0
-    latest: Batch | None = None  # what job.batches yielded last
+    latest: AnyBatch | None = None  # what job.batches yielded last
     after: list[AfterStep] = field(default_factory=list)
     is_own_loop: bool = False  # the script computes forward, loss and backward itself
     saves_model: bool = True  # False: another step of the job saves the same model
     _is_checked: bool = False
+    _names: list[str] | None = None  # of what the loss function returns besides the loss
+    _numbers: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, batch: Any) -> Tensor:
+    def __call__(self, batch: Any) -> Any:
+        """The loss; where the loss function returns several numbers, all of them in its form."""
         start_ns = time.monotonic_ns()
-        known = batch if isinstance(batch, Batch) else self.latest
+        known = batch if isinstance(batch, (Batch, DictBatch)) else self.latest
         microbatches = self.cutter.cut(batch, known, self.steps)
         self.sync.batch_fraction = self._replica_fraction(batch, microbatches)
         self.sync.begin()
@@ -71,7 +76,7 @@ class Step:
         self.tracer.add(STEP, start_ns, time.monotonic_ns(), "steps", f"step {self.steps}")
         for callback in self.after:
             callback(self, loss)
-        return loss
+        return in_form_of(self._names, loss, self._numbers)
 
     def _train(self, batch: Any, microbatches: Sequence[MicroBatch]) -> Tensor:
         is_dataset = isinstance(batch, FullDatasetBatch)
@@ -88,7 +93,26 @@ class Step:
         self.sync.finish()
         if self.options.exact:
             update_running_statistics(self.model, self.mesh.dp)
+        self._numbers = self._other_numbers()
         return self.sync.loss(local)
+
+    def _other_numbers(self) -> list[Tensor]:
+        """What the loss function returned besides the loss: means over the global batch.
+
+        Where replicas do not take every step together they are means over its own samples.
+        """
+        if self._names is None:  # the last stage of a pipeline alone calls the loss
+            self._names = self.shard.broadcast(self.engine.numbers.names or [])
+        if not self._names:
+            return []
+        numbers = torch.zeros(len(self._names), dtype=torch.float64, device=self.flat.device)
+        if self.engine.is_last:
+            numbers = self.shard.token_axes.sum(self.engine.numbers.total(self.flat.device))
+        if self.term.lockstep and self.sync.synchronous:
+            self.mesh.dp.all_reduce(numbers).wait()
+        elif self.sync.batch_fraction:
+            numbers = numbers / self.sync.batch_fraction
+        return list(self.shard.broadcast(numbers).float().unbind())
 
     def _replica_fraction(self, batch: Any, microbatches: Sequence[MicroBatch]) -> float:
         fraction = fraction_of(batch, microbatches)

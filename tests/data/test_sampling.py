@@ -16,21 +16,19 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from shoal.comm.executors.solo import solo_group
+from shoal.data.batch import Batch
+from shoal.data.rows import num_rows, take
 from shoal.data.sampling import (
-    Batch,
     BatchSplit,
     DatasetBatches,
     Loading,
-    map_tensors,
     mix,
-    num_rows,
     permutation,
     round_robin,
     split_batch,
-    take,
-    tensors_of,
 )
 from shoal.errors import BadInput
+from shoal.pytree import map_tensors, tensors_of
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.models import samples
@@ -367,15 +365,13 @@ def test_map_tensors_reaches_every_tensor_once() -> None:
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [
-        (torch.ones(4), "has to be a pair (inputs, targets).* but this one is a Tensor"),
-        ((torch.ones(4),), "but this one is a tuple of 1"),
-        ([1, 2, 3], "but this one is a list of 3"),
-        ({"x": torch.ones(4), "y": torch.ones(4)}, "but this one is a dict"),
+        ([1, 2, 3], "no tensor with a dimension for samples"),
+        ({}, "no tensor with a dimension for samples"),
         ((torch.ones(4), torch.ones(3)), "different numbers of samples: [3, 4]"),
         ((1, 2), "no tensor with a dimension for samples"),
         ((torch.tensor(1.0), torch.tensor(2.0)), "no tensor with a dimension for samples"),
     ],
-    ids=["tensor", "one", "three", "dict", "lengths", "numbers", "scalars"],
+    ids=["three", "dict", "lengths", "numbers", "scalars"],
 )
 def test_a_bad_batch_gives_one_sentence(batch: Any, sentence: str) -> None:
     with pytest.raises(BadInput) as caught:
@@ -385,10 +381,20 @@ def test_a_bad_batch_gives_one_sentence(batch: Any, sentence: str) -> None:
     assert "\n" not in message
 
 
-def test_a_dataset_of_bad_samples_gives_the_same_sentence() -> None:
-    for data in (TensorDataset(torch.ones(4)), [torch.ones(2)] * 4):
-        with pytest.raises(BadInput, match="a batch has to be a pair"):
-            list(DatasetBatches(data, torch.arange(4), BatchSplit(), Loading(2)))
+def test_a_batch_keeps_the_form_of_its_samples() -> None:
+    forms = {
+        "(x,)": TensorDataset(torch.ones(4)),
+        "(x, y, w)": [(torch.ones(2), 1, 0.5)] * 4,
+        "dict of dicts": [{"x": {"a": torch.ones(2)}, "labels": 1}] * 4,
+    }
+    found = {}
+    for form, data in forms.items():
+        (batch, _) = DatasetBatches(data, torch.arange(4), BatchSplit(), Loading(2))
+        assert batch.total == 2
+        found[form] = batch.content
+    assert [len(item) for item in found["(x,)"]] == [2]
+    assert [len(item) for item in found["(x, y, w)"]] == [2, 2, 2]
+    assert found["dict of dicts"]["x"]["a"].shape == (2, 2)
 
 
 def test_num_rows_counts_samples() -> None:
@@ -396,7 +402,7 @@ def test_num_rows_counts_samples() -> None:
 
 
 def test_a_batch_is_a_pair() -> None:
-    batch = Batch(torch.ones(2), torch.zeros(2), 4, [1, 1])
+    batch = Batch((torch.ones(2), torch.zeros(2)), 4, [1, 1])
     x, y = batch
     assert len(batch) == 2 and x.sum() == 2 and y.sum() == 0
     assert batch.microbatch_sizes == (1, 1) and batch.total == 4
@@ -423,7 +429,7 @@ def test_round_robin_takes_every_batch_once_and_gives_all_replicas_equally_many(
 
 
 def test_the_old_names_of_a_batch_still_work_and_say_the_new_ones() -> None:
-    batch = Batch(torch.ones(2), torch.zeros(2), 4, [1, 1])
+    batch = Batch((torch.ones(2), torch.zeros(2)), 4, [1, 1])
     with pytest.warns(DeprecationWarning, match=r"Batch\.parts is now Batch\.microbatch_sizes"):
         assert batch.parts == (1, 1)
     with pytest.warns(DeprecationWarning, match=r"Batch\.of is now Batch\.concurrent"):

@@ -231,13 +231,18 @@ def test_augmentation_may_replace_a_batch(world: World) -> None:
         assert losses == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_step_takes_a_pair() -> None:
+def test_a_step_refuses_what_is_no_batch_for_its_model() -> None:
     job = job_of()
     step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
     x, y = samples(4).tensors
     bad: Any
-    for bad in (x, (x,), (x, y, y), {"x": x, "y": y}):
-        with pytest.raises(BadInput, match="pair"):
+    for bad, sentence in [
+        ((), "no tensor with a dimension"),
+        ((x, y[:3]), "different numbers of samples"),
+        ({"x": x, "y": y}, "the forward of .* takes input: give the entries the names"),
+        (object(), "no tensor with a dimension"),
+    ]:
+        with pytest.raises(BadInput, match=sentence):
             step(bad)
 
 

@@ -1,0 +1,209 @@
+"""The samples of a batch, whatever its form: rows of tensors, lists of samples, objects.
+
+a tensor              its first dimension counts samples
+a tuple, list, dict   of such; where a list holds one item per sample, samples are its items
+an object             with len and slices (a TensorDict, a batch of graphs)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import BadInput
+from shoal.pytree import Tree, tensors_of
+
+Pick = Callable[[Any], Any]
+
+
+def num_rows(tree: Tree) -> int:
+    """Samples in a batch: the length of its tensors, or else of its lists, which must agree."""
+    lengths = {len(t) for t in tensors_of(tree) if t.dim() > 0}
+    if len(lengths) == 1:
+        return lengths.pop()
+    fitting = [n for n in sorted(set(_list_lengths(tree))) if _fits(tree, n)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if lengths:
+        raise BadInput(
+            f"the tensors of a batch have different numbers of samples: {sorted(lengths)}; what "
+            "has one size per sample goes into a list of samples"
+        )
+    counts = {_object_rows(leaf) for leaf in _leaves(tree) if _has_rows(leaf)}
+    if len(counts) == 1:
+        return counts.pop()
+    raise BadInput("a batch holds no tensor with a dimension for samples")
+
+
+def take_rows(tree: Tree, ranges: Sequence[range], count: int) -> Tree:
+    """The samples in `ranges` of a batch of `count`; sample 0 stands in for an empty range."""
+    return map_rows(lambda rows: take(rows, ranges), tree, count)
+
+
+def reverse_rows(tree: Tree, count: int) -> Tree:
+    """The same samples in reverse order."""
+    return map_rows(_reversed, tree, count)
+
+
+def map_rows(pick: Pick, tree: Tree, count: int) -> Tree:
+    """The same batch with `pick` applied to whatever holds `count` samples."""
+    has_lists = any(_is_ragged(node, count) for node in _lists(tree))
+    return _map(pick, tree, count, has_lists, is_top=True)
+
+
+def is_list_of_samples(tree: Tree, count: int) -> bool:
+    """Whether a list holds one item per sample, rather than tensors with a row per sample."""
+    return isinstance(tree, (list, tuple)) and _is_ragged(tree, count)
+
+
+def take(rows: Any, ranges: Sequence[range]) -> Any:
+    """The rows in `ranges`, concatenated; row 0 is the placeholder for an empty range."""
+    pieces = [rows[r.start : r.stop] if r else rows[:1] for r in ranges]
+    if isinstance(rows, Tensor):
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if len(pieces) == 1:
+        return _like(rows, pieces[0])
+    if isinstance(rows, (list, tuple)):
+        return [item for piece in pieces for item in piece]
+    raise _unsplittable(rows)
+
+
+def move_to(tree: Tree, device: torch.device) -> Tree:
+    """The same batch on a device; objects that have `.to` are moved by it."""
+    if hasattr(tree, "to") and not isinstance(tree, type):
+        return tree.to(device, non_blocking=True) if isinstance(tree, Tensor) else tree.to(device)
+    if isinstance(tree, Mapping):
+        return {key: move_to(value, device) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(move_to(item, device) for item in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([move_to(item, device) for item in tree])
+    return tree
+
+
+def widen(tree: Tree) -> Tree:
+    """The same batch in double precision; of objects those tensors that are their attributes."""
+    if isinstance(tree, Mapping):
+        return {key: widen(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        items = [widen(item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Tensor):
+        return tree.double() if tree.is_floating_point() else tree
+    if not hasattr(tree, "to") or not hasattr(tree, "__dict__"):
+        return tree
+    wider = copy.copy(tree)
+    vars(wider).update({name: widen(value) for name, value in vars(tree).items()})
+    return wider
+
+
+def _map(pick: Pick, tree: Tree, count: int, has_lists: bool, is_top: bool) -> Tree:
+    if isinstance(tree, Mapping):
+        return {k: _map(pick, v, count, has_lists, False) for k, v in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        if not is_top and (_is_ragged(tree, count) or (has_lists and len(tree) == count)):
+            return pick(list(tree))
+        items = [_map(pick, item, count, has_lists, False) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Tensor):
+        return pick(tree) if tree.dim() and len(tree) == count else _whole(tree, count)
+    if _has_rows(tree):
+        return pick(tree)
+    if hasattr(tree, "to"):
+        raise _unsplittable(tree)
+    return tree
+
+
+def _whole(tensor: Tensor, count: int) -> Tensor:
+    if tensor.dim():
+        raise BadInput(
+            f"a batch of {count} samples holds a tensor with {len(tensor)} rows, which cannot be "
+            "split: what has one size per sample goes into a list of samples"
+        )
+    return tensor
+
+
+def _is_ragged(items: Sequence[Any], count: int) -> bool:
+    """One item per sample: not all tensors in it have a row per sample."""
+    if len(items) != count or len({item.dim() > 0 for item in items if _is_tensor(item)}) > 1:
+        return False
+    tensors = tensors_of(list(items))
+    return not tensors or not all(t.dim() and len(t) == count for t in tensors)
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, Tensor)
+
+
+def _fits(tree: Tree, count: int, is_top: bool = True) -> bool:
+    if isinstance(tree, Tensor):
+        return tree.dim() == 0 or len(tree) == count
+    if isinstance(tree, Mapping):
+        return all(_fits(value, count, False) for value in tree.values())
+    if isinstance(tree, (list, tuple)):
+        is_samples = not is_top and _is_ragged(tree, count)
+        return is_samples or all(_fits(item, count, False) for item in tree)
+    return True
+
+
+def _lists(tree: Tree, is_top: bool = True) -> Iterator[Sequence[Any]]:
+    """The lists and tuples below the outermost one."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _lists(value, False)
+    elif isinstance(tree, (list, tuple)):
+        if not is_top:
+            yield tree
+        for item in tree:
+            yield from _lists(item, False)
+
+
+def _list_lengths(tree: Tree) -> Iterator[int]:
+    return (len(items) for items in _lists(tree))
+
+
+def _leaves(tree: Tree) -> Iterator[Any]:
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _leaves(item)
+    else:
+        yield tree
+
+
+def _has_rows(leaf: Any) -> bool:
+    """Whether an object holds samples that can be counted and sliced."""
+    is_plain = isinstance(leaf, (str, bytes, Tensor))
+    return not is_plain and hasattr(leaf, "__len__") and hasattr(leaf, "__getitem__")
+
+
+def _object_rows(leaf: Any) -> int:
+    return int(leaf.num_graphs) if hasattr(leaf, "num_graphs") else len(leaf)
+
+
+def _like(rows: Any, piece: Any) -> Any:
+    """A slice of an object, as the same kind of object."""
+    if isinstance(piece, type(rows)):
+        return piece
+    if hasattr(type(rows), "from_data_list"):  # torch_geometric: a slice is a list of graphs
+        return type(rows).from_data_list(list(piece))
+    raise _unsplittable(rows)
+
+
+def _reversed(rows: Any) -> Any:
+    if isinstance(rows, Tensor):
+        return rows.flip(0)
+    return rows[::-1] if isinstance(rows, list) else rows
+
+
+def _unsplittable(leaf: Any) -> BadInput:
+    return BadInput(
+        f"a batch holds a {type(leaf).__name__}, which cannot be split into samples: give "
+        "job.batches the dataset, batch_size and collate, which then makes one of each worker's "
+        "samples, and do not use micro-batches (accumulate, pp); or return a list of samples"
+    )

@@ -1,0 +1,155 @@
+"""The loss that a script gives: which arguments it takes, and the numbers that it returns.
+
+    batch                 loss is called with
+    (x, y)                (outputs, y)
+    (x, y, w)             (outputs, y, w)
+    (x,), a dict, …       (outputs) or (outputs, batch), whichever it takes
+    no loss               the model returns its own: a number, `outputs.loss`, `outputs["loss"]`
+
+It returns one number, or a tuple or dict of numbers. The first one, or "loss", is trained; the
+others are averaged like the loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import BadInput
+
+LossFunction = Callable[..., Any]
+NamedNumbers = dict[str, Tensor]
+
+
+class LossArguments(tuple[Any, ...]):
+    """What a loss gets behind the outputs, where that is not one argument called targets."""
+
+    is_optional: bool = False  # a loss that takes the outputs alone does not get it
+
+    @classmethod
+    def optional(cls, value: Any) -> LossArguments:
+        arguments = cls((value,))
+        arguments.is_optional = True
+        return arguments
+
+
+class BoundLoss:
+    """A script's loss, called as `loss(outputs, targets)` by the engine."""
+
+    def __init__(self, function: LossFunction | None):
+        self.function = function
+        self._takes_one = function is not None and _takes_one(function)
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        if self.function is None:
+            return own_loss(outputs)
+        if not isinstance(targets, LossArguments):
+            return self.function(outputs, targets)
+        if targets.is_optional and self._takes_one:
+            return self.function(outputs)
+        return self.function(outputs, *targets)
+
+
+def own_loss(outputs: Any) -> Tensor:
+    """The loss that a model returns with its outputs, as Hugging Face models do."""
+    loss = outputs
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        loss = outputs[0]
+    elif not isinstance(outputs, Tensor):
+        loss = getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    raise BadInput(
+        "job.step has no loss, and the model returns none: it has to return one number, or its "
+        'outputs with a number called loss, as Hugging Face models do if "labels" are in the '
+        "batch; or give job.step(model, loss, …)"
+    )
+
+
+def split_numbers(returned: Any) -> tuple[Any, NamedNumbers]:
+    """What is trained, and the other numbers by name; those of a tuple are called 1, 2, …"""
+    if isinstance(returned, Mapping):
+        if "loss" not in returned:
+            raise BadInput(
+                'a loss function that returns a dict trains its entry "loss", and it returned '
+                f"{', '.join(map(repr, returned)) or 'an empty one'}"
+            )
+        others = {str(k): _number(v, k) for k, v in returned.items() if k != "loss"}
+        return returned["loss"], others
+    if isinstance(returned, (tuple, list)) and returned:
+        return returned[0], {str(i): _number(v, i) for i, v in enumerate(returned) if i}
+    return returned, {}
+
+
+def in_form_of(names: Sequence[str] | None, loss: Tensor, numbers: Sequence[Tensor]) -> Any:
+    """The loss and the other numbers of a step, in the form in which the loss returned them."""
+    if not names:
+        return loss
+    if all(name.isdecimal() for name in names):
+        return (loss, *numbers)
+    return {"loss": loss, **dict(zip(names, numbers, strict=True))}
+
+
+class StepNumbers:
+    """The other numbers of the micro-batches of a step, weighted like their losses."""
+
+    def __init__(self) -> None:
+        self.names: list[str] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        self._of: dict[int, NamedNumbers] = {}
+        self._sum: Tensor | None = None
+
+    def note(self, microbatch: int, numbers: NamedNumbers) -> None:
+        names = list(numbers)
+        if self.names is None:
+            self.names = names
+        if names != self.names:
+            raise BadInput(
+                "the loss function has to return the same numbers in every step: it returned "
+                f"{', '.join(self.names) or 'none'} besides the loss, and then "
+                f"{', '.join(names) or 'none'}"
+            )
+        self._of[microbatch] = numbers
+
+    def weigh(self, microbatch: int, weight: float | Tensor) -> None:
+        """Add those of a micro-batch; without weight they may be no numbers at all."""
+        numbers = self._of.pop(microbatch, {})
+        if numbers and float(weight):
+            weighted = torch.stack([value.double() for value in numbers.values()]) * weight
+            self._sum = weighted if self._sum is None else self._sum + weighted
+
+    def total(self, device: torch.device) -> Tensor:
+        """The weighted sums, in the order of the names."""
+        zeros = torch.zeros(len(self.names or ()), dtype=torch.float64, device=device)
+        return zeros if self._sum is None else self._sum
+
+
+def _number(value: Any, name: Any) -> Tensor:
+    number = value.detach() if isinstance(value, Tensor) else value
+    if isinstance(number, (Tensor, int, float)) and torch.as_tensor(number).dim() == 0:
+        return torch.as_tensor(number)
+    raise BadInput(
+        f"the loss function returned {type(value).__name__} for {name!r}: what it returns besides "
+        "the loss are numbers, means over the samples"
+    )
+
+
+def _takes_one(function: LossFunction) -> bool:
+    """Whether the outputs are all that it takes."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) < 2
