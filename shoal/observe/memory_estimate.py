@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.data.batch import AnyBatch, batch_of
 from shoal.data.rows import num_rows, take_rows
 from shoal.observe.capture import StopTraining
 from shoal.observe.model_sizes import activation_bytes, parameters_without_memory, sizes_of
@@ -197,7 +196,7 @@ class EstimateJob(Job):
         self,
         model: nn.Module,
         loss: Loss,
-        micro: AnyBatch,
+        micro: Tree,
         options: StepOptions,
         stages: Stages | None,
     ) -> list[int] | None:
@@ -218,11 +217,11 @@ class EstimateJob(Job):
         (folder / "estimate.json").write_text(json.dumps(document))
 
 
-def _first_rows(batch: Tree, parts: int) -> AnyBatch:
+def _first_rows(batch: Tree, parts: int) -> Tree:
     """The largest of so many micro-batches of a batch."""
     total = num_rows(batch)
     rows = max(1, math.ceil(total / parts))
-    return batch_of(take_rows(batch, [range(rows)], total), rows, [rows])
+    return take_rows(batch, [range(rows)], total)
 
 
 def estimate_memory(

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
-from shoal.data.batch import AnyBatch
+from shoal.data.rows import num_rows
 from shoal.pytree import Tree, map_tensors
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.wrapping import wrap_modules
@@ -81,7 +81,7 @@ def _held(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> int:
 
 
 def activation_bytes(
-    model: nn.Module, loss: Loss, micro: AnyBatch, precision: str, stages: Stages | None = None
+    model: nn.Module, loss: Loss, micro: Any, precision: str, stages: Stages | None = None
 ) -> list[int]:
     """What autograd saves of a micro-batch in each virtual stage; parameters do not count."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -92,8 +92,8 @@ def activation_bytes(
         torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None),
     ):
         fake = {name: _fake(t).requires_grad_(t.requires_grad) for name, t in tensors}
-        content = map_tensors(_fake, micro.content)
-        inputs, targets = ForwardSignature(model).arguments(content, micro.rows)
+        content = map_tensors(_fake, micro)
+        inputs, targets = ForwardSignature(model).arguments(content, num_rows(content))
         with _reparametrize_module(model, fake, tie_weights=True):
             forwards = _forwards(model, stages, inputs)
             return list(_saved_by(forwards, inputs, lambda y: loss(y, targets), fake.values()))

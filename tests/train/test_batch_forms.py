@@ -108,7 +108,12 @@ def graphs(items: list[Any]) -> Graphs:
 
 PAIRS = [samples(22)[i] for i in range(22)]
 FORMS: dict[str, tuple[Callable[[], nn.Module], Any, Any, dict[str, Any]]] = {
-    "(x, y, weight)": (mlp, weighted, [(x, y, torch.tensor(0.1 * i)) for i, (x, y) in enumerate(PAIRS)], {}),
+    "(x, y, weight)": (
+        mlp,
+        weighted,
+        [(x, y, torch.tensor(0.1 * i)) for i, (x, y) in enumerate(PAIRS)],
+        {},
+    ),
     "(x,)": (mlp, small, [(x,) for x, _ in PAIRS], {}),
     "x": (mlp, small, [x for x, _ in PAIRS], {}),
     "dict with labels": (Labeled, None, [{"features": x, "labels": y} for x, y in PAIRS], {}),
