@@ -82,7 +82,7 @@ def split_numbers(returned: Any) -> tuple[Any, NamedNumbers]:
             )
         others = {str(k): _number(v, k) for k, v in returned.items() if k != "loss"}
         return returned["loss"], others
-    if isinstance(returned, (tuple, list)) and returned:
+    if isinstance(returned, tuple) and returned:
         return returned[0], {str(i): _number(v, i) for i, v in enumerate(returned) if i}
     return returned, {}
 
