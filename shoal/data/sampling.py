@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from shoal.data.batch import AnyBatch, Batch, batch_of
 from shoal.data.rows import num_rows, take, take_rows
+from shoal.data.sample_seeds import mix as mix
+from shoal.data.sample_seeds import seeded
 from shoal.errors import BadInput
 
 Given = TypeVar("Given")
@@ -63,6 +65,7 @@ class Loading:
     collate: Collate | None = None
     loaders: int = 0  # processes that fetch samples in the background
     loader_seed: int = 0
+    sample_seed: int = 0  # what a dataset draws for a sample follows from it and from the sample
 
 
 class FullDatasetBatch(Batch):
@@ -114,17 +117,6 @@ def permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(num_samples, generator=generator)
 
 
-def mix(*numbers: int) -> int:
-    """One well-distributed seed from several small numbers (splitmix64)."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1
-
-
 class DatasetBatches:
     """One epoch over a map-style dataset, from batch number `start`.
 
@@ -140,7 +132,7 @@ class DatasetBatches:
         start: int = 0,
         in_turns: bool = False,
     ):
-        self.dataset = dataset
+        self.dataset = seeded(dataset, loading.sample_seed)
         self.loading = loading
         self.replicas = split.replicas
         batches = _minibatches(order, loading)[start:]

@@ -42,9 +42,11 @@ class BatchOptions:
     collate: Collate | None = None
     loaders: int = 0
 
-    def loading(self, seed: int) -> Loading:
+    def loading(self, loader_seed: int, sample_seed: int) -> Loading:
         assert self.batch_size is not None
-        return Loading(self.batch_size, self.drop_last, self.collate, self.loaders, seed)
+        return Loading(
+            self.batch_size, self.drop_last, self.collate, self.loaders, loader_seed, sample_seed
+        )
 
 
 class BatchStream:
@@ -61,7 +63,6 @@ class BatchStream:
         seed: int,
         steps_done: Callable[[], int],
         on_batch: Callable[[AnyBatch], None],
-        say: Callable[[str], None],
     ):
         self.group = group
         self.device = device
@@ -70,10 +71,11 @@ class BatchStream:
         self.replicas = group.size
         self.steps_done = steps_done
         self.on_batch = on_batch
-        self.say = say
         self.epochs = 0
         self.delivered = 0
         self.skip = 0
+        self.is_resumed_later = False  # a loop over batches was done before a checkpoint
+        self._has_delivered = False
         self.total_steps: int | None = None
         self.batch_size = DEFAULT_BATCH_SIZE
         self.max_steps: int | None = None  # of the whole job, whatever the script asks for
@@ -144,8 +146,13 @@ class BatchStream:
         if per_epoch is not None:
             available = self.steps_done() + max(0, per_epoch * epochs - self.skip)
             self.total_steps = available if last_step is None else min(last_step, available)
-        if self.skip and self.total_steps == self.steps_done():
-            self.say(f"nothing is left to train: all {self.total_steps} steps were done before")
+        if self.skip and per_epoch is not None and self.skip >= per_epoch * epochs:
+            self.is_resumed_later = True
+
+    @property
+    def has_nothing_left(self) -> bool:
+        """Whether all batches that the script asked for were trained on before a checkpoint."""
+        return self.is_resumed_later and not self._has_delivered
 
     def _deliver(self, batches: Iterable[AnyBatch], last_step: int | None) -> Iterator[Any]:
         """Yield batches; none is fetched that would not be trained on."""
@@ -154,6 +161,7 @@ class BatchStream:
             batch = next(source, None)
             if batch is None:
                 return
+            self._has_delivered = True
             self.delivered += batch.concurrent
             self.on_batch(batch)
             yield batch if batch.given is None else batch.given
@@ -167,7 +175,7 @@ class BatchStream:
             return []
         count = len(data)
         order = permutation(count, self.seed, epoch) if options.shuffle else torch.arange(count)
-        loading = options.loading(mix(self.seed, 6, epoch, self.replica))
+        loading = options.loading(mix(self.seed, 6, epoch, self.replica), mix(self.seed, 7, epoch))
         batches = DatasetBatches(data, order, split, loading, start, self._is_in_turns)
         return [FullDatasetBatch.over(batches)] if self._is_full_dataset else batches
 

@@ -100,7 +100,7 @@ class Job(LoopMethods):
         self._logged: dict[str, float | Tensor] = {}
         self._evaluated: dict[str, float] = {}
         self._stream = BatchStream(
-            self.mesh.data, device, seed, self._steps_done, self._before_batch, self._say_once
+            self.mesh.data, device, seed, self._steps_done, self._before_batch
         )
         self._stream.must_stop = self._must_stop
         self._saved: tuple[Path, dict[str, Any]] | None = None  # where the script saved last
@@ -258,6 +258,8 @@ class Job(LoopMethods):
     def close(self) -> None:
         """End the job: print the summary, stop threads, close connections."""
         self._loop.end_batches()
+        if self._stream.has_nothing_left:
+            self._say_once(f"nothing is left to train: all {self.steps} steps were done before")
         for step in self._steps:
             step.sync.close()
             for sentence in step.sync.summary():
