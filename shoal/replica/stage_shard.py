@@ -195,7 +195,7 @@ class StageShard(ReplicaShard):
 
     def _check_same_cuts(self, device: torch.device) -> None:
         """All stages must have split the same model at the same points."""
-        text = repr((self.stages.cuts, sorted(self.stages.holders.items())))
+        text = repr((self.stages.replays, self.stages.cuts, sorted(self.stages.holders.items())))
         if not all_equal(self.group, text.encode(), device):
             raise BadInput(
                 f"rank {self.group.rank} and another stage have built different models: every "

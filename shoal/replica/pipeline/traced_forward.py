@@ -16,6 +16,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from shoal.replica.fx_tracing import ThreadTracer, tracing
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+_ATTEMPTS = 3
 _RANDOM = {
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
     *("bernoulli", "multinomial", "normal", "poisson"),
@@ -205,14 +207,28 @@ def _trace(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Gra
         missing = [name for name, value in fixed.items() if value is inspect.Parameter.empty]
         raise BadInput(f"the model takes {', '.join(missing)}, which the batch does not have")
     try:
-        with tracing, _NothingRandom():
-            return _Tracer(opened).trace(model, fixed or None)
+        return _traced_without_draws(model, opened, fixed or None)
     except Exception as error:
         raise Untraceable(
             f"the forward of {type(model).__name__} cannot be split into stages, since it "
             f"depends on its input ({_first_line(error)}): put that code into a module of its own, "
             "or make the model an nn.Sequential, or one with an nn.ModuleList of like blocks"
         ) from error
+
+
+class _DrewNumbers(Exception):
+    def __init__(self) -> None:
+        super().__init__("it draws random numbers outside of its modules")
+
+
+def _traced_without_draws(
+    model: nn.Module, opened: set[str], fixed: dict[str, Any] | None
+) -> fx.Graph:
+    for _ in range(_ATTEMPTS - 1):  # another thread may have drawn Python's numbers meanwhile
+        with suppress(_DrewNumbers), tracing, _NothingRandom():
+            return _Tracer(opened).trace(model, fixed)
+    with tracing, _NothingRandom():
+        return _Tracer(opened).trace(model, fixed)
 
 
 class _NothingRandom(TorchFunctionMode):
@@ -226,13 +242,13 @@ class _NothingRandom(TorchFunctionMode):
     def __exit__(self, kind: Any, *rest: Any) -> None:
         super().__exit__(kind, *rest)  # type: ignore[no-untyped-call]
         if kind is None and (random.getstate(), _numpy_state()) != (self._state, self._numpy):
-            raise RuntimeError("it draws random numbers outside of its modules")
+            raise _DrewNumbers
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if getattr(func, "__name__", "") in _RANDOM and not _has_proxy((args, kwargs)):
-            raise RuntimeError("it draws random numbers outside of its modules")
+            raise _DrewNumbers
         return func(*args, **(kwargs or {}))
 
 
