@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.train.loop_part import LoopPart
+from shoal.train.served_settings import ServedSettings
 
 _PARAMS = ("params", "param_names")
 Closure = Callable[[], Any]
@@ -90,7 +91,12 @@ class LoopOptimizer:
         self._step = optimizer.step
         self._zero_grad = optimizer.zero_grad
         self._check_lbfgs()
+        self._check_scaling()
         self._replace_methods()
+        for part in parts:
+            if not part.sync.updates_here:
+                update = part.step.update
+                update.lr = ServedSettings(update.optimizer).learning_rate
 
     @property
     def is_alone(self) -> bool:
@@ -110,8 +116,23 @@ class LoopOptimizer:
         for group, of_part in self._pairs():
             of_part.update(_settings(group))
 
+    def _check_scaling(self) -> None:
+        """Have GradScaler call `step` in any case, so that its use is seen where it goes wrong."""
+        self._refuses_scaler = any(
+            part.step.mesh.world.size > 1 and not (part.sync.collects and part.whole_gradients)
+            for part in self.parts
+        )
+        if self._refuses_scaler:
+            vars(self.optimizer)["_step_supports_amp_scaling"] = True
+
     def _update(self, closure: Closure | None) -> Any:
+        if self._refuses_scaler and hasattr(self.optimizer, "found_inf"):
+            raise BadInput(
+                f"under {self.parts[0].step.term} each worker has other gradients, so GradScaler "
+                "would skip a step on some of them only: take ddp, or bfloat16 without a scaler"
+            )
         if not self.parts[0].sync.updates_here:
+            self.give_settings()
             result = _call(closure)
             for part in self.parts:
                 part.update_on_servers()

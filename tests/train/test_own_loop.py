@@ -39,17 +39,22 @@ Script = Callable[[Job, nn.Module], Any]
 
 def run(group: Group, strategy: str, model: nn.Module, script: Script) -> tuple[Any, Result]:
     job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
-    result = script(job, model)
+    try:
+        result = script(job, model)
+        return result, whole_weights(job)
+    finally:
+        job.close()
+
+
+def whole_weights(job: Job) -> Result:
     with ExitStack() as stack:
         for step in job._steps:
             stack.enter_context(step.sync.full_weights())
-        weights = {
+        return {
             f"{i}.{name}": t.detach().clone()
             for i, step in enumerate(job._steps)
             for name, t in step.shard.gather_full(dict(step.model.state_dict())).items()
         }
-    job.close()
-    return result, weights
 
 
 def assert_equal_to_single(
@@ -328,3 +333,46 @@ def counting(job: Job, model: nn.Module) -> list[float]:
 
 def test_a_loss_is_weighted_by_what_it_counts(world: World) -> None:
     assert_equal_to_single(world, 3, "ddp", counting)
+
+
+def test_servers_follow_a_scheduler_or_refuse(world: World) -> None:
+    """One worker under a relaxed rule does what it does alone."""
+    relaxed = 'ps(placement="rank0", mode="async")'
+    script = partial(plain, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    assert_equal_to_single(world, 1, relaxed, script)
+    with pytest.raises(BadInput, match="other settings"):
+        world(1, lambda g: run(g, relaxed, mlp(), accumulating_on_servers))
+
+
+def accumulating_on_servers(job: Job, model: nn.Module) -> None:
+    model, optimizer = job.setup(model, SGD)
+    scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=20)  # changes momentum, too
+    for x, y in job.batches(samples(47), 10):
+        job.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        scheduler.step()
+
+
+def scaled(job: Job, model: nn.Module) -> list[float]:
+    """Autocast and GradScaler, as for fp16; in the second step the loss overflows."""
+    model, optimizer = job.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    losses = []
+    for i, (x, y) in enumerate(job.batches(samples(40), 10)):
+        with torch.autocast("cpu", enabled=False):
+            loss = F.cross_entropy(model(x), y)
+        job.backward(scaler.scale(loss) * (float("inf") if i == 1 and job.rank == 0 else 1.0))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(scaler.get_scale())
+    return losses
+
+
+def test_gradient_scaling_under_ddp_and_its_refusal_under_zero(world: World) -> None:
+    assert_equal_to_single(world, 2, "ddp", scaled)
+    models = [mlp(), mlp()]
+    with pytest.raises(BadInput, match="GradScaler"):
+        world(2, lambda g: run(g, "zero(2)", models[g.rank], scaled))
