@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from shoal.comm.counting import Counting
+from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.errors import NotBuilt
 from shoal.pytree import Tree
+from shoal.replica.context.rules import sequence_context
 from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
 from shoal.replica.expert.mixtures import in_listed_expert, mixtures_for
 from shoal.replica.expert.split import ExpertSplit
@@ -28,6 +32,7 @@ def build_shard(
     device: torch.device,
     deferred: DeferredInit,
     example: Tree = None,
+    say: Callable[[str], None] = lambda sentence: None,
 ) -> ReplicaShard:
     """This worker's shard of the model, which all have built; `example` are inputs of a batch.
 
@@ -57,10 +62,19 @@ def build_shard(
         shard.split_tensors(TensorSplit(model, roles, mesh.tp, device, filled, tp.sequence))
     elif mesh.ep.size * mesh.cp.size > 1:
         deque(filled, maxlen=0)  # all workers hold the values of rank 0
+    if mesh.cp.size > 1:
+        counter = Counting(mesh.cp.duplicate().executor)
+        shard.context = sequence_context(Group(counter), say)
     shard.token_axes = TokenAxes(expert_axis, TokenAxis(mesh.cp))
     return shard
 
 
 def _check_built(strategy: Strategy) -> None:
-    if strategy.cp is not None and strategy.cp.size > 1:
-        raise NotBuilt(f"{strategy.cp} is not built yet")
+    cp = strategy.cp
+    if cp is None or cp.size == 1:
+        return
+    for term in (strategy.tp, strategy.pp, strategy.ep):
+        if term is not None and term.size > 1:
+            raise NotBuilt(
+                f"{term} + {cp} is not built yet: take one of them, beside ddp, zero or ps"
+            )

@@ -285,11 +285,13 @@ def engine_of_model(
     flat: FlatParams,
     actions: Sequence[Action],
     options: EngineOptions,
+    stage: Stage | None = None,
 ) -> Engine:
-    """The engine of a replica that is not pipelined."""
+    """The engine of a replica that is not pipelined; `stage` computes if it is not the model."""
     every = options.every_microbatch
     accumulation = NoAccumulation(flat) if every else StepAccumulation(flat)
-    return Engine(WholeModel(model, flat.device), loss, flat, actions, accumulation, options)
+    whole = stage or WholeModel(model, flat.device)
+    return Engine(whole, loss, flat, actions, accumulation, options)
 
 
 def _key(action: Action) -> Key:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.pytree import Tree
+from shoal.replica.context.sequence_shard import SequenceContext
+from shoal.replica.context.stage import ContextStage
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.expert.split import ExpertSplit
 from shoal.replica.flat_params import FlatParams
@@ -26,6 +28,7 @@ class ReplicaShard:
 
     tensor: TensorSplit | None = None
     experts: ExpertSplit | None = None
+    context: SequenceContext | None = None  # where workers have other positions of sequences
     token_axes: TokenAxes = TokenAxes()  # where workers have other tokens
 
     def __init__(self, model: nn.Module):
@@ -41,7 +44,10 @@ class ReplicaShard:
         self, loss: Loss, flat: FlatParams, microbatches: int, options: EngineOptions
     ) -> Engine:
         actions = accumulate(1, 0, microbatches)
-        return engine_of_model(self.model, loss, flat, actions, options)
+        stage = None
+        if self.context is not None:
+            stage = ContextStage(self.model, flat.device, self.context)
+        return engine_of_model(self.model, loss, flat, actions, options, stage)
 
     def split_tensors(self, tensor: TensorSplit) -> None:
         self.tensor = tensor

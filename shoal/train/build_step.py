@@ -137,11 +137,10 @@ def prepare_model(
     if mesh.pp.size > 1:
         refuse_router_losses(model)
     elif term.lockstep and has_router_losses(model):
-        groups = [mesh.data.duplicate(), mesh.cp.duplicate()]
-        share_router_losses(model, groups, forward_state)
+        share_router_losses(model, [mesh.data.duplicate()], forward_state)
 
     # this worker's shard of the replica
-    shard = build_shard(model, context.strategy, mesh, device, deferred, example)
+    shard = build_shard(model, context.strategy, mesh, device, deferred, example, context.say)
     if shard.experts is not None:
         context.say(shard.experts.summary)
     return PreparedModel(

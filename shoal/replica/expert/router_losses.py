@@ -24,6 +24,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import map_tensors
 from shoal.replica.batchnorm import ForwardState
+from shoal.replica.context.sequence_shard import full_tensors
 from shoal.replica.tensor.mappings import gather_sequence
 from shoal.replica.tensor.shard_spec import ShardSpec
 
@@ -51,7 +52,7 @@ def share_router_losses(model: nn.Module, groups: Sequence[Group], state: Forwar
         mask = arguments.get(_MASK)
         if isinstance(mask, Tensor):  # its rows become tokens, as those of router logits are
             arguments[_MASK] = mask.reshape(-1, 1)
-        gathered: Arguments = map_tensors(gather, arguments)
+        gathered: Arguments = map_tensors(gather, full_tensors(arguments))
         return gathered
 
     if any(group.size > 1 for group in groups):

@@ -1,0 +1,1 @@
+"""Context parallelism: every worker of a replica has some positions of each sequence."""

@@ -1,0 +1,241 @@
+"""Ring attention: walks the schedule of `schedules/ring_attention.py`.
+
+While a block of keys and values is on its way to the next rank, this rank computes with it. The
+results of all blocks are merged by their log-sum-exp. In backward the gradients of keys and values
+follow them round the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.group import Group
+from shoal.replica.context import block_attention as attention
+from shoal.replica.context.block_attention import AttentionBlock
+from shoal.replica.context.spec import SequenceSpec
+from shoal.schedules.ring_attention import Hop, RingAttention
+from shoal.transport.transport import Work
+
+_KEYS_TAG = 0
+_GRADIENTS_TAG = 1
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """One attention over a sequence. `mask` has this rank's queries and all keys, or is None."""
+
+    group: Group
+    spec: SequenceSpec
+    causal: bool
+    scale: float
+    mask: Tensor | None = None
+    dropout: float = 0.0
+    seed: int = 0
+
+    @property
+    def schedule(self) -> RingAttention:
+        return RingAttention(self.group.size, self.causal)
+
+    def lengths(self, rank: int) -> list[int]:
+        return [len(r) for r in self.spec.ranges(rank)]
+
+    def blocks(self, q: Tensor, k: Tensor, v: Tensor, owner: int) -> Iterator[tuple[Any, ...]]:
+        """What this rank computes with the keys of a rank: rows, columns, and the block."""
+        for rows, columns, diagonal in self._pieces(owner):
+            keys = k[..., columns, :]
+            mask = self._mask_of(owner, rows, columns)
+            keep = self._keep(q[..., rows, :], keys, owner, rows, columns)
+            block = AttentionBlock(
+                q[..., rows, :], keys, v[..., columns, :], self.scale, mask, diagonal, keep
+            )
+            yield rows, columns, block
+
+    def _pieces(self, owner: int) -> Iterator[tuple[slice, slice, bool]]:
+        """Ranges of this rank's queries and the owner's keys that meet, and which are masked."""
+        rank = self.group.rank
+        if not self.causal:
+            yield slice(0, self.spec.count(rank)), slice(0, self.spec.count(owner)), False
+            return
+        queries = _slices(self.schedule.chunks(rank), self.lengths(rank))
+        keys = _slices(self.schedule.chunks(owner), self.lengths(owner))
+        for pair in self.schedule.pairs(rank, owner):
+            rows = queries[pair.query]
+            columns = keys[pair.key]
+            if rows.stop > rows.start and columns.stop > columns.start:
+                yield rows, columns, pair.diagonal
+
+    def _mask_of(self, owner: int, rows: slice, columns: slice) -> Tensor | None:
+        if self.mask is None or self.mask.shape[-1] == 1:
+            return self.mask
+        of_owner = self.spec.at(self.mask.dim() - 1).take_local(self.mask, owner)[..., columns]
+        return of_owner if of_owner.shape[-2] == 1 else of_owner[..., rows, :]
+
+    def _keep(self, q: Tensor, k: Tensor, owner: int, rows: slice, columns: slice) -> Tensor | None:
+        """What dropout keeps, the same in forward and backward."""
+        if self.dropout == 0.0:
+            return None
+        place = (self.group.rank * self.group.size + owner) * 4 + (rows.start > 0) * 2
+        generator = torch.Generator(q.device)
+        generator.manual_seed((self.seed + place + (columns.start > 0)) % (1 << 62))
+        shape = (*q.shape[:-1], k.shape[-2])
+        kept = torch.rand(shape, generator=generator, device=q.device) >= self.dropout
+        return kept / (1.0 - self.dropout)
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+    """Of this rank's queries over the keys of all ranks; all of them call it."""
+    out: Tensor = _RingAttention.apply(q, k, v, plan)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        out: Tensor | None = None
+        lse: Tensor | None = None
+        for owner, keys, values in _round_the_ring(k, v, plan):
+            out, lse = _attend(q, keys, values, owner, plan, out, lse)
+        assert out is not None and lse is not None
+        result = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.plan = plan
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        plan = ctx.plan
+        grad = grads[0].to(lse.dtype)
+        delta = (grad * out.to(lse.dtype)).sum(-1)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        travelling = _Gradients(k, v, plan)
+        for owner, keys, values in _round_the_ring(k, v, plan):
+            dk, dv = travelling.zeros(owner)
+            for rows, columns, block in plan.blocks(q, keys, values, owner):
+                of_block = attention.backward(
+                    block, grad[..., rows, :], lse[..., rows], delta[..., rows]
+                )
+                dq[..., rows, :] += of_block[0]
+                dk[..., columns, :] += of_block[1]
+                dv[..., columns, :] += of_block[2]
+            travelling.add(owner, dk, dv)
+        dk, dv = travelling.finish()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    owner: int,
+    plan: AttentionPlan,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Merge what this rank's queries find among the keys of a rank."""
+    if out is None or lse is None:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
+    for rows, _, block in plan.blocks(q, k, v, owner):
+        more, more_lse = attention.forward(block)
+        merged, total = attention.merge(out[..., rows, :], lse[..., rows], more, more_lse)
+        out[..., rows, :] = merged
+        lse[..., rows] = total
+    return out, lse
+
+
+def _round_the_ring(
+    k: Tensor, v: Tensor, plan: AttentionPlan
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The keys and values of every rank, own ones first, each while it is sent on."""
+    group = plan.group
+    message = torch.cat([k.reshape(-1), v.reshape(-1)])
+    owner = group.rank
+    keys, values = k, v
+    for hop in plan.schedule.hops(group.rank, plan.schedule.keys_and_values):
+        shapes = _shapes(k, v, plan, hop.received)
+        incoming = message.new_empty(sum(shape.numel() for shape in shapes))
+        works = _exchange(group, hop, message, incoming, _KEYS_TAG)
+        yield owner, keys, values
+        for work in works:
+            work.wait()
+        message = incoming
+        owner = hop.received
+        keys, values = _unpack(message, shapes)
+    yield owner, keys, values
+
+
+class _Gradients:
+    """dK and dV of blocks that go round the ring; each rank adds what it has computed."""
+
+    def __init__(self, k: Tensor, v: Tensor, plan: AttentionPlan):
+        self._like = (k, v)
+        self._plan = plan
+        self._dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+        schedule = plan.schedule
+        self._hops = schedule.hops(plan.group.rank, schedule.gradients)
+        self._own: tuple[Tensor, Tensor] | None = None
+        self._works: list[Work] = []
+        self._incoming: Tensor | None = None
+        self._round = 0
+
+    def zeros(self, owner: int) -> list[Tensor]:
+        k = self._like[0]
+        shapes = _shapes(*self._like, self._plan, owner)
+        return [k.new_zeros(shape, dtype=self._dtype) for shape in shapes]
+
+    def add(self, owner: int, dk: Tensor, dv: Tensor) -> None:
+        """Own ones stay here; others are added to what has come, and go on."""
+        if owner == self._plan.group.rank:
+            self._own = dk, dv
+            return
+        hop = self._hops[self._round]
+        assert hop.sent == owner
+        message = torch.cat([dk.reshape(-1), dv.reshape(-1)])
+        if self._incoming is not None:
+            self._wait()
+            message += self._incoming
+        shapes = _shapes(*self._like, self._plan, hop.received)
+        self._incoming = message.new_empty(sum(shape.numel() for shape in shapes))
+        self._works = _exchange(self._plan.group, hop, message, self._incoming, _GRADIENTS_TAG)
+        self._round += 1
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The gradients of this rank's own keys and values, from all ranks."""
+        assert self._own is not None
+        dk, dv = self._own
+        if self._incoming is None:
+            return dk, dv
+        self._wait()
+        more = _unpack(self._incoming, _shapes(*self._like, self._plan, self._plan.group.rank))
+        return dk + more[0], dv + more[1]
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _exchange(group: Group, hop: Hop, message: Tensor, incoming: Tensor, tag: int) -> list[Work]:
+    sent = group.send(message, hop.to, tag)
+    return [sent, group.recv(incoming, hop.source, tag)]
+
+
+def _shapes(k: Tensor, v: Tensor, plan: AttentionPlan, owner: int) -> list[torch.Size]:
+    count = plan.spec.count(owner)
+    return [torch.Size((*t.shape[:-2], count, t.shape[-1])) for t in (k, v)]
+
+
+def _unpack(message: Tensor, shapes: list[torch.Size]) -> tuple[Tensor, Tensor]:
+    k, v = torch.split(message, [shape.numel() for shape in shapes])
+    return k.view(shapes[0]), v.view(shapes[1])
+
+
+def _slices(chunks: tuple[int, int], lengths: list[int]) -> dict[int, slice]:
+    first, last = lengths
+    return {chunks[0]: slice(0, first), chunks[1]: slice(first, first + last)}

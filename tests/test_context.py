@@ -1,0 +1,76 @@
+"""Context parallelism: sequences split over workers train as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from shoal.comm.group import Group
+from shoal.errors import BadInput, NotBuilt
+from shoal.examples.gpt import GPT, Size, next_token_loss
+from tests.conftest import World
+from tests.splitting import ADAMW, assert_equal, job_of, mlp, texts
+
+CONTEXT = 24
+OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(Size(2, 8, 2, CONTEXT, 1e-2))
+
+
+@pytest.mark.parametrize("strategy", ["cp(2)", "cp(3)", "ddp + cp(2)"])
+def test_a_gpt_is_that_of_one_device(world: World, strategy: str) -> None:
+    workers = {"cp(2)": 2, "cp(3)": 3, "ddp + cp(2)": 4}[strategy]
+    assert_equal(world, workers, strategy, gpt, texts(10, CONTEXT), 4, **OPTIONS)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero(1) + cp(2)", "zero(2) + cp(2)", "zero(3) + cp(2)", 'ps(placement="workers") + cp(2)'],
+)
+def test_replicas_that_share_sequences_agree_in_every_way(world: World, strategy: str) -> None:
+    assert_equal(world, 4, strategy, gpt, texts(10, CONTEXT), 4, **OPTIONS)
+
+
+def test_a_length_that_does_not_divide_works(world: World) -> None:
+    assert_equal(world, 2, "cp(2)", gpt, texts(4, 7), 4, accumulate=2, **OPTIONS)
+
+
+def test_evaluation_sees_all_positions(world: World) -> None:
+    def body(group: Group) -> float:
+        with job_of(group, "cp(2)", models[group.rank], **OPTIONS) as (job, _):
+            value: float = job.evaluate(next_token_loss, texts(5, CONTEXT), 2)
+            return value
+
+    models = [gpt() for _ in range(2)]
+    logits = gpt()(texts(5, CONTEXT).tensors[0])
+    expected = next_token_loss(logits, texts(5, CONTEXT).tensors[1]).item()
+    assert world(2, body) == pytest.approx([expected] * 2)
+
+
+def test_inputs_without_a_sequence_are_refused(world: World) -> None:
+    data = TensorDataset(torch.randn(8, 6), torch.zeros(8, dtype=torch.long))
+
+    def body(group: Group) -> None:
+        with job_of(group, "cp(2)", models[group.rank]) as (job, step):
+            batch = next(iter(job.batches(data, 4)))
+            with pytest.raises(BadInput, match=r"cp\(2\) splits sequences"):
+                step(batch)
+
+    models = [mlp() for _ in range(2)]
+    world(2, body)
+
+
+def test_a_pipeline_beside_it_is_refused(world: World) -> None:
+    def body(group: Group) -> None:
+        with pytest.raises(NotBuilt, match=r"pp\(2\) \+ cp\(2\) is not built"):
+            job_of(group, "pp(2) + cp(2)", gpt(), **OPTIONS).__enter__()
+
+    world(4, body)
