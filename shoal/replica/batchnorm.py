@@ -4,6 +4,9 @@
 Each rank sends its mean, variance and count per channel (2C + 1 numbers, one all-gather in
 forward), and the ranks combine them in the same order; backward adds up two sums per channel
 (2C numbers, one all-reduce). A rank whose rows of the batch are empty joins with count 0.
+
+Second derivatives (`torch.autograd.grad(…, create_graph=True)`, as in a gradient penalty) go
+through the statistics as well: backward is then made of operations that autograd can follow.
 """
 
 from __future__ import annotations
@@ -37,6 +40,22 @@ class _Statistics(NamedTuple):
         return torch.rsqrt(self.var + self.eps)
 
 
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over all ranks, whose gradient is one, too: all ranks go through it together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        group.all_reduce(total).wait()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = _SumOverRanks.apply(grads[0], ctx.group)  # type: ignore[no-untyped-call]
+        return total, None
+
+
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -51,7 +70,8 @@ class _Normalize(torch.autograd.Function):
         shape = _channels(x)
         inv_std = statistics.inv_std()
         normal = (x - statistics.mean.view(shape)) * inv_std.view(shape)
-        ctx.save_for_backward(normal, weight, inv_std, statistics.samples)
+        ctx.save_for_backward(x, weight)
+        ctx.statistics = statistics
         ctx.group = group
         ctx.real = real
         out = normal
@@ -64,24 +84,42 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        normal, weight, inv_std, count = ctx.saved_tensors
-        grad = grads[0].to(normal.dtype)
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to(ctx.statistics.mean.dtype)
         others = _all_but_channels(grad)
         shape = _channels(grad)
-        sums = torch.stack([grad.sum(others), (grad * normal).sum(others)])
-        grad_bias = sums[0].clone()
-        grad_weight = sums[1].clone()
-        ctx.group.all_reduce(sums).wait()
-        sums /= count.clamp(min=1)
+        normal, inv_std = _normal_of(x.to(grad.dtype), ctx)
+        local = torch.stack([grad.sum(others), (grad * normal).sum(others)])
+        grad_bias, grad_weight = local.unbind()
+        sums = _SumOverRanks.apply(local, ctx.group)  # type: ignore[no-untyped-call]
+        means = sums / ctx.statistics.samples.clamp(min=1)
         scale = inv_std if weight is None else inv_std * weight
-        grad_x = (grad - sums[0].view(shape) - normal * sums[1].view(shape)) * scale.view(shape)
+        grad_x = (grad - means[0].view(shape) - normal * means[1].view(shape)) * scale.view(shape)
         if not ctx.real:  # rows that stand in are not in the statistics
-            grad_x = torch.zeros_like(grad_x)
+            grad_x = grad_x * 0.0  # it stays in the graph: ranks go through it together
         affine = (
             None if weight is None else grad_weight,
             grad_bias if ctx.has_bias else None,
         )
         return grad_x.to(grads[0].dtype), *affine, None, None, None
+
+
+def _normal_of(x: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
+    """Normalized rows and 1/σ, for backward; functions of all rows where it has a graph."""
+    shape = _channels(x)
+    statistics: _Statistics = ctx.statistics
+    if not torch.is_grad_enabled():
+        inv_std = statistics.inv_std()
+        return (x - statistics.mean.view(shape)) * inv_std.view(shape), inv_std
+    others = _all_but_channels(x)
+    count = statistics.samples.clamp(min=1)
+    counted = float(ctx.real)  # rows that stand in do not count
+    sums = _SumOverRanks.apply(x.sum(others) * counted, ctx.group)  # type: ignore[no-untyped-call]
+    centered = x - (sums / count).view(shape)
+    squares = centered.square().sum(others) * counted
+    total = _SumOverRanks.apply(squares, ctx.group)  # type: ignore[no-untyped-call]
+    inv_std = torch.rsqrt(total / count + statistics.eps)
+    return centered * inv_std.view(shape), inv_std
 
 
 class GlobalBatchNorm(_BatchNorm):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from shoal.errors import BadInput
 from shoal.replica.fsdp.unit_gather import Run, ShardHolder, UnitGather, in_backward
 
 _METADATA = {  # what a function may ask of a parameter without using its values
@@ -84,7 +85,10 @@ class UnitHooks:
             return
         self._gather.begin_forward()
         with _ParameterUses(self._on_use), saved_tensors_hooks(self._pack, self._unpack):
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                raise _explained(error) from error
         if not torch.is_grad_enabled():
             self._gather.reshard_all()
 
@@ -154,6 +158,17 @@ class UnitHooks:
         self._gather.gather(saved.unit)
         memory = self._gather.memory_of(saved.run)
         return memory.as_strided(saved.size, saved.stride, memory.storage_offset() + saved.offset)
+
+
+def _explained(error: RuntimeError) -> Exception:
+    """torch.func does not work where tensors are saved by hooks, and zero(3) saves them so."""
+    if "saved tensor hooks" not in str(error):
+        return error
+    return BadInput(
+        "the model uses torch.func.grad, vjp, jacrev or hessian, which torch does not allow while "
+        "zero(3) shards what is saved for backward: use torch.autograd.grad(…, create_graph=True), "
+        "or zero(2)"
+    )
 
 
 class _ParameterUses(TorchFunctionMode):
