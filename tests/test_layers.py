@@ -42,6 +42,7 @@ LAYERS = [
     ["observe.memory_estimate"],
     ["observe.memory_probe"],
     ["launch.run", "launch.worker"],
+    ["integrations"],
     ["examples"],
     ["bench"],
     ["commands"],

@@ -189,3 +189,49 @@ def test_two_processes_give_the_weights_of_one(
     train(alone, sgd(alone), DataLoader(data(), batch_size=8), torch.Tensor.backward)
     expected = [value for p in alone.parameters() for value in p.flatten().tolist()]
     assert (ranks, backend) == ([0, 1], "shoal") and weights == pytest.approx(expected, abs=1e-6)
+
+
+UNDER_SHOAL = """
+import torch, shoal
+from tests.models.zoo import import_torchvision
+import_torchvision()
+from transformers import Trainer, TrainingArguments
+from shoal.integrations.transformers import ShoalCallback
+from tests.comm.test_frameworks import model
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+    def forward(self, x, labels):
+        logits = self.net(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+def train(job):
+    args = TrainingArguments(
+        "out", per_device_train_batch_size=8, num_train_epochs=2, gradient_accumulation_steps=2,
+        max_grad_norm=0.5, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+    )
+    rows = [{"x": torch.randn(6), "labels": torch.tensor(i % 2)} for i in range(22)]
+    trainer = Trainer(Net(), args, train_dataset=rows)
+    trainer.add_callback(ShoalCallback(job, trainer))
+    trainer.train()
+
+shoal.run(train)
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["ddp", "zero(3)", "ps"])
+def test_the_trainer_under_a_strategy_equals_one_device(tmp_path: Path, strategy: str) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    (tmp_path / "script.py").write_text(UNDER_SHOAL)
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "verify", "script.py", "-n", "2", "-s", strategy],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,1 @@
+"""Shoal under the training loops of other libraries; each needs its library."""
