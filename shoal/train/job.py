@@ -33,7 +33,7 @@ from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train import checkpoint
 from shoal.train.agreement import Agreement
 from shoal.train.build_step import StepContext, build_step
-from shoal.train.ema import Ema
+from shoal.train.ema import Ema, fit_averages
 from shoal.train.evaluate import Evaluation, Metric
 from shoal.train.loop_methods import LoopMethods
 from shoal.train.map_reduce import map_reduce_over
@@ -244,8 +244,11 @@ class Job(LoopMethods):
         if not self._steps:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
         saved, states = self._agreement.load(path, lambda: self._read(path))
+        averages = fit_averages(self._emas, saved, path)
         for state in states:
             state.load()
+        for ema, tensors in zip(self._emas, averages, strict=False):
+            ema.load(tensors)
         self._tell_bare([name for state in states for name in state.bare])
         self._loop.take_settings()
         self.steps = saved.document["steps"]
@@ -323,6 +326,7 @@ class Job(LoopMethods):
     def _write(self, path: Path, about: dict[str, Any]) -> str:
         """Write a checkpoint; its digest on the rank that writes, nothing on the others."""
         self._loop.give_settings()
+        averages = [ema.gather(self.replica == self._first) for ema in self._emas]
         with ExitStack() as stack:
             for step in self._steps:
                 stack.enter_context(step.sync.full_weights(optimizer=True))
@@ -337,7 +341,10 @@ class Job(LoopMethods):
                 "workers": self.size,
                 "about": about,
             }
+            document["averages"] = [tied for _, tied in averages]
             saved = snapshot(self._steps, states, document)
+            for i, (tensors, _) in enumerate(averages):
+                saved.model |= {f"ema{i}:{name}": tensor for name, tensor in tensors.items()}
             if self._is_first:
                 checkpoint.write(path, saved)
             return saved.digest

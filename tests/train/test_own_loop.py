@@ -248,6 +248,7 @@ def saving(job: Job, model: nn.Module, path: Path, loads: bool = False) -> list[
     body = torch.optim.AdamW([{"params": params[0]}, {"params": params[1], "lr": 0.01}], eps=1e-3)
     model, body, head = job.setup(model, body, head)
     scheduler = StepLR(head, 1, 0.5)
+    ema = job.ema(model, 0.5)
     if loads:
         about = job.load(path)
         scheduler.load_state_dict(about["scheduler"])
@@ -259,9 +260,12 @@ def saving(job: Job, model: nn.Module, path: Path, loads: bool = False) -> list[
             optimizer.step()
             optimizer.zero_grad()
         scheduler.step()
+        ema.update()
         if len(losses) == 2 and not loads:
             job.save(path, {"scheduler": {"last_epoch": scheduler.last_epoch}})
-    return [*losses, head.param_groups[0]["lr"]]
+    with ema.applied():
+        averaged = job.evaluate(F.cross_entropy, samples(40))
+    return [*losses, averaged, head.param_groups[0]["lr"]]
 
 
 @pytest.mark.parametrize(
