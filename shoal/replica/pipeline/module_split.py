@@ -24,6 +24,7 @@ from shoal.replica.pipeline.balance import balanced_split, largest_cost
 from shoal.replica.pipeline.call_records import CallRecord
 from shoal.replica.pipeline.lineage import Mark
 from shoal.replica.pipeline.replay import Learned, Replay
+from shoal.replica.pipeline.traced_forward import weights_of
 from shoal.replica.pipeline.units import SplitUnit, find_units
 
 _DEEPEST = 3  # levels of blocks to look into
@@ -66,6 +67,7 @@ class ModuleSplit:
             points = self._balance(units, seconds)
             if points is not None:
                 cost = largest_cost([unit.cost(seconds) for unit in units], points)
+                cost += self._cost_everywhere(units) if seconds is None else 0.0
                 if best is None or cost < _MUCH_CHEAPER * best[0]:
                     best = (cost, units, points)
         if best is None:
@@ -74,6 +76,12 @@ class ModuleSplit:
                 f"it has {len(units)} modules with something to train"
             )
         return best[1], best[2]
+
+    def _cost_everywhere(self, units: list[SplitUnit]) -> float:
+        """That of weights that belong to no unit, which every stage holds."""
+        modules = {unit.module: unit for unit in units}
+        owned = sum(unit.cost(None) for unit in modules.values())
+        return max(0.0, float(sum(weights_of(self.model))) - owned)
 
     def _balance(
         self, units: list[SplitUnit], seconds: Mapping[str, float] | None
