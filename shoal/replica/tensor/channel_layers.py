@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.group import Group
 from shoal.replica.tensor.channel_ops import OPS
@@ -58,12 +59,20 @@ class SplitChannels:
         self.rng = rng
         self.specs = _specs(layer, role, group.size)
         self._bias: Tensor | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """From now on the layer computes with slices."""
         _set_sizes(self.layer, self.role, self.group)
-        self.layer.register_forward_pre_hook(self._before, with_kwargs=True)
-        self.layer.register_forward_hook(self._after, prepend=True, always_call=True)
+        self._hooks = [
+            self.layer.register_forward_pre_hook(self._before, with_kwargs=True),
+            self.layer.register_forward_hook(self._after, prepend=True, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Of a layer that keeps no sizes."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _before(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:

@@ -30,7 +30,7 @@ def channel_roles(
     """By the names of modules. `may_split` says which of them are free to be split."""
     groups = ChannelGroups()
     flow = ChannelFlow(groups, dict(model.named_modules(remove_duplicate=False)), may_split)
-    with tracing, random_state_kept():
+    with tracing:
         for prefix, graph in _graphs(model, ""):
             flow.walk(prefix, graph)
     chosen = groups.chosen(ranks)

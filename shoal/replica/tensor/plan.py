@@ -23,7 +23,8 @@ from torch import nn
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
 from shoal.replica.tensor.adapters import ELEMENTWISE, LayerPair, known_pairs
-from shoal.replica.tensor.channel_plan import channel_roles
+from shoal.replica.tensor.channel_attention import attention_roles
+from shoal.replica.tensor.channel_plan import channel_roles, random_state_kept
 from shoal.replica.tensor.linear_like import linear_like
 from shoal.replica.tensor.roles import Role, Roles
 from shoal.replica.tensor.transformer_plan import TransformerPlan, is_lookup
@@ -202,14 +203,15 @@ class _Planner:
 
     def _plan_channels(self) -> None:
         """Convolutions, and other layers with what acts on each channel between them."""
-        taken = set(self.roles)
 
         def may_split(name: str) -> bool:
-            is_taken = any(_is_in(name, other) for other in taken)
+            is_taken = any(_is_in(name, other) for other in self.roles)
             return name in self.modules and not is_taken and not self._is_shared(name)
 
-        for name, role in channel_roles(self.model, self.tp.size, may_split).items():
-            self.roles[name] = Role("channels", channels=role)
+        with random_state_kept():
+            for find in (attention_roles, channel_roles):
+                for name, role in find(self.model, self.tp.size, may_split).items():
+                    self.roles[name] = Role("channels", channels=role)
 
     def _is_shared(self, name: str) -> bool:
         return any(self._holders[id(p)] > 1 for p in self.modules[name].parameters())
