@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,14 @@ _LENGTHS = (8, 16)
 _MOST_LENGTHS = 8
 
 
-def attention_roles(
-    model: nn.Module, ranks: int, may_split: Callable[[str], bool]
-) -> dict[str, ChannelRole]:
-    """Roles of the layers of attentions, by name."""
+class Attentions(NamedTuple):
+    roles: dict[str, ChannelRole]  # of layers, by name
+    not_called: set[str]  # layers whose weights are used without calling them
+
+
+def find_attentions(model: nn.Module, ranks: int, may_split: Callable[[str], bool]) -> Attentions:
     roles: dict[str, ChannelRole] = {}
+    not_called: set[str] = set()
     for name, module in model.named_modules():
         layers = {
             key: child
@@ -43,22 +46,24 @@ def attention_roles(
         }
         if len(layers) > 1 and _counts(module):
             found = _split_of(module, layers, ranks)
-            roles |= {full_name(name, key): role for key, role in found.items()}
-    return roles
+            roles |= {full_name(name, key): role for key, role in found.roles.items()}
+            not_called |= {full_name(name, key) for key in found.not_called}
+    return Attentions(roles, not_called)
 
 
-def _split_of(
-    module: nn.Module, layers: dict[str, nn.Linear], ranks: int
-) -> dict[str, ChannelRole]:
+def _split_of(module: nn.Module, layers: dict[str, nn.Linear], ranks: int) -> Attentions:
     """The first split by heads that computes; none if there is no such."""
     row, width = list(layers.items())[-1][0], list(layers.values())[-1].in_features
     columns = {key: layer for key, layer in layers.items() if key != row}
     if any(layer.out_features % width for layer in columns.values()):
-        return {}
+        return Attentions({}, set())
     blocks = sum(layer.out_features // width for layer in columns.values())
     example = _example(module, next(iter(columns.values())).in_features) if blocks == 3 else None
     if example is None:
-        return {}
+        return Attentions({}, set())
+    not_called = _not_called(module, layers, example)
+    if not_called:
+        return Attentions({}, not_called)
     for heads in _counts(module):
         if heads < ranks or width % heads:
             continue
@@ -67,8 +72,20 @@ def _split_of(
             sizes = (width,) * (layer.out_features // width)
             roles[key] = ChannelRole(outputs=Channels(sizes, heads))
         if _computes(module, layers, roles, row, example, ranks):
-            return roles
-    return {}
+            return Attentions(roles, set())
+    return Attentions({}, set())
+
+
+def _not_called(module: nn.Module, layers: dict[str, nn.Linear], example: Tensor) -> set[str]:
+    called: set[nn.Module] = set()
+    hooks = [
+        layer.register_forward_pre_hook(lambda layer, _: called.add(layer))
+        for layer in layers.values()
+    ]
+    _call(module, _meta_tensors(module), example)
+    for hook in hooks:
+        hook.remove()
+    return {key for key, layer in layers.items() if layer not in called}
 
 
 def _counts(module: nn.Module) -> list[int]:

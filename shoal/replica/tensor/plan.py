@@ -23,7 +23,8 @@ from torch import nn
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
 from shoal.replica.tensor.adapters import ELEMENTWISE, LayerPair, known_pairs
-from shoal.replica.tensor.channel_attention import attention_roles
+from shoal.replica.tensor.channel_attention import find_attentions
+from shoal.replica.tensor.channel_layers import ChannelRole
 from shoal.replica.tensor.channel_plan import channel_roles, random_state_kept
 from shoal.replica.tensor.linear_like import linear_like
 from shoal.replica.tensor.roles import Role, Roles
@@ -41,6 +42,7 @@ class _Planner:
         self.model = model
         self.tp = tp
         self.roles = Roles()
+        self._not_called: set[str] = set()  # layers whose weights are used without calling them
         self.modules = dict(model.named_modules())
         self._holders = Counter(
             id(p) for m in self.modules.values() for p in m._parameters.values() if p is not None
@@ -195,7 +197,8 @@ class _Planner:
                     self.roles[other] = role
 
     def _is_free(self, name: str) -> bool:
-        return name not in self.roles and not self._is_shared(name) and not self._is_whole(name)
+        is_taken = name in self.roles or name in self._not_called
+        return not is_taken and not self._is_shared(name) and not self._is_whole(name)
 
     def _is_whole(self, name: str) -> bool:
         """Whether the plan keeps it, or what it is in, or what is in it, as it is."""
@@ -206,12 +209,17 @@ class _Planner:
 
         def may_split(name: str) -> bool:
             is_taken = any(_is_in(name, other) for other in self.roles)
-            return name in self.modules and not is_taken and not self._is_shared(name)
+            return name in self.modules and not is_taken and self._is_free(name)
 
         with random_state_kept():
-            for find in (attention_roles, channel_roles):
-                for name, role in find(self.model, self.tp.size, may_split).items():
-                    self.roles[name] = Role("channels", channels=role)
+            attentions = find_attentions(self.model, self.tp.size, may_split)
+            self._not_called |= attentions.not_called
+            self._add_channels(attentions.roles)
+            self._add_channels(channel_roles(self.model, self.tp.size, may_split))
+
+    def _add_channels(self, roles: Mapping[str, ChannelRole]) -> None:
+        for name, role in roles.items():
+            self.roles[name] = Role("channels", channels=role)
 
     def _is_shared(self, name: str) -> bool:
         return any(self._holders[id(p)] > 1 for p in self.modules[name].parameters())

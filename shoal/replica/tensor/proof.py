@@ -106,7 +106,8 @@ def _compare(split: TensorSplit, name: str, call: _Call, with_gradients: bool) -
         n: full[f"{name}.{n}" if name else n].clone().requires_grad_(p.requires_grad)
         for n, p in local.items()
     }
-    buffers = {n: b.clone() for n, b in part.named_buffers()}
+    kept = split.gather_full({f"{name}.{n}" if name else n: b for n, b in part.named_buffers()})
+    buffers = {n: kept[f"{name}.{n}" if name else n].clone() for n, _ in part.named_buffers()}
     rows = [n[len(name) + 1 :] if name else n for n in split.sums_in(name)]
 
     def run_whole(*args: Any, **kwargs: Any) -> Any:
