@@ -343,7 +343,6 @@ def test_wrong_cuts_are_refused(world: World) -> None:
 
 def test_options_that_contradict_each_other_are_refused(world: World) -> None:
     assert "omit them in pp" in refused(world, "pp(2, microbatches=4)", mlp, exact=True)
-    assert 'use "bf16"' in refused(world, "pp(2)", mlp, precision="fp16")
     assert "1f1b has one chunk a stage, not 3" in refused(world, "pp(2, chunks=3)", mlp)
 
 

@@ -319,7 +319,6 @@ def test_what_cannot_be_split_is_refused_by_name(world: World) -> None:
         world, plan("0.out_proj", "row"), attention
     )
     assert "exact=True adds in the order of one worker" in refused(world, "tp(2)", gpt, exact=True)
-    assert 'use "bf16"' in refused(world, "tp(2)", gpt, precision="fp16")
     message = refused(world, 'gossip(mode="async") + tp(2)', gpt)
     assert 'gossip(mode="async") + tp(2) is not built yet' in message
 

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from shoal.comm.counting import Counting
 from shoal.comm.group import Group
-from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import ShardedParams
@@ -36,7 +35,6 @@ from shoal.sync.base import (
     DEFAULT_BUCKET_BYTES,
     Ownership,
     Replica,
-    StepSettings,
     Sync,
     SyncPlan,
 )
@@ -261,11 +259,6 @@ def _storage(tensor: Tensor) -> int:
 @runs(Zero)
 class ZeroPlan(SyncPlan[Zero]):
     can_be_exact = True
-
-    def check(self, options: StepSettings, replicas: int) -> None:
-        super().check(options, replicas)
-        if options.precision == "fp16":
-            raise BadInput(f'{self.term} does not train with precision="fp16": take "bf16"')
 
     def shards_parameters(self, replicas: int) -> bool:
         return self.term.stage == 3 and replicas > 1

@@ -42,6 +42,7 @@ from shoal.runtime.faults import Faults, busy_s
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Strategy
 from shoal.sync.base import Ownership, Replica, SyncPlan
+from shoal.sync.grad_scaler import SharedGradScaler
 from shoal.sync.optimizer_step import OptimizerFactory, OptimizerStep
 from shoal.sync.registry import plan_for
 from shoal.train.arguments import ForwardSignature
@@ -257,11 +258,19 @@ def _optimizer_step(
         clip_norm=options.clip_norm,
         grad_norm=replace(owned.grad_norm, over_replica=shard.total_norm(shards)),
         lr=functions.lr,
-        scaler=torch.amp.GradScaler(context.device.type) if scales else None,
+        scaler=_grad_scaler(owned, context) if scales else None,
         tracer=context.tracer,
     )
     functions.check_optimizer(update.optimizer)
     return update
+
+
+def _grad_scaler(owned: Ownership, context: StepContext) -> SharedGradScaler:
+    """Replicas agree where each of them updates a shard; else all have the same gradients."""
+    mesh = context.mesh
+    norm = owned.grad_norm
+    is_sharded = norm.over_shards is not None or norm.params is not None
+    return SharedGradScaler(context.device, [mesh.tp, mesh.pp, *([mesh.dp] if is_sharded else [])])
 
 
 def _replica(

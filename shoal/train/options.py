@@ -105,8 +105,6 @@ class StepOptions:
         return replace(self, accumulate=pp.microbatches or chosen)
 
     def _check_pipeline(self, pp: Pp) -> None:
-        if self.precision == "fp16":
-            raise BadInput(f'{pp} has no loss scaling for precision="fp16": use "bf16"')
         if self.exact and pp.microbatches is not None:
             raise BadInput(
                 f"{pp}: with exact=True the micro-batches are those of job.step "
@@ -121,8 +119,6 @@ class StepOptions:
                 f"exact=True adds in the order of one worker, and {tp} adds partial sums of "
                 "several workers: omit one of them"
             )
-        if self.precision == "fp16":
-            raise BadInput(f'{tp} has no loss scaling for precision="fp16": use "bf16"')
 
     def check_token_axes(self, strategy: Strategy) -> None:
         for term in (strategy.ep, strategy.cp):

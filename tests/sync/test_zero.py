@@ -15,13 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, Size, next_token_loss
 from shoal.strategy.strategy import parse
-from shoal.strategy.terms import Zero
-from shoal.sync.registry import plan_for
 from shoal.train.job import Job
-from shoal.train.step import Step, StepOptions
+from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 from tests.test_equal import ADAMW, SGD, assert_equal_to_single, train
@@ -205,12 +202,6 @@ def test_saved_under_zero_loaded_under_ddp_and_back(
     for state in found:
         for name, tensor in alone.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
-
-
-def test_fp16_is_refused_by_a_sentence() -> None:
-    """Only CUDA has fp16 at all, so the plan is asked directly."""
-    with pytest.raises(BadInput, match='zero does not train with precision="fp16"'):
-        plan_for(Zero()).check(StepOptions(precision="fp16"), 1)
 
 
 # ------------------------------------------------------------------------------ memory
