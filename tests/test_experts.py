@@ -120,6 +120,16 @@ def test_equal_to_one_worker(world: World, size: int, strategy: str, kind: type[
 
 @WHOLE
 @pytest.mark.parametrize("kind", [Listed, Stacked])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
+def test_workers_without_a_row(
+    world: World, kind: type[nn.Module], options: dict[str, Any]
+) -> None:
+    make = partial(mixture, kind)
+    assert_equal(world, 4, "ddp + ep(2)", make, samples(10), 8, **OPTIONS, **options)
+
+
+@WHOLE
+@pytest.mark.parametrize("kind", [Listed, Stacked])
 def test_with_a_split_head(world: World, kind: type[nn.Module]) -> None:
     plan = '{"0": "column", "3": "column"}'
     make = partial(mixture, kind)

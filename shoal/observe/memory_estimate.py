@@ -23,6 +23,8 @@ from shoal.data.rows import num_rows, take_rows
 from shoal.observe.capture import StopTraining
 from shoal.observe.model_sizes import activation_bytes, parameters_without_memory, sizes_of
 from shoal.pytree import Tree
+from shoal.replica.expert.mixtures import mixtures_for
+from shoal.replica.expert.split import keep_first_experts
 from shoal.replica.loss import BoundLoss, LossFunction
 from shoal.replica.microbatch import Loss
 from shoal.replica.pipeline.stages import Stages
@@ -61,7 +63,8 @@ def memory_of(
     """What each worker holds; `stages` are the sizes of each stage of a replica.
 
     Where layers are split (tp) the workers of a stage are taken to hold equal parts, as a balanced
-    split gives. Where they have other tokens (ep, cp) they divide the activations.
+    split gives. Where they have other tokens (ep, cp) they divide the activations; `stages` have
+    the experts of one worker.
     """
     layout = strategy.layout(workers)
     plan = plan_for(strategy.sync_for(layout.replicas))
@@ -178,7 +181,12 @@ class EstimateJob(Job):
         micro = _first_rows(getattr(batch, "content", batch), rows_of * microbatches)
         split = split_model(model, pp)
         virtual = self._activations(model, loss, micro, options, split)
-        accumulates = microbatches > 1 or batches is Batches.WHOLE_DATASET
+        if self._strategy.ep is not None:
+            mixtures = mixtures_for(model, self._strategy.ep)
+            keep_first_experts(mixtures, self._strategy.ep.size)
+        # under ep gradients are summed over its workers at the parameters
+        accumulates = microbatches > 1 or self._strategy.ep is not None
+        accumulates = accumulates or batches is Batches.WHOLE_DATASET
         stages = [
             replace(
                 sizes,

@@ -15,6 +15,7 @@ from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement
 from shoal.replica.expert.listed import ListedExperts
 from shoal.replica.expert.mixtures import ListedMixture, mixtures_for, mixtures_of
 from shoal.replica.expert.router_losses import gather_rows
+from shoal.replica.expert.split import keep_first_experts
 from shoal.replica.tensor.shard_spec import even_ranges
 from shoal.strategy.terms import Ep
 from tests.conftest import World
@@ -130,6 +131,15 @@ def test_experts_that_cannot_be_split_are_named() -> None:
 
     with pytest.raises(BadInput, match=r"0 is a DenseExperts that takes \(x\)"):
         mixtures_for(nn.Sequential(DenseExperts()), Ep(2))
+
+
+def test_an_estimate_counts_the_experts_of_one_worker() -> None:
+    model = nn.Module()
+    model.experts = list_of(4)
+    keep_first_experts(mixtures_for(model, Ep(2)), 2)
+    assert [name for name, _ in model.named_parameters()] == [
+        *("experts.0.weight", "experts.0.bias", "experts.1.weight", "experts.1.bias"),
+    ]
 
 
 # ---------------------------------------------------------------------- blocks with lists

@@ -133,6 +133,20 @@ class ExpertSplit:
         return self.specs.get(name) or self.specs.get(name.rpartition("/")[0])
 
 
+def keep_first_experts(mixtures: Sequence[Mixture], ranks: int) -> None:
+    """Leave of a model that is not run what the first of `ranks` workers has of its experts."""
+    for mixture in mixtures:
+        local = even_ranges(mixture.num_experts, ranks)[0]
+        if isinstance(mixture, StackedMixture):
+            for tensor in mixture.stacked.values():
+                tensor.data = tensor.data[local.start : local.stop]
+            continue
+        for expert in list(mixture.experts.values())[local.stop :]:
+            for slot in list(tensor_slots(expert)):
+                slot.module._parameters.pop(slot.key, None)
+                slot.module._buffers.pop(slot.key, None)
+
+
 def summary(
     model: nn.Module, mixtures: Sequence[Mixture], ranks: int, capacity: float | None
 ) -> str:
