@@ -1,0 +1,22 @@
+"""The examples of own loops equal one device; each is one verification with processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import shoal as package
+from tests.scripts import json_of, shoal
+
+FOLDER = Path(package.__file__).parent / "examples" / "own_loops"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["ddp", "zero(2)", "ps", "tp(2)"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_equals_one_device(tmp_path: Path, script: str, strategy: str) -> None:
+    words = ("-n", "2", "-s", strategy, "--steps", "3", "--json")
+    done = shoal("verify", str(FOLDER / f"{script}.py"), *words, cwd=tmp_path)
+    assert json_of(done)["ok"], done.stdout
