@@ -13,6 +13,7 @@ from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
 from shoal.replica.grad_norm import ReplicaGradNorm
 from shoal.server.model.named_optimizer import ratios
+from shoal.sync.lr_schedule import Schedule, SchedulerFactory
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 LearningRate = Callable[[int], float]
@@ -47,6 +48,7 @@ class OptimizerStep:
         clip_norm: float | None = None,
         grad_norm: GradNorm | None = None,
         lr: LearningRate | None = None,
+        scheduler: SchedulerFactory | None = None,
         scaler: torch.amp.GradScaler | None = None,
         tracer: Tracer = OFF,
     ):
@@ -61,11 +63,11 @@ class OptimizerStep:
         self.tracer = tracer
         self.steps = 0
         self._ratios = ratios(self.optimizer)
+        self.schedule = self._make_schedule(scheduler)
 
     def apply(self) -> None:
         with self.tracer.span("update"):
-            if self.lr is not None:
-                self.set_lr(self.lr(self.steps))
+            self.take_settings(self.steps)
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             if self.clip_norm is not None:
@@ -76,6 +78,37 @@ class OptimizerStep:
             else:
                 self.optimizer.step()
             self.steps += 1
+
+    def take_settings(self, step: int) -> None:
+        """Give the optimizer the learning rate of a step, if that depends on the step."""
+        if self.lr is not None:
+            self.set_lr(float(self.lr(step)))
+        elif self.schedule is not None:
+            self.schedule.advance(step)
+
+    def learning_rate(self, step: int) -> float | None:
+        """The learning rate of a step, for what others update; None: always the same."""
+        self.take_settings(step)
+        if self.lr is not None:
+            return float(self.lr(step))
+        return None if self.schedule is None else self.schedule.common_lr(self._ratios)
+
+    def check_for_servers(self) -> None:
+        """Refuse a schedule that servers could not follow."""
+        if self.schedule is not None:
+            trial = make_optimizer(self.factory, self.named)
+            self.schedule.check_for_servers(trial, self._ratios)
+
+    def _make_schedule(self, scheduler: SchedulerFactory | None) -> Schedule | None:
+        if scheduler is None:
+            return None
+        if self.lr is not None:
+            raise BadInput("job.step takes lr or scheduler, not both")
+        return (
+            Schedule(scheduler, self.optimizer, make_optimizer(self.factory, self.named))
+            if self.named
+            else None
+        )
 
     def scale(self, weight: Tensor) -> Tensor:
         """The factor to start backward with, so that fp16 gradients do not vanish."""

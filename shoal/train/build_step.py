@@ -258,6 +258,7 @@ def _optimizer_step(
         clip_norm=options.clip_norm,
         grad_norm=replace(owned.grad_norm, over_replica=shard.total_norm(shards)),
         lr=functions.lr,
+        scheduler=functions.scheduler,
         scaler=_grad_scaler(owned, context) if scales else None,
         tracer=context.tracer,
     )

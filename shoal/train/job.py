@@ -29,6 +29,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.strategy.strategy import Strategy
+from shoal.sync.lr_schedule import SchedulerFactory
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train import checkpoint
 from shoal.train.agreement import Agreement
@@ -120,6 +121,7 @@ class Job(LoopMethods):
         accumulate: int = 1,
         precision: Precision = "fp32",
         lr: LearningRate | None = None,
+        scheduler: SchedulerFactory | None = None,
         exact: bool = False,
         microbatches: int = 8,
         count: Count | None = None,
@@ -133,12 +135,13 @@ class Job(LoopMethods):
         come back, averaged. Without it the model returns its own loss.
         `optimizer` is called with (name, parameter) pairs. `clip_norm` bounds the norm of the
         whole gradient. `accumulate` computes a batch in that many micro-batches. `lr(step)` is
-        the learning rate of a step. `exact` gives the same bits at any number of workers that
+        the learning rate of a step; or `scheduler(optimizer)` makes one of torch's schedulers,
+        which is stepped after every step. `exact` gives the same bits at any number of workers that
         divides `microbatches`. `batchnorm="local"` computes statistics per replica. `example` are
         inputs of a batch, for `pp(n, balance="measured")`.
         """
         options = StepOptions(clip_norm, accumulate, precision, exact, microbatches, batchnorm)
-        functions = StepFunctions(loss, optimizer, lr, count)
+        functions = StepFunctions(loss, optimizer, lr, count, scheduler)
         step = build_step(model, functions, options, self._step_context(), example)
         self._add_step(step)
         return step

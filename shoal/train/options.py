@@ -16,11 +16,13 @@ from shoal.replica.loss import LossFunction
 from shoal.replica.microbatch import Precision
 from shoal.strategy.strategy import Strategy
 from shoal.strategy.terms import Pp, Tp
+from shoal.sync.lr_schedule import SchedulerFactory
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 
 _HINTS = {
     "loss": "it takes (outputs, targets)",
     "lr": "it takes the number of the step and returns the learning rate of that step",
+    "scheduler": "it takes the optimizer and returns a scheduler of torch.optim.lr_scheduler",
     "count": "it takes a batch and returns what the loss is a mean over",
 }
 Count = Callable[[Any], int | float | Tensor]
@@ -34,9 +36,15 @@ class StepFunctions:
     optimizer: OptimizerFactory
     lr: LearningRate | None = None
     count: Count | None = None
+    scheduler: SchedulerFactory | None = None
 
     def check(self) -> None:
-        functions = {"loss": self.loss, "lr": self.lr, "count": self.count}
+        functions = {
+            "loss": self.loss,
+            "lr": self.lr,
+            "count": self.count,
+            "scheduler": self.scheduler,
+        }
         for name, value in functions.items():
             if value is not None and not callable(value):
                 raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")

@@ -45,6 +45,8 @@ class FittingState:
             step.update.optimizer.load_state_dict(self.optimizer)
         step.steps = self.steps
         step.update.steps = self.steps
+        if step.update.schedule is not None:
+            step.update.schedule.restart()
         if step.update.scaler is not None and self.scaler is not None:
             step.update.scaler.load_state_dict(self.scaler)
         step.sync.after_load()

@@ -125,7 +125,7 @@ class Step:
         if not has_samples:  # the lookups of a placeholder row do not count
             for embedding in self.embeddings:
                 embedding.discard()
-        lr = self.update.lr(self.steps) if self.update.lr is not None else None
+        lr = self.update.learning_rate(self.steps)
         apply_embeddings(self.embeddings, lr, self.update.optimizer.defaults.get("lr"))
 
     def _count(self, steps: int) -> None:

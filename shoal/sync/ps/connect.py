@@ -94,6 +94,7 @@ def _served_optimizer(term: Ps, update: OptimizerStep) -> NamedOptimizer | None:
             'precision="fp16" scales the loss, which the workers have to undo: use '
             'ps(update="worker") or precision="bf16"'
         )
+    update.check_for_servers()
     return name_of(update.optimizer, update.params)
 
 

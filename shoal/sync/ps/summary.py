@@ -25,7 +25,8 @@ def summarize(
             for worker in leader["workers"]
         ]
         missed = ", ".join(f"{k}: {v}" for k, v in leader["missed_updates"].items())
-        sentences.append(f"updates between a pull and its push, and how often: {missed}")
+        if missed:
+            sentences.append(f"updates between a pull and its push, and how often: {missed}")
     transport = " by sockets; gradients and weights by shared memory" if shares_memory else ""
     return sentences + [
         f"server {index}: {server['updates']} updates, {server['requests']} requests, "

@@ -59,11 +59,7 @@ class UpdateOnServers(Updates):
         return self.update.optimizer
 
     def learning_rate(self, step: int) -> float | None:
-        if self.update.lr is None:
-            return None
-        lr = float(self.update.lr(step))
-        self.update.set_lr(lr)
-        return lr
+        return self.update.learning_rate(step)
 
     def take(self, result: PullResult) -> None:
         with self.update.tracer.span(WAIT, f"copy weights of version {result.version}"):

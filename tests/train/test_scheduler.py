@@ -1,0 +1,152 @@
+"""torch's schedulers under job.step."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+
+from shoal.comm.executors.solo import solo_group
+from shoal.comm.group import Group
+from shoal.errors import BadInput
+from shoal.strategy.strategy import parse
+from shoal.sync.optimizer_step import OptimizerStep
+from shoal.train.job import Job
+from tests.conftest import World
+from tests.jobs import SGD, job_of
+from tests.models import mlp, samples
+
+CPU = torch.device("cpu")
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+DATA = samples(40)
+
+
+def two_groups(named: Any) -> torch.optim.Optimizer:
+    pairs = list(named)
+    weights = [p for name, p in pairs if name.endswith("weight")]
+    biases = [p for name, p in pairs if name.endswith("bias")]
+    groups = [{"params": weights, "lr": 0.2}, {"params": biases}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+            lr_scheduler.CosineAnnealingLR(optimizer, 6),
+        ],
+        milestones=[2],
+    )
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=20)
+
+
+def apart(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.LambdaLR(optimizer, [lambda e: 0.5**e, lambda e: 1 / (1 + e)])
+
+
+def train(
+    group: Group, strategy: str, model: nn.Module, optimizer: Any, scheduler: Any
+) -> tuple[list[float], list[Tensor]]:
+    job = Job(parse(strategy), group, device=CPU, seed=3)
+    step = job.step(model, F.cross_entropy, optimizer=optimizer, scheduler=scheduler)
+    losses = [float(step(batch)) for batch in job.batches(DATA, 8)]
+    with step.sync.full_weights():
+        found = [p.detach().clone() for p in step.model.parameters()]
+    job.close()
+    return losses, found
+
+
+def by_hand(optimizer: Any, scheduler: Any) -> list[Tensor]:
+    model = mlp()
+    made = optimizer(model.named_parameters())
+    schedule = scheduler(made)
+    for x, y in job_of().batches(DATA, 8):
+        F.cross_entropy(model(x), y).backward()
+        made.step()
+        schedule.step()
+        made.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [(SGD, warm_up), (MOMENTUM, one_cycle), (two_groups, apart), (two_groups, warm_up)],
+    ids=["sequential", "one-cycle", "groups", "ratios"],
+)
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "zero(2)", 'ps(placement="rank0")', 'ps(placement="rank0", update="worker")'],
+)
+def test_a_scheduler_steps_after_every_step(
+    world: World, strategy: str, optimizer: Any, scheduler: Any
+) -> None:
+    wanted = by_hand(optimizer, scheduler)
+    models = [mlp() for _ in range(2)]
+
+    def body(group: Group) -> tuple[list[float], list[Tensor]]:
+        return train(group, strategy, models[group.rank], optimizer, scheduler)
+
+    if strategy == 'ps(placement="rank0")' and scheduler in (one_cycle, apart):
+        pytest.skip("servers are told one learning rate a step")
+    for _, parameters in [
+        train(solo_group(), "single", mlp(), optimizer, scheduler),
+        *world(2, body),
+    ]:
+        torch.testing.assert_close(parameters, wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("scheduler", [warm_up, one_cycle])
+def test_a_loaded_run_continues_the_schedule(tmp_path: Path, scheduler: Any) -> None:
+    def losses(stop: int | None) -> list[float]:
+        job = job_of()
+        step = job.step(mlp(), F.cross_entropy, optimizer=MOMENTUM, scheduler=scheduler)
+        if stop is None:
+            job.load(tmp_path)
+        found = []
+        for batch in job.batches(DATA, 8):
+            found.append(float(step(batch)))
+            if job.steps == stop:
+                job.save(tmp_path)
+        return found
+
+    whole = losses(3)
+    assert losses(None) == whole[3:]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "sentence"),
+    [
+        (MOMENTUM, one_cycle, "the scheduler changes momentum"),
+        (two_groups, apart, "parameter groups schedules of their own"),
+    ],
+)
+def test_what_servers_cannot_follow_is_refused_before_the_first_step(
+    optimizer: Any, scheduler: Any, sentence: str
+) -> None:
+    update = OptimizerStep(list(mlp().named_parameters()), optimizer, scheduler=scheduler)
+    with pytest.raises(BadInput, match=sentence):
+        update.check_for_servers()
+    OptimizerStep(list(mlp().named_parameters()), two_groups, scheduler=warm_up).check_for_servers()
+
+
+def test_what_is_no_scheduler_is_refused() -> None:
+    bad: Any
+    for bad, sentence in [
+        (lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer), "a loop of your own"),
+        (lambda optimizer: 3, "has to be a function from an optimizer to a scheduler"),
+        (3, "scheduler has to be a function"),
+    ]:
+        with pytest.raises(BadInput, match=sentence):
+            job_of().step(mlp(), F.cross_entropy, optimizer=SGD, scheduler=bad)
+    with pytest.raises(BadInput, match="lr or scheduler, not both"):
+        job_of().step(mlp(), F.cross_entropy, optimizer=SGD, lr=lambda s: 0.1, scheduler=warm_up)
