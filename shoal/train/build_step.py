@@ -37,6 +37,7 @@ from shoal.replica.expert.router_losses import (
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.loss import BoundLoss
 from shoal.replica.shard import ReplicaShard
+from shoal.replica.tensor.summary import summary
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults, busy_s
 from shoal.strategy.base import Batches, SyncTerm
@@ -144,6 +145,8 @@ def prepare_model(
     shard = build_shard(model, context.strategy, mesh, device, deferred, example, context.say)
     if shard.experts is not None:
         context.say(shard.experts.summary)
+    if shard.tensor is not None:
+        context.say(summary(shard.tensor))
     return PreparedModel(
         model, term, plan, options, shard, deferred, forward, forward_state, list(embeddings)
     )

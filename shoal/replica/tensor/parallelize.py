@@ -81,14 +81,18 @@ class TensorSplit:
         """Whether the first rank holds it, too."""
         return self.group.rank > 0 and not self.is_slice(parameter)
 
-    def full_bytes(self) -> int:
-        """Of the parameters of the model, over all ranks."""
-        size = 0
+    def full_sizes(self) -> dict[str, int]:
+        """The number of elements of each parameter of the model, over all ranks."""
+        sizes = {}
         for name, p in self.model.named_parameters():
             spec = self.specs.get(name)
-            shape = p.shape if spec is None else spec.full_shape(p.shape)
-            size += shape.numel() * p.element_size()
-        return size
+            sizes[name] = (p.shape if spec is None else spec.full_shape(p.shape)).numel()
+        return sizes
+
+    def full_bytes(self) -> int:
+        """Of the parameters of the model, over all ranks."""
+        sizes = self.full_sizes()
+        return sum(sizes[n] * p.element_size() for n, p in self.model.named_parameters())
 
     def sums_in(self, block: str) -> list[str]:
         """Layers in a module behind which the ranks add up."""
