@@ -19,6 +19,7 @@ from shoal.replica.tensor.carried_plan import (
 from shoal.replica.tensor.heads import HeadSplit, read_heads
 from shoal.replica.tensor.linear_like import LinearLike, linear_like
 from shoal.replica.tensor.roles import Role, Roles
+from shoal.replica.tensor.shape_trial import can_run
 from shoal.replica.tensor.shard_spec import ShardSpec
 
 
@@ -98,7 +99,17 @@ class TransformerPlan:
         if roles is None or inside is None:
             return None
         roles[block.row] = Role("row", ranges=split.query_features(row.inputs))
-        return {**roles, **inside}
+        roles.update(inside)
+        return roles if self._can_run(block, {**columns, block.row: row}, roles) else None
+
+    def _can_run(self, block: SplitBlock, layers: dict[str, LinearLike], roles: Roles) -> bool:
+        start = len(block.around) + 1 if block.around else 0
+        inside = {n[start:]: linear for n, linear in layers.items() if _contains(block.around, n)}
+        own = {n[start:]: role for n, role in roles.items() if _contains(block.around, n)}
+        has_tables = any(role.kind == "sharded" for role in roles.values())
+        if has_tables:  # which would have to be made smaller, too
+            return True
+        return can_run(self.modules[block.around], inside, own, self.ranks)
 
     def _fused(
         self, block: SplitBlock, columns: dict[str, LinearLike], split: HeadSplit
@@ -261,4 +272,4 @@ def is_lookup(module: nn.Module | None, ranks: int = 1) -> bool:
 
 
 def _contains(module: str, name: str) -> bool:
-    return name == module or name.startswith(module + ".")
+    return name == module or not module or name.startswith(module + ".")
