@@ -6,13 +6,24 @@ from typing import Any
 
 import pytest
 
+from shoal.replica.tensor.plan import plan_of
+from shoal.strategy.terms import Tp
 from tests.conftest import World
 from tests.huggingface import MODELS, Samples, loss
 from tests.splitting import SGD, assert_equal
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-SPLIT = 0.9  # of the parameters, at these sizes, where everything is understood
+# norms over all heads, biases of all heads, and one that has an adapter of its own
+NOT_BY_HEADS = ("olmo2", "bloom", "gpt2")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", MODELS)
+def test_its_attention_is_split_by_heads(name: str) -> None:
+    kinds = {role.kind for role in plan_of(MODELS[name][0](), Tp(2)).values()}
+    assert {"column", "row"} <= kinds
+    assert ("heads" in kinds) == (name not in NOT_BY_HEADS)
 
 
 @pytest.mark.whole
