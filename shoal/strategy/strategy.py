@@ -23,7 +23,7 @@ from shoal.strategy.parser import MAX_TEXT, read_terms
 from shoal.strategy.terms import Cp, Ddp, Ep, Pp, Single, Tp
 
 # of terms, and what they are called
-_ROLES = {"sync": "way to agree", "tp": "tp", "pp": "pp", "ep": "ep", "cp": "cp"}
+_ROLES = {"sync": "way to synchronize replicas", "tp": "tp", "pp": "pp", "ep": "ep", "cp": "cp"}
 
 
 @dataclass(frozen=True)
