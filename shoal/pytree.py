@@ -1,8 +1,10 @@
-"""Pytrees of tensors: a tensor, or tuples, lists and dicts of pytrees."""
+"""Pytrees of tensors: a tensor, or tuples, lists, dicts and dataclasses of pytrees."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +24,23 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
         return tuple(map_tensors(function, item) for item in tree)
     if isinstance(tree, list):
         return [map_tensors(function, item) for item in tree]
+    if is_record(tree):
+        return map_fields(lambda value: map_tensors(function, value), tree)
     return tree
+
+
+def is_record(tree: Tree) -> bool:
+    """Whether it is an instance of a dataclass."""
+    return is_dataclass(tree) and not isinstance(tree, type)
+
+
+def map_fields(function: Callable[[Any], Any], record: Tree) -> Tree:
+    """A copy of a dataclass instance, which may be frozen, with its fields changed."""
+    changed = copy.copy(record)
+    for field in fields(record):
+        if hasattr(record, field.name):
+            object.__setattr__(changed, field.name, function(getattr(record, field.name)))
+    return changed
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:

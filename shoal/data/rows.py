@@ -2,6 +2,7 @@
 
 a tensor              its first dimension counts samples
 a tuple, list, dict   of such; where a list holds one item per sample, samples are its items
+a dataclass           its fields
 an object             with len and slices (a TensorDict, a batch of graphs)
 """
 
@@ -9,20 +10,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.errors import BadInput
-from shoal.pytree import Tree, tensors_of
+from shoal.pytree import Tree, is_record, map_fields, tensors_of
 
 Pick = Callable[[Any], Any]
 
 
 def num_rows(tree: Tree) -> int:
     """Samples in a batch: the length of its tensors, or else of its lists, which must agree."""
-    lengths = {len(t) for t in tensors_of(tree) if t.dim() > 0}
+    lengths = {len(t) for t in _leaves(tree) if isinstance(t, Tensor) and t.dim() > 0}
     if len(lengths) == 1:
         return lengths.pop()
     fitting = [n for n in sorted(set(_list_lengths(tree))) if _fits(tree, n)]
@@ -82,6 +84,8 @@ def move_to(tree: Tree, device: torch.device) -> Tree:
         return type(tree)(*(move_to(item, device) for item in tree))
     if isinstance(tree, (list, tuple)):
         return type(tree)([move_to(item, device) for item in tree])
+    if is_record(tree):
+        return map_fields(lambda value: move_to(value, device), tree)
     return tree
 
 
@@ -94,6 +98,8 @@ def widen(tree: Tree) -> Tree:
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, Tensor):
         return tree.double() if tree.is_floating_point() else tree
+    if is_record(tree) and not hasattr(tree, "to"):
+        return map_fields(widen, tree)
     if not hasattr(tree, "to") or not hasattr(tree, "__dict__"):
         return tree
     wider = copy.copy(tree)
@@ -115,6 +121,8 @@ def _map(pick: Pick, tree: Tree, count: int, has_lists: bool, is_top: bool) -> T
         return pick(tree)
     if hasattr(tree, "to"):
         raise _unsplittable(tree)
+    if is_record(tree):
+        return map_fields(lambda value: _map(pick, value, count, has_lists, False), tree)
     return tree
 
 
@@ -147,6 +155,8 @@ def _fits(tree: Tree, count: int, is_top: bool = True) -> bool:
     if isinstance(tree, (list, tuple)):
         is_samples = not is_top and _is_ragged(tree, count)
         return is_samples or all(_fits(item, count, False) for item in tree)
+    if _is_split_by_fields(tree):
+        return all(_fits(value, count, False) for value in _values(tree))
     return True
 
 
@@ -160,6 +170,9 @@ def _lists(tree: Tree, is_top: bool = True) -> Iterator[Sequence[Any]]:
             yield tree
         for item in tree:
             yield from _lists(item, False)
+    elif _is_split_by_fields(tree):
+        for value in _values(tree):
+            yield from _lists(value, False)
 
 
 def _list_lengths(tree: Tree) -> Iterator[int]:
@@ -169,11 +182,22 @@ def _list_lengths(tree: Tree) -> Iterator[int]:
 def _leaves(tree: Tree) -> Iterator[Any]:
     if isinstance(tree, Mapping):
         tree = list(tree.values())
+    elif _is_split_by_fields(tree):
+        tree = _values(tree)
     if isinstance(tree, (list, tuple)):
         for item in tree:
             yield from _leaves(item)
     else:
         yield tree
+
+
+def _is_split_by_fields(tree: Tree) -> bool:
+    """A dataclass that does not know itself how it is sliced and moved."""
+    return is_record(tree) and not _has_rows(tree) and not hasattr(tree, "to")
+
+
+def _values(record: Any) -> list[Any]:
+    return [getattr(record, field.name, None) for field in fields(record)]
 
 
 def _has_rows(leaf: Any) -> bool:
