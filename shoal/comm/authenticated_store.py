@@ -73,6 +73,12 @@ def authenticated(store: Store, secret: bytes | None, rank: int, size: int) -> S
     """The store of one start of these ranks, proven if they have a secret; all ranks call it."""
     own = b"none" if secret is None else b"given"
     told = _exchange(store, "secret", own, rank, size)
+    for peer, word in enumerate(told):
+        if word not in (b"none", b"given"):
+            raise BadInput(
+                f"what rank {peer} wrote into the store of the rendezvous was overwritten by "
+                "another process: start again where only these ranks reach MASTER_PORT"
+            )
     if len(set(told)) > 1 or own not in told:
         lacking = [peer for peer, word in enumerate(told) if word != b"given"]
         raise BadInput(

@@ -81,6 +81,13 @@ def test_a_stranger_cannot_talk_ranks_out_of_the_secret() -> None:
         authenticated(open_store, SECRET, 0, 2)
 
 
+def test_a_word_that_no_rank_writes_was_written_by_another_process() -> None:
+    open_store = HashStore()
+    open_store.set("secret/1", "overwritten")
+    with pytest.raises(BadInput, match=r"what rank 1 wrote .* was overwritten"):
+        authenticated(open_store, SECRET, 0, 2)
+
+
 @pytest.mark.parametrize("key", ["hello/1", "secret/1"])
 def test_a_stranger_who_comes_before_the_ranks_have_met_is_refused(key: str) -> None:
     open_store = HashStore()
