@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.comm.group import Group, Op
 from shoal.data.batch import AnyBatch
+from shoal.data.position import LoopPosition, Positions
 from shoal.data.sampling import (
     BatchSplit,
     Collate,
@@ -49,11 +50,25 @@ class BatchOptions:
         )
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the batches of a loop come from.
+
+    `epoch(loop, number, start)` are those of an epoch, without the first `start` ones.
+    `pass_over(batches, epochs)` brings the data to where it was after that.
+    """
+
+    per_epoch: int | None
+    epoch: Callable[[LoopPosition, int, int], Iterable[AnyBatch]]
+    pass_over: Callable[[int, int], None]
+
+
 class BatchStream:
     """Yields this replica's rows of every global batch, and counts the batches.
 
-    `delivered` counts batches over the whole run, resumed runs included. `skip` of them were
-    trained on before a checkpoint and are left out.
+    `delivered` counts batches over the whole run, resumed runs included. `positions` says which of
+    them each loop of the script has had; these are left out. `skip` stands for it in checkpoints
+    of earlier versions: so many batches of the first loops were trained on.
     """
 
     def __init__(
@@ -71,7 +86,7 @@ class BatchStream:
         self.replicas = group.size
         self.steps_done = steps_done
         self.on_batch = on_batch
-        self.epochs = 0
+        self.positions = Positions()
         self.delivered = 0
         self.skip = 0
         self.is_resumed_later = False  # a loop over batches was done before a checkpoint
@@ -85,19 +100,22 @@ class BatchStream:
 
     def batches(self, data: Any, split: BatchSplit, options: BatchOptions) -> Iterator[Any]:
         """See `Job.batches`. Unusable data is an error before the first batch."""
-        epoch_batches: Callable[[int], Iterable[AnyBatch]]
         if options.batch_size is None:
             self._check_iterable(data, options.epochs)
-            per_epoch = _length(data)
-            epoch_batches = partial(self._iterable_epoch, data, split)
+            source = self._iterable_source(data, split)
         else:
             self._check_dataset(data, options.batch_size, options.epochs)
             self.batch_size = options.batch_size
-            per_epoch = self._batches_per_epoch(data, options)
-            epoch_batches = partial(self._dataset_epoch, data, split, options, per_epoch)
-        return self._epochs(
-            epoch_batches, per_epoch, options.epochs, self._last_step(data, options)
-        )
+            source = self._dataset_source(data, split, options)
+        loop = self.positions.add()
+        batches = self._epochs(loop, source, options.epochs, self._last_step(data, options))
+        return self._loop(loop, batches)
+
+    def restore(self, delivered: int, positions: Positions | None) -> None:
+        """Go on after `delivered` batches; an old checkpoint knows no positions."""
+        self.delivered = delivered
+        self.positions = positions or Positions()
+        self.skip = 0 if positions else delivered
 
     @property
     def _is_full_dataset(self) -> bool:
@@ -107,20 +125,33 @@ class BatchStream:
     def _is_in_turns(self) -> bool:
         return self.kind is Batches.IN_TURNS
 
+    def _loop(self, loop: LoopPosition, batches: Iterator[Any]) -> Iterator[Any]:
+        """Generators of loops that are left are closed: that is how `break` is seen."""
+        self.positions.begin(loop)
+        try:
+            yield from batches
+        finally:
+            loop.is_left = True
+
     def _epochs(
-        self,
-        epoch_batches: Callable[[int], Iterable[AnyBatch]],
-        per_epoch: int | None,
-        epochs: int,
-        last_step: int | None,
+        self, loop: LoopPosition, source: Source, epochs: int, last_step: int | None
     ) -> Iterator[Any]:
-        self._expect(per_epoch, epochs, last_step)
-        for _ in range(epochs):
-            if self.must_stop():
+        self._expect(loop, source.per_epoch, epochs, last_step)
+        if loop.is_over:
+            self.is_resumed_later = True
+            source.pass_over(loop.batches, epochs)
+            return
+        source.pass_over(loop.batches - loop.in_epoch, loop.epochs - 1)
+        for i in range(max(0, loop.epochs - 1), epochs):
+            if self._is_enough(last_step):
                 return
-            epoch = self.epochs
-            self.epochs += 1
-            yield from self._deliver(epoch_batches(epoch), last_step)
+            is_resumed = i < loop.epochs
+            number = loop.epoch if is_resumed else self.positions.begin_epoch(loop)
+            start = loop.in_epoch if is_resumed else self.skip
+            yield from self._deliver(source.epoch(loop, number, start), loop, last_step)
+
+    def _is_enough(self, last_step: int | None) -> bool:
+        return (last_step is not None and self.steps_done() >= last_step) or self.must_stop()
 
     def _batches_per_epoch(self, data: Sized, options: BatchOptions) -> int:
         if self._is_full_dataset:
@@ -140,13 +171,16 @@ class BatchStream:
             limit = max(1, round(limit * options.batch_size / max(1, len(data))))
         return limit if options.steps is None else min(options.steps, limit)
 
-    def _expect(self, per_epoch: int | None, epochs: int, last_step: int | None) -> None:
+    def _expect(
+        self, loop: LoopPosition, per_epoch: int | None, epochs: int, last_step: int | None
+    ) -> None:
         """Compute the number of steps, which progress shows."""
         self.total_steps = last_step
+        seen = loop.batches + self.skip
         if per_epoch is not None:
-            available = self.steps_done() + max(0, per_epoch * epochs - self.skip)
+            available = self.steps_done() + max(0, per_epoch * epochs - seen)
             self.total_steps = available if last_step is None else min(last_step, available)
-        if self.skip and per_epoch is not None and self.skip >= per_epoch * epochs:
+        if seen and per_epoch is not None and seen >= per_epoch * epochs:
             self.is_resumed_later = True
 
     @property
@@ -154,23 +188,44 @@ class BatchStream:
         """Whether all batches that the script asked for were trained on before a checkpoint."""
         return self.is_resumed_later and not self._has_delivered
 
-    def _deliver(self, batches: Iterable[AnyBatch], last_step: int | None) -> Iterator[Any]:
+    def _deliver(
+        self, batches: Iterable[AnyBatch], loop: LoopPosition, last_step: int | None
+    ) -> Iterator[Any]:
         """Yield batches; none is fetched that would not be trained on."""
         source = iter(batches)
-        while (last_step is None or self.steps_done() < last_step) and not self.must_stop():
+        while not self._is_enough(last_step):
             batch = next(source, None)
             if batch is None:
                 return
             self._has_delivered = True
             self.delivered += batch.concurrent
+            loop.advance(batch.concurrent)
             self.on_batch(batch)
             yield batch if batch.given is None else batch.given
 
+    def _skipped(self, loop: LoopPosition, batches: int) -> None:
+        """Batches were left out; positions of a checkpoint have counted them already."""
+        if self.skip:
+            self.skip -= batches
+            loop.advance(batches)
+
+    def _dataset_source(self, data: Any, split: BatchSplit, options: BatchOptions) -> Source:
+        per_epoch = self._batches_per_epoch(data, options)
+        epoch = partial(self._dataset_epoch, data, split, options, per_epoch)
+        return Source(per_epoch, epoch, lambda batches, epochs: None)
+
     def _dataset_epoch(
-        self, data: Any, split: BatchSplit, options: BatchOptions, num_batches: int, epoch: int
+        self,
+        data: Any,
+        split: BatchSplit,
+        options: BatchOptions,
+        num_batches: int,
+        loop: LoopPosition,
+        epoch: int,
+        start: int,
     ) -> Iterable[AnyBatch]:
-        start = min(self.skip, num_batches)
-        self.skip -= start
+        start = min(start, num_batches)
+        self._skipped(loop, start)
         if start == num_batches:
             return []
         count = len(data)
@@ -179,11 +234,15 @@ class BatchStream:
         batches = DatasetBatches(data, order, split, loading, start, self._is_in_turns)
         return [FullDatasetBatch.over(batches)] if self._is_full_dataset else batches
 
+    def _iterable_source(self, data: Iterable[Any], split: BatchSplit) -> Source:
+        epoch = partial(self._iterable_epoch, data, split)
+        return Source(_length(data), epoch, partial(_pass_over, data))
+
     def _iterable_epoch(
-        self, data: Iterable[Any], split: BatchSplit, epoch: int
+        self, data: Iterable[Any], split: BatchSplit, loop: LoopPosition, epoch: int, start: int
     ) -> Iterator[AnyBatch]:
         is_first = True
-        unseen = self._unseen(data)
+        unseen = self._unseen(data, loop, start)
         assigned = round_robin(unseen, split) if self._is_in_turns else ((b, split) for b in unseen)
         for global_batch, rows in assigned:
             batch = split_batch(global_batch, rows)
@@ -193,11 +252,11 @@ class BatchStream:
             is_first = False
             yield batch
 
-    def _unseen(self, data: Iterable[Any]) -> Iterator[Any]:
+    def _unseen(self, data: Iterable[Any], loop: LoopPosition, start: int) -> Iterator[Any]:
         """The batches that were not trained on before the checkpoint."""
-        for batch in data:
-            if self.skip > 0:
-                self.skip -= 1
+        for i, batch in enumerate(data):
+            if i < start:
+                self._skipped(loop, 1)
             else:
                 yield batch
 
@@ -253,6 +312,17 @@ class BatchStream:
             )
         if len(data) == 0 or epochs < 1:
             raise BadInput("there is nothing to train on: the dataset is empty or epochs is 0")
+
+
+def _pass_over(data: Iterable[Any], batches: int, epochs: int) -> None:
+    """Iterate over what was trained on, as before: loaders draw, generators end."""
+    for _ in range(epochs):
+        if batches <= 0:
+            return
+        for _ in data:
+            batches -= 1
+            if batches == 0:
+                break
 
 
 def _length(data: Iterable[Any]) -> int | None:

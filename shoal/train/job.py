@@ -40,7 +40,7 @@ from shoal.train.loop_methods import LoopMethods
 from shoal.train.map_reduce import map_reduce_over
 from shoal.train.options import Count, StepFunctions, StepOptions
 from shoal.train.own_loop import OwnLoop
-from shoal.train.restore import FittingState, fit
+from shoal.train.restore import FittingState, fit, fit_positions
 from shoal.train.state import snapshot
 from shoal.train.step import AfterStep, Step
 
@@ -248,6 +248,7 @@ class Job(LoopMethods):
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
         saved, states = self._agreement.load(path, lambda: self._read(path))
         averages = fit_averages(self._emas, saved, path)
+        positions = fit_positions(saved, path)
         for state in states:
             state.load()
         for ema, tensors in zip(self._emas, averages, strict=False):
@@ -255,8 +256,7 @@ class Job(LoopMethods):
         self._tell_bare([name for state in states for name in state.bare])
         self._loop.take_settings()
         self.steps = saved.document["steps"]
-        self._stream.delivered = saved.document["batches"]
-        self._stream.skip = saved.document["batches"]
+        self._stream.restore(saved.document["batches"], positions)
         self._throughput.restart()
         about = saved.document.get("about", {})
         return about if isinstance(about, dict) else {}
@@ -339,6 +339,7 @@ class Job(LoopMethods):
             document = {
                 "steps": self.steps,
                 "batches": self._stream.delivered,
+                "position": self._stream.positions.document(),
                 "seed": self.seed,
                 "strategy": str(self.strategy),
                 "workers": self.size,

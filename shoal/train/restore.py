@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.data.position import Positions, positions_of
 from shoal.errors import BadInput, CheckpointError
 from shoal.train import checkpoint
 from shoal.train.named_tensors import copy_into, fit_model
@@ -66,6 +67,16 @@ def fit(steps: list[Step], saved: checkpoint.Checkpoint, path: Path) -> list[Fit
         _Fitting(step, i, saved, path).fit(rest)
         for i, (step, rest) in enumerate(zip(steps, models, strict=True))
     ]
+
+
+def fit_positions(saved: checkpoint.Checkpoint, path: Path) -> Positions | None:
+    """Where the loops of the script are; None in a checkpoint of an earlier version."""
+    if "position" not in saved.document:
+        return None
+    try:
+        return positions_of(saved.document["position"])
+    except CheckpointError as error:
+        raise CheckpointError(f"the checkpoint at {path} is damaged: {error}") from error
 
 
 class _Fitting:

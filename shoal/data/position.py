@@ -1,0 +1,108 @@
+"""Where the loops over `job.batches` of a script are, as a checkpoint keeps it.
+
+A script that continues runs the same loops in the same order, so loops are known by their number.
+A loop that was left, by `break` or at its end, is over once a later one begins; until then it may
+go on, with more epochs or steps than before.
+
+    loop 0     over, 7 batches               a continued script gets none of its batches
+    loop 1     epoch 3, 2 batches of it      goes on with the third batch of epoch 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from shoal.errors import CheckpointError
+
+_MAX_COUNT = 10**12
+_MAX_LOOPS = 10**8
+
+
+@dataclass
+class LoopPosition:
+    """One loop. `epoch` is the number of its latest epoch among those of all loops."""
+
+    batches: int = 0  # in all of its epochs
+    epochs: int = 0  # begun
+    epoch: int = 0
+    in_epoch: int = 0  # batches of the latest epoch
+    is_over: bool = False
+    is_left: bool = False  # by `break` or at its end
+
+    def begin_epoch(self, number: int) -> None:
+        self.epochs += 1
+        self.epoch = number
+        self.in_epoch = 0
+
+    def advance(self, batches: int) -> None:
+        self.batches += batches
+        self.in_epoch += batches
+
+
+@dataclass
+class Positions:
+    """All loops of a job. `epochs` were begun in them together."""
+
+    epochs: int = 0
+    loops: list[LoopPosition] = field(default_factory=list)
+    _known: list[LoopPosition] = field(default_factory=list)  # of a checkpoint, not yet begun
+
+    def add(self) -> LoopPosition:
+        """The position of the script's next loop."""
+        known = len(self.loops) < len(self._known)
+        loop = self._known[len(self.loops)] if known else LoopPosition()
+        self.loops.append(loop)
+        return loop
+
+    def begin(self, loop: LoopPosition) -> None:
+        loop.is_left = False
+        for other in self.loops:
+            other.is_over |= other.is_left
+
+    def begin_epoch(self, loop: LoopPosition) -> int:
+        number = self.epochs
+        self.epochs += 1
+        loop.begin_epoch(number)
+        return number
+
+    def document(self) -> dict[str, Any]:
+        """Equal neighbors that are over are counted: [how many, batches of each]."""
+        loops = [*self.loops, *self._known[len(self.loops) :]]
+        rows = [_row(loop) for loop in loops]
+        return {
+            "epochs": self.epochs,
+            "loops": [[len(list(same)), *row] for row, same in groupby(rows)],
+        }
+
+
+def positions_of(document: Any) -> Positions:
+    """Back from `Positions.document`."""
+    loops = document.get("loops") if isinstance(document, dict) else None
+    if not isinstance(loops, list) or not _are_counts([document.get("epochs")]):
+        raise CheckpointError("its position in the data is none")
+    if not all(isinstance(row, list) and len(row) in (2, 5) and _are_counts(row) for row in loops):
+        raise CheckpointError("its position in the data is none")
+    if sum(row[0] for row in loops) > _MAX_LOOPS:
+        raise CheckpointError("its position in the data has too many loops")
+    known = [_loop(row[1:]) for row in loops for _ in range(row[0])]
+    return Positions(document["epochs"], _known=known)
+
+
+def _row(loop: LoopPosition) -> tuple[int, ...]:
+    if loop.is_over:
+        return (loop.batches,)
+    return loop.batches, loop.epochs, loop.epoch, loop.in_epoch
+
+
+def _loop(row: Sequence[int]) -> LoopPosition:
+    if len(row) == 1:
+        return LoopPosition(row[0], is_over=True)
+    batches, epochs, epoch, in_epoch = row
+    return LoopPosition(batches, epochs, epoch, in_epoch)
+
+
+def _are_counts(values: Sequence[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < _MAX_COUNT for value in values)

@@ -1,0 +1,130 @@
+"""Several loops over job.batches, and loops that are left early, go on where they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from shoal.data.position import LoopPosition, Positions, positions_of
+from shoal.errors import CheckpointError
+from shoal.train import checkpoint
+from shoal.train.job import Job
+from tests.jobs import SGD, job_of
+from tests.models import mlp, samples
+
+Loops = Callable[[Job], Iterator[Any]]
+
+
+def broken_epochs(job: Job) -> Iterator[Any]:
+    """Each epoch ends after two of its three batches."""
+    for _ in range(3):
+        for batch in job.batches(samples(25), 10):
+            yield batch
+            if job.steps % 2 == 0:
+                break
+
+
+def broken_in_the_second_epoch(job: Job) -> Iterator[Any]:
+    for batch in job.batches(samples(25), 10, epochs=5):
+        yield batch
+        if job.steps == 4:
+            break
+    yield from job.batches(samples(25), 10)
+
+
+def two_after_each_other(job: Job) -> Iterator[Any]:
+    yield from job.batches(samples(20), 10, epochs=2)
+    yield from job.batches(samples(24, seed=4), 6)
+
+
+def two_in_turns(job: Job) -> Iterator[Any]:
+    """Epochs of three and of two batches, which begin at different times."""
+    pair = zip(
+        job.batches(samples(25), 10, epochs=3),
+        job.batches(samples(16, seed=4), 8, epochs=4),
+        strict=False,
+    )
+    for first, second in pair:
+        yield first
+        yield second
+
+
+def a_loader_that_draws(job: Job) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(5)
+    loader = DataLoader(samples(25), batch_size=10, shuffle=True, generator=generator)
+    for _ in range(2):
+        for batch in job.batches(loader, epochs=2):
+            yield batch
+            if job.steps % 5 == 0:
+                break
+
+
+def losses(loops: Loops, path: Path, save_at: int | None, load: bool = False) -> list[float]:
+    job = job_of()
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    if load:
+        job.load(path)
+    found = []
+    for batch in loops(job):
+        found.append(step(batch).item())
+        if job.steps == save_at:
+            job.save(path)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loops", "saves"),
+    [
+        (broken_epochs, [1, 3, 5]),
+        (broken_in_the_second_epoch, [2, 3, 5, 6]),
+        (two_after_each_other, [1, 4, 5, 8]),
+        (two_in_turns, [2, 4, 6, 8, 14]),
+        (a_loader_that_draws, [2, 3, 4, 6, 9]),
+    ],
+)
+def test_a_run_goes_on_in_place(tmp_path: Path, loops: Loops, saves: list[int]) -> None:
+    for save_at in saves:
+        whole = losses(loops, tmp_path, save_at)
+        assert losses(loops, tmp_path, None, load=True) == whole[save_at:], save_at
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_by_its_count(tmp_path: Path) -> None:
+    whole = losses(two_after_each_other, tmp_path, save_at=5)
+    document = json.loads((tmp_path / "manifest.json").read_text())
+    del document["position"]
+    document["sha256"] = checkpoint.digest_of(document)
+    (tmp_path / "manifest.json").write_text(json.dumps(document))
+    assert losses(two_after_each_other, tmp_path, 6, load=True) == whole[5:]
+    assert losses(two_after_each_other, tmp_path, None, load=True) == whole[6:]
+
+
+def test_many_loops_take_little_space() -> None:
+    positions = Positions(1000)
+    positions.loops = [LoopPosition(7, is_over=True) for _ in range(1000)]
+    positions.loops.append(LoopPosition(3, 1, 1000, 3))
+    document = positions.document()
+    assert document == {"epochs": 1000, "loops": [[1000, 7], [1, 3, 1, 1000, 3]]}
+    assert positions_of(document).document() == document
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        {"epochs": 1},
+        {"epochs": 1, "loops": [3]},
+        {"epochs": 1, "loops": [[1, -1]]},
+        {"epochs": 1, "loops": [[10**11, 1]]},
+        {"epochs": "1", "loops": []},
+    ],
+)
+def test_a_position_that_is_none_is_refused(document: Any) -> None:
+    with pytest.raises(CheckpointError, match="position in the data"):
+        positions_of(document)
