@@ -12,7 +12,7 @@ ROOT = Path(shoal.__file__).parent
 
 # From the ground up. A package stands for all its files that are not named by themselves.
 LAYERS = [
-    ["errors", "observe.trace", "pytree", "runtime"],
+    ["errors", "observe.grouped_mm", "observe.trace", "pytree", "runtime"],
     ["strategy", "schedules"],
     ["plan"],
     ["transport"],

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.observe.grouped_mm import grouped_mm
 from shoal.train.step import Step
 
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_GROUPED_MM = getattr(torch, "_grouped_mm", grouped_mm)  # F.grouped_mm calls it, too
 
 
 class DoublePrecision(TorchFunctionMode):
@@ -37,6 +39,8 @@ class DoublePrecision(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
+        if func is _GROUPED_MM:
+            func = grouped_mm
         widen = _wide if _is_mixed([*args, *kwargs.values()]) else _same
         first = args[:1] if _writes(func, kwargs) else ()
         rest = [_replaced(value, widen) for value in args[len(first) :]]
@@ -52,6 +56,7 @@ def convert(model: nn.Module) -> None:
 def compute_in_double(step: Step) -> None:
     """Model and loss of a step whose parameters are float64 compute in float64."""
     step.cutter.widens = True
+    step.shard.precision = DoublePrecision
     if step.is_own_loop:  # the script computes the loss from what these return
         step.model.forward = _in_double(step.model.forward)
     around = step.engine.autocast

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,6 +32,7 @@ class ReplicaShard:
     experts: ExpertSplit | None = None
     context: SequenceContext | None = None  # where workers have other positions of sequences
     token_axes: TokenAxes = TokenAxes()  # where workers have other tokens
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext  # that `check` computes in
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -121,5 +124,5 @@ class ReplicaShard:
         Not where experts are spread: there a worker's gradients are those of other rows, too.
         """
         if self.tensor is not None and self.experts is None:
-            with engine.flat.full_params():
+            with engine.flat.full_params(), self.precision():
                 prove(self.tensor, microbatches[0], type(engine.flat) is FlatParams)

@@ -149,7 +149,7 @@ class StageShard(ReplicaShard):
             return
         inputs = microbatches[0].inputs
         same = torch.ones(1, device=engine.flat.device)
-        with engine.flat.full_params(), preserve_modes(self.model):
+        with engine.flat.full_params(), preserve_modes(self.model), self.precision():
             self.model.eval()
             outputs = self.broadcast(tensors_of(full_tensors(engine.predict(inputs))))
             tensors = self._gather_tensors()

@@ -218,3 +218,20 @@ def test_float32_means_float64_where_a_model_names_it() -> None:
         assert narrow.add_(wide).dtype == torch.float32, "memory keeps its type"
         assert (narrow + narrow).dtype == torch.float32
     assert wide.float().dtype == torch.float32
+
+
+@pytest.mark.parametrize("a, b", [((12, 8), (2, 8, 4)), ((2, 4, 8), (8, 12)), ((4, 12), (12, 8))])
+def test_products_of_groups_run_in_double_precision(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    """torch's kernels refuse float64, and experts use them."""
+    offs = torch.tensor([4, 8], dtype=torch.int32)
+    left = torch.randn(a)
+    right = torch.randn(b)
+    expected = torch._grouped_mm(left, right, offs=offs)
+    with DoublePrecision():
+        actual = torch._grouped_mm(left.double(), right.double(), offs=offs)
+    assert actual.dtype == torch.float64
+    if len(a) != len(b):  # behind the last group there is nothing to compare
+        rows = (slice(0, 8),) if len(a) == 2 else (slice(None), slice(0, 8))
+        expected = expected[rows]
+        actual = actual[rows]
+    torch.testing.assert_close(actual.float(), expected, rtol=1e-4, atol=1e-4)
