@@ -13,6 +13,14 @@ from torch import Tensor
 from shoal.comm.group import Group, Op
 from shoal.data.batch import AnyBatch
 from shoal.data.position import LoopPosition, Positions
+from shoal.data.samplers import (
+    SampleLists,
+    check_sampler,
+    collate_rows,
+    draw_order,
+    is_stream,
+    sampler_length,
+)
 from shoal.data.sampling import (
     BatchSplit,
     Collate,
@@ -42,6 +50,7 @@ class BatchOptions:
     drop_last: bool = False
     collate: Collate | None = None
     loaders: int = 0
+    sampler: Iterable[Any] | None = None
 
     def loading(self, loader_seed: int, sample_seed: int) -> Loading:
         assert self.batch_size is not None
@@ -100,9 +109,15 @@ class BatchStream:
 
     def batches(self, data: Any, split: BatchSplit, options: BatchOptions) -> Iterator[Any]:
         """See `Job.batches`. Unusable data is an error before the first batch."""
+        if options.sampler is not None:
+            self._check_order(data, options)
         if options.batch_size is None:
             self._check_iterable(data, options.epochs)
             source = self._iterable_source(data, split)
+        elif is_stream(data):
+            self._check_stream(data, options)
+            self.batch_size = options.batch_size
+            source = self._stream_source(data, split, options)
         else:
             self._check_dataset(data, options.batch_size, options.epochs)
             self.batch_size = options.batch_size
@@ -153,11 +168,11 @@ class BatchStream:
     def _is_enough(self, last_step: int | None) -> bool:
         return (last_step is not None and self.steps_done() >= last_step) or self.must_stop()
 
-    def _batches_per_epoch(self, data: Sized, options: BatchOptions) -> int:
+    def _batches_per_epoch(self, num_samples: int, options: BatchOptions) -> int:
         if self._is_full_dataset:
             return 1
         size = self.batch_size
-        return len(data) // size if options.drop_last else -(-len(data) // size)
+        return num_samples // size if options.drop_last else -(-num_samples // size)
 
     def _last_step(self, data: Any, options: BatchOptions) -> int | None:
         """The step to stop after: the script's `steps` or `max_steps`, whichever is less.
@@ -210,42 +225,84 @@ class BatchStream:
             loop.advance(batches)
 
     def _dataset_source(self, data: Any, split: BatchSplit, options: BatchOptions) -> Source:
-        per_epoch = self._batches_per_epoch(data, options)
-        epoch = partial(self._dataset_epoch, data, split, options, per_epoch)
-        return Source(per_epoch, epoch, lambda batches, epochs: None)
+        epoch = partial(self._dataset_epoch, data, split, options)
+        if options.sampler is None:
+            per_epoch = self._batches_per_epoch(len(data), options)
+            return Source(per_epoch, epoch, lambda batches, epochs: None)
+        length = sampler_length(options.sampler, None)
+        known = None if length is None else self._batches_per_epoch(length, options)
+        return Source(known, epoch, partial(self._draw_again, data, options))
 
     def _dataset_epoch(
         self,
         data: Any,
         split: BatchSplit,
         options: BatchOptions,
-        num_batches: int,
         loop: LoopPosition,
         epoch: int,
         start: int,
     ) -> Iterable[AnyBatch]:
+        order = self._order(data, options, epoch)
+        num_batches = self._batches_per_epoch(len(order), options)
         start = min(start, num_batches)
         self._skipped(loop, start)
         if start == num_batches:
             return []
-        count = len(data)
-        order = permutation(count, self.seed, epoch) if options.shuffle else torch.arange(count)
         loading = options.loading(mix(self.seed, 6, epoch, self.replica), mix(self.seed, 7, epoch))
         batches = DatasetBatches(data, order, split, loading, start, self._is_in_turns)
         return [FullDatasetBatch.over(batches)] if self._is_full_dataset else batches
+
+    def _order(self, data: Sized, options: BatchOptions, epoch: int) -> Tensor:
+        count = len(data)
+        if options.sampler is None:
+            return permutation(count, self.seed, epoch) if options.shuffle else torch.arange(count)
+        if callable(getattr(options.sampler, "set_epoch", None)):
+            options.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        most = None
+        if sampler_length(options.sampler, None) is None and options.steps is not None:
+            most = options.steps * self.batch_size
+        order = draw_order(options.sampler, most, count, mix(self.seed, 8, epoch))
+        self._check_same_batch((order,), len(order))
+        return order
+
+    def _draw_again(self, data: Sized, options: BatchOptions, batches: int, epochs: int) -> None:
+        """Draw the orders of epochs that were trained on: the sampler may have a generator."""
+        for _ in range(epochs):
+            if batches <= 0:
+                return
+            batches -= self._batches_per_epoch(len(self._order(data, options, 0)), options)
+
+    def _stream_source(self, data: Any, split: BatchSplit, options: BatchOptions) -> Source:
+        def lists(epoch: int) -> SampleLists:
+            return SampleLists(data, self.batch_size, options.drop_last, mix(self.seed, 7, epoch))
+
+        make = partial(collate_rows, collate=options.collate)
+
+        def of_epoch(loop: LoopPosition, epoch: int, start: int) -> Iterator[AnyBatch]:
+            return self._iterable_epoch(lists(epoch), split, loop, epoch, start, make)
+
+        length = _length(data)
+        per_epoch = None if length is None else self._batches_per_epoch(length, options)
+        return Source(per_epoch, of_epoch, partial(_pass_over, lists(0)))
 
     def _iterable_source(self, data: Iterable[Any], split: BatchSplit) -> Source:
         epoch = partial(self._iterable_epoch, data, split)
         return Source(_length(data), epoch, partial(_pass_over, data))
 
     def _iterable_epoch(
-        self, data: Iterable[Any], split: BatchSplit, loop: LoopPosition, epoch: int, start: int
+        self,
+        data: Iterable[Any],
+        split: BatchSplit,
+        loop: LoopPosition,
+        epoch: int,
+        start: int,
+        make: Callable[[Any, BatchSplit], AnyBatch] = split_batch,
     ) -> Iterator[AnyBatch]:
         is_first = True
         unseen = self._unseen(data, loop, start)
         assigned = round_robin(unseen, split) if self._is_in_turns else ((b, split) for b in unseen)
         for global_batch, rows in assigned:
-            batch = split_batch(global_batch, rows)
+            batch = make(global_batch, rows)
             batch.concurrent = split.replicas // rows.replicas
             if is_first:
                 self._check_same_batch(global_batch, batch.total)
@@ -276,6 +333,29 @@ class BatchStream:
             raise BadInput(
                 "job.batches cannot repeat a generator for several epochs: pass a DataLoader or "
                 "a list, or epochs=1"
+            )
+
+    def _check_order(self, data: Any, options: BatchOptions) -> None:
+        check_sampler(options.sampler)
+        if options.batch_size is None or is_stream(data):
+            raise BadInput(
+                "the sampler of job.batches chooses samples of a map-style dataset (len and "
+                "indexing), in batches of batch_size: give both, or leave out the sampler"
+            )
+        if options.epochs > 1 and isinstance(options.sampler, Iterator):
+            raise BadInput("a generator cannot be the sampler of several epochs: pass a list")
+
+    def _check_stream(self, data: Any, options: BatchOptions) -> None:
+        self._check_iterable(data, options.epochs)
+        if options.loaders:
+            raise BadInput(
+                f"loaders cannot share out {type(data).__name__}, which has no indices: give "
+                "job.batches a DataLoader over it, without batch_size, or loaders=0"
+            )
+        if options.batch_size is not None and options.batch_size < self.replicas:
+            raise BadInput(
+                f"a batch of {options.batch_size} samples cannot be shared by {self.replicas} "
+                "replicas: use a larger batch_size or fewer workers"
             )
 
     def _check_same_batch(self, batch: Any, total: int) -> None:

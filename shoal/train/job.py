@@ -157,16 +157,19 @@ class Job(LoopMethods):
         drop_last: bool = False,
         collate: Collate | None = None,
         loaders: int = 0,
+        sampler: Iterable[Any] | None = None,
     ) -> Iterator[Any]:
         """This replica's rows of every global batch.
 
-        `data` is a map-style dataset of samples, with `batch_size` samples in a
-        global batch; or any iterable of global batches, such as a DataLoader, without
-        `batch_size`. It ends after `epochs`, or when the job has done `steps` steps. `loaders`
-        processes fetch samples in the background. After `job.load` it skips the batches that the
-        saved run has seen.
+        `data` is a map-style dataset of samples or an IterableDataset, with `batch_size` samples
+        in a global batch; or any iterable of global batches, such as a DataLoader, without
+        `batch_size`. `sampler` yields indices, as for one device, in place of `shuffle`. It ends
+        after `epochs`, or when the job has done `steps` steps. `loaders` processes fetch samples in
+        the background. After `job.load` it skips the batches that the saved run has seen.
         """
-        options = BatchOptions(batch_size, epochs, steps, shuffle, drop_last, collate, loaders)
+        options = BatchOptions(
+            batch_size, epochs, steps, shuffle, drop_last, collate, loaders, sampler
+        )
         batches = self._stream.batches(data, self._split(), options)
         return self._loop.rows_of(traced_items(self._services.tracer, LOAD, "steps", batches))
 
