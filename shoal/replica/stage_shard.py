@@ -20,6 +20,7 @@ from shoal.replica.engine import Engine, EngineOptions
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_norm import ReplicaGradNorm
 from shoal.replica.microbatch import Loss, MicroBatch, call_arguments, preserve_modes
+from shoal.replica.pipeline.kept_tensors import Slot, kept_tensors, newly_kept, snapshot
 from shoal.replica.pipeline.profile import measured_by_rank_0
 from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
 from shoal.replica.pipeline.stages import Stages, named_tensors
@@ -142,12 +143,17 @@ class StageShard(ReplicaShard):
 
         A model that is too large for that, or was built on the meta device, is trusted.
         """
-        if self.stages.replays:
-            self._rehearse(microbatches[0], engine)
+        kept = self._rehearse(microbatches[0], engine)
+        self.stages.check_kept(kept)
+        if self.group.rank != 0:
+            self.stages.hide_kept(kept, self.group.rank)
+        self._compare(microbatches[0].inputs, engine)
+        self.stages.hide_kept(kept, self.group.rank)
+
+    def _compare(self, inputs: Tree, engine: Engine) -> None:
         size = sum(t.nbytes for t in self.model.state_dict().values())
         if self._is_trusted or size > LARGEST_CHECKED_BYTES:
             return
-        inputs = microbatches[0].inputs
         same = torch.ones(1, device=engine.flat.device)
         with engine.flat.full_params(), preserve_modes(self.model), self.precision():
             self.model.eval()
@@ -173,20 +179,31 @@ class StageShard(ReplicaShard):
         self.tensor.original.eval()
         return self.tensor.original, self.tensor.gather_full(tensors)
 
-    def _rehearse(self, micro: MicroBatch, engine: Engine) -> None:
-        """Find out what stages use of each other's results; before that, they send everything."""
+    def _rehearse(self, micro: MicroBatch, engine: Engine) -> list[list[Slot]]:
+        """Find out what stages use of each other's results; before that, they send everything.
+
+        Returns the attributes that the modules of each stage have set to tensors meanwhile.
+        """
+        before = snapshot(kept_tensors(self.model))
         with engine.flat.full_params(), preserve_modes(self.model):
             engine.rehearse(micro.inputs)
-            self.model.eval()
-            engine.rehearse(micro.inputs)
+            if self.stages.replays:
+                self.model.eval()
+                engine.rehearse(micro.inputs)
+        kept = newly_kept(before, kept_tensors(self.model))
+        found = self._exchange([self.stages.usage(), kept])
+        self.stages.learn([one for usage, _ in found for one in usage])
+        return [[(name, key) for name, key in slots] for _, slots in found]
+
+    def _exchange(self, tree: Tree) -> list[Tree]:
+        """The trees of all stages, in their order, on every one."""
         others = [stage for stage in range(self.group.size) if stage != self.group.rank]
-        usage = self.stages.usage()
-        sent = [self.channel.send(usage, stage, _RESULT_TAG) for stage in others]
-        for stage in others:
-            usage += self.channel.recv(stage, _RESULT_TAG)
+        sent = [self.channel.send(tree, stage, _RESULT_TAG) for stage in others]
+        trees = {stage: self.channel.recv(stage, _RESULT_TAG) for stage in others}
         for message in sent:
             message.wait()
-        self.stages.learn(usage)
+        trees[self.group.rank] = tree
+        return [trees[stage] for stage in range(self.group.size)]
 
     def _gather_tensors(self) -> dict[str, Tensor]:
         """The tensors of all stages by name, on the first stage."""

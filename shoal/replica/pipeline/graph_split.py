@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import tensor_slots
+from shoal.replica.microbatch import preserve_modes
 from shoal.replica.pipeline.balance import balanced_split, largest_cost
+from shoal.replica.pipeline.kept_tensors import Slot, hidden, refusal
 from shoal.replica.pipeline.traced_forward import (
     TracedForward,
+    Untraceable,
     modules_to_open,
     required_arguments,
 )
@@ -67,6 +70,21 @@ class GraphSplit:
         if key not in self._traced:
             self._traced[key] = TracedForward(self.model, self._opened, given)
         return self._traced[key]
+
+    def check_constants(self, slots: Sequence[Slot], stage: int) -> None:
+        """Code between modules that uses what they set: the trace knows older values alone."""
+        if not slots:
+            return
+        names = {".".join(slot): slot for slot in slots}
+        with preserve_modes(self.model), hidden(self.model, slots, stage):
+            for given, training in list(self._traced):
+                self.model.train(training)
+                try:
+                    traced = TracedForward(self.model, self._opened, given)
+                except Untraceable as error:
+                    raise error.__cause__ or error from None
+                for used in traced.constants() & set(names):
+                    raise refusal(names[used], stage)
 
     def _split_point(self, traced: TracedForward, name: str) -> int:
         index = traced.first_call(name)

@@ -55,6 +55,8 @@ class ModuleSplit:
         for virtual, (start, stop) in enumerate(pairwise(edges)):
             for unit in self.units[start:stop]:
                 self._stages.setdefault(unit.module, set()).add(virtual)
+        inside = {module for unit in self.units for module in unit.module.modules()}
+        self.around = [module for module in model.modules() if module not in inside]
         self.cost = largest_cost([u.cost(seconds) for u in self.units], points)
 
     # ------------------------------------------------------------------ where it is split

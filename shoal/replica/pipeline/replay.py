@@ -31,6 +31,7 @@ from shoal.replica.pipeline.call_records import (
     unknown_values,
     unpack_result,
 )
+from shoal.replica.pipeline.kept_tensors import kept_by
 from shoal.replica.pipeline.lineage import Lineage, Mark
 from shoal.replica.pipeline.units import SplitUnit
 
@@ -44,6 +45,7 @@ class Plan(Protocol):
 
     model: nn.Module
     units: list[SplitUnit]
+    around: list[nn.Module]  # the modules around units
 
     def stages_of(self, module: nn.Module) -> set[int]: ...
 
@@ -87,7 +89,8 @@ class Replay:
                 outputs = forward()
             except LeftForward:
                 return None
-        self._read(self.lineage.marks_of(outputs))
+        # the loss may use what the model itself has kept
+        self._read(self.lineage.marks_of((outputs, kept_by(self._plan.around))))
         return outputs
 
     def _replacements(self) -> dict[nn.Module, Callable[..., Any]]:

@@ -14,6 +14,7 @@ from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch import call_arguments, preserve_modes
 from shoal.replica.pipeline.graph_split import MUCH_CHEAPER, GraphSplit
+from shoal.replica.pipeline.kept_tensors import Slot, hide
 from shoal.replica.pipeline.module_split import ModuleSplit
 from shoal.replica.pipeline.traced_forward import Untraceable, required_arguments
 from shoal.replica.tensor.parallelize import TensorSplit
@@ -98,6 +99,17 @@ class Stages:
         """Send what the other stages use, by the usage of all ranks."""
         if isinstance(self._split, ModuleSplit):
             self._split.learn(usage)
+
+    def check_kept(self, kept: Sequence[Sequence[Slot]]) -> None:
+        """Refuse a traced forward that uses what its modules set; `kept` is by stage."""
+        if isinstance(self._split, GraphSplit):
+            for stage, slots in enumerate(kept):
+                self._split.check_constants(slots, stage)
+
+    def hide_kept(self, kept: Sequence[Sequence[Slot]], here: int) -> None:
+        """What modules of other stages set must not be used here."""
+        for stage, slots in enumerate(kept):
+            hide(self.model, [slot for slot in slots if slot not in kept[here]], stage)
 
     def keep(
         self, stage: int, filled: Iterable[list[TensorSlot]] | None = None

@@ -16,7 +16,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -100,6 +100,11 @@ class TracedForward:
             return False
         module = self.model.get_submodule(str(node.target))
         return any(p.requires_grad and p.numel() for p in module.parameters())
+
+    def constants(self) -> set[str]:
+        """The names of tensors of modules that operations use."""
+        used = (node for one in self.nodes for node in one.all_input_nodes)
+        return {str(node.target) for node in used if node.op == "get_attr"}
 
     def segment(self, start: int, stop: int) -> fx.GraphModule:
         """The operations from `start` to `stop` as a module.
@@ -207,13 +212,32 @@ def _trace(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Gra
         missing = [name for name, value in fixed.items() if value is inspect.Parameter.empty]
         raise BadInput(f"the model takes {', '.join(missing)}, which the batch does not have")
     try:
-        return _traced_without_draws(model, opened, fixed or None)
+        with _nothing_kept(model):
+            return _traced_without_draws(model, opened, fixed or None)
     except Exception as error:
         raise Untraceable(
             f"the forward of {type(model).__name__} cannot be split into stages, since it "
             f"depends on its input ({_first_line(error)}): put that code into a module of its own, "
             "or make the model an nn.Sequential, or one with an nn.ModuleList of like blocks"
         ) from error
+
+
+@contextmanager
+def _nothing_kept(model: nn.Module) -> Iterator[None]:
+    """What the forward keeps as attributes while it is traced are no values."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+        for now, _ in before:
+            for key, value in now.items():
+                if isinstance(value, fx.Proxy):
+                    raise ValueError(f"it sets {key}")
+    finally:
+        for now, earlier in before:
+            for key in [key for key, value in now.items() if isinstance(value, fx.Proxy)]:
+                now.pop(key)
+                if key in earlier:
+                    now[key] = earlier[key]
 
 
 class _DrewNumbers(Exception):
