@@ -68,7 +68,7 @@ class StageShard(ReplicaShard):
 
     def split_tensors(self, tensor: TensorSplit) -> None:
         self.tensor = tensor
-        self.stages.tensor = tensor
+        self.stages.split_tensors(tensor)
 
     def total_norm(self, dp: Group | None) -> ReplicaGradNorm | None:
         return ReplicaGradNorm(

@@ -89,6 +89,11 @@ def test_it_trains_as_on_one_worker(world: World, size: int, strategy: str) -> N
     assert_equal(world, size, strategy, Net, samples(28), 12, clip_norm=0.1)
 
 
+def test_modules_of_other_stages_may_be_replaced_by_split_layers(world: World) -> None:
+    strategy = 'tp(2, plan={"first": "column", "last": "column"}) + pp(2)'
+    assert_equal(world, 4, strategy, Net, samples(14), 6)
+
+
 def test_the_same_bits(world: World) -> None:
     options = {"exact": True, "microbatches": 4}
     assert_equal(world, 2, "pp(2)", Net, samples(24), 8, exactly=True, **options)

@@ -11,6 +11,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -110,6 +111,12 @@ class ModuleSplit:
                 f"{', '.join(unit.name for unit in units[1:])}, in this order"
             )
         return units, points
+
+    def follow_replacements(self) -> None:
+        """Modules were replaced in the model, as tensor parallelism does: units are those now."""
+        present = {u.module: self.model.get_submodule(u.name) for u in self.units}
+        self.units = [replace(unit, module=present[unit.module]) for unit in self.units]
+        self._stages = {present[module]: stages for module, stages in self._stages.items()}
 
     def stages_of(self, module: nn.Module) -> set[int]:
         return self._stages[module]

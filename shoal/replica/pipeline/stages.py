@@ -29,7 +29,7 @@ class Stages:
     releases what other stages hold: those tensors become shapes without memory.
     """
 
-    tensor: TensorSplit | None = None  # whose activations travel in another form
+    tensor: TensorSplit | None = None
 
     def __init__(
         self,
@@ -67,6 +67,12 @@ class Stages:
     def replays(self) -> bool:
         """Whether every stage runs the forward from its start, with the same random numbers."""
         return isinstance(self._split, ModuleSplit)
+
+    def split_tensors(self, tensor: TensorSplit) -> None:
+        """Its layers have replaced those of the model; activations travel in another form."""
+        self.tensor = tensor
+        if isinstance(self._split, ModuleSplit):
+            self._split.follow_replacements()
 
     def compute(self, virtual: int, inputs: Tree, values: tuple[Any, ...]) -> Tree:
         """What a virtual stage makes of the values that it receives; `inputs` are the batch's."""
