@@ -5,6 +5,9 @@ Each rank sends its mean, variance and count per channel (2C + 1 numbers, one al
 forward), and the ranks combine them in the same order; backward adds up two sums per channel
 (2C numbers, one all-reduce). A rank whose rows of the batch are empty joins with count 0.
 
+A subclass, such as one with an activation behind it, keeps its own forward: what that asks
+`F.batch_norm` is answered with these statistics (`OwnForward`).
+
 Second derivatives (`torch.autograd.grad(…, create_graph=True)`, as in a gradient penalty) go
 through the statistics as well: backward is then made of operations that autograd can follow.
 """
@@ -19,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from shoal.comm.group import Group
+from shoal.replica.batchnorm_call import BatchNormCall, OwnForward
 
-_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class ForwardState:
@@ -126,12 +130,8 @@ class GlobalBatchNorm(_BatchNorm):
     """A drop-in for BatchNorm1d/2d/3d that shares statistics over a group while training."""
 
     def __init__(self, local: _BatchNorm, group: Group, state: ForwardState):
-        super().__init__(
-            local.num_features, local.eps, local.momentum, local.affine, local.track_running_stats
-        )
-        self._parameters = local._parameters
-        self._buffers = local._buffers
-        self.training = local.training
+        nn.Module.__init__(self)
+        self.__dict__.update(local.__dict__)  # parameters, buffers and hooks are the same
         self._allowed_dims = _allowed_dims(local)
         self._group = group
         self._state = state
@@ -146,21 +146,37 @@ class GlobalBatchNorm(_BatchNorm):
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         self._check_input_dim(input)
-        statistics = self._statistics(input)
+        keeps = self.training and self.running_mean is not None
+        return self.normalize(
+            BatchNormCall(
+                input,
+                self.running_mean if keeps else None,
+                self.running_var if keeps else None,
+                self.weight,
+                self.bias,
+                True,
+                self.momentum,
+                self.eps,
+            )
+        )
+
+    def normalize(self, call: BatchNormCall) -> Tensor:
+        """What F.batch_norm computes while training; with the statistics of all ranks."""
+        statistics = self._statistics(call.input, call.eps)
         if statistics.samples.device.type == "cpu" and statistics.samples == 1:
             raise ValueError(
                 "BatchNorm needs more than 1 value per channel in a global batch while training"
             )
-        if self.training and self.running_mean is not None:
-            self._update_running(statistics)
+        if call.running_mean is not None:
+            self._update_running(statistics, call)
         real = self._state.rows_are_real
         out: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, statistics, self._group, real
+            call.input, call.weight, call.bias, statistics, self._group, real
         )
         return out
 
     @torch.no_grad()
-    def _statistics(self, x: Tensor) -> _Statistics:
+    def _statistics(self, x: Tensor, eps: float) -> _Statistics:
         """Mean and variance over all ranks, merged pairwise so that nothing cancels."""
         wide = x.detach().float() if x.dtype in (torch.float16, torch.bfloat16) else x.detach()
         var, mean = torch.var_mean(wide, dim=_all_but_channels(x), correction=0)
@@ -174,22 +190,22 @@ class GlobalBatchNorm(_BatchNorm):
         fraction = counts / total.clamp(min=1)  # all 0 where no rank has a sample
         mean = (means * fraction).sum(0)
         var = (fraction * (variances + (means - mean) ** 2)).sum(0)
-        return _Statistics(mean, var, total, self.eps)
+        return _Statistics(mean, var, total, eps)
 
     @torch.no_grad()
-    def _update_running(self, statistics: _Statistics) -> None:
-        mean = statistics.mean
+    def _update_running(self, statistics: _Statistics, call: BatchNormCall) -> None:
         count = statistics.samples
-        assert self.running_mean is not None and self.running_var is not None
-        assert self.num_batches_tracked is not None
-        has_samples = (count > 0).to(self.running_mean.dtype)
-        self.num_batches_tracked.add_(has_samples.long())
-        momentum = self.momentum
+        assert call.running_mean is not None and call.running_var is not None
+        has_samples = (count > 0).to(call.running_mean.dtype)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(has_samples.long())
+        momentum = call.momentum
         if momentum is None:
+            assert self.num_batches_tracked is not None
             momentum = 1.0 / max(1.0, float(self.num_batches_tracked))
         unbiased = statistics.var * (count / (count - 1).clamp(min=1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), has_samples * momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), has_samples * momentum)
+        for running, now in ((call.running_mean, statistics.mean), (call.running_var, unbiased)):
+            running.lerp_(now.to(running.dtype), has_samples * momentum)
 
 
 class MicroBatchNorm(_BatchNorm):
@@ -199,12 +215,8 @@ class MicroBatchNorm(_BatchNorm):
     """
 
     def __init__(self, local: _BatchNorm, state: ForwardState):
-        super().__init__(
-            local.num_features, local.eps, local.momentum, local.affine, local.track_running_stats
-        )
-        self._parameters = local._parameters
-        self._buffers = local._buffers
-        self.training = local.training
+        nn.Module.__init__(self)
+        self.__dict__.update(local.__dict__)  # parameters, buffers and hooks are the same
         self._state = state
         self._recorded: list[Tensor] = []
 
@@ -214,9 +226,27 @@ class MicroBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.running_mean is None:
             return super().forward(input)
-        self._record(input.detach())
+        return self.normalize(
+            BatchNormCall(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                True,
+                self.momentum,
+                self.eps,
+            )
+        )
+
+    def normalize(self, call: BatchNormCall) -> Tensor:
+        """What F.batch_norm computes while training; running statistics are updated later."""
+        if call.running_mean is not None:
+            self._record(call.input.detach())
+        if self.momentum is not None:
+            self.momentum = call.momentum  # a subclass may have its own
         return nn.functional.batch_norm(
-            input, None, None, self.weight, self.bias, training=True, eps=self.eps
+            call.input, None, None, call.weight, call.bias, training=True, eps=call.eps
         )
 
     def _record(self, x: Tensor) -> None:
@@ -251,7 +281,7 @@ class MicroBatchNorm(_BatchNorm):
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    return any(isinstance(module, _PLAIN) for module in model.modules())
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
@@ -280,21 +310,34 @@ def use_microbatch_norm(model: nn.Module) -> ForwardState:
 
 def update_running_statistics(model: nn.Module, group: Group) -> None:
     for module in model.modules():
-        if isinstance(module, MicroBatchNorm):
-            module.update_running(group)
+        own = module.__dict__.get("forward")
+        layer = own.shared if isinstance(own, OwnForward) else module
+        if isinstance(layer, MicroBatchNorm):
+            layer.update_running(group)
 
 
-def _replace(model: nn.Module, make: Callable[[_BatchNorm], nn.Module]) -> None:
+def _replace(
+    model: nn.Module, make: Callable[[_BatchNorm], GlobalBatchNorm | MicroBatchNorm]
+) -> None:
     replaced: dict[int, nn.Module] = {}  # a layer that is used twice stays one
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if isinstance(child, _BatchNorm) and type(child) in _PLAIN:
+            if isinstance(child, _BatchNorm) and _is_plain(child):
                 parent._modules[name] = replaced.setdefault(id(child), make(child))
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and id(module) not in map(id, replaced.values()):
+            module.forward = OwnForward(module, make(module))  # type: ignore[method-assign]
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    return type(layer) in _PLAIN and "forward" not in layer.__dict__
 
 
 def _allowed_dims(local: nn.Module) -> tuple[int, ...]:
     if isinstance(local, nn.BatchNorm1d):
         return (2, 3)
+    if isinstance(local, nn.SyncBatchNorm):
+        return (2, 3, 4, 5)
     return (4,) if isinstance(local, nn.BatchNorm2d) else (5,)
 
 

@@ -175,6 +175,8 @@ VISION = {
         timm_model, "swin_tiny_patch4_window7_224", 32, depths=(2, 2), num_heads=(2, 4), **TIMM_SWIN
     ),
     "timm-convnext": picture_entry(timm_model, "convnext_atto", 32),
+    "timm-efficientnet": picture_entry(timm_model, "efficientnet_b0", 32),
+    "timm-resnetv2": picture_entry(timm_model, "resnetv2_50", 32, layers=(1, 1, 1, 1)),
     "unet": Entry(partial(own, UNet), masks, pixel_loss),
     "lstm": Entry(partial(own, LstmLanguageModel), words, token_loss),
     "gru": Entry(partial(own, GruClassifier), labelled_words, logits_loss),

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.errors import BadInput
 from shoal.replica.batchnorm import (
     ForwardState,
     GlobalBatchNorm,
@@ -282,6 +283,89 @@ def test_a_copy_of_a_model_keeps_its_batchnorm() -> None:
     assert isinstance(twin.norm, GlobalBatchNorm)
     twin.norm(numbers(3, 4, dtype=torch.float32))
     assert twin.norm.num_batches_tracked == 1 and net.norm.num_batches_tracked == 0
+
+
+class NormAct(nn.BatchNorm2d):
+    """With an activation behind it, and a call of F.batch_norm of its own."""
+
+    def forward(self, input: Tensor, slope: float = 0.1) -> Tensor:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        out = F.batch_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            0.2,
+            self.eps,
+        )
+        return F.leaky_relu(out, slope)
+
+
+class NormThenAct(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).tanh()
+
+
+class ByHand(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return (input - input.mean(0)) / input.std(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(NormAct, (CHANNELS, 3, 2)), (NormThenAct, (CHANNELS,))], ids=str
+)
+@pytest.mark.parametrize("use", ["global", "micro"])
+def test_a_subclass_keeps_its_forward_and_shares_statistics(
+    world: World, kind: type[_BatchNorm], shape: tuple[int, ...], use: str
+) -> None:
+    alone = layer_of(kind)
+    nets = [nn.Sequential(copy.deepcopy(alone)) for _ in range(2)]
+    x = numbers(6, *shape)
+    parts = [x[:3], x[3:]] if use == "micro" else [x]
+    wanted = torch.cat([alone(part) for part in parts])
+
+    def body(group: Group) -> tuple[Tensor, dict[str, Tensor]]:
+        net = nets[group.rank]
+        if use == "micro":
+            use_microbatch_norm(net)
+        else:
+            use_global_batchnorm(net, group)
+        out = net(x.chunk(2)[group.rank]).detach()
+        update_running_statistics(net, group)
+        return out, dict(net[0].named_buffers())
+
+    got = world(2, body)
+    torch.testing.assert_close(torch.cat([out for out, _ in got]), wanted.detach())
+    for _, buffers in got:
+        for name, buffer in alone.named_buffers():
+            torch.testing.assert_close(buffers[name], buffer)
+
+
+def test_a_subclass_that_takes_statistics_by_itself_is_refused() -> None:
+    net = nn.Sequential(ByHand(CHANNELS))
+    use_global_batchnorm(net, solo_group())
+    with pytest.raises(BadInput, match="ByHand computes the statistics"):
+        net(numbers(3, CHANNELS))
+    net.eval()
+    net(numbers(3, CHANNELS))
+
+
+def test_hooks_of_a_layer_that_is_replaced_stay() -> None:
+    net = Net()
+    seen: list[str] = []
+    net.norm.register_forward_hook(lambda *_: seen.append("forward"))
+    net.norm.register_full_backward_hook(lambda *_: seen.append("backward"))
+    pre = net.norm.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    use_global_batchnorm(net, solo_group())
+    x = numbers(3, 4, dtype=torch.float32).requires_grad_()
+    net.norm(x).sum().backward()
+    assert seen == ["pre", "forward", "backward"]
+    pre.remove()
+    net.norm(x)
+    assert seen[3:] == ["forward"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
