@@ -67,6 +67,7 @@ def test_servers_that_all_parts_share(
         assert all(server.wait_idle(10) for server in servers)
 
 
+@pytest.mark.whole
 def test_served_parts_in_three_dimensions(world: World) -> None:
     strategy = 'ps(placement="rank0") + tp(2) + pp(2)'
     assert_equal(world, 8, strategy, gpt, texts(16), **GPT_OPTIONS)
@@ -103,6 +104,7 @@ def test_sharded_parts(world: World, split: str, optimizer: Any) -> None:
     assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1, optimizer=optimizer)
 
 
+@pytest.mark.whole
 def test_sharded_parts_in_three_dimensions(world: World) -> None:
     assert_equal(world, 8, "zero(3) + tp(2) + pp(2)", gpt, texts(16), **GPT_OPTIONS)
 
@@ -246,7 +248,9 @@ def test_copies_of_a_parameter_stay_equal(world: World, sync: str, split: str) -
         'ddp(compress="topk(0.2)")',
         pytest.param('ps(compress="int8", placement="workers")', marks=pytest.mark.whole),
         'ps(compress="topk(0.2)", placement="rank0", update="worker")',
-        'ps(quorum=1, compress="topk(0.2)", placement="rank0")',
+        pytest.param(
+            'ps(quorum=1, compress="topk(0.2)", placement="rank0")', marks=pytest.mark.whole
+        ),
     ],
 )
 def test_a_continued_run_is_the_run_without_a_break(
@@ -272,6 +276,7 @@ def test_a_continued_run_is_the_run_without_a_break(
         assert torch.equal(continued[name], tensor), name
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("outer", [*few_or_all([], [""]), ', outer="nesterov(lr=0.7)"'])
 def test_an_agreement_is_saved_for_any_cut(world: World, tmp_path: Path, outer: str) -> None:
     """Saved between two agreements; whole or split, replicas go on from it alike."""
@@ -300,6 +305,7 @@ def test_an_agreement_is_saved_for_any_cut(world: World, tmp_path: Path, outer: 
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "sync",
     [

@@ -166,6 +166,7 @@ def test_bytes_of_topk_do_not_grow_with_the_workers(world: World, size: int, tim
         assert torch.equal(data_of_rank, found[0][1])
 
 
+@pytest.mark.whole
 def test_without_error_feedback_topk_does_not_learn(world: World) -> None:
     """One weight in two hundred a step: what waits is sent later, or never."""
     x = torch.randn(240, 20, generator=torch.Generator().manual_seed(0))

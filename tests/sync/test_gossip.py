@@ -162,6 +162,7 @@ def accuracies(world: World, strategy: str) -> tuple[list[float], list[dict[str,
     return [accuracy for accuracy, _ in results], [report for _, report in results]
 
 
+@pytest.mark.whole
 def test_sparse_graphs_reach_the_accuracy_of_ddp(world: World) -> None:
     together, _ = accuracies(world, "ddp")
     assert together[0] > 0.9

@@ -62,6 +62,7 @@ def test_workers_hold_the_same_bits_and_learn(world: World, method: str, options
     assert_same_bits_and_learning(world, f'ps(compress="{method}", {options})')
 
 
+@pytest.mark.whole
 @pytest.mark.product
 @pytest.mark.parametrize("method", few_or_all(METHODS[::2], METHODS))
 @pytest.mark.parametrize("rule", ["quorum=0.6", "staleness=2", 'mode="async"'])

@@ -252,6 +252,7 @@ def test_copies_are_equal_in_a_step_whose_parts_have_different_versions(
     assert any(not torch.equal(used[name], pulled[name]) for name in copies), "versions differed"
 
 
+@pytest.mark.whole
 @pytest.mark.product
 @pytest.mark.parametrize("rule", few_or_all(RULES[1:3], RULES))
 @pytest.mark.parametrize("split", SPLITS)
