@@ -25,7 +25,7 @@ LAYERS = [
     ["launch"],
     ["data", "train"],
     ["observe.throughput", "observe.progress"],
-    ["data.stream", "train.arguments", "train.options"],
+    ["data.stream", "train.arguments", "train.known_parameters", "train.options"],
     ["train.cut_batch"],
     ["train.step"],
     ["train.build_step", "train.evaluate", "train.state", "train.restore"],

@@ -48,6 +48,7 @@ from shoal.sync.optimizer_step import OptimizerFactory, OptimizerStep
 from shoal.sync.registry import plan_for
 from shoal.train.arguments import ForwardSignature
 from shoal.train.cut_batch import BatchCutter
+from shoal.train.known_parameters import KnownParameters
 from shoal.train.options import StepFunctions, StepOptions
 from shoal.train.step import Step
 from shoal.train.user_schedules import check_user_schedules
@@ -220,6 +221,7 @@ def assemble_step(
         compute=engine.run,
         cutter=cutter,
         embeddings=embeddings,
+        parameters=KnownParameters(model),
         tracer=context.tracer,
     )
     step.compute = with_faults(engine.run, context, lambda: step.steps + 1)

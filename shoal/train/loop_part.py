@@ -54,6 +54,7 @@ class LoopPart:
 
     def begin_backward(self, loss: Tensor, fraction: float, reduces: bool) -> None:
         """`loss` is weighted; with `reduces` the backward that follows is reduced."""
+        self.step.parameters.check()
         self.begin_forward()
         self.sync.batch_fraction = fraction
         self._set_aside()

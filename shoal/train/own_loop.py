@@ -89,6 +89,8 @@ class OwnLoop:
             self.optimizers.append(
                 LoopOptimizer(optimizer, parts, lambda: self._global_loss, self._after_update)
             )
+        for part in self.parts:  # a model may have grown since its first setup
+            part.step.parameters.remember()
         replaced = iter(made.optimizers)
         returned = [o if isinstance(o, nn.Module) else next(replaced) for o in objects]
         steps = [part.step for parts in made.parts_of for part in parts]

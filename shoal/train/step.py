@@ -27,6 +27,7 @@ from shoal.strategy.base import SyncTerm
 from shoal.sync.base import Sync
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.cut_batch import BatchCutter, concurrent_batches, fraction_of
+from shoal.train.known_parameters import KnownParameters
 from shoal.train.options import StepOptions
 
 Compute = Callable[[Sequence[MicroBatch], OnBucket], Tensor]
@@ -52,6 +53,7 @@ class Step:
     compute: Compute
     cutter: BatchCutter
     embeddings: list[Embedding]
+    parameters: KnownParameters
     tracer: Tracer = OFF
     steps: int = 0
     latest: AnyBatch | None = None  # what job.batches yielded last
@@ -65,6 +67,7 @@ class Step:
     def __call__(self, batch: Any) -> Any:
         """The loss; where the loss function returns several numbers, all of them in its form."""
         start_ns = time.monotonic_ns()
+        self.parameters.check()
         known = batch if isinstance(batch, (Batch, DictBatch)) else self.latest
         microbatches = self.cutter.cut(batch, known, self.steps)
         self.sync.batch_fraction = self._replica_fraction(batch, microbatches)
