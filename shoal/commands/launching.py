@@ -108,6 +108,11 @@ def run_shown(
     except KeyboardInterrupt:
         print("shoal: interrupted; all workers have exited", file=sys.stderr)
         raise
+    if not result.has_trained:
+        print(
+            "shoal: the script never called shoal.run(train), so the strategy had no part in it",
+            file=sys.stderr,
+        )
     if report is not None:
         document = run_report(config.strategy or "", workers, result)
         report.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

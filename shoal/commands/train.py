@@ -13,6 +13,7 @@ import typer
 from shoal.commands import options
 from shoal.commands.launching import EXAMPLES, WorkersOptions, command_for, run_shown, traced
 from shoal.errors import BadInput, CheckpointError
+from shoal.train.checkpoint_folder import MANIFEST
 
 
 def train(
@@ -54,7 +55,9 @@ def evaluate(
     as_json: options.Json = False,
 ) -> None:
     """Test a trained example on data that it has not seen."""
-    from shoal.train.checkpoint import read_manifest
+    if not (checkpoint / MANIFEST).exists():
+        raise CheckpointError(f"there is no checkpoint at {checkpoint} (no {MANIFEST} in it)")
+    from shoal.train.checkpoint import read_manifest  # torch: only where there is something
 
     start_s = time.monotonic()
     about = read_manifest(checkpoint).get("about")

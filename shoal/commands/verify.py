@@ -43,8 +43,6 @@ def verify(
     as_json: options.Json = False,
 ) -> None:
     """Check that a strategy gives the result of one worker."""
-    from shoal.observe.verify import judge
-
     command = command_for(script, args)
     value = strategy_for(strategy, workers)
     if not value.is_synchronous:
@@ -52,6 +50,8 @@ def verify(
             f"{value} does not promise the single-device result, so there is nothing to verify"
         )
     single = config_for(value.reference, seed, device)
+    from shoal.observe.verify import judge  # torch: only after the options were checked
+
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         runs = _Runs(command, steps, Path(folder), quiet=as_json)
         alone = runs.capture("alone", single, 1, early=DOUBLE_STEPS)

@@ -78,6 +78,7 @@ class RunResult:
     seconds: float
     lost: tuple[LostWorker, ...]
     reports: tuple[dict[str, Any] | None, ...]  # by rank; None for a worker without a report
+    has_trained: bool = True  # a worker has come to the end of shoal.run
 
 
 def launch(
@@ -111,7 +112,9 @@ def launch(
         failures = supervisor.failures(run_dir, stderr)
         finished = run_dir.finished_ranks()
         reports = run_dir.read_reports(spec.workers)
-        result = RunResult(time.monotonic() - start_s, tuple(policy.lost), tuple(reports))
+        result = RunResult(
+            time.monotonic() - start_s, tuple(policy.lost), tuple(reports), bool(finished)
+        )
     signals.raise_first()
     if supervisor.output_error is not None:
         raise supervisor.output_error

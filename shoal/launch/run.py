@@ -26,6 +26,7 @@ from shoal.launch.failures import report_failure
 from shoal.launch.fork import ForkSpec, fork
 from shoal.launch.local import LaunchSpec, launch
 from shoal.launch.lost_workers import tolerance_of
+from shoal.launch.uncaught import end_with_sentence
 from shoal.launch.worker import Train, Worker
 from shoal.runtime.config import RunConfig
 from shoal.strategy.base import Term
@@ -53,6 +54,7 @@ def run(
     global _calls
     if _replacement is not None:
         return _replacement(train)
+    end_with_sentence()
     _calls += 1
     if _calls > 1:
         gc.collect()  # the model of the run before may be in cycles, which are few and large

@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +36,7 @@ from shoal.launch.device import choose_backend, choose_device
 from shoal.launch.environment import Placement
 from shoal.launch.failures import report_failure
 from shoal.launch.rendezvous import open_rendezvous
+from shoal.launch.uncaught import add_line_of_script
 from shoal.observe.capture import Capture, StopTraining
 from shoal.observe.memory_estimate import estimate_memory
 from shoal.observe.memory_probe import Probe
@@ -177,7 +177,7 @@ class Worker:
         other workers and reports the first failure.
         """
         if self.run_dir is not None:
-            _add_line_of_script(error)
+            add_line_of_script(error)
             report_failure(self.run_dir, self.rank, error)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -333,16 +333,3 @@ def _end_fork(error: BaseException | None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status & 0xFF)
-
-
-def _add_line_of_script(error: Exception) -> None:
-    """Add the line of the script to a mistake that is reported in one sentence."""
-    package = str(Path(__file__).parents[1])
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in f.filename
-        and not f.filename.startswith((package, sys.base_prefix, "<"))
-    ]
-    if isinstance(error, BadInput) and frames:
-        error.args = (f"{error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})",)

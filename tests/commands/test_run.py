@@ -86,6 +86,33 @@ def test_a_mistake_is_told_with_the_line_of_the_script(tmp_path: Path) -> None:
     assert done.stderr.rstrip().endswith(f"(train.py, line {line})")
 
 
+def test_a_mistake_without_a_launcher_is_one_sentence_too(tmp_path: Path) -> None:
+    text = scripts.PLAIN.replace("optimizer=sgd", "optimizer=sgd, lr=0.1")
+    (tmp_path / "train.py").write_text(text)
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr.startswith("shoal: lr has to be a function, not 0.1;")
+    assert "(train.py, line" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_script_that_never_calls_shoal_run_is_told(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("print('done')")
+    done = shoal("run", "plain.py", "-n", "2", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.startswith("shoal: the script never called shoal.run(train)")
+
+
+@pytest.mark.parametrize("words", ["verify train.py -s bogus", "eval nowhere"])
+def test_what_cannot_run_is_refused_without_loading_torch(tmp_path: Path, words: str) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    code = "import sys; sys.modules['torch'] = None; from shoal.cli import main; main()"
+    command = [sys.executable, "-c", code, *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("shoal: ")
+
+
 def test_workers_started_by_the_script_itself(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         scripts.PLAIN.replace("shoal.run(train)", 'shoal.run(train, workers=2); print("after")')
