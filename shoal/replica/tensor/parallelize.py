@@ -29,6 +29,7 @@ from shoal.replica.tensor.layers import (
     VocabularyEmbedding,
 )
 from shoal.replica.tensor.linear_like import linear_like
+from shoal.replica.tensor.recurrent import ParallelRecurrent
 from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.replica.tensor.roles import IN_PLACE, Role, Roles
 from shoal.replica.tensor.sequence_messages import pack, unpack
@@ -96,7 +97,7 @@ class TensorSplit:
 
     def sums_in(self, block: str) -> list[str]:
         """Layers in a module behind which the ranks add up."""
-        kinds = ("row", "attention", "vocabulary", "experts")
+        kinds = ("row", "attention", "vocabulary", "experts", "recurrent")
         inside = block + "." if block else ""
         return [n for n, r in self.roles.items() if r.kind in kinds and n.startswith(inside)]
 
@@ -183,6 +184,8 @@ class TensorSplit:
             return self._embedding(original)
         if isinstance(original, nn.MultiheadAttention):
             return ParallelAttention(original, group, rng)
+        if isinstance(original, nn.RNNBase):
+            return ParallelRecurrent(original, group, rng)
         linear = linear_like(original)
         assert linear is not None
         spec = role.spec(linear.inputs if role.kind == "row" else linear.outputs, group.size)

@@ -1,8 +1,8 @@
 """Which layers of a model tp splits, and how.
 
-Without a plan: Linear–activation–Linear in an nn.Sequential, nn.MultiheadAttention, an
-nn.Embedding whose weight is also that of an nn.Linear (the head), the layers of `adapters.py`, and
-the children that a module's own `split_plan()` names:
+Without a plan: Linear–activation–Linear in an nn.Sequential, nn.MultiheadAttention, nn.LSTM
+and nn.GRU, an nn.Embedding whose weight is also that of an nn.Linear (the head), the layers of
+`adapters.py`, and the children that a module's own `split_plan()` names:
 
     {"qkv": ("column", 3 * head_width), "out": ("row", head_width)}
 
@@ -27,6 +27,7 @@ from shoal.replica.tensor.channel_attention import find_attentions
 from shoal.replica.tensor.channel_layers import ChannelRole
 from shoal.replica.tensor.channel_plan import channel_roles, random_state_kept
 from shoal.replica.tensor.linear_like import linear_like
+from shoal.replica.tensor.recurrent import is_recurrent
 from shoal.replica.tensor.roles import Role, Roles
 from shoal.replica.tensor.transformer_plan import TransformerPlan, is_lookup
 from shoal.strategy.terms import Tp
@@ -145,6 +146,10 @@ class _Planner:
     def _plan_module(self, name: str, module: nn.Module) -> None:
         if type(module) is nn.MultiheadAttention:
             self._plan_attention(name, module)
+            return
+        if is_recurrent(module, self.tp.size):
+            if name and self._is_free(name):
+                self.roles[name] = Role("recurrent")
             return
         for pair in _pairs_in(module):
             self._plan_pair(name, pair)

@@ -16,6 +16,7 @@ Kind = Literal[
     "row",  # some inputs of a layer
     "vocabulary",  # some rows of an embedding
     "attention",  # some heads of an nn.MultiheadAttention
+    "recurrent",  # some hidden units of an nn.LSTM or nn.GRU
     "selected",  # a column layer whose weight is complete, and of which each rank uses some rows
     "heads",  # the module around the layers of an attention, which counts heads
     "sharded",  # a module whose own parameters are sharded by `shards`, and nothing else
