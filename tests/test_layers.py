@@ -32,6 +32,7 @@ LAYERS = [
     ["train.loop_part", "train.loop_rows", "train.ema"],
     ["train.loop_optimizer"],
     ["train.setup_loop"],
+    ["train.loop_proof"],
     ["train.own_loop"],
     ["train.loop_methods"],
     ["train.job"],

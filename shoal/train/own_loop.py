@@ -22,10 +22,12 @@ from shoal.data.batch import AnyBatch
 from shoal.data.sampling import mix
 from shoal.errors import BadInput
 from shoal.replica.microbatch import default_generators, seed_generators
+from shoal.replica.shard import ReplicaShard
 from shoal.train.build_step import PreparedModel, StepContext, with_faults
 from shoal.train.cut_batch import BatchCutter
 from shoal.train.loop_optimizer import LoopOptimizer
 from shoal.train.loop_part import LoopPart
+from shoal.train.loop_proof import LoopProof
 from shoal.train.loop_rows import LoopRows
 from shoal.train.setup_loop import set_up
 from shoal.train.step import Step
@@ -52,6 +54,7 @@ class OwnLoop:
         self.parts: list[LoopPart] = []
         self.optimizers: list[LoopOptimizer] = []
         self.rows = LoopRows(mesh, seed, self._device, self._cutters)
+        self._proof = LoopProof(lambda: self.parts)
         self._prepared: list[PreparedModel] = []
         self._context = context
         self._on_step = on_step
@@ -79,7 +82,7 @@ class OwnLoop:
         made = set_up(models, optimizers, self._context, len(self.parts))
         self._prepared += made.prepared
         for prepared in made.prepared:
-            self._watch(prepared.model)
+            self._watch(prepared.model, prepared.shard)
         known = {id(part.step.model) for part in self.parts}
         for optimizer, parts in zip(made.optimizers, made.parts_of, strict=True):
             for part in parts:
@@ -96,16 +99,19 @@ class OwnLoop:
         steps = [part.step for parts in made.parts_of for part in parts]
         return steps, returned[0] if len(returned) == 1 else tuple(returned)
 
-    def _watch(self, model: nn.Module) -> None:
+    def _watch(self, model: nn.Module, shard: ReplicaShard) -> None:
         """Before a forward weights have to be usable; in it, random numbers are the replica's."""
         states: list[list[Tensor]] = []
         is_alone = self.mesh.dp.size == 1
 
-        def before(module: nn.Module, inputs: Any) -> None:
+        def before(module: nn.Module, inputs: Any, named: Any) -> None:
+            if self._proof.is_running:
+                return
             if torch.is_grad_enabled():
                 for part in self.parts:
                     if part.step.model is module:
                         part.begin_forward()
+            self._proof.before_call(shard, inputs, named)
             if not is_alone:
                 states.append([g.get_state() for g in default_generators(self._device)])
                 self._forwards += 1
@@ -118,7 +124,7 @@ class OwnLoop:
                 for generator, state in zip(generators, states.pop(), strict=True):
                     generator.set_state(state)
 
-        model.register_forward_pre_hook(before, prepend=True)
+        model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         model.register_forward_hook(after, always_call=True)
 
     # ------------------------------------------------------------------ backward
@@ -129,6 +135,7 @@ class OwnLoop:
         fraction = self.rows.fraction if count is None else self._fraction_of(count)
         weighted = loss.detach() * fraction
         reached = self._reached(loss)
+        self._proof.check(reached)
         for part in reached:
             part.begin_backward(weighted, fraction, self._reduces)
         scale = self.parts[0].sync.gradient_scale

@@ -101,6 +101,38 @@ def test_a_model_that_tensor_parallelism_splits(world: World, strategy: str) -> 
     assert_equal_to_single(world, 4 if "ddp" in strategy else 2, strategy, plain)
 
 
+def mixing() -> nn.Module:
+    """Between its layers every feature depends on all of them."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 3))
+
+
+def calling_layers(job: Job, model: nn.Module) -> None:
+    """The loop calls modules of the model, never the model."""
+    model, _ = job.setup(model, ADAM)
+    for x, y in job.batches(samples(10), 10):
+        for layer in model:
+            x = layer(x)
+        job.backward(F.cross_entropy(x, y))
+
+
+@pytest.mark.parametrize(
+    ("script", "make", "sentence"),
+    [(plain, mixing, "does not compute what the model does"), (calling_layers, mlp, "call the")],
+)
+def test_a_split_is_proven_before_it_is_trained(
+    world: World, script: Script, make: Callable[[], nn.Module], sentence: str
+) -> None:
+    models = [make(), make()]
+    strategy = 'tp(2, plan={"0": "column", "2": "row"})'
+
+    def refused(group: Group) -> None:
+        with pytest.raises(BadInput, match=sentence):
+            run(group, strategy, models[group.rank], script)
+
+    world(2, refused)
+
+
 @pytest.mark.parametrize("strategy", RELAXED)
 def test_strategies_that_do_not_equal_one_device_train(world: World, strategy: str) -> None:
     script = partial(plain, optimizer=partial(torch.optim.SGD, lr=0.05))

@@ -42,12 +42,23 @@ class _Computed(NamedTuple):
 
 def prove(split: TensorSplit, batch: MicroBatch, with_gradients: bool) -> None:
     """Raise `BadInput` on all ranks unless the split model computes what the model does."""
-    model = split.model
     args, kwargs = call_arguments(batch.inputs)
+    prove_call(split, args, kwargs, batch.seed, with_gradients)
+
+
+def prove_call(
+    split: TensorSplit,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    seed: int,
+    with_gradients: bool,
+) -> None:
+    """`prove` for arguments of the model's forward."""
+    model = split.model
     with fork_rng(split.device), preserve_modes(model), preserve_modes(split.original):
         model.eval()
         split.original.eval()
-        for name, call in _calls(split, args, kwargs, batch.seed):
+        for name, call in _calls(split, args, kwargs, seed):
             _compare(split, name, call, with_gradients)
 
 

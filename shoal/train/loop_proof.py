@@ -1,0 +1,95 @@
+"""The proof that a split model computes what the model does, in a loop of the user's own.
+
+A call of the model in the script shows what its inputs are. So the first one is preceded by the
+proof of `replica/tensor/proof.py`, and nothing is trained without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import BadInput
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.shard import ReplicaShard
+from shoal.replica.tensor.proof import prove_call
+from shoal.train.loop_part import LoopPart
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class LoopProof:
+    """`parts` are those of the loop so far."""
+
+    def __init__(self, parts: Callable[[], Sequence[LoopPart]]):
+        self._parts = parts
+        self._proven: set[nn.Module] = set()
+        self.is_running = False  # its own calls of the model are not the script's
+
+    def before_call(
+        self, shard: ReplicaShard, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise `BadInput` on all ranks of tp if a model is called first, and is split wrongly.
+
+        Tensors of inference mode cannot be used for gradients: a later call is taken.
+        """
+        if not self._is_due(shard) or torch.is_inference_mode_enabled():
+            return
+        self._proven.add(shard.model)
+        self.is_running = True
+        try:
+            self._prove(shard, args, kwargs)
+        finally:
+            self.is_running = False
+
+    def check(self, reached: Sequence[LoopPart]) -> None:
+        """Raise `BadInput` if a backward reaches a model that the script has never called."""
+        for part in reached:
+            tensor = part.step.shard.tensor
+            if tensor is not None and part.trains and self._is_due(part.step.shard):
+                name = type(tensor.model).__name__
+                raise BadInput(
+                    f"tp({tensor.group.size}) compares the split {name} with the whole one when "
+                    "the loop calls it, and this loop has called only modules inside of it: "
+                    f"call the {name} itself, or give job.setup the modules that the loop calls"
+                )
+
+    def _is_due(self, shard: ReplicaShard) -> bool:
+        return shard.tensor is not None and shard.model not in self._proven
+
+    def _prove(self, shard: ReplicaShard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """In the precision of the parameters: rounding of autocast would hide an error."""
+        assert shard.tensor is not None
+        parts = [part for part in self._parts() if part.step.model is shard.model]
+        device = shard.tensor.device.type
+        dtype = _dtype_of(shard.model) if torch.is_autocast_enabled(device) else None
+        given = (_input_of(args, dtype), _input_of(kwargs, dtype))
+        with_gradients = all(type(part.flat) is FlatParams for part in parts)
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part.flat.full_params())
+            stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(parts[0].step.shard.precision() if parts else shard.precision())
+            prove_call(shard.tensor, *given, seed=0, with_gradients=with_gradients)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
+def _input_of(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Without the graph that it comes from; narrow numbers in `dtype`, if that is given."""
+    if isinstance(tree, Tensor):
+        leaf = tree.detach()
+        if dtype is not None and leaf.dtype in _NARROW:
+            leaf = leaf.to(dtype)
+        return leaf.requires_grad_(tree.requires_grad)
+    if type(tree) in (tuple, list):
+        return type(tree)(_input_of(item, dtype) for item in tree)
+    if type(tree) is dict:
+        return {key: _input_of(value, dtype) for key, value in tree.items()}
+    return tree
