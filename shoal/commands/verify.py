@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from shoal.observe.double_check import DoubleCheck
     from shoal.observe.verify import Verification
 
+UNCOUNTED = (
+    "some targets are -100, which losses ignore: a mean over tokens needs `count`, such as "
+    "job.step(..., count=lambda batch: (batch[1] != -100).sum()) or job.backward(loss, count=n)"
+)
 DOUBLE_STEPS = 3  # in double precision, which takes longer
 
 
@@ -68,6 +72,8 @@ def verify(
         )
         _print(verdict, f"{script} under {value} on {workers} workers, {taken}")
     if not verdict.ok:
+        if alone.ignores_targets:
+            print(UNCOUNTED, file=sys.stderr if as_json else sys.stdout)
         raise typer.Exit(1)
 
 

@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -31,6 +32,8 @@ from shoal.strategy.base import Batches
 from shoal.train.job import Job
 from shoal.train.state import gather_model, gather_optimizer_state
 from shoal.train.step import Step
+
+IGNORE_INDEX = -100  # of torch's losses
 
 
 class StopTraining(BaseException):
@@ -51,6 +54,7 @@ class Capture:
         self.losses: list[float] = []
         self.additions = 0
         self.switched_off: list[str] = []
+        self.ignores_targets = False
         self._built: list[Step] = []
         job.on_step.append(self._after_step)
         job.on_build.append(self._prepare)
@@ -78,6 +82,7 @@ class Capture:
     def _after_step(self, step: Step, loss: Tensor) -> None:
         self.losses.append(float(loss))
         self.additions = max(self.additions, additions_in(step))
+        self.ignores_targets |= ignores_targets(step)
         if self.job.steps == self.config.early and self.job.size == 1:
             save_file(self._tensors(), self.folder / "early.safetensors")
         if self.job.steps >= self.config.steps:
@@ -112,6 +117,7 @@ class Capture:
             "replicas_apart": max(apart, default=0.0),
             "switched_off": self.switched_off,
             "exact": all(step.options.exact for step in self._built),
+            "ignores_targets": self.ignores_targets,
         }
         (self.folder / "capture.json").write_text(json.dumps(document))
 
@@ -165,6 +171,16 @@ def reorder_additions(step: Step, pieces: int) -> None:
     else:
         step.cutter.local_microbatches *= pieces
         step.engine.follow(accumulate(1, 0, step.cutter.local_microbatches))
+
+
+def ignores_targets(step: Step) -> bool:
+    """Whether the loss is probably a mean over tokens, and the script does not count them."""
+    if step.cutter.count is not None or step.latest is None:
+        return False
+    if isinstance(step.latest, FullDatasetBatch):
+        return False
+    integers = [t for t in tensors_of(step.latest.content) if t.dtype == torch.int64]
+    return any(bool((t == IGNORE_INDEX).any()) for t in integers)
 
 
 def used_rows(step: Step) -> dict[str, Tensor]:

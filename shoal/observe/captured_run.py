@@ -24,6 +24,7 @@ class CapturedRun:
     replicas_apart: float
     switched_off: list[str]
     exact: bool
+    ignores_targets: bool = False  # some are -100, the ignore_index, and no `count` was given
     start: Tensors = field(default_factory=dict)
     early: Tensors = field(default_factory=dict)
     optimizer: Tensors = field(default_factory=dict)
