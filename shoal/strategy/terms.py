@@ -237,8 +237,9 @@ class Gossip(SyncTerm):
     def check_split(self, split: Term) -> None:
         if self.mode == "async":
             raise NotBuilt(
-                f"{self} + {split} is not built yet: the workers of a replica would have to read "
-                f"the same pages of other replicas; take {replace(self, mode='sync')} + {split}"
+                f"{self} + {split} is not built yet: the workers of a replica would read the "
+                "shards of a neighbor at different steps, and these are of no one model; take"
+                f" {replace(self, mode='sync')} + {split}"
             )
 
 

@@ -308,8 +308,8 @@ def _check_embeddings(term: SyncTerm, options: StepOptions, context: StepContext
         )
     if context.is_split:
         raise NotBuilt(
-            "shoal.Embedding is not built for a model that is split over workers: train it whole, "
-            "or use nn.Embedding"
+            "shoal.Embedding is not built for a model that is split over workers: each "
+            "would pull and push the rows of the same samples; train it whole, or use nn.Embedding"
         )
     if options.exact or options.precision == "fp16":
         raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')
