@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
-from shoal.errors import BadInput
 from shoal.replica.tensor.recurrent import ParallelRecurrent
 from shoal.replica.tensor.rng import TensorParallelRng
 from tests.conftest import World
@@ -137,17 +136,16 @@ def test_each_worker_has_its_units_of_every_gate(world: World) -> None:
 
 class Packed(Recurrent):
     def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.full((len(x),), x.shape[1])
-        _, (last, _) = self.rnn(pack_padded_sequence(x, lengths, batch_first=True))
-        logits: Tensor = self.head(last[0])
+        lengths = 1 + (x[:, 0, 0] * 100).long().abs() % x.shape[1]
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, last = self.rnn(packed)
+        padded, _ = pad_packed_sequence(out, batch_first=True)
+        ends = last[0] if isinstance(last, tuple) else last
+        logits: Tensor = self.head(padded.sum(1)) + ends[-1, :, :3]
         return logits
 
 
-def test_a_packed_sequence_is_refused(world: World) -> None:
-    def body(group: Group) -> None:
-        with job_of(group, "tp(2)", Packed(nn.LSTM)) as (job, step):
-            for batch in job.batches(sequences(8), 4):
-                step(batch)
-
-    with pytest.raises(BadInput, match="PackedSequence"):
-        world(2, body)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_packed_sequences(world: World, kind: type[nn.RNNBase]) -> None:
+    make = partial(Packed, kind, bidirectional=True)
+    assert_equal(world, 2, "tp(2)", make, sequences(8), 4)

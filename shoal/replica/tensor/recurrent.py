@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from shoal.comm.group import Group
-from shoal.errors import BadInput
 from shoal.replica.tensor.layers import TensorParallelLayer
 from shoal.replica.tensor.mappings import copy, gather, gather_sequence, scatter
 from shoal.replica.tensor.rng import TensorParallelRng
@@ -57,10 +56,7 @@ class ParallelRecurrent(TensorParallelLayer):
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         if isinstance(input, PackedSequence):
-            raise BadInput(
-                f"tp({self.group.size}) computes no PackedSequence in a split nn.LSTM or nn.GRU: "
-                'give it padded tensors, or keep it whole, as in plan={"lstm": "whole"}'
-            )
+            return self._packed(input, full_tensors(hx))
         x, states = full_tensors((input, hx))
         is_batched = x.dim() == 3
         if not is_batched:
@@ -71,6 +67,19 @@ class ParallelRecurrent(TensorParallelLayer):
         if not is_batched:
             return out.squeeze(1), self._returned([s.squeeze(1) for s in last])
         return (out.transpose(0, 1) if self.batch_first else out), self._returned(last)
+
+    def _packed(self, packed: PackedSequence, given: Any) -> Any:
+        """Padded; the states of a row do not change where it has no time step."""
+        x, lengths = pad_packed_sequence(packed)
+        times = torch.arange(len(x))[:, None]
+        mask = (times < lengths).to(x.device)[..., None]
+        out, last = self._layers(x, self._initial(given, x, True), mask)
+        if packed.sorted_indices is not None:
+            out = out.index_select(1, packed.sorted_indices)
+            lengths = lengths[packed.sorted_indices.to(lengths.device)]
+        data = pack_padded_sequence(out, lengths).data
+        order = (packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+        return PackedSequence(data, *order), self._returned(last)
 
     def _returned(self, last: list[Tensor]) -> Any:
         return (last[0], last[1]) if self.is_lstm else last[0]
@@ -88,7 +97,9 @@ class ParallelRecurrent(TensorParallelLayer):
                 raise RuntimeError(f"expected an initial state of {shape}, got {[*state.shape]}")
         return states
 
-    def _layers(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _layers(
+        self, x: Tensor, states: list[Tensor], mask: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         """x is (time, batch, features)."""
         ends: list[list[Tensor]] = []
         suffixes = ("", "_reverse") if self.bidirectional else ("",)
@@ -98,13 +109,15 @@ class ParallelRecurrent(TensorParallelLayer):
             outs = []
             for suffix in suffixes:
                 start = [s[len(ends)] for s in states]
-                out, end = self._direction(x, f"l{layer}{suffix}", start)
+                out, end = self._direction(x, f"l{layer}{suffix}", start, mask)
                 outs.append(out)
                 ends.append(end)
             x = torch.cat(outs, -1)
         return x, [torch.stack(parts) for parts in zip(*ends, strict=True)]
 
-    def _direction(self, x: Tensor, name: str, start: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def _direction(
+        self, x: Tensor, name: str, start: list[Tensor], mask: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """One layer in one direction: outputs, and the states behind the last time step."""
         b_ih, b_hh = (self._parameters.get(f"bias_{kind}_{name}") for kind in ("ih", "hh"))
         w_hh = self._parameters[f"weight_hh_{name}"]
@@ -113,9 +126,12 @@ class ParallelRecurrent(TensorParallelLayer):
         hidden = copy(start[0], self.group)
         own = [scatter(s, self.units, self.group) for s in start]
         outs: list[Tensor] = []
-        steps = reversed(projected) if name.endswith("_reverse") else projected
-        for step in steps:
-            own = self._cell(step, F.linear(hidden, w_hh, b_hh), own)
+        times = range(len(projected))
+        for time in reversed(times) if name.endswith("_reverse") else times:
+            new = self._cell(projected[time], F.linear(hidden, w_hh, b_hh), own)
+            if mask is not None:
+                new = [n.where(mask[time], o) for n, o in zip(new, own, strict=True)]
+            own = new
             hidden = gather_sequence(own[0], self.units, self.group)
             outs.append(own[0])
         if name.endswith("_reverse"):
