@@ -10,6 +10,7 @@ go on, with more epochs or steps than before.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -31,6 +32,18 @@ class LoopPosition:
     in_epoch: int = 0  # batches of the latest epoch
     is_over: bool = False
     is_left: bool = False  # by `break` or at its end
+    data: Any = None  # with state_dict and load_state_dict, such as a StatefulDataLoader
+    state: Any = None  # of the data, in a checkpoint
+
+    def data_state(self) -> Any:
+        """None where the count has to do: between epochs, or if the state is not JSON."""
+        if self.is_left or self.is_over or self.data is None or not self.in_epoch:
+            return None
+        state = self.data.state_dict()
+        try:
+            return state if json.loads(json.dumps(state)) == state else None
+        except (TypeError, ValueError, RecursionError, RuntimeError):
+            return None
 
     def begin_epoch(self, number: int) -> None:
         self.epochs += 1
@@ -72,9 +85,11 @@ class Positions:
         """Equal neighbors that are over are counted: [how many, batches of each]."""
         loops = [*self.loops, *self._known[len(self.loops) :]]
         rows = [_row(loop) for loop in loops]
+        states = [loop.data_state() for loop in loops]
         return {
             "epochs": self.epochs,
             "loops": [[len(list(same)), *row] for row, same in groupby(rows)],
+            "data": {str(i): s for i, s in enumerate(states) if s is not None},
         }
 
 
@@ -88,6 +103,11 @@ def positions_of(document: Any) -> Positions:
     if sum(row[0] for row in loops) > _MAX_LOOPS:
         raise CheckpointError("its position in the data has too many loops")
     known = [_loop(row[1:]) for row in loops for _ in range(row[0])]
+    states = document.get("data", {})
+    if not isinstance(states, dict):
+        raise CheckpointError("its position in the data is none")
+    for i, loop in enumerate(known):
+        loop.state = states.get(str(i))
     return Positions(document["epochs"], _known=known)
 
 

@@ -123,6 +123,8 @@ class BatchStream:
             self.batch_size = options.batch_size
             source = self._dataset_source(data, split, options)
         loop = self.positions.add()
+        if options.batch_size is None and _has_state(data):
+            loop.data = data
         batches = self._epochs(loop, source, options.epochs, self._last_step(data, options))
         return self._loop(loop, batches)
 
@@ -156,13 +158,19 @@ class BatchStream:
             self.is_resumed_later = True
             source.pass_over(loop.batches, epochs)
             return
-        source.pass_over(loop.batches - loop.in_epoch, loop.epochs - 1)
+        has_state = loop.data is not None and loop.state is not None
+        if has_state:
+            loop.data.load_state_dict(loop.state)
+        else:
+            source.pass_over(loop.batches - loop.in_epoch, loop.epochs - 1)
         for i in range(max(0, loop.epochs - 1), epochs):
             if self._is_enough(last_step):
                 return
             is_resumed = i < loop.epochs
             number = loop.epoch if is_resumed else self.positions.begin_epoch(loop)
             start = loop.in_epoch if is_resumed else self.skip
+            if is_resumed and has_state:
+                start = 0  # the data itself goes on in place
             yield from self._deliver(source.epoch(loop, number, start), loop, last_step)
 
     def _is_enough(self, last_step: int | None) -> bool:
@@ -392,6 +400,10 @@ class BatchStream:
             )
         if len(data) == 0 or epochs < 1:
             raise BadInput("there is nothing to train on: the dataset is empty or epochs is 0")
+
+
+def _has_state(data: Any) -> bool:
+    return all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _pass_over(data: Iterable[Any], batches: int, epochs: int) -> None:

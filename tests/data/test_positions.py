@@ -66,6 +66,42 @@ def a_loader_that_draws(job: Job) -> Iterator[Any]:
                 break
 
 
+class Stateful:
+    """Batches that know their position, as a StatefulDataLoader does."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.fetched = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 3:
+            self.at += 1
+            self.fetched += 1
+            yield samples(10, seed=self.at).tensors
+        self.at = 0
+
+
+def test_data_with_a_state_goes_on_by_itself(tmp_path: Path) -> None:
+    def train(save_at: int | None) -> tuple[list[float], int]:
+        data = Stateful()
+        found = losses(
+            lambda job: job.batches(data, epochs=3), tmp_path, save_at, load=save_at is None
+        )
+        return found, data.fetched
+
+    for save_at in (2, 3, 5):
+        whole, _ = train(save_at)
+        again, fetched = train(None)
+        assert again == whole[save_at:]
+        assert fetched == len(again), "nothing is fetched twice"
+
+
 def losses(loops: Loops, path: Path, save_at: int | None, load: bool = False) -> list[float]:
     job = job_of()
     step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
@@ -110,7 +146,8 @@ def test_many_loops_take_little_space() -> None:
     positions.loops = [LoopPosition(7, is_over=True) for _ in range(1000)]
     positions.loops.append(LoopPosition(3, 1, 1000, 3))
     document = positions.document()
-    assert document == {"epochs": 1000, "loops": [[1000, 7], [1, 3, 1, 1000, 3]]}
+    loops = [[1000, 7], [1, 3, 1, 1000, 3]]
+    assert document == {"epochs": 1000, "loops": loops, "data": {}}
     assert positions_of(document).document() == document
 
 
