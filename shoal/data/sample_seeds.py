@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
+
+from shoal.replica.fx_tracing import tracing
 
 _PLAIN = (TensorDataset, list, tuple)  # these draw nothing
 
@@ -38,6 +40,8 @@ class SeededSamples:
         self.seed = seed
         # several samples at a time, as long as that draws nothing
         self._fetches_many = callable(getattr(dataset, "__getitems__", None))
+        one = getattr(type(dataset), "__getitem__", None)
+        self._fetches_one = one is not Dataset.__getitem__
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -47,7 +51,7 @@ class SeededSamples:
             if self._fetches_many:
                 before = _states()
                 found = list(self.dataset.__getitems__(list(indices)))
-                if _equal(before, _states()):
+                if not self._fetches_one or _equal(before, _states()):
                     return found
                 self._fetches_many = False
             return [self._draw(index) for index in indices]
@@ -63,10 +67,11 @@ def seeded(dataset: Any, seed: int) -> Any:
 
 
 def seed_everything(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+    with tracing:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
@@ -76,10 +81,11 @@ def restored_generators() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.default_generator.set_state(torch_state)
-        random.setstate(random_state)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
+        with tracing:
+            torch.default_generator.set_state(torch_state)
+            random.setstate(random_state)
+            if numpy_state is not None:
+                sys.modules["numpy"].random.set_state(numpy_state)
 
 
 def _states() -> tuple[torch.Tensor, Any, Any]:

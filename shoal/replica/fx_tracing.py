@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import fx, nn
 
-tracing = threading.Lock()  # one trace at a time
+# one trace at a time; and no thread sets a global random generator meanwhile, since a trace looks
+# at their states to see whether the forward draws numbers
+tracing = threading.RLock()
 
 
 class ThreadTracer(fx.Tracer):

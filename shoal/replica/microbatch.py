@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
+from shoal.replica.fx_tracing import tracing
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Loss = Callable[[Any, Any], Tensor]
@@ -72,11 +73,12 @@ def fork_rng(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(state_of_python)
-        if numpy is not None:
-            numpy.random.set_state(state_of_numpy)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        with tracing:
+            random.setstate(state_of_python)
+            if numpy is not None:
+                numpy.random.set_state(state_of_numpy)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
@@ -94,10 +96,11 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 def seed_forward(device: torch.device, seed: int) -> None:
     """Seed all that a forward may draw from: torch, numpy and Python's `random`."""
-    seed_generators(device, seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    with tracing:
+        seed_generators(device, seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def autocast_for(

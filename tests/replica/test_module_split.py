@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -265,6 +269,8 @@ class Computing(Net):
 def test_code_between_modules(
     world: World, make: Callable[[], nn.Module], size: int, strategy: str
 ) -> None:
+    if make is Backward and "interleaved" in strategy:
+        pytest.skip("four stages would cut before a layer that is called later")
     assert_equal(world, size, strategy, make, samples(28), 12, clip_norm=0.1)
 
 
@@ -284,11 +290,35 @@ class Dropping(Net):
         return hidden + first
 
 
+SKIPS = """
+from functools import partial
+import shoal, torch
+from tests.models import samples
+from tests.replica.test_module_split import Dropping
+
+def train(job):
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    step = job.step(Dropping(), torch.nn.functional.cross_entropy, optimizer=sgd, accumulate=4)
+    for batch in job.batches(samples(40), 8):
+        job.log(loss=step(batch))
+
+shoal.run(train)
+"""
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("cut", ["layers.1", "layers.3", "norm"])
-def test_layers_that_are_skipped_at_random(world: World, cut: str) -> None:
-    """One stage works at a time, since threads share the generators."""
-    strategy = f'pp(2, schedule="inter-op", cuts=["{cut}"])'
-    assert_equal(world, 2, strategy, Dropping, samples(40), 8, accumulate=4)
+def test_layers_that_are_skipped_at_random(tmp_path: Path, cut: str) -> None:
+    """In processes: threads share the generators."""
+    (tmp_path / "skips.py").write_text(SKIPS)
+    words = ["verify", str(tmp_path / "skips.py"), "-n", "2", "-s", f'pp(2, cuts=["{cut}"])']
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", *words],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_stage_gets_what_it_uses() -> None:

@@ -58,7 +58,7 @@ def test_without_buckets_gradients_at_the_parameters_are_summed(world: World) ->
         used = model.shared if group.rank else model.expert
         used.sum().backward()
         axes = axes_of(mesh, model)
-        axes.sum_parameter_gradients(flat)
+        axes.sum_parameter_gradients(flat.params)
         assert model.shared.grad is not None and model.expert.grad is not None
         total = axes.sum(torch.tensor(1.5))
         grads = model.shared.grad.tolist(), model.expert.grad.tolist()
