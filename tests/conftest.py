@@ -29,7 +29,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # how long an example takes is no fact about the code
-settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "shoal", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("shoal-whole", settings.get_profile("shoal"), max_examples=300)
 settings.load_profile("shoal")
 

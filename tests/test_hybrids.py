@@ -54,6 +54,7 @@ def test_served_parts(world: World, split: str, placement: str, update: str) -> 
     assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1)
 
 
+@pytest.mark.whole
 @pytest.mark.product
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("split", ['pp(2, schedule="zb-h1")', "tp(2)"])
@@ -114,6 +115,7 @@ def test_sharded_stages_give_the_same_bits(world: World) -> None:
     assert_equal(world, 4, "zero(3) + pp(2)", gpt, texts(16), exactly=True, **options)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("split", ["pp(2)", "tp(2)", *few_or_all([], ['pp(2, schedule="zb-h1")'])])
 def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, split: str) -> None:
     models = [gpt(8) for _ in range(4)]
@@ -158,7 +160,10 @@ def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, spli
             ["zero(3) + pp(2)", 'ps(placement="workers") + tp(2)', "tp(2) + pp(2)"],
             marks=pytest.mark.whole,
         ),
-        ["ddp", 'ps(placement="rank0", update="worker") + pp(2)', "zero(3)", "zero(3) + pp(2)"],
+        pytest.param(
+            ["ddp", 'ps(placement="rank0", update="worker") + pp(2)', "zero(3)", "zero(3) + pp(2)"],
+            marks=pytest.mark.whole,
+        ),
         ["ddp + pp(2)", "zero(3) + tp(2)", "zero(2) + pp(2)", 'ps(placement="workers")'],
         pytest.param(
             [f'ps(quorum=1, placement="rank0"){split}' for split in (" + pp(2)", " + tp(2)", "")],

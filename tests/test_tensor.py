@@ -53,7 +53,9 @@ def test_a_gpt_with_tied_embedding(world: World, size: int, options: dict[str, A
         (4, "ddp(bucket_mb=0.0001) + tp(2)"),
         pytest.param(4, "tp(2) + pp(2)", marks=pytest.mark.whole),
         pytest.param(4, 'tp(2) + pp(2, schedule="zb-h1")', marks=pytest.mark.whole),
-        (4, 'tp(2) + pp(2, recompute=True, schedule="interleaved")'),
+        pytest.param(
+            4, 'tp(2) + pp(2, recompute=True, schedule="interleaved")', marks=pytest.mark.whole
+        ),
         (8, "ddp + tp(2) + pp(2)"),
         (4, 'gossip(graph="complete") + tp(2)'),
         pytest.param(4, "zero(1) + tp(2)", marks=pytest.mark.whole),
@@ -74,7 +76,11 @@ def test_hybrids(world: World, size: int, strategy: str) -> None:
         pytest.param(4, "ddp + tp(2, sequence=True)", marks=pytest.mark.whole),
         pytest.param(4, "tp(2, sequence=True) + pp(2)", marks=pytest.mark.whole),
         pytest.param(4, 'tp(2, sequence=True) + pp(2, schedule="zb-h1")', marks=pytest.mark.whole),
-        (4, 'tp(2, sequence=True) + pp(2, recompute=True, schedule="interleaved")'),
+        pytest.param(
+            4,
+            'tp(2, sequence=True) + pp(2, recompute=True, schedule="interleaved")',
+            marks=pytest.mark.whole,
+        ),
         pytest.param(8, "zero(1) + tp(2, sequence=True) + pp(2)", marks=pytest.mark.whole),
     ],
 )

@@ -195,6 +195,7 @@ def test_stages_hold_their_own_layers_and_no_shapes(world: World, text: str) -> 
     compare(world, 2 if text == "pp(2)" else 4, text)
 
 
+@pytest.mark.whole
 @pytest.mark.product
 @pytest.mark.parametrize("compress", ["int8", "powersgd(rank=2)"])
 @pytest.mark.parametrize(

@@ -81,11 +81,11 @@ def test_a_stage_holds_what_it_calls() -> None:
     [
         (2, "pp(2)"),
         (3, "pp(3)"),
-        (2, 'pp(2, schedule="interleaved")'),
+        pytest.param(2, 'pp(2, schedule="interleaved")', marks=pytest.mark.whole),
         (2, 'pp(2, schedule="zb-h1", recompute=True)'),
         (2, 'pp(2, cuts=["layers.1"])'),
         (4, "tp(2) + pp(2)"),
-        (4, "tp(2, sequence=True) + pp(2)"),
+        pytest.param(4, "tp(2, sequence=True) + pp(2)", marks=pytest.mark.whole),
         (4, "ddp + pp(2)"),
     ],
 )

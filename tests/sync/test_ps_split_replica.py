@@ -135,6 +135,7 @@ def test_servers_that_hold_something_of_every_part_follow_themselves(
 # ---- bounded staleness --------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 @pytest.mark.product
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("split", SPLITS)
@@ -295,6 +296,7 @@ def test_one_norm_clips_all_parts_where_pushes_are_compressed(
 # ---- death --------------------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 @pytest.mark.product
 @pytest.mark.parametrize("rule", ["quorum=0.5", 'mode="async"', "staleness=1"])
 @pytest.mark.parametrize("split", SPLITS)
