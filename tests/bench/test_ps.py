@@ -21,6 +21,7 @@ def test_shoal_alone_is_measured(tmp_path: Path) -> None:
     assert rows_a_second == pytest.approx(1e6 / alone["sparse"]["shoal"]["median_ms"])
 
 
+@pytest.mark.whole
 def test_an_unknown_peer_is_refused(tmp_path: Path) -> None:
     found = shoal("bench", "ps", "--against", "horovod", cwd=tmp_path)
     assert found.returncode == 2

@@ -113,6 +113,7 @@ def test_what_cannot_run_is_refused_without_loading_torch(tmp_path: Path, words:
     assert done.stderr.startswith("shoal: ")
 
 
+@pytest.mark.whole
 def test_workers_started_by_the_script_itself(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         scripts.PLAIN.replace("shoal.run(train)", 'shoal.run(train, workers=2); print("after")')

@@ -49,7 +49,7 @@ def test_a_script_that_does_not_train_is_told_so(tmp_path: Path) -> None:
     assert done.returncode == 2 and "ended without a training step" in done.stderr
 
 
-@pytest.mark.parametrize("example", ["digits", "gpt"])
+@pytest.mark.parametrize("example", ["digits", pytest.param("gpt", marks=pytest.mark.whole)])
 def test_the_examples_are_equal(tmp_path: Path, example: str) -> None:
     small = ["--size", "tiny"] if example == "gpt" else ["--accumulate", "2", "--clip-norm", "1"]
     done = shoal("verify", example, "-n", "2", "--steps", "6", "--json", "--", *small, cwd=tmp_path)

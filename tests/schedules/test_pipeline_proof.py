@@ -44,6 +44,7 @@ def test_every_small_schedule_is_proven(name: str) -> None:
             prove(build(name, stages, microbatches, chunks))
 
 
+@pytest.mark.whole
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 16), st.integers(1, 32), st.integers(1, 4))
 def test_larger_schedules_are_proven(stages: int, microbatches: int, chunks: int) -> None:
@@ -51,6 +52,7 @@ def test_larger_schedules_are_proven(stages: int, microbatches: int, chunks: int
         prove(build(name, stages, microbatches, chunks if name in LOOPED else 1))
 
 
+@pytest.mark.whole
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 16), st.integers(1, 32))
 def test_peak_of_live_activations(p: int, m: int) -> None:

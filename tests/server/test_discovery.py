@@ -39,7 +39,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     [
         ('ps(placement="workers")', ["mm-", "mm-", "--m"]),
         pytest.param('ps(placement="rank0")', ["m", "m", "-"], marks=pytest.mark.whole),
-        ("ps(servers=2)", ["m-", "m-", "-m"]),
+        pytest.param("ps(servers=2)", ["m-", "m-", "-m"], marks=pytest.mark.whole),
         ('ps(placement="workers", update="worker")', ["mm-", "mm-", "--m"]),
     ],
 )

@@ -207,6 +207,7 @@ def test_what_is_late_is_late_in_every_part(
 # ---- copies -------------------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("split", SPLITS)
 def test_copies_are_equal_in_a_step_whose_parts_have_different_versions(
     world: World, split: str

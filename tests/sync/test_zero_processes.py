@@ -19,7 +19,7 @@ def last_json(text: str) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["zero(2)", "zero(3)"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero(2)", marks=pytest.mark.whole), "zero(3)"])
 def test_losses_are_those_of_fsdp2(tmp_path: Path, strategy: str) -> None:
     (tmp_path / "train.py").write_text(zero_scripts.AGAINST_FSDP)
     done = shoal("run", "train.py", "-n", "2", "-s", strategy, cwd=tmp_path)
