@@ -219,6 +219,7 @@ PARTLY = [
 ]
 
 
+@pytest.mark.whole
 @pytest.mark.product
 @pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
 @pytest.mark.parametrize("sync", PARTLY)

@@ -71,6 +71,7 @@ def test_show_draws_round_by_round() -> None:
     assert "Done: all ranks have the sum of all." in shown.stdout
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", kinds())
 def test_every_algorithm_can_be_drawn_and_animated(kind: str, tmp_path: Path) -> None:
     for name in algorithms(kind):

@@ -85,6 +85,7 @@ def test_what_was_sent_and_what_is_left_make_up_all_gradients(
 # ------------------------------------------------------------------------------ training
 
 
+@pytest.mark.whole
 @pytest.mark.product
 @pytest.mark.parametrize("bucket_mb", ["25", "0.0001"])
 @pytest.mark.parametrize("method", METHODS)

@@ -232,6 +232,7 @@ def test_a_quorum_goes_on_without_the_slow_worker(world: World, late: str, place
     assert any("dropped as late" in sentence for sentence in found[0].summary())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "strategy",
     ['ps(mode="async", placement="rank0")', 'ps(mode="async", placement="workers")',

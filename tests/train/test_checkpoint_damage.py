@@ -171,6 +171,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.whole
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_nothing_but_a_checkpoint_error_comes_out_of_a_strange_manifest(
