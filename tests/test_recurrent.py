@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.recurrent import ParallelRecurrent
+from shoal.replica.tensor.layers.recurrent import ParallelRecurrent
 from shoal.replica.tensor.rng import TensorParallelRng
 from tests.conftest import World
 from tests.models import samples

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.replica.tensor.plan import plan_of
+from shoal.replica.tensor.planning.plan import plan_of
 from shoal.strategy.terms import Tp
 from tests.conftest import World
 from tests.huggingface import MODELS, Samples, loss

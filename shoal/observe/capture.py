@@ -25,7 +25,7 @@ from shoal.data.sampling import FullDatasetBatch
 from shoal.observe.double_precision import compute_in_double, convert
 from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import has_batchnorm
-from shoal.replica.tensor.attention import ParallelAttention
+from shoal.replica.tensor.layers.attention import ParallelAttention
 from shoal.runtime.config import CaptureConfig
 from shoal.schedules.pipelines.actions import accumulate
 from shoal.strategy.base import Batches

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from shoal.comm.group import Group
 from shoal.replica.batchnorm_call import BatchNormCall, OwnForward
+from shoal.replica.mapping import sum_over_ranks
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -42,22 +43,6 @@ class _Statistics(NamedTuple):
 
     def inv_std(self) -> Tensor:
         return torch.rsqrt(self.var + self.eps)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over all ranks, whose gradient is one, too: all ranks go through it together."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        total = x.clone()
-        group.all_reduce(total).wait()
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        total = _SumOverRanks.apply(grads[0], ctx.group)  # type: ignore[no-untyped-call]
-        return total, None
 
 
 class _Normalize(torch.autograd.Function):
@@ -95,7 +80,7 @@ class _Normalize(torch.autograd.Function):
         normal, inv_std = _normal_of(x.to(grad.dtype), ctx)
         local = torch.stack([grad.sum(others), (grad * normal).sum(others)])
         grad_bias, grad_weight = local.unbind()
-        sums = _SumOverRanks.apply(local, ctx.group)  # type: ignore[no-untyped-call]
+        sums = sum_over_ranks(local, ctx.group)
         means = sums / ctx.statistics.samples.clamp(min=1)
         scale = inv_std if weight is None else inv_std * weight
         grad_x = (grad - means[0].view(shape) - normal * means[1].view(shape)) * scale.view(shape)
@@ -118,12 +103,27 @@ def _normal_of(x: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
     others = _all_but_channels(x)
     count = statistics.samples.clamp(min=1)
     counted = float(ctx.real)  # rows that stand in do not count
-    sums = _SumOverRanks.apply(x.sum(others) * counted, ctx.group)  # type: ignore[no-untyped-call]
+    sums = sum_over_ranks(x.sum(others) * counted, ctx.group)
     centered = x - (sums / count).view(shape)
     squares = centered.square().sum(others) * counted
-    total = _SumOverRanks.apply(squares, ctx.group)  # type: ignore[no-untyped-call]
+    total = sum_over_ranks(squares, ctx.group)
     inv_std = torch.rsqrt(total / count + statistics.eps)
     return centered * inv_std.view(shape), inv_std
+
+
+def _call_of(norm: _BatchNorm, input: Tensor) -> BatchNormCall:
+    """What `norm` asks of F.batch_norm with the statistics of a batch."""
+    keeps = norm.training
+    return BatchNormCall(
+        input,
+        norm.running_mean if keeps else None,
+        norm.running_var if keeps else None,
+        norm.weight,
+        norm.bias,
+        True,
+        norm.momentum,
+        norm.eps,
+    )
 
 
 class GlobalBatchNorm(_BatchNorm):
@@ -146,19 +146,7 @@ class GlobalBatchNorm(_BatchNorm):
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         self._check_input_dim(input)
-        keeps = self.training and self.running_mean is not None
-        return self.normalize(
-            BatchNormCall(
-                input,
-                self.running_mean if keeps else None,
-                self.running_var if keeps else None,
-                self.weight,
-                self.bias,
-                True,
-                self.momentum,
-                self.eps,
-            )
-        )
+        return self.normalize(_call_of(self, input))
 
     def normalize(self, call: BatchNormCall) -> Tensor:
         """What F.batch_norm computes while training; with the statistics of all ranks."""
@@ -226,18 +214,7 @@ class MicroBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.running_mean is None:
             return super().forward(input)
-        return self.normalize(
-            BatchNormCall(
-                input,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                True,
-                self.momentum,
-                self.eps,
-            )
-        )
+        return self.normalize(_call_of(self, input))
 
     def normalize(self, call: BatchNormCall) -> Tensor:
         """What F.batch_norm computes while training; running statistics are updated later."""

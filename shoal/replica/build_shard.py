@@ -20,7 +20,7 @@ from shoal.replica.expert.split import ExpertSplit
 from shoal.replica.shard import ReplicaShard
 from shoal.replica.stage_shard import StageShard
 from shoal.replica.tensor.parallelize import TensorSplit
-from shoal.replica.tensor.plan import plan_of
+from shoal.replica.tensor.planning.plan import plan_of
 from shoal.replica.token_axes import TokenAxes, TokenAxis
 from shoal.strategy.strategy import Strategy
 

@@ -26,8 +26,8 @@ from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
 from shoal.replica.pipeline.stages import Stages, named_tensors
 from shoal.replica.pipeline.tied_weights import TiedWeights
 from shoal.replica.shard import ReplicaShard
+from shoal.replica.tensor.activations.sharded_tensor import full_tensors
 from shoal.replica.tensor.parallelize import TensorSplit
-from shoal.replica.tensor.sharded_tensor import full_tensors
 from shoal.schedules.pipelines.actions import ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import build, schedule
 from shoal.strategy.terms import Pp

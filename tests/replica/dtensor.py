@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from shoal.comm.group import Group
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.tensor.parallelize import TensorSplit
-from shoal.replica.tensor.plan import plan_of
+from shoal.replica.tensor.planning.plan import plan_of
 from shoal.strategy.terms import Tp
 from tests.replica.beside_torch import main
 

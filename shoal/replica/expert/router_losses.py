@@ -25,8 +25,8 @@ from shoal.errors import BadInput
 from shoal.pytree import map_tensors
 from shoal.replica.batchnorm import ForwardState
 from shoal.replica.context.sequence_shard import full_tensors
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
 from shoal.replica.tensor.mappings import gather_sequence
-from shoal.replica.tensor.shard_spec import ShardSpec
 
 _NAME = "load_balancing_loss_func"
 _MASK = "attention_mask"

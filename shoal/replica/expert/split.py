@@ -22,7 +22,7 @@ from shoal.replica.expert.listed import ListedExperts
 from shoal.replica.expert.mixtures import Mixture, StackedMixture
 from shoal.replica.expert.stacked import StackedExperts
 from shoal.replica.pipeline.stages import replace_by_shape
-from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
+from shoal.replica.tensor.activations.shard_spec import ShardSpec, even_ranges
 
 Named = list[tuple[str, nn.Parameter]]
 _GATHER_TAG = 0

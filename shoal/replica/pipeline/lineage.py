@@ -42,9 +42,9 @@ _READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
 class Lineage:
-    """`on_use` is told of marks that Python reads, `on_write` of memory before it changes.
+    """`on_use` is called with marks that Python reads, `on_write` with memory before it changes.
 
-    `on_meta` is told of tensors without memory that are computed with.
+    `on_meta` is called with tensors without memory that are computed with.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.layers import ColumnLinear
-from shoal.replica.tensor.linear_like import is_transformers
+from shoal.replica.tensor.layers.linear import ColumnLinear
+from shoal.replica.tensor.layers.linear_like import is_transformers
 
 ELEMENTWISE = (
     nn.ReLU,

@@ -14,60 +14,42 @@ gradient of a mapping is the mapping in the other direction, so second derivativ
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.shard_spec import ShardSpec
-
-Operation = Callable[[Tensor], Tensor]
+from shoal.replica.mapping import all_reduced, mapped
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    return _map(x, lambda x: x.view_as(x), partial(_sum, group=group))
+    return mapped(x, lambda x: x.view_as(x), partial(all_reduced, group=group))
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    return _map(x, partial(_sum, group=group), lambda grad: grad)
+    return mapped(x, partial(all_reduced, group=group), lambda grad: grad)
 
 
 def gather(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
-    return _map(x, partial(spec.all_gather, group=group), partial(spec.take_shard, rank=group.rank))
+    return mapped(
+        x, partial(spec.all_gather, group=group), partial(spec.take_shard, rank=group.rank)
+    )
 
 
 def scatter(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
-    return _map(x, partial(spec.take_shard, rank=group.rank), partial(spec.all_gather, group=group))
+    return mapped(
+        x, partial(spec.take_shard, rank=group.rank), partial(spec.all_gather, group=group)
+    )
 
 
 def gather_sequence(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
-    return _map(x, partial(spec.all_gather, group=group), partial(spec.reduce_scatter, group=group))
+    return mapped(
+        x, partial(spec.all_gather, group=group), partial(spec.reduce_scatter, group=group)
+    )
 
 
 def reduce_scatter(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
-    return _map(x, partial(spec.reduce_scatter, group=group), partial(spec.all_gather, group=group))
-
-
-def _sum(x: Tensor, group: Group) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(total).wait()
-    return total
-
-
-def _map(x: Tensor, forward: Operation, backward: Operation) -> Tensor:
-    out: Tensor = _Mapping.apply(x, forward, backward)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Mapping(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Operation, backward: Operation) -> Tensor:
-        ctx.operations = (backward, forward)
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _map(grads[0], *ctx.operations), None, None
+    return mapped(
+        x, partial(spec.reduce_scatter, group=group), partial(spec.all_gather, group=group)
+    )

@@ -16,11 +16,13 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
+from shoal.replica.tensor.activations.sequence_messages import pack, unpack
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
 from shoal.replica.tensor.adapters import adapt
-from shoal.replica.tensor.attention import ParallelAttention
-from shoal.replica.tensor.channel_layers import SplitChannels
-from shoal.replica.tensor.in_place import change_in_place
-from shoal.replica.tensor.layers import (
+from shoal.replica.tensor.layers.attention import ParallelAttention
+from shoal.replica.tensor.layers.channels import SplitChannels
+from shoal.replica.tensor.layers.in_place import change_in_place
+from shoal.replica.tensor.layers.linear import (
     ColumnLinear,
     PartialEmbedding,
     RowLinear,
@@ -28,12 +30,10 @@ from shoal.replica.tensor.layers import (
     TensorParallelLayer,
     VocabularyEmbedding,
 )
-from shoal.replica.tensor.linear_like import linear_like
-from shoal.replica.tensor.recurrent import ParallelRecurrent
+from shoal.replica.tensor.layers.linear_like import linear_like
+from shoal.replica.tensor.layers.recurrent import ParallelRecurrent
+from shoal.replica.tensor.planning.roles import IN_PLACE, Role, Roles
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.roles import IN_PLACE, Role, Roles
-from shoal.replica.tensor.sequence_messages import pack, unpack
-from shoal.replica.tensor.shard_spec import ShardSpec
 from shoal.replica.tensor.structure import copy_structure
 
 

@@ -26,8 +26,8 @@ from shoal.replica.microbatch import (
     preserve_modes,
     seed_generators,
 )
+from shoal.replica.tensor.activations.sharded_tensor import full_tensors
 from shoal.replica.tensor.parallelize import TensorSplit
-from shoal.replica.tensor.sharded_tensor import full_tensors
 
 LARGEST_PROVEN_BYTES = 1 << 30  # of the parameters; above, the split is compared in its blocks
 _TOLERANCES = {torch.float64: 1e-6, torch.bfloat16: 5e-2, torch.float16: 2e-2}

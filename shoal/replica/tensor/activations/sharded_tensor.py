@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.comm.group import Group
 from shoal.pytree import Tree, map_tensors
-from shoal.replica.tensor.shard_spec import ShardSpec
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
 
 ShardedOps = dict[Any, Callable[..., Any]]
 

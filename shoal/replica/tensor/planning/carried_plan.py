@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from shoal.replica.deferred_init import full_name
-from shoal.replica.tensor.blocks import SplitBlock
+from shoal.replica.tensor.planning.blocks import SplitBlock
 
 COLUMN = ("colwise", "packed_colwise", "local_colwise")
 ROW = ("rowwise", "packed_rowwise", "local_rowwise")

@@ -23,13 +23,13 @@ from torch import nn
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
 from shoal.replica.tensor.adapters import ELEMENTWISE, LayerPair, known_pairs
-from shoal.replica.tensor.channel_attention import find_attentions
-from shoal.replica.tensor.channel_layers import ChannelRole
-from shoal.replica.tensor.channel_plan import channel_roles, random_state_kept
-from shoal.replica.tensor.linear_like import linear_like
-from shoal.replica.tensor.recurrent import is_recurrent
-from shoal.replica.tensor.roles import Role, Roles
-from shoal.replica.tensor.transformer_plan import TransformerPlan, is_lookup
+from shoal.replica.tensor.layers.channels import ChannelRole
+from shoal.replica.tensor.layers.linear_like import linear_like
+from shoal.replica.tensor.layers.recurrent import is_recurrent
+from shoal.replica.tensor.planning.channel_attention import find_attentions
+from shoal.replica.tensor.planning.channel_plan import channel_roles, random_state_kept
+from shoal.replica.tensor.planning.roles import Role, Roles
+from shoal.replica.tensor.planning.transformer_plan import TransformerPlan, is_lookup
 from shoal.strategy.terms import Tp
 
 

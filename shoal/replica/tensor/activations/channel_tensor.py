@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
+from shoal.replica.tensor.activations.sharded_tensor import ShardedActivation, full_tensors
+from shoal.replica.tensor.activations.spec_views import merged
 from shoal.replica.tensor.mappings import copy, gather, scatter
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.shard_spec import ShardSpec
-from shoal.replica.tensor.sharded_tensor import ShardedActivation, full_tensors
-from shoal.replica.tensor.spec_views import merged
 
 
 class ChannelShardedTensor(ShardedActivation):

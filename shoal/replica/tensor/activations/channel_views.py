@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.replica.tensor.channel_tensor import ChannelShardedTensor
-from shoal.replica.tensor.sharded_tensor import ShardedOps, reshaped
-from shoal.replica.tensor.spec_views import concatenated, narrowed, reshaped_spec
+from shoal.replica.tensor.activations.channel_tensor import ChannelShardedTensor
+from shoal.replica.tensor.activations.sharded_tensor import ShardedOps, reshaped
+from shoal.replica.tensor.activations.spec_views import concatenated, narrowed, reshaped_spec
 
 
 def _shape(x: ChannelShardedTensor) -> torch.Size:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shoal.replica.deferred_init import full_name
-from shoal.replica.tensor.linear_like import LinearLike, linear_like
+from shoal.replica.tensor.layers.linear_like import LinearLike, linear_like
 
 _QUERIES = {"q": ("k", "v"), "wq": ("wk", "wv"), "query": ("key", "value"), "Q": ("K", "V")}
 _FUSED = ("qkv", "query_key_value", "Wqkv", "c_attn", "qkv_proj", "in_proj_qkv", "to_qkv")

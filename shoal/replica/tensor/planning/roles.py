@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.replica.tensor.channel_layers import ChannelRole
-from shoal.replica.tensor.heads import HeadSplit, Ranges
-from shoal.replica.tensor.layers import ColumnOutput
-from shoal.replica.tensor.shard_spec import ShardSpec
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
+from shoal.replica.tensor.layers.channels import ChannelRole
+from shoal.replica.tensor.layers.linear import ColumnOutput
+from shoal.replica.tensor.planning.heads import HeadSplit, Ranges
 
 Kind = Literal[
     "column",  # some outputs of a layer

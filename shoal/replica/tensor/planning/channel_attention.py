@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shoal.replica.deferred_init import full_name
-from shoal.replica.tensor.channel_flow import is_matrix_layer
-from shoal.replica.tensor.channel_layers import ChannelRole, Channels, SplitChannels
-from shoal.replica.tensor.channel_tensor import ChannelShardedTensor
+from shoal.replica.tensor.activations.channel_tensor import ChannelShardedTensor
+from shoal.replica.tensor.activations.spec_views import merged
+from shoal.replica.tensor.layers.channels import ChannelRole, Channels, SplitChannels
+from shoal.replica.tensor.planning.channel_flow import is_matrix_layer
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.spec_views import merged
 
 _LENGTHS = (8, 16)
 _MOST_LENGTHS = 8

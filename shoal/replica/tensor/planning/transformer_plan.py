@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from shoal.replica.deferred_init import full_name
-from shoal.replica.tensor.blocks import SplitBlock, find_blocks
-from shoal.replica.tensor.carried_plan import (
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
+from shoal.replica.tensor.layers.linear_like import LinearLike, linear_like
+from shoal.replica.tensor.planning.blocks import SplitBlock, find_blocks
+from shoal.replica.tensor.planning.carried_plan import (
     GATHERED_COLUMN,
     SCATTERED_ROW,
     VOCABULARY,
     carried_blocks,
     carried_styles,
 )
-from shoal.replica.tensor.heads import HeadSplit, read_heads
-from shoal.replica.tensor.linear_like import LinearLike, linear_like
-from shoal.replica.tensor.roles import Role, Roles
-from shoal.replica.tensor.shape_trial import can_run
-from shoal.replica.tensor.shard_spec import ShardSpec
+from shoal.replica.tensor.planning.heads import HeadSplit, read_heads
+from shoal.replica.tensor.planning.roles import Role, Roles
+from shoal.replica.tensor.planning.shape_trial import can_run
 
 
 class TransformerPlan:

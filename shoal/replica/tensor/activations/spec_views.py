@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shoal.replica.tensor.shard_spec import ShardSpec
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
 
 Ranges = tuple[range, ...]
 

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from shoal.replica.tensor.adapters import ELEMENTWISE
-from shoal.replica.tensor.channel_groups import Activation, ChannelGroups, LayerEdge
+from shoal.replica.tensor.planning.channel_groups import Activation, ChannelGroups, LayerEdge
 
 _MODULES_BY_CHANNEL = (
     *ELEMENTWISE,

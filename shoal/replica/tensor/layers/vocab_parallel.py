@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.comm.group import Group, Op
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
+from shoal.replica.tensor.activations.sharded_tensor import ShardedActivation, reshaped
 from shoal.replica.tensor.mappings import gather, scatter
-from shoal.replica.tensor.shard_spec import ShardSpec
-from shoal.replica.tensor.sharded_tensor import ShardedActivation, reshaped
 
 
 class VocabParallelLogits(ShardedActivation):

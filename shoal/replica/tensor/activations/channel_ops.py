@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.replica.tensor.channel_tensor import ChannelShardedTensor
-from shoal.replica.tensor.channel_views import VIEWS
-from shoal.replica.tensor.sharded_tensor import ShardedOps
+from shoal.replica.tensor.activations.channel_tensor import ChannelShardedTensor
+from shoal.replica.tensor.activations.channel_views import VIEWS
+from shoal.replica.tensor.activations.sharded_tensor import ShardedOps
 
 Op = Callable[..., Any]
 

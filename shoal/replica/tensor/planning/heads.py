@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.replica.tensor.shard_spec import even_ranges
+from shoal.replica.tensor.activations.shard_spec import even_ranges
 
 Ranges = tuple[tuple[range, ...], ...]
 

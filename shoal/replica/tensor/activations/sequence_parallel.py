@@ -21,6 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
+from shoal.replica.tensor.activations.sharded_tensor import ShardedActivation, reshaped
 from shoal.replica.tensor.mappings import (
     copy,
     gather,
@@ -29,8 +31,6 @@ from shoal.replica.tensor.mappings import (
     scatter,
 )
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.shard_spec import ShardSpec
-from shoal.replica.tensor.sharded_tensor import ShardedActivation, reshaped
 
 
 class SequenceParallelTensor(ShardedActivation):

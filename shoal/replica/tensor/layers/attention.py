@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.layers import RowLinear, TensorParallelLayer
+from shoal.replica.tensor.activations.sequence_parallel import SequenceParallelTensor
+from shoal.replica.tensor.activations.shard_spec import ShardSpec, even_ranges
+from shoal.replica.tensor.layers.linear import RowLinear, TensorParallelLayer
 from shoal.replica.tensor.mappings import copy, gather, reduce
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor
-from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
 
 
 class ParallelAttention(TensorParallelLayer):

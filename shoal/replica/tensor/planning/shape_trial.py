@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shoal.pytree import tensors_of
-from shoal.replica.tensor.linear_like import LinearLike
-from shoal.replica.tensor.roles import Role
+from shoal.replica.tensor.layers.linear_like import LinearLike
+from shoal.replica.tensor.planning.roles import Role
 from shoal.replica.tensor.structure import copy_structure
 
 _LEADING = ((2, 3), (2, 4, 4))  # (batch, time), (batch, height, width)

@@ -18,13 +18,13 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.channel_ops import OPS
-from shoal.replica.tensor.channel_tensor import ChannelShardedTensor, local_shard
+from shoal.replica.tensor.activations.channel_ops import OPS
+from shoal.replica.tensor.activations.channel_tensor import ChannelShardedTensor, local_shard
+from shoal.replica.tensor.activations.sequence_parallel import SequenceParallelTensor
+from shoal.replica.tensor.activations.shard_spec import ShardSpec, even_ranges
+from shoal.replica.tensor.activations.sharded_tensor import full_tensors
 from shoal.replica.tensor.mappings import copy, reduce
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor
-from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
-from shoal.replica.tensor.sharded_tensor import full_tensors
 
 ChannelShardedTensor.sharded_ops = OPS
 

@@ -14,10 +14,10 @@ from torch.func import functional_call
 
 from shoal.comm.group import Group
 from shoal.pytree import map_tensors
+from shoal.replica.tensor.activations.sharded_tensor import full_tensors
 from shoal.replica.tensor.mappings import copy, reduce
+from shoal.replica.tensor.planning.roles import Role
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.roles import Role
-from shoal.replica.tensor.sharded_tensor import full_tensors
 
 _EXPERT_WIDTHS = ("intermediate_dim", "intermediate_size", "expert_dim", "ffn_dim")
 

@@ -17,9 +17,14 @@ from torch import fx, nn
 
 from shoal.replica.deferred_init import full_name
 from shoal.replica.fx_tracing import ThreadTracer, tracing
-from shoal.replica.tensor.channel_flow import ChannelFlow, is_grouped, is_matrix_layer, is_norm
-from shoal.replica.tensor.channel_groups import Activation, ChannelGroups
-from shoal.replica.tensor.channel_layers import ChannelRole, Channels
+from shoal.replica.tensor.layers.channels import ChannelRole, Channels
+from shoal.replica.tensor.planning.channel_flow import (
+    ChannelFlow,
+    is_grouped,
+    is_matrix_layer,
+    is_norm,
+)
+from shoal.replica.tensor.planning.channel_groups import Activation, ChannelGroups
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -95,7 +100,7 @@ class _Tracer(ThreadTracer):
         before = len(self.untraced)
         try:
             return super().call_traced(m, forward, args, kwargs)
-        except Exception:
+        except Exception:  # a forward raises what it likes on proxies: then the module is a leaf
             self._erase_after(last)
             name = self.path_of_module(m)
             self.untraced[before:] = [name]

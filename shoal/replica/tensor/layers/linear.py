@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.linear_like import LinearLike, linear_like
+from shoal.replica.tensor.activations.sequence_parallel import SequenceParallelTensor
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
+from shoal.replica.tensor.activations.sharded_tensor import full_tensors
+from shoal.replica.tensor.layers.linear_like import LinearLike, linear_like
+from shoal.replica.tensor.layers.vocab_parallel import VocabParallelLogits
 from shoal.replica.tensor.mappings import copy, gather, reduce, scatter
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor
-from shoal.replica.tensor.shard_spec import ShardSpec
-from shoal.replica.tensor.sharded_tensor import full_tensors
-from shoal.replica.tensor.vocab_parallel import VocabParallelLogits
 
 ColumnOutput = Literal["sharded", "full", "logits"]
 

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.layers import TensorParallelLayer
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
+from shoal.replica.tensor.activations.sharded_tensor import full_tensors
+from shoal.replica.tensor.layers.linear import TensorParallelLayer
 from shoal.replica.tensor.mappings import copy, gather, gather_sequence, scatter
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.shard_spec import ShardSpec
-from shoal.replica.tensor.sharded_tensor import full_tensors
 
 GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.GRU: 3}
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shoal.comm.group import Group
 from shoal.pytree import Tree
+from shoal.replica.tensor.activations.sequence_parallel import SequenceParallelTensor
+from shoal.replica.tensor.activations.sharded_tensor import ShardedActivation
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor
-from shoal.replica.tensor.sharded_tensor import ShardedActivation
 
 _MARK = "rows of a sequence"
 

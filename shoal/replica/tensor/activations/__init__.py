@@ -1,0 +1,1 @@
+"""Activations of which every rank of a tp group has a shard."""

@@ -1,0 +1,1 @@
+"""Layers of which every rank of a tp group has a part."""

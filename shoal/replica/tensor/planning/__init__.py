@@ -1,0 +1,1 @@
+"""Which layers of a model tp splits, and how."""
