@@ -110,6 +110,36 @@ def assert_equal(
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
 
 
+def assert_own_loop_equal(
+    world: World, size: int, strategy: str, make: Callable[[], nn.Module], data: Any, loss: Any
+) -> None:
+    """A loop of the script's own, with two backward passes a step, trains as on one worker."""
+
+    def train_own(group: Group, strategy: str, model: nn.Module) -> Any:
+        job = Job(parse(strategy), group, device=CPU, seed=3)
+        try:
+            model, optimizer = job.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            losses = []
+            for x, y in job.batches(data, 6):
+                losses.append(float(job.backward(loss(model(x), y))))
+                job.backward(0.5 * loss(model(x), y))
+                norm = job.clip_grad_norm_(model, 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(norm))
+            return losses, gather_model(job._loop.parts[0].step)[0]
+        finally:
+            job.close()
+
+    models = [make() for _ in range(size)]
+    alone = train_own(solo_group(), "single", make())
+    together = world(size, lambda g: train_own(g, strategy, models[g.rank]))
+    for losses, _ in together:
+        assert losses == pytest.approx(alone[0], abs=2e-5)
+    for name, tensor in alone[1].items():
+        torch.testing.assert_close(together[0][1][name], tensor, rtol=1e-4, atol=2e-5)
+
+
 def assert_another_goes_on(
     world: World, path: Path, first: str, second: str, make: Callable[[], nn.Module]
 ) -> None:

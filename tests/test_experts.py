@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from tests.conftest import World
-from tests.splitting import ADAMW, assert_equal, job_of, train, whole
+from tests.splitting import ADAMW, assert_equal, assert_own_loop_equal, job_of, train, whole
 
 WIDTH = 6
 OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5}
@@ -69,6 +69,34 @@ class Stacked(nn.Module):
         weights, chosen = self.router(x).softmax(-1).topk(2, -1)
         out: Tensor = self.experts(x, chosen, weights)
         return out
+
+
+class BatchedExperts(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, 5) / 3)
+        self.down = nn.Parameter(torch.randn(experts, 5, WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("ech,ehd->ecd", F.gelu(torch.einsum("ecd,edh->ech", x, self.up)),
+                            self.down)  # fmt: skip
+
+
+class Dispatched(nn.Module):
+    """One-hot dispatch into places of experts, enough for all rows of any worker."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts)
+        self.experts = BatchedExperts(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        is_chosen = F.one_hot(chosen, self.gate.out_features)
+        place = (is_chosen.cumsum(0) - 1).gather(1, chosen[:, None])[:, 0]
+        dispatch = is_chosen[:, :, None] * F.one_hot(place, len(x))[:, None].to(x.dtype)
+        out = self.experts(torch.einsum("sec,sd->ecd", dispatch, x))
+        return torch.einsum("sec,ecd,s->sd", dispatch, out, weights)
 
 
 class Residual(nn.Module):
@@ -128,6 +156,15 @@ def test_workers_without_a_row(
     assert_equal(world, 4, "ddp + ep(2)", make, samples(10), 8, **OPTIONS, **options)
 
 
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [(2, "ep(2)"), *(pytest.param(4, f"{other} + ep(2)", marks=WHOLE) for other in
+                     ("ddp", "zero(2)", "zero(3)", "pp(2)"))],
+)  # fmt: skip
+def test_experts_that_take_a_slab_each(world: World, size: int, strategy: str) -> None:
+    assert_equal(world, size, strategy, partial(mixture, Dispatched), samples(10), 6, **OPTIONS)
+
+
 @WHOLE
 @pytest.mark.parametrize("kind", [Listed, Stacked])
 def test_with_a_split_head(world: World, kind: type[nn.Module]) -> None:
@@ -168,6 +205,91 @@ def test_checkpoints_go_to_one_worker_and_back(
         torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "strategy"),
+    [
+        pytest.param(Listed, 2, "ep(2)", marks=WHOLE),
+        (Stacked, 2, "ep(2)"),
+        pytest.param(Stacked, 4, "zero(2) + ep(2)", marks=WHOLE),
+        pytest.param(Listed, 4, "ep(2) + pp(2)", marks=WHOLE),
+    ],
+)
+def test_a_number_of_experts_that_does_not_divide(
+    world: World, kind: type[nn.Module], size: int, strategy: str
+) -> None:
+    make = partial(mixture, kind, 5)
+    assert_equal(world, size, strategy, make, samples(10), 6, **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", [Listed, pytest.param(Stacked, marks=WHOLE)])
+@pytest.mark.parametrize(
+    ("size", "strategy"), [(2, "ep(2)"), pytest.param(4, "ddp + ep(2)", marks=WHOLE)]
+)
+def test_a_loop_of_the_scripts_own(
+    world: World, kind: type[nn.Module], size: int, strategy: str
+) -> None:
+    make = partial(mixture, kind)
+    assert_own_loop_equal(world, size, strategy, make, samples(10), F.cross_entropy)
+
+
+class Centered(StackedExperts):
+    """An expert depends on the weights of the others."""
+
+    def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return super().forward(x + self.up.mean((0, 1)), top_k_index, top_k_weights)
+
+
+class StackedCentered(Stacked):
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.experts = Centered(experts)
+
+
+class Regularized(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(mlp[0].weight.sum() for mlp in self.mlps)  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (StackedCentered, r"1.inner.experts computes other numbers"),
+        (Regularized, r"cannot train Sequential: .* it fails with"),
+    ],
+)
+def test_experts_that_use_each_others_weights_are_refused(
+    world: World, kind: type[nn.Module], sentence: str
+) -> None:
+    models = [mixture(kind) for _ in range(2)]
+    with pytest.raises(BadInput, match=sentence):
+        world(2, lambda g: train(g, "ep(2)", models[g.rank], samples(6), 6))
+
+
+class Noisy(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x) if self.training else 0.0
+        return super().forward(x) + noise
+
+
+class Limited(Listed):
+    """The first rows of a batch count."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (torch.arange(len(x)) < len(x) // 2)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [(Noisy, "1.inner draws random numbers"), (Limited, "depends on other rows of the batch")],
+)
+def test_routing_that_is_another_one_on_several_workers_is_told(
+    world: World, kind: type[nn.Module], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [mixture(kind) for _ in range(2)]
+    world(2, lambda g: train(g, "ep(2)", models[g.rank], samples(8), 8))
+    assert sentence in "".join(capsys.readouterr())
+
+
 def test_evaluation_is_that_of_one_worker(world: World) -> None:
     def evaluate(group: Group, strategy: str, model: nn.Module) -> Any:
         with job_of(group, strategy, model, **OPTIONS) as (job, _):
@@ -197,5 +319,4 @@ def test_what_has_no_experts_is_refused(world: World) -> None:
             world(size, lambda g: train(g, strategy, model, samples(6), 6))
 
     refused(nn.Linear(WIDTH, 3), "ep(2)", 2, r"ep\(2\) finds no mixture of experts in Linear")
-    refused(mixture(Listed, 3), "ep(2)", 2, "that 2 divides, and 1.inner has 3")
     refused(mixture(Stacked, 2), "ep(4)", 4, "at least 4 experts, and 1.inner.experts has 2")

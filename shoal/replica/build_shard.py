@@ -53,6 +53,7 @@ def build_shard(
     else:
         shard = ReplicaShard(model)
         filled = with_values_of_rank_0(deferred.fill_in_turn(model, device), mesh.world)
+    shard.say = say
     if ep is not None and mixtures:
         experts = ExpertSplit(model, mixtures, mesh.ep, device, ep.capacity)
         shard.split_experts(experts)
@@ -73,8 +74,13 @@ def _check_built(strategy: Strategy) -> None:
     cp = strategy.cp
     if cp is None or cp.size == 1:
         return
-    for term in (strategy.tp, strategy.pp, strategy.ep):
-        if term is not None and term.size > 1:
-            raise NotBuilt(
-                f"{term} + {cp} is not built yet: take one of them, beside ddp, zero or ps"
-            )
+    pp = strategy.pp
+    if pp is not None and pp.size > 1:
+        raise NotBuilt(
+            f"{pp} + {cp} is not built yet: take one of them, beside ddp, zero, tp or ep"
+        )
+    tp = strategy.tp
+    if tp is not None and tp.size > 1 and tp.sequence:
+        raise NotBuilt(
+            f"{tp} + {cp} is not built: both divide the positions of a sequence; omit sequence=True"
+        )

@@ -19,7 +19,14 @@ Operation = Callable[[Tensor], Tensor]
 
 
 def mapped(x: Tensor, forward: Operation, backward: Operation) -> Tensor:
-    """`forward(x)`, whose gradient is `backward` of the gradient."""
+    """`forward(x)`, whose gradient is `backward` of the gradient.
+
+    Of a sequence that ranks of another group share, the positions that are here are mapped.
+    """
+    map_local = getattr(x, "map_local", None)
+    if map_local is not None:
+        of_positions: Tensor = map_local(lambda local: mapped(local, forward, backward))
+        return of_positions
     out: Tensor = _Mapping.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return out
 

@@ -13,12 +13,13 @@ from shoal.pytree import Tree
 from shoal.replica.context.sequence_shard import SequenceContext
 from shoal.replica.context.stage import ContextStage
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
+from shoal.replica.expert.proof import Call, SpreadModel, prove_experts
 from shoal.replica.expert.split import ExpertSplit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_norm import ReplicaGradNorm
-from shoal.replica.microbatch import Loss, MicroBatch
+from shoal.replica.microbatch import Loss, MicroBatch, call_arguments
 from shoal.replica.tensor.parallelize import TensorSplit
-from shoal.replica.tensor.proof import prove
+from shoal.replica.tensor.proof import prove_call
 from shoal.replica.token_axes import TokenAxes
 from shoal.schedules.pipelines.actions import accumulate
 
@@ -33,6 +34,7 @@ class ReplicaShard:
     context: SequenceContext | None = None  # where workers have other positions of sequences
     token_axes: TokenAxes = TokenAxes()  # where workers have other tokens
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext  # that `check` computes in
+    say: Callable[[str], None] = staticmethod(lambda sentence: None)
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -119,10 +121,24 @@ class ReplicaShard:
         return [tree] if self.experts is None else self.experts.gather(tree)
 
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
-        """Raise `BadInput` unless the shards together compute what the model does.
-
-        Not where experts are spread: there a worker's gradients are those of other rows, too.
-        """
-        if self.tensor is not None and self.experts is None:
+        """Raise `BadInput` unless the shards together compute what the model does."""
+        if self.is_proven_at_first:
+            micro = microbatches[0]
             with engine.flat.full_params(), self.precision():
-                prove(self.tensor, microbatches[0], type(engine.flat) is FlatParams)
+                args, kwargs = call_arguments(micro.inputs)
+                self.prove(Call(args, kwargs, micro.seed), type(engine.flat) is FlatParams)
+
+    @property
+    def is_proven_at_first(self) -> bool:
+        """Whether the first call shows that the shards compute what the model does."""
+        return self.tensor is not None or (self.experts is not None and not self.experts.drops)
+
+    def prove(self, call: Call, with_gradients: bool) -> None:
+        """`check` for arguments of the model's forward; all parameters are here."""
+        if self.experts is not None:
+            if not self.experts.drops:
+                prove_experts(
+                    SpreadModel(self.experts, self.tensor), call, with_gradients, self.say
+                )
+        elif self.tensor is not None:
+            prove_call(self.tensor, *call, with_gradients=with_gradients)

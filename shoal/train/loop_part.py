@@ -39,6 +39,11 @@ class LoopPart:
         return any(p.requires_grad for p in self.params)
 
     @property
+    def sums_axes(self) -> bool:
+        """Whether each backward is summed over workers of a replica with other tokens, at once."""
+        return bool(self.step.shard.token_axes) and not self.flat.grads.buckets
+
+    @property
     def whole_gradients(self) -> bool:
         """Whether this worker has the full gradient of every parameter after a backward."""
         scope = self.step.update.grad_norm
@@ -63,6 +68,8 @@ class LoopPart:
             self._arm()
 
     def end_backward(self, reduces: bool) -> None:
+        if self.sums_axes:
+            self._sum_over_axes()
         if not self.sync.collects:
             self.flat.reshard()
         elif reduces:
@@ -96,6 +103,15 @@ class LoopPart:
             p.grad = held if p.grad is None else p.grad.add_(held)
         self._held.clear()
         self._is_local = False
+        self._is_reduced = True
+
+    def _sum_over_axes(self) -> None:
+        """What this backward has computed, over all workers; then what was there before it."""
+        self.step.shard.token_axes.sum_parameter_gradients(self.params)
+        for i, held in self._held.items():
+            p = self.params[i]
+            p.grad = held if p.grad is None else p.grad.add_(held)
+        self._held.clear()
         self._is_reduced = True
 
     def _set_aside(self) -> None:

@@ -1,7 +1,7 @@
 """The proof that a split model computes what the model does, in a loop of the user's own.
 
 A call of the model in the script shows what its inputs are. So the first one is preceded by the
-proof of `replica/tensor/proof.py`, and nothing is trained without it.
+proof of `replica/tensor/proof.py` or `replica/expert/proof.py`, and nothing is trained without it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
+from shoal.replica.expert.proof import Call
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.shard import ReplicaShard
-from shoal.replica.tensor.proof import prove_call
 from shoal.train.loop_part import LoopPart
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -33,7 +33,7 @@ class LoopProof:
     def before_call(
         self, shard: ReplicaShard, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Raise `BadInput` on all ranks of tp if a model is called first, and is split wrongly.
+        """Raise `BadInput` on all ranks if a model is called first, and is split wrongly.
 
         Tensors of inference mode cannot be used for gradients: a later call is taken.
         """
@@ -49,23 +49,24 @@ class LoopProof:
     def check(self, reached: Sequence[LoopPart]) -> None:
         """Raise `BadInput` if a backward reaches a model that the script has never called."""
         for part in reached:
-            tensor = part.step.shard.tensor
-            if tensor is not None and part.trains and self._is_due(part.step.shard):
-                name = type(tensor.model).__name__
+            shard = part.step.shard
+            if part.trains and self._is_due(shard):
+                name = type(shard.model).__name__
+                split = "tp" if shard.experts is None else "ep"
+                size = part.step.mesh.tp.size if split == "tp" else part.step.mesh.ep.size
                 raise BadInput(
-                    f"tp({tensor.group.size}) compares the split {name} with the whole one when "
+                    f"{split}({size}) compares the split {name} with the whole one when "
                     "the loop calls it, and this loop has called only modules inside of it: "
                     f"call the {name} itself, or give job.setup the modules that the loop calls"
                 )
 
     def _is_due(self, shard: ReplicaShard) -> bool:
-        return shard.tensor is not None and shard.model not in self._proven
+        return shard.is_proven_at_first and shard.model not in self._proven
 
     def _prove(self, shard: ReplicaShard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """In the precision of the parameters: rounding of autocast would hide an error."""
-        assert shard.tensor is not None
         parts = [part for part in self._parts() if part.step.model is shard.model]
-        device = shard.tensor.device.type
+        device = next(shard.model.parameters()).device.type
         dtype = _dtype_of(shard.model) if torch.is_autocast_enabled(device) else None
         given = (_input_of(args, dtype), _input_of(kwargs, dtype))
         with_gradients = all(type(part.flat) is FlatParams for part in parts)
@@ -74,7 +75,7 @@ class LoopProof:
                 stack.enter_context(part.flat.full_params())
             stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(parts[0].step.shard.precision() if parts else shard.precision())
-            prove_call(shard.tensor, *given, seed=0, with_gradients=with_gradients)
+            shard.prove(Call(given[0], given[1], 0), with_gradients)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype | None:

@@ -53,10 +53,14 @@ class LoopRows:
 
     @property
     def fraction(self) -> float:
-        """This replica's fraction of the global batch; equal ones without `job.batches`."""
+        """This worker's fraction of the global batch; equal ones without `job.batches`.
+
+        Workers that have other positions of the same rows divide it.
+        """
+        copies = self.mesh.cp.size
         if self.batch is None:
-            return 1 / self.mesh.data.size
-        return sum(self.batch.microbatch_sizes) / max(1, self.batch.total)
+            return 1 / (self.mesh.data.size * copies)
+        return sum(self.batch.microbatch_sizes) / max(1, self.batch.total) / copies
 
     @property
     def is_placeholder(self) -> bool:

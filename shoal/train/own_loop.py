@@ -21,6 +21,7 @@ from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch
 from shoal.data.sampling import mix
 from shoal.errors import BadInput
+from shoal.replica.context.stage import has_shards, shard_inputs
 from shoal.replica.microbatch import default_generators, seed_generators
 from shoal.replica.shard import ReplicaShard
 from shoal.train.build_step import PreparedModel, StepContext, with_faults
@@ -32,6 +33,7 @@ from shoal.train.loop_rows import LoopRows
 from shoal.train.setup_loop import set_up
 from shoal.train.step import Step
 
+_SMALLEST_SHARE = 1e-30
 _SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
 
 
@@ -102,11 +104,11 @@ class OwnLoop:
     def _watch(self, model: nn.Module, shard: ReplicaShard) -> None:
         """Before a forward weights have to be usable; in it, random numbers are the replica's."""
         states: list[list[Tensor]] = []
-        is_alone = self.mesh.dp.size == 1
+        is_alone = self.mesh.data.size == 1
 
-        def before(module: nn.Module, inputs: Any, named: Any) -> None:
+        def before(module: nn.Module, inputs: Any, named: Any) -> Any:
             if self._proof.is_running:
-                return
+                return None
             if torch.is_grad_enabled():
                 for part in self.parts:
                     if part.step.model is module:
@@ -117,6 +119,9 @@ class OwnLoop:
                 self._forwards += 1
                 replica = self.mesh.data.rank
                 seed_generators(self._device, mix(self.seed, 7, replica, self._forwards))
+            if shard.context is None or has_shards((inputs, named)):
+                return None
+            return shard_inputs((inputs, named), shard.context)
 
         def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
             if states:
@@ -145,7 +150,7 @@ class OwnLoop:
         self._run(loss, start, retain_graph)
         for part in reached:
             part.end_backward(self._reduces)
-        return self._loss_of(loss.detach(), reached)
+        return self._loss_of(loss.detach(), fraction, reached)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -161,12 +166,16 @@ class OwnLoop:
         here = 0.0 if self.rows.is_placeholder else float(count)
         total = torch.tensor(here, dtype=torch.float64).to(self._device)
         if self.parts[0].sync.synchronous:
-            self.mesh.dp.all_reduce(total).wait()
+            self.mesh.data.all_reduce(total).wait()
         else:
-            total *= self.mesh.dp.size
-        return here / max(float(total), _SMALLEST_COUNT)
+            total *= self.mesh.data.size
+        return here / self.mesh.cp.size / max(float(total), _SMALLEST_COUNT)
 
-    def _loss_of(self, loss: Tensor, reached: Sequence[LoopPart]) -> Tensor:
+    def _loss_of(self, loss: Tensor, fraction: float, reached: Sequence[LoopPart]) -> Tensor:
+        axes = self.parts[0].step.shard.token_axes
+        if axes:  # the loss of this worker's tokens; the replica has those of several workers
+            share = axes.sum(torch.full_like(loss, fraction))
+            loss = axes.sum(loss * fraction) / share.clamp(min=_SMALLEST_SHARE)
         collected = [part for part in reached if part.sync.collects]
         if collected and self._reduces:
             loss = collected[0].global_loss(loss)
@@ -185,9 +194,10 @@ class OwnLoop:
         is_reached = [
             part.trains and any(id(p) in leaves for p in part.params) for part in self.parts
         ]
-        if self.mesh.dp.size > 1 and any(part.sync.collects for part in self.parts):
+        group = self.mesh.data
+        if group.size > 1 and any(part.sync.collects or part.sums_axes for part in self.parts):
             flags = torch.tensor(is_reached, dtype=torch.float32, device=self._device)
-            self.mesh.dp.all_reduce(flags, Op.MAX).wait()
+            group.all_reduce(flags, Op.MAX).wait()
             is_reached = [flag > 0 for flag in flags.tolist()]
         return [part for part, reached in zip(self.parts, is_reached, strict=True) if reached]
 

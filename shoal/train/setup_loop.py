@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.embedding.module import Embedding
 from shoal.errors import BadInput, NotBuilt
+from shoal.replica.expert.mixtures import mixtures_of
 from shoal.strategy.base import SyncTerm
 from shoal.train.build_step import (
     PreparedModel,
@@ -67,9 +68,6 @@ def loop_term(context: StepContext) -> SyncTerm:
             f"{strategy.pp} interleaves forward and backward passes of several stages, so it has "
             "to run the loop itself: use job.step, or leave pp out of the strategy"
         )
-    for split in (strategy.ep, strategy.cp):
-        if split is not None and split.size > 1:
-            raise NotBuilt(f"{split} is not built for job.setup: use job.step")
     term = strategy.sync_for(context.mesh.dp.size)
     if term.why_not_own_loop is not None:
         raise BadInput(f"{term} trains by job.step, not by job.setup: {term.why_not_own_loop}")
@@ -88,7 +86,12 @@ def set_up(
     made = _make_optimizers(models, optimizers)
     models = [*models, *_loose_models(models, made)]
     names = [_names_of(optimizer, models) for optimizer in made]
-    prepared = [_prepared(model, term, context()) for model in models]
+    ep = context().strategy.ep
+    have_experts = [ep is not None and bool(mixtures_of(model, ep.experts)) for model in models]
+    prepared = [
+        _prepared(model, term, context(), is_copy=any(have_experts) and not has_experts)
+        for model, has_experts in zip(models, have_experts, strict=True)
+    ]
     for optimizer, of_optimizer in zip(made, names, strict=True):
         _take_params(optimizer, of_optimizer, models)
     parts_of = []
@@ -102,7 +105,12 @@ def set_up(
     return LoopSetup(prepared, parts_of, made)
 
 
-def _prepared(model: nn.Module, term: SyncTerm, context: StepContext) -> PreparedModel:
+def _prepared(
+    model: nn.Module, term: SyncTerm, context: StepContext, is_copy: bool
+) -> PreparedModel:
+    """`is_copy`: it has no experts and stands beside a model that has some."""
+    if is_copy:
+        context = replace(context, strategy=replace(context.strategy, ep=None))
     if isinstance(model, LooseParameters):
         term = term.with_whole_parameters()
         strategy = replace(context.strategy, sync=term, tp=None)  # it has no layers

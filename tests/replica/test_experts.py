@@ -126,10 +126,10 @@ def test_experts_that_cannot_be_split_are_named() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(4, WIDTH, WIDTH))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            return x @ self.weight * scale
 
-    with pytest.raises(BadInput, match=r"0 is a DenseExperts that takes \(x\)"):
+    with pytest.raises(BadInput, match=r"0 is a DenseExperts that takes \(x, scale\)"):
         mixtures_for(nn.Sequential(DenseExperts()), Ep(2))
 
 

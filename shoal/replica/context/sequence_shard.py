@@ -25,6 +25,8 @@ from shoal.replica.tensor.rng import TensorParallelRng
 Function = Callable[..., Any]
 RuleFor = Callable[["SequenceCall"], Callable[["SequenceCall"], Any] | None]
 
+_IN_WRITTEN_ATTENTION = ("matmul", "bmm", "baddbmm", "einsum", "softmax")
+
 
 @dataclass
 class SequenceContext:
@@ -62,7 +64,7 @@ class SequenceContext:
             self.gathered.add(operation)
             self.say(
                 f"cp({self.group.size}): {operation} needs all positions of a sequence, so every "
-                "worker gathers them and computes all of them there"
+                f"worker gathers them and computes all of them there{_advice(operation)}"
             )
 
 
@@ -117,6 +119,10 @@ class SequenceShard(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return mappings.gather(self.as_subclass(Tensor), self.spec, self.context.group)
 
+    def map_local(self, function: Callable[[Tensor], Tensor]) -> SequenceShard:
+        """The same positions of what `function` makes of the ones here, in as many dimensions."""
+        return self.context.wrap(function(self.local), self.spec)
+
     @classmethod
     def __torch_function__(
         cls,
@@ -150,6 +156,15 @@ def compute_in_full(operation: SequenceCall) -> Any:
 def full_tensors(tree: Tree) -> Tree:
     """The same tree with sequence shards gathered."""
     return map_tensors(lambda t: t.full() if isinstance(t, SequenceShard) else t, tree)
+
+
+def _advice(operation: str) -> str:
+    if operation not in _IN_WRITTEN_ATTENTION:
+        return ""
+    return (
+        "; attention that is written out runs as ring attention if it calls "
+        'scaled_dot_product_attention (attn_implementation="sdpa" in transformers)'
+    )
 
 
 def _gathers_activations(tree: Tree) -> bool:

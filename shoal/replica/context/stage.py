@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
-from shoal.pytree import Tree, map_tensors
+from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
 from shoal.replica.microbatch import MicroBatch
 from shoal.replica.stage import WholeModel
@@ -48,6 +48,11 @@ def shard_inputs(inputs: Tree, context: SequenceContext) -> Tree:
             "positions: tokens (batch, time), or features (batch, time, width)"
         )
     return sharded
+
+
+def has_shards(tree: Tree) -> bool:
+    """Whether a tree has been through `shard_inputs`."""
+    return any(isinstance(tensor, SequenceShard) for tensor in tensors_of(tree))
 
 
 def _is_sequence(tensor: Tensor) -> bool:

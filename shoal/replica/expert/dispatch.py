@@ -87,22 +87,16 @@ class Dispatch:
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """Rows in `order` become the rows of this rank's experts, expert by expert."""
-        return self._exchange(rows, self._sent, self._received).index_select(0, self._by_expert)
+        arrived = exchange(rows, self._group, self._sent, self._received)
+        return arrived.index_select(0, self._by_expert)
 
     def to_sources(self, results: Tensor) -> Tensor:
         """What the experts made of their rows, back where each came from; zeros for the others."""
         inverse = self._by_expert.argsort()
-        ordered = self._exchange(results.index_select(0, inverse), self._received, self._sent)
+        ordered = results.index_select(0, inverse)
+        ordered = exchange(ordered, self._group, self._received, self._sent)
         out = ordered.new_zeros(self.rows, *ordered.shape[1:])
         return out.index_copy(0, self.order, ordered)
-
-    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        # a graph on every rank, so that all of them take part in backward
-        anchor = torch.zeros((), device=rows.device, requires_grad=torch.is_grad_enabled())
-        out: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-            rows, anchor, self._group, sent, received
-        )
-        return out
 
     def _exchange_counts(self, calls: Tensor, placement: ExpertPlacement) -> Tensor:
         """How many rows (and one more for a call) come from each rank for each expert here."""
@@ -112,6 +106,15 @@ class Dispatch:
         recv_counts = [local] * self._group.size
         self._group.all_to_all_uneven(table.view(-1), calls, recv_counts, lengths).wait()
         return table
+
+
+def exchange(rows: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
+    """`exchange_rows` with a graph on every rank, so that all of them take part in backward."""
+    anchor = torch.zeros((), device=rows.device, requires_grad=torch.is_grad_enabled())
+    out: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+        rows, anchor, group, sent, received
+    )
+    return out
 
 
 class _Exchange(torch.autograd.Function):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Op
 from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
+from shoal.replica.context.sequence_shard import SequenceShard, full_tensors
 from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement
 from shoal.replica.expert.mixtures import ListedMixture
 from shoal.replica.microbatch import default_generators
@@ -50,6 +51,15 @@ class ListedExperts:
         mixture.block.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        shards = [t for t in tensors_of((args, kwargs)) if isinstance(t, SequenceShard)]
+        if not shards:
+            return self._run(args, kwargs)
+        first = shards[0]  # which tokens go to an expert is known for whole sequences
+        first.context.tell_gathered(type(self._block).__name__)
+        args, kwargs = full_tensors((args, kwargs))
+        return map_tensors(partial(_shard_like, first), self._run(args, kwargs))
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._probed.clear()
         calls = self._record(args, kwargs)
         self._results = iter(zip(calls, self._exchange(calls, (args, kwargs)), strict=True))
@@ -128,7 +138,8 @@ class ListedExperts:
         x = dispatch.to_experts(tokens.index_select(0, dispatch.order))
         results = dispatch.to_sources(self._local(x, dispatch))
         pieces = torch.split(results, [_num_rows(c) for c in calls])
-        return [p.view(*c.tokens.shape[:-1], -1) for c, p in zip(calls, pieces, strict=True)]
+        width = results.shape[-1]
+        return [p.view(*c.tokens.shape[:-1], width) for c, p in zip(calls, pieces, strict=True)]
 
     def _rows(self, calls: Sequence[_Call], inputs: Tree) -> Tensor:
         """The tokens of all calls; without a call none, as wide as those of other ranks."""
@@ -174,6 +185,14 @@ class ListedExperts:
                 "so ep cannot place it on another worker"
             )
         return out
+
+
+def _shard_like(tokens: SequenceShard, out: Tensor) -> Tensor:
+    """This rank's positions of a result that has a row for each token."""
+    spec = tokens.spec
+    if out.shape[:-1] != tokens.full_shape[:-1] or spec.dim >= out.dim() - 1:
+        return out
+    return tokens.context.wrap(spec.take_local(out, tokens.context.rank), spec)
 
 
 def _num_rows(call: _Call) -> int:

@@ -2,7 +2,8 @@
 
 stacked   one module has the parameters of all experts, stacked: (experts, …, …), and its
           forward takes tokens, the indices of their experts, and weights
-          (Mixtral, Qwen-MoE, DeepSeek and others of transformers 5)
+          (Mixtral, Qwen-MoE, DeepSeek and others of transformers 5); or it is called experts
+          and its forward takes one tensor: (experts, tokens, width)
 listed    a block has an nn.ModuleList or nn.ModuleDict of like experts, beside a router that
           has an output for each, and calls `experts[i](tokens)`
 """
@@ -25,15 +26,22 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
+class RoutedArguments:
+    """The names of arguments of a forward that gets tokens, and which experts they go to."""
+
+    tokens: str
+    indices: str
+    weights: str
+
+
+@dataclass(frozen=True)
 class StackedMixture:
-    """`tokens`, `indices` and `weights` are the names of the arguments of its forward."""
+    """Without `routed` its forward takes the tokens of all experts: (experts, tokens, width)."""
 
     name: str
     module: nn.Module
     num_experts: int
-    tokens: str
-    indices: str
-    weights: str
+    routed: RoutedArguments | None
 
     @property
     def stacked(self) -> dict[str, Tensor]:
@@ -116,10 +124,22 @@ def _as_stacked(name: str, module: nn.Module) -> StackedMixture | None:
     arguments = list(inspect.signature(module.forward).parameters)
     indices = [a for a in arguments if any(w in a for w in ("ind", "selected", "expert"))]
     weights = [a for a in arguments if any(w in a for w in ("weight", "score", "prob"))]
-    if num_experts < 2 or len(indices) != 1 or len(weights) != 1 or indices == weights:
+    if num_experts < 2:
+        return None
+    if len(arguments) == 1 and _is_batched(name, module, num_experts):
+        return StackedMixture(name, module, num_experts, None)
+    if len(indices) != 1 or len(weights) != 1 or indices == weights:
         return None
     others = [a for a in arguments if a not in (*indices, *weights)]
-    return StackedMixture(name, module, num_experts, others[0], indices[0], weights[0])
+    routed = RoutedArguments(others[0], indices[0], weights[0])
+    return StackedMixture(name, module, num_experts, routed)
+
+
+def _is_batched(name: str, module: nn.Module, num_experts: int) -> bool:
+    """Whether a module of one argument is called experts, and all it has is stacked."""
+    called = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+    tensors = [*module.parameters(), *module.buffers()]
+    return "expert" in called and all(t.dim() and t.shape[0] == num_experts for t in tensors)
 
 
 def _is_mixture(parent: nn.Module, key: str, experts: nn.Module) -> bool:
@@ -163,18 +183,14 @@ def _check_found(model: nn.Module, ep: Ep, found: Sequence[Mixture]) -> None:
         if mixture.num_experts < ep.size:
             raise BadInput(f"{ep} needs at least {ep.size} experts, and {where} has "
                            f"{mixture.num_experts}")  # fmt: skip
-        if mixture.num_experts % ep.size:
-            raise BadInput(
-                f"{ep} needs a number of experts that {ep.size} divides, and {where} has "
-                f"{mixture.num_experts}"
-            )
     if found:
         return
     raise BadInput(
         f"{ep} finds no mixture of experts in {type(model).__name__}{_unknown_experts(model)}: it "
         "splits an nn.ModuleList of like experts beside a router, called as experts[i](tokens), "
         "and modules with stacked parameters whose forward takes tokens, expert indices and "
-        'weights; name others as ep(n, experts=["blocks.*.mlps"])'
+        "weights, or, called experts, (experts, tokens, width); name other lists as "
+        'ep(n, experts=["blocks.*.mlps"])'
     )
 
 
@@ -184,4 +200,11 @@ def _unknown_experts(model: nn.Module) -> str:
         if "expert" in type(module).__name__.lower() and list(module.parameters()):
             arguments = ", ".join(inspect.signature(module.forward).parameters)
             return f" ({name} is a {type(module).__name__} that takes ({arguments}))"
+    for name, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p is not None and p.dim() >= 3]
+        if any(_is_router(k, c, len(p)) for k, c in module.named_children() for p in own):
+            return (
+                f" (the parameters of the experts of {name or 'the model'} are in the module that "
+                "has the router: put them into a module of their own)"
+            )
     return ""

@@ -17,12 +17,14 @@ from shoal.comm.group import Group
 from shoal.comm.objects import PytreeChannel
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
+from shoal.replica.expert.batched import BatchedExperts
 from shoal.replica.expert.dispatch import ExpertPlacement
 from shoal.replica.expert.listed import ListedExperts
 from shoal.replica.expert.mixtures import Mixture, StackedMixture
 from shoal.replica.expert.stacked import StackedExperts
 from shoal.replica.pipeline.stages import replace_by_shape
 from shoal.replica.tensor.activations.shard_spec import ShardSpec, even_ranges
+from shoal.replica.tensor.structure import copy_structure
 
 Named = list[tuple[str, nn.Parameter]]
 _GATHER_TAG = 0
@@ -42,6 +44,11 @@ class ExpertSplit:
         self.model = model
         self.group = group
         self.device = device
+        self.drops = capacity is not None
+        self._twins: dict[int, nn.Module] = {}
+        self.original = copy_structure(model, self._twins)
+        self.full_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self._mixtures = list(mixtures)
         self.summary = summary(model, mixtures, group.size, capacity)
         self.specs: dict[str, ShardSpec] = {}
         self._owner: dict[str, int] = {}  # of tensors of experts in lists
@@ -63,6 +70,7 @@ class ExpertSplit:
             if self._owner.get(name, self.group.rank) != self.group.rank:
                 for slot in slots:
                     replace_by_shape(slot.module, slot.key)
+                    replace_by_shape(self._twins[id(slot.module)], slot.key)
             elif name in self.specs:
                 self._slice(slots, self.specs[name])
             yield slots
@@ -81,6 +89,40 @@ class ExpertSplit:
         A key is a parameter's name, or that and "/" and the name of an optimizer state.
         """
         return {name: self._full(name, tensor) for name, tensor in tensors.items()}
+
+    def complete(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Full tensors, those of experts in lists from their workers; all ranks call it."""
+        full = self.gather_full(tensors)
+        for name, owner in self._owner.items():
+            if name in full:
+                tensor = torch.empty_like(full[name], device=self.device)
+                if owner == self.group.rank:
+                    tensor.copy_(full[name])
+                self.group.broadcast(tensor, owner).wait()
+                full[name] = tensor
+        return full
+
+    @property
+    def kinds(self) -> list[str]:
+        """The modules of mixtures, one of each kind."""
+        found: dict[tuple[str, ...], str] = {}
+        for mixture in self._mixtures:
+            parts = mixture.name.split(".")
+            found.setdefault(tuple(p for p in parts if not p.isdigit()), mixture.name)
+        return list(found.values())
+
+    def router_block(self, name: str) -> str:
+        """The module that calls the router of a mixture of that name."""
+        stacked = {m.name for m in self._mixtures if isinstance(m, StackedMixture)}
+        return name.rpartition(".")[0] if name in stacked else name
+
+    def is_of_expert(self, name: str) -> bool:
+        """Whether a parameter of the model belongs to experts."""
+        return name in self.specs or name in self._owner
+
+    def is_here(self, name: str) -> bool:
+        """Whether this rank has it, or a slice of it."""
+        return self._owner.get(name, self.group.rank) == self.group.rank
 
     def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's slices of full stacked tensors; all others are left as they are."""
@@ -155,16 +197,23 @@ def summary(
     total = sum(p.numel() for p in model.parameters())
     share = sum(p.numel() for p in owned) / max(1, total)
     sizes = sorted({m.num_experts for m in mixtures})
-    experts = " or ".join(f"{size // ranks} of {size}" for size in sizes)
+    experts = " or ".join(_share_of(size, ranks) for size in sizes)
     layers = f"{len(mixtures)} layer" + "s" * (len(mixtures) > 1)
     drops = "" if capacity is None else f"; tokens above capacity={capacity} are dropped"
     placed = f"ep({ranks}): {layers} of experts, {experts} on each worker"
     return f"{placed}; they have {share:.0%} of the parameters{drops}"
 
 
+def _share_of(experts: int, ranks: int) -> str:
+    lengths = sorted({len(r) for r in even_ranges(experts, ranks)})
+    return f"{' or '.join(map(str, lengths))} of {experts}"
+
+
 def _attach(mixture: Mixture, placement: ExpertPlacement) -> None:
     """Let the experts compute what comes to this worker."""
-    if isinstance(mixture, StackedMixture):
-        StackedExperts(mixture, placement)
-    else:
+    if not isinstance(mixture, StackedMixture):
         ListedExperts(mixture, placement)
+    elif mixture.routed is None:
+        BatchedExperts(mixture, placement)
+    else:
+        StackedExperts(mixture, placement)

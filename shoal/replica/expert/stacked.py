@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.pytree import map_tensors
+from shoal.replica.context.sequence_shard import SequenceShard
 from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement
 from shoal.replica.expert.mixtures import StackedMixture
 
@@ -20,21 +23,27 @@ class StackedExperts:
     """
 
     def __init__(self, mixture: StackedMixture, placement: ExpertPlacement):
-        self._mixture = mixture
+        assert mixture.routed is not None
+        self._names = mixture.routed
         self._placement = placement
         module = mixture.module
         self._compute = module.forward
         self._signature = inspect.signature(module.forward)
-        for key, value in list(vars(module).items()):
-            if "expert" in key and type(value) is int and value == mixture.num_experts:
-                setattr(module, key, len(placement.local))
+        set_num_experts(mixture, len(placement.local))
         module.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         arguments = self._signature.bind(*args, **kwargs).arguments
-        hidden: Tensor = arguments.pop(self._mixture.tokens)
-        indices: Tensor = arguments.pop(self._mixture.indices)
-        weights: Tensor = arguments.pop(self._mixture.weights)
+        tokens = arguments[self._names.tokens]
+        if isinstance(tokens, SequenceShard):  # tokens of the positions that are here travel
+            arguments = map_tensors(partial(_at_positions_of, tokens), dict(arguments))
+            return tokens.context.wrap(self._forward(arguments), tokens.spec)
+        return self._forward(dict(arguments))
+
+    def _forward(self, arguments: dict[str, Any]) -> Tensor:
+        hidden: Tensor = arguments.pop(self._names.tokens)
+        indices: Tensor = arguments.pop(self._names.indices)
+        weights: Tensor = arguments.pop(self._names.weights)
         tokens = hidden.reshape(-1, hidden.shape[-1])
         indices = indices.reshape(len(tokens), -1)
         weights = weights.reshape(len(tokens), -1)
@@ -60,8 +69,24 @@ class StackedExperts:
         if is_dense:
             table = weights.new_zeros(len(x), len(self._placement.local))
             weights = table.scatter(1, experts, weights)
-        names = self._mixture
+        names = self._names
         given = {names.tokens: x, names.indices: experts, names.weights: weights, **others}
         call = inspect.BoundArguments(self._signature, OrderedDict(given))
         out: Tensor = self._compute(*call.args, **call.kwargs)
         return torch.reshape(out, (len(x), -1))
+
+
+def _at_positions_of(tokens: SequenceShard, tensor: Tensor) -> Tensor:
+    """The rows of a tensor that belong to the same positions as `tokens`."""
+    spec = tokens.spec
+    if isinstance(tensor, SequenceShard):
+        return tensor.local if tensor.spec == spec else _at_positions_of(tokens, tensor.full())
+    is_by_token = tensor.dim() > spec.dim and tensor.shape[spec.dim] == spec.size
+    return spec.take_local(tensor, tokens.context.rank) if is_by_token else tensor
+
+
+def set_num_experts(mixture: StackedMixture, local: int) -> None:
+    """Let the module know how many experts are here."""
+    for key, value in list(vars(mixture.module).items()):
+        if "expert" in key and type(value) is int and value == mixture.num_experts:
+            setattr(mixture.module, key, local)

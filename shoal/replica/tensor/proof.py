@@ -7,7 +7,6 @@ found by names and shapes was a guess until then.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,9 +18,8 @@ from torch.func import functional_call
 from shoal.comm.group import Op
 from shoal.errors import BadInput, ShoalError
 from shoal.pytree import tensors_of
+from shoal.replica.comparison import gradients_of, is_close
 from shoal.replica.microbatch import (
-    MicroBatch,
-    call_arguments,
     fork_rng,
     preserve_modes,
     seed_generators,
@@ -30,7 +28,6 @@ from shoal.replica.tensor.activations.sharded_tensor import full_tensors
 from shoal.replica.tensor.parallelize import TensorSplit
 
 LARGEST_PROVEN_BYTES = 1 << 30  # of the parameters; above, the split is compared in its blocks
-_TOLERANCES = {torch.float64: 1e-6, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 _NOISE = 1e-5  # of the largest gradient: what rounding leaves where the gradient is 0
 
 
@@ -40,12 +37,6 @@ class _Computed(NamedTuple):
     gradients: dict[str, Tensor | None]
 
 
-def prove(split: TensorSplit, batch: MicroBatch, with_gradients: bool) -> None:
-    """Raise `BadInput` on all ranks unless the split model computes what the model does."""
-    args, kwargs = call_arguments(batch.inputs)
-    prove_call(split, args, kwargs, batch.seed, with_gradients)
-
-
 def prove_call(
     split: TensorSplit,
     args: tuple[Any, ...],
@@ -53,7 +44,7 @@ def prove_call(
     seed: int,
     with_gradients: bool,
 ) -> None:
-    """`prove` for arguments of the model's forward."""
+    """Raise `BadInput` on all ranks unless the split model computes what the model does."""
     model = split.model
     with fork_rng(split.device), preserve_modes(model), preserve_modes(split.original):
         model.eval()
@@ -166,25 +157,8 @@ def _compute(
     finally:
         for handle in hooks:
             handle.remove()
-    gradients = _gradients(outputs, parameters) if with_gradients else {}
+    gradients = gradients_of(outputs, parameters) if with_gradients else {}
     return _Computed([t.detach() for t in outputs], sums, gradients)
-
-
-def _gradients(outputs: list[Tensor], parameters: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Of a fixed combination of all outputs."""
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    scored = [t for t in outputs if t.requires_grad]
-    if not trained or not scored:
-        return {}
-    total = torch.stack([_score(t) for t in scored]).sum()
-    found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
-    return dict(zip(trained, found, strict=True))
-
-
-def _score(output: Tensor) -> Tensor:
-    weights = torch.arange(output.numel(), device=output.device, dtype=torch.float32).cos()
-    total: Tensor = (output.reshape(-1).float() * weights).sum()
-    return total / math.sqrt(max(1, output.numel()))
 
 
 # ------------------------------------------------------------------ comparing
@@ -195,13 +169,13 @@ def _check(split: TensorSplit, name: str, expected: _Computed, actual: _Computed
     found: dict[str, bool] = {}
     for row, value in expected.sums.items():
         if row in actual.sums:
-            found[row] = _is_close(value, actual.sums[row])
+            found[row] = is_close(value, actual.sums[row])
     shapes = [t.shape for t in actual.outputs] == [t.shape for t in expected.outputs]
     outputs = zip(expected.outputs, actual.outputs, strict=False)
     if name:  # of a block the first one: others may be those of some heads
-        found[""] = all(_is_close(a, b) for a, b in list(outputs)[:1])
+        found[""] = all(is_close(a, b) for a, b in list(outputs)[:1])
     else:
-        found[""] = shapes and all(_is_close(a, b) for a, b in outputs)
+        found[""] = shapes and all(is_close(a, b) for a, b in outputs)
     found.update(_close_gradients(split, name, expected, actual))
     flags = torch.tensor([float(ok) for ok in found.values()], device=split.device)
     split.group.all_reduce(flags, Op.MIN).wait()
@@ -218,7 +192,7 @@ def _close_gradients(
         default=0.0,
     )
     return {
-        key: _is_close(
+        key: is_close(
             split.shard_of(f"{name}.{key}" if name else key, _or_zero(grad, actual.gradients[key])),
             _or_zero(actual.gradients[key], grad),
             _NOISE * largest,
@@ -233,17 +207,6 @@ def _or_zero(gradient: Tensor | None, other: Tensor | None) -> Tensor:
         return gradient
     assert other is not None
     return torch.zeros_like(other)
-
-
-def _is_close(expected: Tensor, actual: Tensor, noise: float = 0.0) -> bool:
-    if expected.shape != actual.shape:
-        return bool(not expected.any() and not actual.any())
-    tolerance = _TOLERANCES.get(expected.dtype, 1e-3)
-    a = expected.double()
-    size = float(a.abs().max()) if a.numel() else 0.0
-    return torch.allclose(
-        a, actual.double(), rtol=0.0, atol=tolerance * size + noise, equal_nan=True
-    )
 
 
 def _refusal(split: TensorSplit, block: str, where: str, what: str) -> BadInput:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
+from shoal.replica.context.sequence_shard import SequenceShard
 from shoal.replica.tensor.activations.sequence_parallel import SequenceParallelTensor
 from shoal.replica.tensor.activations.shard_spec import ShardSpec
 from shoal.replica.tensor.activations.sharded_tensor import full_tensors
@@ -101,7 +102,7 @@ class ColumnLinear(TensorParallelLayer):
             if self.training:
                 self.rng.fork(x)
             return out
-        if self.output == "logits":
+        if self.output == "logits" and not isinstance(out, SequenceShard):
             return VocabParallelLogits.of(out, self.spec, self.group)
         return gather(out, ShardSpec(out.dim() - 1, self.spec.ranges), self.group)
 

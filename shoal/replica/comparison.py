@@ -1,0 +1,44 @@
+"""Whether two computations agree but for rounding: outputs, and gradients by parameters."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_TOLERANCES = {torch.float64: 1e-6, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """As a part of the largest number."""
+    return _TOLERANCES.get(dtype, 1e-3)
+
+
+def is_close(expected: Tensor, actual: Tensor, noise: float = 0.0, share: float = 1.0) -> bool:
+    """Whether at least `share` of the numbers are equal but for rounding and `noise`."""
+    if expected.shape != actual.shape:
+        return bool(not expected.any() and not actual.any())
+    if not expected.numel():
+        return True
+    a = expected.double()
+    atol = tolerance_of(expected.dtype) * float(a.abs().max()) + noise
+    close = torch.isclose(a, actual.double(), rtol=0.0, atol=atol, equal_nan=True)
+    return bool(close.all()) if share == 1.0 else float(close.double().mean()) >= share
+
+
+def gradients_of(outputs: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """The gradients of a fixed combination of all outputs by the leaves that need one."""
+    trained = {name: p for name, p in leaves.items() if p.requires_grad}
+    scored = [t for t in outputs if t.requires_grad]
+    if not trained or not scored:
+        return {}
+    total = torch.stack([_score(t) for t in scored]).sum()
+    found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+    return dict(zip(trained, found, strict=True))
+
+
+def _score(output: Tensor) -> Tensor:
+    weights = torch.arange(output.numel(), device=output.device, dtype=torch.float32).cos()
+    total: Tensor = (output.reshape(-1).float() * weights).sum()
+    return total / math.sqrt(max(1, output.numel()))
