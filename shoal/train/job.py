@@ -17,8 +17,9 @@ from shoal.comm.elastic import ElasticSum
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch
+from shoal.data.batch_options import BatchOptions
 from shoal.data.sampling import BatchSplit, Collate, mix
-from shoal.data.stream import BatchOptions, BatchStream
+from shoal.data.stream import BatchStream
 from shoal.errors import BadInput
 from shoal.observe.progress import Progress, SilentProgress
 from shoal.observe.throughput import Throughput
@@ -294,7 +295,7 @@ class Job(LoopMethods):
     def _add_step(self, step: Step) -> None:
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)
-        self._stream.compares &= step.sync.synchronous
+        self._stream.same.compares &= step.sync.synchronous
         for callback in self.on_build:
             callback(step)
 

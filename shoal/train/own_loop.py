@@ -1,8 +1,9 @@
 """The user's own loop: forward, loss, `job.backward`, `optimizer.step()`.
 
 job.setup      models and optimizers become parts (`setup_loop.py`)
-job.backward   weights the loss by samples; which parts does it reach? reduces these while it
-               runs (`loop_part.py`)
+forward        usable weights, and random numbers of the replica's own (`loop_forwards.py`)
+job.backward   weights the loss by samples; which parts does it reach (`reached_parts.py`)?
+               reduces these while it runs (`loop_part.py`)
 step           updates (`loop_optimizer.py`); a step of the job ends with the next batch, or
                with the update where there are no batches
 """
@@ -16,20 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch
-from shoal.data.sampling import mix
 from shoal.errors import BadInput
-from shoal.replica.context.stage import has_shards, shard_inputs
-from shoal.replica.microbatch import default_generators, seed_generators
-from shoal.replica.shard import ReplicaShard
 from shoal.train.build_step import PreparedModel, StepContext, with_faults
 from shoal.train.cut_batch import BatchCutter
+from shoal.train.loop_forwards import LoopForwards
 from shoal.train.loop_optimizer import LoopOptimizer
 from shoal.train.loop_part import LoopPart
 from shoal.train.loop_proof import LoopProof
 from shoal.train.loop_rows import LoopRows
+from shoal.train.reached_parts import check_loss, reached_parts
 from shoal.train.setup_loop import set_up
 from shoal.train.step import Step
 
@@ -57,6 +55,7 @@ class OwnLoop:
         self.optimizers: list[LoopOptimizer] = []
         self.rows = LoopRows(mesh, seed, self._device, self._cutters)
         self._proof = LoopProof(lambda: self.parts)
+        self._forwards = LoopForwards(mesh, seed, self._device, self._proof, lambda: self.parts)
         self._prepared: list[PreparedModel] = []
         self._context = context
         self._on_step = on_step
@@ -65,7 +64,6 @@ class OwnLoop:
         self._leader: LoopPart | None = None  # without batches a step ends when this one steps
         self._losses: list[Tensor] = []  # of the backward passes of this step
         self._global_loss: Tensor | None = None  # of the latest one
-        self._forwards = 0
         self._run = with_faults(torch.autograd.backward, context(), lambda: self._steps() + 1)
 
     # ------------------------------------------------------------------ setting up
@@ -84,7 +82,7 @@ class OwnLoop:
         made = set_up(models, optimizers, self._context, len(self.parts))
         self._prepared += made.prepared
         for prepared in made.prepared:
-            self._watch(prepared.model, prepared.shard)
+            self._forwards.watch(prepared.model, prepared.shard)
         known = {id(part.step.model) for part in self.parts}
         for optimizer, parts in zip(made.optimizers, made.parts_of, strict=True):
             for part in parts:
@@ -101,45 +99,14 @@ class OwnLoop:
         steps = [part.step for parts in made.parts_of for part in parts]
         return steps, returned[0] if len(returned) == 1 else tuple(returned)
 
-    def _watch(self, model: nn.Module, shard: ReplicaShard) -> None:
-        """Before a forward weights have to be usable; in it, random numbers are the replica's."""
-        states: list[list[Tensor]] = []
-        is_alone = self.mesh.data.size == 1
-
-        def before(module: nn.Module, inputs: Any, named: Any) -> Any:
-            if self._proof.is_running:
-                return None
-            if torch.is_grad_enabled():
-                for part in self.parts:
-                    if part.step.model is module:
-                        part.begin_forward()
-            self._proof.before_call(shard, inputs, named)
-            if not is_alone:
-                states.append([g.get_state() for g in default_generators(self._device)])
-                self._forwards += 1
-                replica = self.mesh.data.rank
-                seed_generators(self._device, mix(self.seed, 7, replica, self._forwards))
-            if shard.context is None or has_shards((inputs, named)):
-                return None
-            return shard_inputs((inputs, named), shard.context)
-
-        def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            if states:
-                generators = default_generators(self._device)
-                for generator, state in zip(generators, states.pop(), strict=True):
-                    generator.set_state(state)
-
-        model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        model.register_forward_hook(after, always_call=True)
-
     # ------------------------------------------------------------------ backward
 
     def backward(self, loss: Tensor, count: Any = None, retain_graph: bool = False) -> Tensor:
         """See `Job.backward`."""
-        self._check_loss(loss)
+        check_loss(loss)
         fraction = self.rows.fraction if count is None else self._fraction_of(count)
         weighted = loss.detach() * fraction
-        reached = self._reached(loss)
+        reached = reached_parts(loss, self.parts, self.mesh.data)
         self._proof.check(reached)
         for part in reached:
             part.begin_backward(weighted, fraction, self._reduces)
@@ -183,34 +150,6 @@ class OwnLoop:
             self._losses.append(loss)
         self._global_loss = loss
         return loss.clone()
-
-    def _reached(self, loss: Tensor) -> list[LoopPart]:
-        """The parts that get gradients from this loss on any replica."""
-        if not self.parts:
-            raise BadInput("job.backward comes after job.setup: there is no model yet")
-        if len(self.parts) == 1:
-            return self.parts
-        leaves = _leaves_of(loss)
-        is_reached = [
-            part.trains and any(id(p) in leaves for p in part.params) for part in self.parts
-        ]
-        group = self.mesh.data
-        if group.size > 1 and any(part.sync.collects or part.sums_axes for part in self.parts):
-            flags = torch.tensor(is_reached, dtype=torch.float32, device=self._device)
-            group.all_reduce(flags, Op.MAX).wait()
-            is_reached = [flag > 0 for flag in flags.tolist()]
-        return [part for part, reached in zip(self.parts, is_reached, strict=True) if reached]
-
-    def _check_loss(self, loss: Any) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise BadInput(
-                f"job.backward takes a loss that is one number, the mean over samples, not {what}"
-            )
-        if not loss.requires_grad:
-            raise BadInput(
-                "the loss of job.backward depends on no parameter that requires a gradient"
-            )
 
     # ------------------------------------------------------------------ steps of the job
 
@@ -308,22 +247,3 @@ def _params_in(given: Any) -> list[nn.Parameter]:
     if not isinstance(given, Iterable):
         raise BadInput("job.clip_grad_norm_ takes parameters, a model or an optimizer")
     return list(given)
-
-
-def _leaves_of(loss: Tensor) -> set[int]:
-    """The ids of the tensors that a backward of `loss` adds gradients to."""
-    leaves: set[int] = set()
-    seen = {loss.grad_fn}
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None:
-            continue
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            leaves.add(id(variable))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return leaves

@@ -51,8 +51,7 @@ def _sum(op: SequenceCall) -> Any:
         return _local(op)
     if not isinstance(x, SequenceShard) or op.argument(3, "dtype") is not None:
         return NotImplemented
-    local = _wide(x.local).sum(_dims(op, x), keepdim=_keepdim(op))
-    total = mappings.reduce(local, op.context.group)
+    total = _total(op, x)
     return total.to(x.dtype) if x.is_floating_point() else total
 
 
@@ -62,10 +61,14 @@ def _mean(op: SequenceCall) -> Any:
         return _local(op)
     if not isinstance(x, SequenceShard) or op.argument(3, "dtype") is not None:
         return NotImplemented
-    dims = _dims(op, x)
-    count = math.prod(x.full_shape[d] for d in dims)
-    local = _wide(x.local).sum(dims, keepdim=_keepdim(op))
-    return (mappings.reduce(local, op.context.group) / count).to(x.dtype)
+    count = math.prod(x.full_shape[d] for d in _dims(op, x))
+    return (_total(op, x) / count).to(x.dtype)
+
+
+def _total(op: SequenceCall, x: SequenceShard) -> Tensor:
+    """The sum along the dimensions of the call, over the positions of all ranks."""
+    local = _wide(x.local).sum(_dims(op, x), keepdim=_keepdim(op))
+    return mappings.reduce(local, op.context.group)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -63,17 +63,23 @@ class TensorParallelLayer(nn.Module):
         return out if bias is None else out + bias.to(out.dtype)
 
 
-def _linear_like(layer: nn.Module) -> LinearLike:
-    linear = linear_like(layer)
-    assert linear is not None
-    return linear
-
-
-class ColumnLinear(TensorParallelLayer):
-    """`output` is "sharded" for a row layer, "full", or "logits": sharded until it is used."""
+class TensorParallelLinear(TensorParallelLayer):
+    """Has the sizes of the whole layer, whatever part of its weight is here."""
 
     weight: Tensor
     bias: Tensor | None
+
+    def __init__(self, original: nn.Module, group: Group, rng: TensorParallelRng):
+        super().__init__(original, group, rng)
+        linear = linear_like(original)
+        assert linear is not None
+        self.linear: LinearLike = linear
+        self.in_features = linear.inputs
+        self.out_features = linear.outputs
+
+
+class ColumnLinear(TensorParallelLinear):
+    """`output` is "sharded" for a row layer, "full", or "logits": sharded until it is used."""
 
     def __init__(
         self,
@@ -84,10 +90,7 @@ class ColumnLinear(TensorParallelLayer):
         output: ColumnOutput = "sharded",
     ):
         super().__init__(original, group, rng)
-        self.linear = _linear_like(original)
         self.output = output
-        self.in_features = self.linear.inputs
-        self.out_features = self.linear.outputs
         self.spec = spec
         self.register("weight", original.weight, replace(self.spec, dim=self.linear.output_dim))
         self.register("bias", original.bias, self.spec)
@@ -107,20 +110,14 @@ class ColumnLinear(TensorParallelLayer):
         return gather(out, ShardSpec(out.dim() - 1, self.spec.ranges), self.group)
 
 
-class SelectedColumns(TensorParallelLayer):
+class SelectedColumns(TensorParallelLinear):
     """A column layer whose weight is complete on every rank, which computes some of its features.
 
     For keys and values with fewer heads than ranks. Gradients of the weight are added up.
     """
 
-    weight: Tensor
-    bias: Tensor | None
-
     def __init__(self, original: nn.Module, group: Group, rng: TensorParallelRng, spec: ShardSpec):
         super().__init__(original, group, rng)
-        self.linear = _linear_like(original)
-        self.in_features = self.linear.inputs
-        self.out_features = self.linear.outputs
         self.spec = spec
         self.register("weight", original.weight)
         self.register("bias", original.bias)
@@ -137,11 +134,8 @@ class SelectedColumns(TensorParallelLayer):
         return F.linear(copy(full_tensors(x), self.group), rows, bias)
 
 
-class RowLinear(TensorParallelLayer):
+class RowLinear(TensorParallelLinear):
     """`input_is_sharded` says whether a column layer stands before it."""
-
-    weight: Tensor
-    bias: Tensor | None
 
     def __init__(
         self,
@@ -152,10 +146,7 @@ class RowLinear(TensorParallelLayer):
         input_is_sharded: bool,
     ):
         super().__init__(original, group, rng)
-        self.linear = _linear_like(original)
         self.input_is_sharded = input_is_sharded
-        self.in_features = self.linear.inputs
-        self.out_features = self.linear.outputs
         self.spec = replace(spec, dim=self.linear.input_dim)
         self.register("weight", original.weight, self.spec)
         self.register("bias", original.bias)

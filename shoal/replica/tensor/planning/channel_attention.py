@@ -21,7 +21,7 @@ from shoal.replica.deferred_init import full_name
 from shoal.replica.tensor.activations.channel_tensor import ChannelShardedTensor
 from shoal.replica.tensor.activations.spec_views import merged
 from shoal.replica.tensor.layers.channels import ChannelRole, Channels, SplitChannels
-from shoal.replica.tensor.planning.channel_flow import is_matrix_layer
+from shoal.replica.tensor.planning.channel_layers import is_matrix_layer
 from shoal.replica.tensor.rng import TensorParallelRng
 
 _LENGTHS = (8, 16)

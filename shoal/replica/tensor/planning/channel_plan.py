@@ -18,13 +18,9 @@ from torch import fx, nn
 from shoal.replica.deferred_init import full_name
 from shoal.replica.fx_tracing import ThreadTracer, tracing
 from shoal.replica.tensor.layers.channels import ChannelRole, Channels
-from shoal.replica.tensor.planning.channel_flow import (
-    ChannelFlow,
-    is_grouped,
-    is_matrix_layer,
-    is_norm,
-)
+from shoal.replica.tensor.planning.channel_flow import ChannelFlow
 from shoal.replica.tensor.planning.channel_groups import Activation, ChannelGroups
+from shoal.replica.tensor.planning.channel_layers import is_grouped, is_matrix_layer, is_norm
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

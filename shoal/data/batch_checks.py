@@ -1,0 +1,122 @@
+"""Data that `job.batches` cannot use is an error before the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.group import Group, Op
+from shoal.data.batch_options import BatchOptions
+from shoal.data.samplers import check_sampler, is_stream
+from shoal.errors import BadInput
+from shoal.pytree import tensors_of
+
+
+def check_data(data: Any, options: BatchOptions, replicas: int, is_full_dataset: bool) -> None:
+    """`is_full_dataset`: a step is on all samples."""
+    if options.sampler is not None:
+        _check_order(data, options)
+    if options.batch_size is None or is_stream(data):
+        _check_iterable(data, options.epochs, is_full_dataset)
+        if options.batch_size is not None:
+            _check_stream(data, options.batch_size, options.loaders, replicas)
+    else:
+        _check_dataset(data, options.batch_size, options.epochs, replicas)
+
+
+def _check_order(data: Any, options: BatchOptions) -> None:
+    check_sampler(options.sampler)
+    if options.batch_size is None or is_stream(data):
+        raise BadInput(
+            "the sampler of job.batches chooses samples of a map-style dataset (len and "
+            "indexing), in batches of batch_size: give both, or leave out the sampler"
+        )
+    if options.epochs > 1 and isinstance(options.sampler, Iterator):
+        raise BadInput("a generator cannot be the sampler of several epochs: pass a list")
+
+
+def _check_iterable(data: Any, epochs: int, is_full_dataset: bool) -> None:
+    if is_full_dataset:
+        raise BadInput(
+            "mapreduce trains on the whole dataset in every step: give job.batches the "
+            "dataset and a batch_size (what is computed at a time), or use "
+            'mapreduce(batch="mini")'
+        )
+    if not isinstance(data, Iterable):
+        raise BadInput(
+            f"job.batches takes a dataset with batch_size, or an iterable of batches; "
+            f"{type(data).__name__} is neither"
+        )
+    if epochs > 1 and isinstance(data, Iterator):
+        raise BadInput(
+            "job.batches cannot repeat a generator for several epochs: pass a DataLoader or "
+            "a list, or epochs=1"
+        )
+
+
+def _check_stream(data: Any, batch_size: int, loaders: int, replicas: int) -> None:
+    if loaders:
+        raise BadInput(
+            f"loaders cannot share out {type(data).__name__}, which has no indices: give "
+            "job.batches a DataLoader over it, without batch_size, or loaders=0"
+        )
+    _check_enough(batch_size, replicas, "batch_size")
+
+
+def _check_dataset(data: Any, batch_size: int, epochs: int, replicas: int) -> None:
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        raise BadInput(
+            f"batch_size needs a map-style dataset (len and indexing), and "
+            f"{type(data).__name__} is not one; omit it for an iterable of batches"
+        )
+    _check_enough(batch_size, replicas, "batch_size")
+    if len(data) == 0 or epochs < 1:
+        raise BadInput("there is nothing to train on: the dataset is empty or epochs is 0")
+
+
+def _check_enough(samples: int, replicas: int, what: str) -> None:
+    if samples < replicas:
+        raise BadInput(
+            f"a batch of {samples} samples cannot be shared by {replicas} replicas: "
+            f"use a larger {what} or fewer workers"
+        )
+
+
+class SameBatches:
+    """Checks that replicas which each make the global batch make the same one.
+
+    `compares` is False where replicas do not wait for each other.
+    """
+
+    def __init__(self, group: Group, device: torch.device):
+        self.group = group
+        self.device = device
+        self.compares = True
+
+    def check(self, batch: Any, total: int) -> None:
+        """`total` is the number of samples in it."""
+        _check_enough(total, self.group.size, "batch")
+        if self.group.size == 1 or not self.compares:
+            return
+        sums = [_fingerprint(t).to(self.device) for t in tensors_of(batch)]
+        mine = torch.stack([*sums, torch.tensor(total, device=self.device).double()])
+        low = mine.clone()
+        high = mine.clone()
+        self.group.all_reduce(low, Op.MIN).wait()
+        self.group.all_reduce(high, Op.MAX).wait()
+        if not torch.equal(low.nan_to_num(), high.nan_to_num()):
+            raise BadInput(
+                f"rank {self.group.rank} and another rank got different global batches from the "
+                "same iterable: seed its shuffling, or give job.batches the dataset and a "
+                "batch_size"
+            )
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """One number that depends on the values and on their order."""
+    flat = tensor.detach().flatten().double()
+    positions = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
+    return torch.dot(flat, positions.sqrt())

@@ -1,0 +1,213 @@
+"""Where the batches of a loop come from: a dataset, a stream of samples, an iterable of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.data.batch import AnyBatch
+from shoal.data.batch_options import BatchOptions
+from shoal.data.position import LoopPosition
+from shoal.data.samplers import SampleLists, collate_rows, draw_order, is_stream, sampler_length
+from shoal.data.sampling import (
+    BatchSplit,
+    DatasetBatches,
+    FullDatasetBatch,
+    mix,
+    permutation,
+    round_robin,
+    split_batch,
+)
+from shoal.strategy.base import Batches
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What a source knows of the replica that gets its batches.
+
+    `skipped(loop, batches)` is told of batches that were left out. `check_same(batch, total)`
+    compares a global batch with that of the other replicas.
+    """
+
+    split: BatchSplit
+    seed: int
+    kind: Batches
+    skipped: Callable[[LoopPosition, int], None]
+    check_same: Callable[[Any, int], None]
+
+    @property
+    def is_full_dataset(self) -> bool:
+        return self.kind is Batches.WHOLE_DATASET
+
+    @property
+    def is_in_turns(self) -> bool:
+        return self.kind is Batches.IN_TURNS
+
+
+class Source:
+    """The global batches of every epoch, of which a replica gets its rows."""
+
+    def __init__(self, feed: Feed, per_epoch: int | None):
+        self.feed = feed
+        self.per_epoch = per_epoch  # None where that is not known
+
+    def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
+        """The batches of an epoch, without the first `start` ones."""
+        raise NotImplementedError
+
+    def pass_over(self, batches: int, epochs: int) -> None:
+        """Bring the data to where it was after so many batches, in so many epochs."""
+
+
+def source_of(data: Any, options: BatchOptions, feed: Feed) -> Source:
+    if options.batch_size is None:
+        return IterableSource(data, feed)
+    if is_stream(data):
+        return StreamSource(data, options, feed)
+    return DatasetSource(data, options, feed)
+
+
+class DatasetSource(Source):
+    """A map-style dataset, shuffled or in the order of a sampler."""
+
+    def __init__(self, data: Any, options: BatchOptions, feed: Feed):
+        super().__init__(feed, None)
+        self.data = data
+        self.options = options
+        length = len(data) if options.sampler is None else sampler_length(options.sampler, None)
+        self.per_epoch = None if length is None else self._num_batches(length)
+
+    def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
+        feed = self.feed
+        order = self._order(number)
+        num_batches = self._num_batches(len(order))
+        start = min(start, num_batches)
+        feed.skipped(loop, start)
+        if start == num_batches:
+            return []
+        loader_seed = mix(feed.seed, 6, number, feed.split.replica)
+        loading = self.options.loading(loader_seed, mix(feed.seed, 7, number))
+        batches = DatasetBatches(self.data, order, feed.split, loading, start, feed.is_in_turns)
+        return [FullDatasetBatch.over(batches)] if feed.is_full_dataset else batches
+
+    def pass_over(self, batches: int, epochs: int) -> None:
+        """Draw the orders of epochs that were trained on: a sampler may have a generator."""
+        if self.options.sampler is None:
+            return
+        for _ in range(epochs):
+            if batches <= 0:
+                return
+            batches -= self._num_batches(len(self._order(0)))
+
+    def _num_batches(self, num_samples: int) -> int:
+        return 1 if self.feed.is_full_dataset else self.options.batches_in(num_samples)
+
+    def _order(self, epoch: int) -> Tensor:
+        sampler = self.options.sampler
+        count = len(self.data)
+        if sampler is None:
+            shuffle = self.options.shuffle
+            return permutation(count, self.feed.seed, epoch) if shuffle else torch.arange(count)
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        order = draw_order(sampler, self._most(sampler), count, mix(self.feed.seed, 8, epoch))
+        self.feed.check_same((order,), len(order))
+        return order
+
+    def _most(self, sampler: Iterable[Any]) -> int | None:
+        """How many indices to draw of a sampler that may have no end."""
+        steps, batch_size = self.options.steps, self.options.batch_size
+        if sampler_length(sampler, None) is not None or steps is None or batch_size is None:
+            return None
+        return steps * batch_size
+
+
+class IterableSource(Source):
+    """Global batches that the script makes, such as those of a DataLoader."""
+
+    def __init__(self, data: Iterable[Any], feed: Feed):
+        super().__init__(feed, _length(data))
+        self.data = data
+
+    def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
+        return rows_of(self.data, self.feed, loop, start, split_batch)
+
+    def pass_over(self, batches: int, epochs: int) -> None:
+        iterate_again(self.data, batches, epochs)
+
+
+class StreamSource(Source):
+    """Samples that come one after the other, in batches of `batch_size`."""
+
+    def __init__(self, data: Any, options: BatchOptions, feed: Feed):
+        length = _length(data)
+        super().__init__(feed, None if length is None else options.batches_in(length))
+        self.data = data
+        self.options = options
+
+    def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
+        make = partial(collate_rows, collate=self.options.collate)
+        return rows_of(self._lists(number), self.feed, loop, start, make)
+
+    def pass_over(self, batches: int, epochs: int) -> None:
+        iterate_again(self._lists(0), batches, epochs)
+
+    def _lists(self, epoch: int) -> SampleLists:
+        options = self.options
+        assert options.batch_size is not None
+        seed = mix(self.feed.seed, 7, epoch)
+        return SampleLists(self.data, options.batch_size, options.drop_last, seed)
+
+
+def rows_of(
+    data: Iterable[Any],
+    feed: Feed,
+    loop: LoopPosition,
+    start: int,
+    make: Callable[[Any, BatchSplit], AnyBatch],
+) -> Iterator[AnyBatch]:
+    """A replica's rows of global batches, without the first `start`; `make` takes them."""
+    split = feed.split
+    unseen = _unseen(data, feed, loop, start)
+    assigned = round_robin(unseen, split) if feed.is_in_turns else ((b, split) for b in unseen)
+    is_first = True
+    for global_batch, rows in assigned:
+        batch = make(global_batch, rows)
+        batch.concurrent = split.replicas // rows.replicas
+        if is_first:
+            feed.check_same(global_batch, batch.total)
+        is_first = False
+        yield batch
+
+
+def _unseen(data: Iterable[Any], feed: Feed, loop: LoopPosition, start: int) -> Iterator[Any]:
+    """The batches that were not trained on before the checkpoint."""
+    for i, batch in enumerate(data):
+        if i < start:
+            feed.skipped(loop, 1)
+        else:
+            yield batch
+
+
+def iterate_again(data: Iterable[Any], batches: int, epochs: int) -> None:
+    """Iterate over what was trained on, as before: loaders draw, generators end."""
+    for _ in range(epochs):
+        if batches <= 0:
+            return
+        for _ in data:
+            batches -= 1
+            if batches == 0:
+                break
+
+
+def _length(data: Iterable[Any]) -> int | None:
+    """None if it has no length; a DataLoader over an IterableDataset raises instead."""
+    try:
+        return len(data) if isinstance(data, Sized) else None
+    except TypeError:
+        return None
