@@ -90,7 +90,8 @@ def compare(
         document = {"script": script, "workers": workers, "seed": seed or 0}
         print(json.dumps({**document, "runs": [outcome.to_json() for outcome in outcomes]}))
     else:
-        _print(outcomes, f"{script} on {workers} workers")
+        length = f", {outcomes[0].steps} steps" if outcomes[0].ran else ""
+        _print(outcomes, f"{script} on {workers} workers{length}")
     if not any(outcome.ran for outcome in outcomes[1:]) or not outcomes[0].ran:
         raise typer.Exit(1)
 
@@ -231,8 +232,9 @@ def _print(outcomes: Sequence[RunOutcome], title: str) -> None:
     console = wide_console(140)
     console.print(_table(outcomes, title))
     for outcome in outcomes:
-        if not outcome.ran:
-            console.print(f"{outcome.strategy}: {outcome.refused or outcome.failed}")
+        why = outcome.refused or outcome.failed or outcome.unmeasured
+        if why is not None:
+            console.print(f"{outcome.strategy}: {why}")
 
 
 def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:

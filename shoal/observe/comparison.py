@@ -40,7 +40,8 @@ class RunOutcome:
     steps, and are means over workers (`samples_per_s`: the sum). `speed_up` is steps_per_s over
     that of single.
     `loss_difference` is the largest difference to the loss of the same step of single, relative
-    to the largest loss, where a strategy promises the same. `loss_gap` is loss minus single's.
+    to the largest loss, where a strategy promises the same. `loss_gap` is loss minus single's,
+    `single_steps` the steps after which single had its own.
     """
 
     strategy: str
@@ -62,16 +63,11 @@ class RunOutcome:
     idle: float | None = None
     loss_difference: float | None = None
     loss_gap: float | None = None
+    single_steps: int | None = None
 
     @property
     def ran(self) -> bool:
         return self.refused is None and self.failed is None
-
-    @property
-    def converges(self) -> bool:
-        """Whether the loss decreased, and stayed finite."""
-        ends = (self.first_loss, self.training_loss)
-        return None not in ends and ends[1] < ends[0]  # type: ignore[operator]
 
     @property
     def against_single(self) -> str:
@@ -79,9 +75,27 @@ class RunOutcome:
             return f"equal ({self.loss_difference:.0e})"
         if self.loss_difference is not None:
             return f"differs by {self.loss_difference:.1%}"
-        if not self.converges:
-            return "does not converge"
-        return "converges" if self.loss_gap is None else f"converges, loss {self.loss_gap:+.3f}"
+        return self._losses()
+
+    @property
+    def unmeasured(self) -> str | None:
+        """Why there is no speed, where there is none."""
+        if not self.ran or self.steps_per_s is not None:
+            return None
+        return f"{_count(self.steps)} at this number of --steps: too few to measure a speed"
+
+    def _losses(self) -> str:
+        """What was measured, for strategies that promise no equal result."""
+        if self.loss is None:
+            return "the loss is not a finite number"
+        is_as_long = self.single_steps in (None, self.steps)
+        words = f"loss {self.loss:.3f}" + ("" if is_as_long else f" after {_count(self.steps)}")
+        ends = (self.first_loss, self.training_loss)
+        if None not in ends and ends[1] >= ends[0]:  # type: ignore[operator]
+            words += f", at the start {self.first_loss:.3f}"
+        if self.loss_gap is not None:
+            words += f", single {self.loss - self.loss_gap:.3f}"
+        return words if is_as_long else f"{words} after {self.single_steps}"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "against_single": self.against_single if self.ran else None}
@@ -138,7 +152,12 @@ def _measured(
         idle=_mean([t.idle for t in times]),
         loss_difference=_difference(losses, base_losses) if base and comparable else None,
         loss_gap=loss - base.loss if base and base.loss is not None and loss is not None else None,
+        single_steps=base.steps if base else None,
     )
+
+
+def _count(steps: int) -> str:
+    return "1 step" if steps == 1 else f"{steps} steps"
 
 
 def losses_of(run: ComparedRun) -> list[float]:
