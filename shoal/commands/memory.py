@@ -26,17 +26,13 @@ from shoal.commands.units import show_bytes
 from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig
 from shoal.strategy.strategy import Strategy, as_strategy
 
-_HEADS = {  # on two lines, so that all columns fit 80 characters
-    "parameters": "param-\neters",
-    "gradients": "gradi-\nents",
-    "optimizer": "opti-\nmizer",
-    "activations": "activ-\nations",
-    "residuals": "resid-\nuals",
+_HEADS = {  # short, so that the columns fit 80 characters
+    "parameters": "params",
+    "gradients": "grads",
     "in_flight": "in\nflight",
-    "together": "to-\ngether",
-    "gathered": "gath-\nered",
 }
-_MOST_COLUMNS = 7
+_MOST_COLUMNS = 6
+_UNEVEN = 1.25  # the largest shard over the smallest one, from which on it is told why
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 FURTHER = ("copies", "residuals", "in_flight", "shared", "server")  # shown where there are some
 
@@ -64,6 +60,7 @@ def memory(
     with tempfile.TemporaryDirectory(prefix="shoal-memory-") as name:
         folder = Path(name)
         document = _estimate(command, value, workers, folder)
+        document["notes"] = _notes(document["estimated"], value, workers)
         if measure:
             rounds = value.sync_for(workers).round_steps
             probe = MemoryProbeConfig(folder, steps=max(2, rounds))
@@ -92,8 +89,24 @@ def _print(document: dict[str, Any], title: str) -> None:
     console = wide_console()
     for table in _tables(document, title):
         console.print(table)
+    for note in document["notes"]:
+        console.print(note)
     for why in document["unknown"]:
         print(f"activations are unknown without running the model: {why}", file=sys.stderr)
+
+
+def _notes(rows: Sequence[dict[str, int | None]], strategy: Strategy, workers: int) -> list[str]:
+    """Why workers that do the same hold different amounts."""
+    layout = strategy.layout(workers)
+    if layout.pp > 1 or not strategy.sync_for(layout.replicas).shards_state:
+        return []
+    held = [(row["optimizer"] or 0) + (row["gradients"] or 0) for row in rows]
+    if max(held) <= _UNEVEN * min(held):
+        return []
+    return [
+        "shards are uneven: a shard is a run of whole parameters, and this model has few of them, "
+        "or large ones"
+    ]
 
 
 def _tables(document: dict[str, Any], title: str) -> list[Table]:
@@ -113,7 +126,7 @@ def _tables(document: dict[str, Any], title: str) -> list[Table]:
 def _table(document: dict[str, Any], title: str, columns: Sequence[list[str]]) -> Table:
     """`columns` are those shown, and those whose sum is shown."""
     shown, added = columns
-    heads = [_HEADS.get(column, column) for column in (*shown, "together")]
+    heads = [_HEADS.get(column, column) for column in (*shown, "sum")]
     table = plain_table(title, ["worker", *heads], left=1)
     measured = document.get("measured")
     for rank, row in enumerate(document["estimated"]):

@@ -133,6 +133,11 @@ class SyncTerm(Term, role="sync", abstract=True):
         return 1
 
     @property
+    def shards_state(self) -> bool:
+        """Whether each replica owns the training state of a run of whole parameters."""
+        return False
+
+    @property
     def starts_apart(self) -> bool:
         """Whether replicas can start without one that was lost before the rendezvous."""
         return False

@@ -106,6 +106,10 @@ class Zero(SyncTerm):
 
     stage: Annotated[int, one_of(1, 2, 3)] = 1
 
+    @property
+    def shards_state(self) -> bool:
+        return True
+
     def with_whole_parameters(self) -> Zero:
         return replace(self, stage=min(self.stage, 2))
 
