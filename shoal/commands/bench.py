@@ -14,9 +14,7 @@ from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput
 
-app = typer.Typer(
-    help="Measure Shoal against other libraries, alternately in one run.", no_args_is_help=True
-)
+app = typer.Typer(help="Measure Shoal against other libraries.", no_args_is_help=True)
 
 # name -> (batch size, steps a round): rounds of about a quarter of a second on one core
 WORKLOADS = {"digits": (64, 60), "gpt": (16, 4), "mlp": (64, 4), "mlp-small": (64, 100)}
@@ -24,7 +22,10 @@ WORKLOADS = {"digits": (64, 60), "gpt": (16, 4), "mlp": (64, 4), "mlp-small": (6
 
 @app.callback()
 def about() -> None:
-    """Measure Shoal against other libraries, alternately in one run."""
+    """Measure Shoal against other libraries.
+
+    Both take turns in one run; ratios are medians over rounds.
+    """
 
 
 @app.command()

@@ -45,7 +45,9 @@ def table(
     ranks: Ranks = 8,
     size: Size = "100MB",
     alpha: Annotated[str, typer.Option(help="Time of a message: 10us.")] = "10us",
-    beta: Annotated[str, typer.Option(help="Cost of a byte: 10GB/s, 80Gb/s, or s.")] = "10GB/s",
+    beta: Annotated[
+        str, typer.Option(help="Cost of a byte: 10GB/s, 80Gb/s, or seconds.")
+    ] = "10GB/s",
     gamma: Annotated[str, typer.Option(help="Cost of reducing a byte: 20GB/s, or seconds.")] = "0",
     kind: Annotated[str, typer.Option(help="Which collective, or `all`.")] = "all_reduce",
     prove_all: Annotated[bool, typer.Option("--prove", help="Also prove each one.")] = False,

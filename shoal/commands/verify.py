@@ -46,7 +46,11 @@ def verify(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Check that a strategy gives the result of one worker."""
+    """Check that a strategy gives the result of one worker.
+
+    The script runs four times: alone and under the strategy, in its own precision, and for the
+    first 3 steps in double precision, where rounding vanishes and an error does not.
+    """
     command = command_for(script, args)
     value = strategy_for(strategy, workers)
     if not value.is_synchronous:

@@ -17,7 +17,7 @@ from shoal.schedules.collectives.transfer_table import EMPTY, rows
 def doubling_all_reduce(ranks: int) -> Collective:
     """Whole vectors are exchanged: log2 p rounds of V bytes, the lowest latency for one port.
 
-    Where p is no power of two, one round of V bytes before and one after (see `fold.py`).
+    Where p is no power of two, one round of V bytes before and one after (`powers_of_two.py`).
     """
     folded = fold(ranks)
     keep = folded.keepers

@@ -19,7 +19,7 @@ from shoal.schedules.collectives.transfer_table import TransferTable, rows
 def halving_reduce_scatter(ranks: int) -> Collective:
     """log2 p rounds of V/2, V/4, … bytes: each rank sends (p-1)V/p.
 
-    Where p is no power of two, some ranks send V before and some V/p after (see `fold.py`).
+    Where p is no power of two, some ranks send V before and some V/p after (`powers_of_two.py`).
     """
     folded = fold(ranks)
     keep = folded.keepers
@@ -33,7 +33,7 @@ def halving_reduce_scatter(ranks: int) -> Collective:
 def halving_all_reduce(ranks: int) -> Collective:
     """Halving, then doubling: 2 log2 p rounds; each rank sends 2(p-1)V/p bytes.
 
-    Where p is no power of two, one round of V bytes before and one after (see `fold.py`).
+    Where p is no power of two, one round of V bytes before and one after (`powers_of_two.py`).
     """
     folded = fold(ranks)
     halving = _halving(folded)
