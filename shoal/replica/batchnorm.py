@@ -303,7 +303,8 @@ def _replace(
                 parent._modules[name] = replaced.setdefault(id(child), make(child))
     for module in model.modules():
         if isinstance(module, _BatchNorm) and id(module) not in map(id, replaced.values()):
-            module.forward = OwnForward(module, make(module))  # type: ignore[method-assign]
+            own = module.__dict__.get("forward")
+            module.forward = OwnForward(module, make(module), own)  # type: ignore[method-assign]
 
 
 def _is_plain(layer: nn.Module) -> bool:

@@ -33,15 +33,18 @@ class NormalizesCalls(Protocol):
 
 
 class OwnForward:
-    """Stands in for the forward of `layer`; batches of training are normalized by `shared`."""
+    """Stands in for the forward of `layer`; batches of training are normalized by `shared`.
 
-    def __init__(self, layer: _BatchNorm, shared: NormalizesCalls):
+    `own_forward` is one that was set on this layer, not by its class.
+    """
+
+    def __init__(self, layer: _BatchNorm, shared: Any, own_forward: Any = None):
         self.layer = layer
-        self.shared = shared
-        self._forward = layer.__dict__.get("forward")  # set on this layer, not by its class
+        self.shared: NormalizesCalls = shared
+        self.own_forward = own_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._forward or type(self.layer).forward.__get__(self.layer)
+        forward = self.own_forward or type(self.layer).forward.__get__(self.layer)
         tracked = self.layer.num_batches_tracked
         answers = _Answers(self.shared, tracked)
         before = _version(self.layer.running_mean)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.replica.batchnorm_call import OwnForward
 
 
 def copy_structure(module: nn.Module, copies: dict[int, nn.Module] | None = None) -> nn.Module:
@@ -33,4 +36,8 @@ def _own(value: Any, module: nn.Module, twin: nn.Module) -> Any:
         return copy.copy(value)
     if isinstance(value, MethodType) and value.__self__ is module:
         return MethodType(value.__func__, twin)
+    if isinstance(value, OwnForward) and value.layer is module:
+        own = _own(value.own_forward, module, twin)
+        shared = copy_structure(cast(nn.Module, value.shared))
+        return OwnForward(cast(_BatchNorm, twin), shared, own)
     return value
