@@ -37,7 +37,7 @@ LAYERS = [
     ["train.own_loop"],
     ["train.loop_methods"],
     ["train.job"],
-    ["observe.double_precision", "observe.captured_run"],
+    ["observe.double_precision", "observe.captured_run", "observe.random_draws"],
     ["observe.double_check"],
     ["observe.capture", "observe.comparison", "observe.time_shares", "observe.verify"],
     ["observe.model_sizes"],

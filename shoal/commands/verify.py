@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from shoal.observe.double_check import DoubleCheck
     from shoal.observe.verify import Verification
 
+DRAWS = (
+    "{} draws random numbers in its forward, which depend on the number of workers, as dropout "
+    "masks do: the difference may come from that alone"
+)
 UNCOUNTED = (
     "some targets are -100, which losses ignore: a mean over tokens needs `count`, such as "
     "job.step(..., count=lambda batch: (batch[1] != -100).sum()) or job.backward(loss, count=n)"
@@ -78,6 +82,8 @@ def verify(
     if not verdict.ok:
         if alone.ignores_targets:
             print(UNCOUNTED, file=sys.stderr if as_json else sys.stdout)
+        if alone.draws is not None:
+            print(DRAWS.format(alone.draws), file=sys.stderr if as_json else sys.stdout)
         raise typer.Exit(1)
 
 

@@ -18,14 +18,14 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.group import Op
 from shoal.data.sampling import FullDatasetBatch
 from shoal.observe.double_precision import compute_in_double, convert
+from shoal.observe.random_draws import DrawWatch, switch_off_dropout
 from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import has_batchnorm
-from shoal.replica.tensor.layers.attention import ParallelAttention
 from shoal.runtime.config import CaptureConfig
 from shoal.schedules.pipelines.actions import accumulate
 from shoal.strategy.base import Batches
@@ -55,6 +55,7 @@ class Capture:
         self.additions = 0
         self.switched_off: list[str] = []
         self.ignores_targets = False
+        self._draws: list[DrawWatch] = []
         self._built: list[Step] = []
         job.on_step.append(self._after_step)
         job.on_build.append(self._prepare)
@@ -77,6 +78,7 @@ class Capture:
         if not step.options.exact:
             self.switched_off += switch_off_dropout(step.model)
         if self.job.size == 1:
+            self._draws.append(DrawWatch(step.model))
             save_file(self._tensors(), self.folder / "start.safetensors")
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
@@ -118,6 +120,7 @@ class Capture:
             "switched_off": self.switched_off,
             "exact": all(step.options.exact for step in self._built),
             "ignores_targets": self.ignores_targets,
+            "draws": next((d.module for d in self._draws if d.module is not None), None),
         }
         (self.folder / "capture.json").write_text(json.dumps(document))
 
@@ -205,16 +208,3 @@ def additions_in(step: Step) -> int:
     tensors = [t for t in tensors_of(batch) if t.dim() > 0 and len(t)]
     positions = max(t.numel() // len(t) for t in tensors)
     return batch.total * positions
-
-
-def switch_off_dropout(model: nn.Module) -> list[str]:
-    """Unless exact, masks depend on the number of workers and would hide other differences."""
-    names = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            module.p = 0.0
-            names.append(name)
-        if isinstance(module, nn.MultiheadAttention | ParallelAttention) and module.dropout > 0:
-            module.dropout = 0.0
-            names.append(name)
-    return names

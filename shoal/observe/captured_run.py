@@ -25,6 +25,7 @@ class CapturedRun:
     switched_off: list[str]
     exact: bool
     ignores_targets: bool = False  # some are -100, the ignore_index, and no `count` was given
+    draws: str | None = None  # a module whose forward draws random numbers
     start: Tensors = field(default_factory=dict)
     early: Tensors = field(default_factory=dict)
     optimizer: Tensors = field(default_factory=dict)
