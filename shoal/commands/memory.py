@@ -100,8 +100,8 @@ def _notes(rows: Sequence[dict[str, int | None]], strategy: Strategy, workers: i
     layout = strategy.layout(workers)
     if layout.pp > 1 or not strategy.sync_for(layout.replicas).shards_state:
         return []
-    held = [(row["optimizer"] or 0) + (row["gradients"] or 0) for row in rows]
-    if max(held) <= _UNEVEN * min(held):
+    held = [[row[column] or 0 for row in rows] for column in COLUMNS[:-1]]
+    if all(max(column) <= _UNEVEN * min(column) for column in held):
         return []
     return [
         "shards are uneven: a shard is a run of whole parameters, and this model has few of them, "

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.commands.memory import COLUMNS, FURTHER
+from shoal.commands.memory import COLUMNS, FURTHER, _notes
+from shoal.strategy.strategy import as_strategy
 from tests import scripts
 from tests.scripts import json_of, shoal
 
@@ -49,6 +50,17 @@ def test_a_stage_does_not_count_the_layers_of_others(tmp_path: Path) -> None:
         alone["parameters"], abs=HEADER
     )
     assert all(stage["activations"] > 0 for stage in found)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "held", "is_told"),
+    [("zero(2)", 500, True), ("zero(2)", 900, False), ("ddp", 500, False), ("pp(2)", 500, False)],
+)
+def test_it_is_told_why_shards_are_uneven(strategy: str, held: int, is_told: bool) -> None:
+    rows: list[dict[str, int | None]] = [
+        {"parameters": 9, "gathered": 0, "gradients": 9, "optimizer": n} for n in (1000, held)
+    ]
+    assert bool(_notes(rows, as_strategy(strategy), 2)) is is_told
 
 
 LARGE = scripts.PLAIN.replace("nn.Linear(6, 16)", "nn.Linear(6, 10**10)").replace(
