@@ -78,6 +78,13 @@ class ReplicaShard:
             experts=self.experts,
         )
 
+    def cut_dims(self) -> dict[nn.Parameter, int]:
+        """The parameters of which this worker has a slice, and along which dimension."""
+        specs = {} if self.tensor is None else dict(self.tensor.specs)
+        if self.experts is not None:
+            specs |= self.experts.specs
+        return {p: specs[name].dim for name, p in self.named if name in specs}
+
     def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors, by name, from the slices of the ranks of tp and ep, which all call it."""
         if self.experts is not None:

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import Group
+from shoal.comm.group import Group, Op
 from shoal.comm.mesh import Mesh
 from shoal.embedding.module import Embedding, bind_embeddings
 from shoal.errors import BadInput, NotBuilt
@@ -45,6 +45,7 @@ from shoal.strategy.strategy import Strategy
 from shoal.sync.base import Ownership, Replica, SyncPlan
 from shoal.sync.grad_scaler import SharedGradScaler
 from shoal.sync.optimizer_step import OptimizerFactory, OptimizerStep
+from shoal.sync.optimizer_trial import Coupling, Pieces, coupling, refuse
 from shoal.sync.registry import plan_for
 from shoal.train.arguments import ForwardSignature
 from shoal.train.cut_batch import BatchCutter
@@ -268,15 +269,38 @@ def _optimizer_step(
         tracer=context.tracer,
     )
     functions.check_optimizer(update.optimizer)
+    _check_pieces(update, owned, shard, context)
     return update
+
+
+def _check_pieces(
+    update: OptimizerStep, owned: Ownership, shard: ReplicaShard, context: StepContext
+) -> None:
+    """Refuse an optimizer that looks at more than this worker has, on all workers alike."""
+    groups = _sharing_groups(owned, context.mesh)
+    if not groups:
+        return
+    found = torch.zeros((), device=context.device)
+    if update.named:
+        found += coupling(
+            update.optimizer, Pieces(False, shard.cut_dims()), update.named, update.factory
+        )
+    for group in groups:
+        group.all_reduce(found, Op.MAX).wait()
+    refuse(Coupling(int(found)), type(update.optimizer).__name__, str(context.strategy))
 
 
 def _grad_scaler(owned: Ownership, context: StepContext) -> SharedGradScaler:
     """Replicas agree where each of them updates a shard; else all have the same gradients."""
-    mesh = context.mesh
+    return SharedGradScaler(context.device, _sharing_groups(owned, context.mesh))
+
+
+def _sharing_groups(owned: Ownership, mesh: Mesh) -> list[Group]:
+    """Groups whose workers update other parameters, or other slices of them."""
     norm = owned.grad_norm
     is_sharded = norm.over_shards is not None or norm.params is not None
-    return SharedGradScaler(context.device, [mesh.tp, mesh.pp, *([mesh.dp] if is_sharded else [])])
+    groups = [mesh.tp, mesh.pp, mesh.ep, *([mesh.dp] if is_sharded else [])]
+    return [group for group in groups if group.size > 1]
 
 
 def _replica(

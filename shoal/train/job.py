@@ -44,6 +44,7 @@ from shoal.train.own_loop import OwnLoop
 from shoal.train.restore import FittingState, fit, fit_positions
 from shoal.train.state import snapshot
 from shoal.train.step import AfterStep, Step
+from shoal.train.untrained_models import fit_untrained, gather_untrained, load_untrained
 
 
 @dataclass(frozen=True)
@@ -252,11 +253,13 @@ class Job(LoopMethods):
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
         saved, states = self._agreement.load(path, lambda: self._read(path))
         averages = fit_averages(self._emas, saved, path)
+        untrained = fit_untrained(self._loop.untrained, saved, path)
         positions = fit_positions(saved, path)
         for state in states:
             state.load()
         for ema, tensors in zip(self._emas, averages, strict=False):
             ema.load(tensors)
+        load_untrained(self._loop.untrained, untrained)
         self._tell_bare([name for state in states for name in state.bare])
         self._loop.take_settings()
         self.steps = saved.document["steps"]
@@ -353,6 +356,7 @@ class Job(LoopMethods):
             saved = snapshot(self._steps, states, document)
             for i, (tensors, _) in enumerate(averages):
                 saved.model |= {f"ema{i}:{name}": tensor for name, tensor in tensors.items()}
+            gather_untrained(self._loop.untrained, saved)
             if self._is_first:
                 checkpoint.write(path, saved)
             return saved.digest

@@ -7,19 +7,21 @@ several models, the parts have optimizers of their own, which take their setting
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.group import Op
 from shoal.errors import BadInput
+from shoal.sync.optimizer_trial import PARAM_KEYS, Coupling, Pieces, coupling, like
 from shoal.train.loop_part import LoopPart
 from shoal.train.served_settings import ServedSettings
+from shoal.train.torch_scaling import agree_on_overflow
 
-_PARAMS = ("params", "param_names")
 Closure = Callable[[], Any]
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -48,22 +50,18 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def optimizer_of_some(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings, of some of its parameters (by id)."""
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    defaults = {k: v for k, v in optimizer.defaults.items() if takes_any or k in accepted}
     groups = []
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if id(p) in wanted]
         if params:
-            settings = {k: v for k, v in group.items() if k not in _PARAMS}
+            settings = {k: v for k, v in group.items() if k not in PARAM_KEYS}
             groups.append({"params": params, **settings})
     try:
-        made = kind(groups, **defaults)
+        made: torch.optim.Optimizer = like(optimizer, groups)
     except (TypeError, ValueError) as error:
         raise BadInput(
-            f"{kind.__name__} cannot be made for a part of its parameters, which this strategy "
-            f"needs ({error}): take ddp"
+            f"{type(optimizer).__name__} cannot be made for a part of its parameters, which this "
+            f"strategy needs ({error}): take ddp"
         ) from error
     for p in params_of(made):
         if p in optimizer.state:
@@ -90,9 +88,14 @@ class LoopOptimizer:
         self._after = after
         self._step = optimizer.step
         self._zero_grad = optimizer.zero_grad
+        self._seen = [_settings(group) for group in optimizer.param_groups]
+        self._is_stepping = False
+        self._is_separable: bool | None = None
         self._check_lbfgs()
-        self._check_scaling()
+        if parts[0].step.mesh.world.size > 1:
+            agree_on_overflow(optimizer, parts[0].flat.device, self._agree_on_overflow)
         self._replace_methods()
+        self._replace_own_methods()
         for part in parts:
             if not part.sync.updates_here:
                 update = part.step.update
@@ -110,27 +113,33 @@ class LoopOptimizer:
         """After a checkpoint was loaded: settings of the parts are those of the optimizer."""
         for group, of_part in self._pairs():
             group.update(_settings(of_part))
+        self._seen = [_settings(group) for group in self.optimizer.param_groups]
 
     def give_settings(self) -> None:
-        """Before an update or a checkpoint: a scheduler may have changed the optimizer's."""
-        for group, of_part in self._pairs():
-            of_part.update(_settings(group))
+        """Before an update or a checkpoint: a scheduler may have changed the optimizer's.
 
-    def _check_scaling(self) -> None:
-        """Have GradScaler call `step` in any case, so that its use is seen where it goes wrong."""
-        self._refuses_scaler = any(
-            part.step.mesh.world.size > 1 and not (part.sync.collects and part.whole_gradients)
-            for part in self.parts
-        )
-        if self._refuses_scaler:
-            vars(self.optimizer)["_step_supports_amp_scaling"] = True
+        What it has not changed stays as it is: some optimizers count steps in their groups.
+        """
+        changed = {
+            id(group): _changed(group, seen)
+            for group, seen in zip(self.optimizer.param_groups, self._seen, strict=True)
+        }
+        for group, of_part in self._pairs():
+            of_part.update(changed[id(group)])
+        self._seen = [_settings(group) for group in self.optimizer.param_groups]
+
+    def _agree_on_overflow(self, found: Tensor) -> Tensor:
+        """Any worker's; for GradScaler."""
+        step = self.parts[0].step
+        if not self.parts[0].sync.synchronous:
+            raise BadInput(
+                f"under {step.term} workers do not wait for each other, so GradScaler cannot skip "
+                "a step on all of them: take ddp, or bfloat16 without a scaler"
+            )
+        step.mesh.world.all_reduce(found, Op.MAX).wait()
+        return found
 
     def _update(self, closure: Closure | None) -> Any:
-        if self._refuses_scaler and hasattr(self.optimizer, "found_inf"):
-            raise BadInput(
-                f"under {self.parts[0].step.term} each worker has other gradients, so GradScaler "
-                "would skip a step on some of them only: take ddp, or bfloat16 without a scaler"
-            )
         if not self.parts[0].sync.updates_here:
             self.give_settings()
             result = _call(closure)
@@ -139,22 +148,34 @@ class LoopOptimizer:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
             self._after(self.parts[0])
             return result
-        if self.is_alone and closure is not None:
-            result = self._step(closure)
-        else:
+        with self._one_step():
+            if self.is_alone and closure is not None:
+                return self._step(closure)
             result = _call(closure)
             for part in self.parts:
                 part.before_update()
             self._step_parts()
-        for part in self.parts:
-            part.after_update()
-        self._after(self.parts[0])
-        return result
+            return result
+
+    @contextmanager
+    def _one_step(self) -> Iterator[None]:
+        """The optimizer steps inside; optimizers inside of it do so as a part of that."""
+        is_outer = not self._is_stepping
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = not is_outer
+        if is_outer:
+            for part in self.parts:
+                part.after_update()
+            self._after(self.parts[0])
 
     def _step_parts(self) -> None:
         if self.is_alone:
             self._step()
             return
+        self._check_separable()
         self.give_settings()
         for part in self.parts:
             part.step.update.optimizer.step()
@@ -212,6 +233,57 @@ class LoopOptimizer:
             bound = MethodType(method, self.optimizer)  # schedulers wrap a bound method
             vars(self.optimizer)[method.__name__] = bound
 
+    def _replace_own_methods(self) -> None:
+        """Methods that torch's optimizers do not have act on the optimizers of the parts."""
+        for inner in vars(self.optimizer).values():
+            if isinstance(inner, torch.optim.Optimizer):
+                vars(inner)["step"] = self._inner_step(inner.step)
+        if self.is_alone:
+            return
+        for name in dir(type(self.optimizer)):
+            is_own = not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+            if is_own and callable(getattr(self.optimizer, name)):
+                vars(self.optimizer)[name] = self._on_parts(name)
+
+    def _on_parts(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not all(part.whole_gradients for part in self.parts):
+                raise BadInput(
+                    f"{type(self.optimizer).__name__}.{name} acts on all parameters, and under "
+                    f"{self.parts[0].step.term} a worker's optimizer has some of them: take ddp"
+                )
+            optimizers = [part.step.update.optimizer for part in self.parts]
+            results = [getattr(o, name)(*args, **kwargs) for o in optimizers]
+            return results[0]
+
+        return call
+
+    def _inner_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Of an optimizer inside of it, such as that of SAM, which a script may call by itself."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_stepping:
+                for part in self.parts:
+                    part.before_update()
+            with self._one_step():
+                return original(*args, **kwargs)
+
+        return step
+
+    def _check_separable(self) -> None:
+        """Refuse one that looks at several parameters, where parts have optimizers of their own."""
+        if sum(part.trains for part in self.parts) < 2:
+            return
+        if self._is_separable is None:
+            found = coupling(self.optimizer, Pieces(has_all_parameters=False))
+            self._is_separable = found is Coupling.NONE
+        if not self._is_separable:
+            raise BadInput(
+                f"{type(self.optimizer).__name__} updates a parameter by looking at others, and "
+                "job.setup updates each model, and what was frozen in it, apart: give it a model "
+                "and an optimizer at a time"
+            )
+
     def _check_lbfgs(self) -> None:
         if not isinstance(self.optimizer, torch.optim.LBFGS):
             return
@@ -225,7 +297,17 @@ class LoopOptimizer:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _PARAMS}
+    return {key: value for key, value in group.items() if key not in PARAM_KEYS}
+
+
+def _changed(group: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
+    """Settings that are not what they were; tensors are shared with the parts."""
+    return {
+        key: value
+        for key, value in _settings(group).items()
+        if key not in seen
+        or (seen[key] is not value and (isinstance(value, Tensor) or seen[key] != value))
+    }
 
 
 def _call(closure: Closure | None) -> Any:

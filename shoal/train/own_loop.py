@@ -30,6 +30,7 @@ from shoal.train.loop_rows import LoopRows
 from shoal.train.reached_parts import check_loss, reached_parts
 from shoal.train.setup_loop import set_up
 from shoal.train.step import Step
+from shoal.train.torch_clipping import clip_for
 
 _SMALLEST_SHARE = 1e-30
 _SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
@@ -94,10 +95,18 @@ class OwnLoop:
             )
         for part in self.parts:  # a model may have grown since its first setup
             part.step.parameters.remember()
+        if self.mesh.world.size > 1:
+            clip_for(self)
         replaced = iter(made.optimizers)
         returned = [o if isinstance(o, nn.Module) else next(replaced) for o in objects]
         steps = [part.step for parts in made.parts_of for part in parts]
         return steps, returned[0] if len(returned) == 1 else tuple(returned)
+
+    @property
+    def untrained(self) -> list[PreparedModel]:
+        """Models of which no optimizer updates any parameter."""
+        trained = {id(part.step.model) for part in self.parts}
+        return [prepared for prepared in self._prepared if id(prepared.model) not in trained]
 
     # ------------------------------------------------------------------ backward
 
@@ -215,12 +224,27 @@ class OwnLoop:
 
     # ------------------------------------------------------------------ gradients
 
+    def clips(self, params: Sequence[Tensor]) -> bool:
+        """See `torch_clipping.py`: not where workers update with their own gradients."""
+        parts = self._parts_with(params)
+        return bool(parts) and all(p.sync.collects or p.step.mesh.dp.size == 1 for p in parts)
+
+    def reduce_gradients(self, params: Sequence[Tensor]) -> bool:
+        parts = self._parts_with(params)
+        for part in parts:
+            part.before_update()
+        return all(part.whole_gradients for part in parts)
+
+    def _parts_with(self, params: Iterable[Tensor]) -> list[LoopPart]:
+        ids = {id(p) for p in params}
+        return [part for part in self.parts if any(id(p) in ids for p in part.params)]
+
     @torch.no_grad()
     def clip_grad_norm_(self, params: Any, max_norm: float) -> Tensor:
         """See `Job.clip_grad_norm_`."""
         chosen = _params_in(params)
         ids = {id(p) for p in chosen}
-        parts = [part for part in self.parts if any(id(p) in ids for p in part.params)]
+        parts = self._parts_with(chosen)
         if not parts:
             raise BadInput("job.clip_grad_norm_ got no parameter of a model of job.setup")
         for part in parts:

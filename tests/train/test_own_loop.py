@@ -26,6 +26,7 @@ SYNCHRONOUS = [
     *("ddp", "zero(1)", "zero(2)", "zero(3)", 'ps(placement="rank0")'),
     *('gossip(graph="complete")', "ddp(bucket_mb=0.0001)"),
 ]
+GOSSIP = 'gossip(graph="complete")'
 RELAXED = [
     *('ps(placement="rank0", mode="async")', 'ps(placement="rank0", staleness=1)'),
     *('ps(placement="rank0", quorum=0.5)', "localsgd(every=2)", 'gossip(graph="ring")'),
@@ -407,8 +408,77 @@ def scaled(job: Job, model: nn.Module) -> list[float]:
     return losses
 
 
-def test_gradient_scaling_under_ddp_and_its_refusal_under_zero(world: World) -> None:
-    assert_equal_to_single(world, 2, "ddp", scaled)
+@pytest.mark.parametrize("strategy", ["ddp", "zero(2)", "zero(3)", "tp(2)", GOSSIP])
+def test_workers_agree_on_gradient_scaling(world: World, strategy: str) -> None:
+    assert_equal_to_single(world, 2, strategy, scaled)
+
+
+def test_gradient_scaling_is_refused_where_workers_do_not_wait(world: World) -> None:
     models = [mlp(), mlp()]
     with pytest.raises(BadInput, match="GradScaler"):
-        world(2, lambda g: run(g, "zero(2)", models[g.rank], scaled))
+        world(2, lambda g: run(g, 'ps(placement="rank0", mode="async")', models[g.rank], scaled))
+
+
+def clipped_by_torch(job: Job, model: nn.Module, norm_type: float = 2.0) -> list[float]:
+    """The last backward before a step is not reduced when it is clipped."""
+    model, optimizer = job.setup(model, partial(torch.optim.SGD, lr=0.3))
+    norms = []
+    for x, y in job.batches(samples(40), 10):
+        with job.no_sync():
+            job.backward(10 * F.cross_entropy(model(x), y))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)))
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero(1)", "zero(3)", "tp(2)"])
+def test_torch_clips_by_the_norm_over_all_workers(world: World, strategy: str) -> None:
+    assert_equal_to_single(world, 2, strategy, clipped_by_torch)
+
+
+def test_torch_clips_by_other_norms_where_workers_have_whole_gradients(world: World) -> None:
+    by_largest = partial(clipped_by_torch, norm_type=float("inf"))
+    assert_equal_to_single(world, 2, "ddp", by_largest)
+    models = [mlp(), mlp()]
+    with pytest.raises(BadInput, match="norm_type=inf"):
+        world(2, lambda g: run(g, "zero(2)", models[g.rank], by_largest))
+
+
+def with_target(job: Job, model: nn.Module, path: Path, loads: bool) -> list[Tensor]:
+    """A target network follows the model; no optimizer knows it."""
+    target = mlp()
+    model, target, optimizer = job.setup(model, target, torch.optim.SGD(model.parameters(), 0.1))
+    if loads:
+        job.load(path)
+        return [p.detach().clone() for p in whole_parameters(job)]
+    for x, y in job.batches(samples(20), 10):
+        job.backward(
+            F.cross_entropy(model(x), y) + model(x).sub(target(x).detach()).square().mean()
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p in target.parameters():
+                p.mul_(0.5)
+    job.save(path)
+    return [p.detach().clone() for p in whole_parameters(job)]
+
+
+def whole_parameters(job: Job) -> list[Tensor]:
+    (prepared,) = job._loop.untrained
+    return list(prepared.shard.gather_full(dict(prepared.model.named_parameters())).values())
+
+
+@pytest.mark.parametrize("strategy", ["zero(3)", "tp(2)"])
+def test_a_checkpoint_has_models_without_an_optimizer(
+    world: World, tmp_path: Path, strategy: str
+) -> None:
+    models = [mlp() for _ in range(3)]
+    saving = partial(with_target, path=tmp_path / "saved", loads=False)
+    loading = partial(with_target, path=tmp_path / "saved", loads=True)
+    saved = world(2, lambda g: run(g, strategy, models[g.rank], saving)[0])
+    loaded = run(solo_group(), "single", models[2], loading)[0]
+    for given in saved:
+        torch.testing.assert_close(given, loaded)

@@ -80,6 +80,13 @@ def classes() -> dict[str, type[torch.optim.Optimizer]]:
     }
 
 
+def is_known_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is of a class of torch whose update of an element depends on no other."""
+    name = type(optimizer).__name__
+    known = (*_ELEMENTWISE, "SparseAdam")
+    return name in known and type(optimizer) is getattr(torch.optim, name, None)
+
+
 def name_of(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> NamedOptimizer:
     """This optimizer of a worker by name; BadInput if a server cannot run it."""
     name = type(optimizer).__name__
