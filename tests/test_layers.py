@@ -47,6 +47,7 @@ LAYERS = [
     ["observe.double_check"],
     ["observe.capture", "observe.comparison", "observe.time_shares", "observe.verify"],
     ["observe.model_sizes"],
+    ["observe.loop_sizes"],
     ["observe.memory_estimate"],
     ["observe.memory_probe"],
     ["launch.run", "launch.worker"],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shoal.data.rows import num_rows, take_rows
 from shoal.observe.capture import StopTraining
+from shoal.observe.loop_sizes import loop_sizes, other_bytes
 from shoal.observe.model_sizes import activation_bytes, parameters_without_memory, sizes_of
 from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_for
@@ -39,6 +40,7 @@ from shoal.sync.optimizer_step import OptimizerFactory
 from shoal.sync.registry import plan_for
 from shoal.train.job import Job
 from shoal.train.options import StepOptions
+from shoal.train.setup_loop import loop_term
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class EstimateJob(Job):
         self._workers = workers
         self._estimates: list[list[WorkerMemory]] = []
         self._whys: list[str] = []
+        self._is_own_loop = False
 
     def step(self, model: nn.Module, loss: LossFunction | None = None, **options: Any) -> Any:
         optimizer = options.pop("optimizer")
@@ -162,6 +165,32 @@ class EstimateJob(Job):
             return torch.zeros(())
 
         return first_call
+
+    def setup(self, *objects: Any) -> Any:
+        """Of a loop of the script's own; its activations cannot be known."""
+        self._is_own_loop = True
+        models = [o for o in objects if isinstance(o, nn.Module)]
+        loop_term(replace(self._step_context(), strategy=self._strategy))
+        strategy = self._strategy
+        if strategy.sync is not None:
+            strategy = replace(strategy, sync=strategy.sync.in_own_loop())
+        sizes = loop_sizes(models, [o for o in objects if not isinstance(o, nn.Module)])
+        self._estimates += [memory_of(strategy, self._workers, [s], [None]) for s in sizes]
+        others = WorkerMemory(other_bytes(models, sizes), gradients=0, optimizer=0, activations=0)
+        self._estimates.append([others] * self._workers)
+        self._whys = ["the script computes the loss in a loop of its own"]
+        return objects[0] if len(objects) == 1 else objects
+
+    def batches(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        if self._is_own_loop:
+            raise StopTraining
+        return super().batches(*args, **kwargs)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> Tensor:
+        raise StopTraining
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> Any:
+        raise StopTraining
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         raise StopTraining
