@@ -1,0 +1,148 @@
+"""Optimizers from elsewhere in a loop of the user's own: their groups, methods and inner parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.comm.group import Group
+from shoal.data.sampling import permutation
+from shoal.errors import BadInput
+from shoal.train.job import Job
+from tests.conftest import World
+from tests.models import mlp, samples
+from tests.train.test_own_loop import assert_equal_to_single, run
+
+
+class Decaying(torch.optim.SGD):
+    """Counts its steps in the groups, as schedule-free optimizers do, and can be reset."""
+
+    def __init__(self, params: Any, lr: float = 0.5, count: int = 0):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("count", count)
+        self.defaults["count"] = count
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["count"])
+
+    def reset(self) -> None:
+        for group in self.param_groups:
+            group["count"] = 0
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization: up to the worst weights near by, and down from there."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        for p in params:
+            assert p.grad is not None
+            self.state[p]["up"] = 0.05 * p.grad / norm
+            p.add_(self.state[p]["up"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in [p for g in self.param_groups for p in g["params"] if p.grad is not None]:
+            p.sub_(self.state[p]["up"])
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("SAM takes two steps")
+
+
+def decaying(job: Job, model: nn.Module, resets: bool = False) -> list[float]:
+    """A frozen layer makes two parts, each with an optimizer of its own."""
+    next(model.parameters()).requires_grad_(False)
+    optimizer = Decaying(model.parameters())
+    model, _ = job.setup(model, optimizer)
+    losses = []
+    for x, y in job.batches(samples(40), 10):
+        losses.append(float(job.backward(F.cross_entropy(model(x), y))))
+        optimizer.step()
+        optimizer.zero_grad()
+        if resets:
+            optimizer.reset()
+    return losses
+
+
+def sharpness_aware(job: Job, model: nn.Module) -> list[float]:
+    model, optimizer = job.setup(model, Sam(model.parameters()))
+    losses = []
+    for x, y in job.batches(samples(40), 10):
+        losses.append(float(job.backward(F.cross_entropy(model(x), y))))
+        optimizer.first_step()
+        job.backward(F.cross_entropy(model(x), y))
+        optimizer.second_step()
+    return [*losses, float(job.steps)]
+
+
+def test_what_an_optimizer_counts_in_its_groups_is_kept(world: World) -> None:
+    assert_equal_to_single(world, 2, "zero(2)", decaying)
+    plain = mlp()
+    next(plain.parameters()).requires_grad_(False)
+    expected = run_by_torch(plain)
+    losses, _ = world(1, lambda g: run(g, "single", mlp(), decaying))[0]
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def run_by_torch(model: nn.Module) -> list[float]:
+    data = samples(40)
+    order = permutation(40, 3, 0).tolist()
+    optimizer = Decaying(model.parameters())
+    losses = []
+    for start in range(0, 40, 10):
+        rows = [data[i] for i in order[start : start + 10]]
+        x = torch.stack([row[0] for row in rows])
+        y = torch.stack([torch.as_tensor(row[1]) for row in rows])
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def test_methods_of_its_own_act_where_workers_have_all_parameters(world: World) -> None:
+    def resetting(job: Job, model: nn.Module) -> list[float]:
+        return decaying(job, model, resets=True)
+
+    assert_equal_to_single(world, 2, "ddp", resetting)
+    refused(world, "zero(2)", resetting, "Decaying.reset acts on all parameters")
+
+
+def test_an_optimizer_inside_of_another_steps(world: World) -> None:
+    assert_equal_to_single(world, 2, "ddp", sharpness_aware)
+    for strategy in ("zero(2)", "tp(2)"):
+        refused(world, strategy, sharpness_aware, "Sam c")
+
+
+def refused(
+    world: World, strategy: str, script: Callable[[Job, nn.Module], Any], sentence: str
+) -> None:
+    models = [mlp(), mlp()]
+
+    def body(group: Group) -> None:
+        with pytest.raises(BadInput, match=sentence):
+            run(group, strategy, models[group.rank], script)
+
+    world(2, body)
