@@ -237,12 +237,12 @@ class LoopOptimizer:
         """Methods that torch's optimizers do not have act on the optimizers of the parts."""
         for inner in vars(self.optimizer).values():
             if isinstance(inner, torch.optim.Optimizer):
-                vars(inner)["step"] = self._inner_step(inner.step)
+                vars(inner)["step"] = MethodType(self._inner_step(inner.step), inner)
         if self.is_alone:
             return
         for name in dir(type(self.optimizer)):
             is_own = not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
-            if is_own and callable(getattr(self.optimizer, name)):
+            if is_own and callable(getattr(type(self.optimizer), name)):
                 vars(self.optimizer)[name] = self._on_parts(name)
 
     def _on_parts(self, name: str) -> Callable[..., Any]:
@@ -261,7 +261,7 @@ class LoopOptimizer:
     def _inner_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Of an optimizer inside of it, such as that of SAM, which a script may call by itself."""
 
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(inner: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self._is_stepping:
                 for part in self.parts:
                     part.before_update()
