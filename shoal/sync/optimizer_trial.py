@@ -228,8 +228,8 @@ class _Trial:
         for number, group in enumerate(self._optimizer.param_groups):
             mine = [p for i, some in params.items() if self._cases[i].group == number for p in some]
             settings = {k: v for k, v in group.items() if k not in PARAM_KEYS}
-            if settings.get("lr") is not None:
-                settings["lr"] = _LR
+            if settings.get("lr") is not None and not settings["lr"]:
+                settings["lr"] = settings.get("initial_lr") or self._optimizer.defaults["lr"] or _LR
             if mine:
                 groups.append({"params": mine, **settings})
         return groups
