@@ -31,7 +31,7 @@ def test_a_gpt_is_that_of_one_device(world: World, strategy: str) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("strategy", ["cp(2) + tp(2)"])
+@pytest.mark.parametrize("strategy", ["cp(2) + tp(2)", "pp(2) + cp(2)"])
 def test_beside_other_ways_to_split(world: World, strategy: str) -> None:
     assert_equal(world, 4, strategy, gpt, texts(10, CONTEXT), 4, **OPTIONS)
 
@@ -111,9 +111,9 @@ def test_inputs_without_a_sequence_are_refused(world: World) -> None:
     world(2, body)
 
 
-def test_a_pipeline_beside_it_is_refused(world: World) -> None:
+def test_sequence_parallelism_beside_it_is_refused(world: World) -> None:
     def body(group: Group) -> None:
-        with pytest.raises(NotBuilt, match=r"pp\(2\) \+ cp\(2\) is not built"):
-            job_of(group, "pp(2) + cp(2)", gpt(), **OPTIONS).__enter__()
+        with pytest.raises(NotBuilt, match="both divide the positions of a sequence"):
+            job_of(group, "tp(2, sequence=True) + cp(2)", gpt(), **OPTIONS).__enter__()
 
     world(4, body)

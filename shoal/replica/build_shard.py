@@ -17,6 +17,7 @@ from shoal.replica.context.rules import sequence_context
 from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
 from shoal.replica.expert.mixtures import in_listed_expert, mixtures_for
 from shoal.replica.expert.split import ExpertSplit
+from shoal.replica.expert.stacked import compute_positions_here
 from shoal.replica.shard import ReplicaShard
 from shoal.replica.stage_shard import StageShard
 from shoal.replica.tensor.parallelize import TensorSplit
@@ -65,7 +66,9 @@ def build_shard(
         deque(filled, maxlen=0)  # all workers hold the values of rank 0
     if mesh.cp.size > 1:
         counter = Counting(mesh.cp.duplicate().executor)
-        shard.context = sequence_context(Group(counter), say)
+        shard.split_sequences(sequence_context(Group(counter), say))
+        if not mixtures:
+            compute_positions_here(model)
     shard.token_axes = TokenAxes(expert_axis, TokenAxis(mesh.cp))
     return shard
 
@@ -74,11 +77,6 @@ def _check_built(strategy: Strategy) -> None:
     cp = strategy.cp
     if cp is None or cp.size == 1:
         return
-    pp = strategy.pp
-    if pp is not None and pp.size > 1:
-        raise NotBuilt(
-            f"{pp} + {cp} is not built yet: take one of them, beside ddp, zero, tp or ep"
-        )
     tp = strategy.tp
     if tp is not None and tp.size > 1 and tp.sequence:
         raise NotBuilt(

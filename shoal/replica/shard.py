@@ -57,6 +57,9 @@ class ReplicaShard:
     def split_tensors(self, tensor: TensorSplit) -> None:
         self.tensor = tensor
 
+    def split_sequences(self, context: SequenceContext) -> None:
+        self.context = context
+
     def split_experts(self, experts: ExpertSplit) -> None:
         self.experts = experts
         self.named = experts.held(self.named)

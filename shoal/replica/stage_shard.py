@@ -12,9 +12,10 @@ from torch.func import functional_call
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.objects import PytreeChannel, all_equal
-from shoal.errors import BadInput
+from shoal.errors import BadInput, NotBuilt
 from shoal.pytree import Tree, tensors_of
 from shoal.replica.accumulation import Accumulation, OrderedAccumulation, StepAccumulation
+from shoal.replica.context.sequence_shard import SequenceContext
 from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
 from shoal.replica.engine import Engine, EngineOptions
 from shoal.replica.flat_params import FlatParams
@@ -69,6 +70,16 @@ class StageShard(ReplicaShard):
     def split_tensors(self, tensor: TensorSplit) -> None:
         self.tensor = tensor
         self.stages.split_tensors(tensor)
+
+    def split_sequences(self, context: SequenceContext) -> None:
+        if self.stages.replays:
+            raise NotBuilt(
+                f"pp({self.group.size}) + cp({context.group.size}) is built for models whose "
+                f"forward torch.fx can trace, and that of {type(self.model).__name__} cannot be: "
+                "take one of them, beside ddp, zero, tp or ep"
+            )
+        self.context = context
+        self.stages.context = context
 
     def total_norm(self, dp: Group | None) -> ReplicaGradNorm | None:
         return ReplicaGradNorm(

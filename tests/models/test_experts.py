@@ -94,7 +94,7 @@ def test_equal_to_one_worker(
 
 
 @pytest.mark.parametrize("make", [mixtral, qwen3, deepseek])
-@pytest.mark.parametrize("other", ["tp(2)", "pp(2)"])
+@pytest.mark.parametrize("other", ["tp(2)", "pp(2)", "cp(2)"])
 def test_beside_other_ways_to_split(
     world: World, make: Callable[[], nn.Module], other: str
 ) -> None:

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.pytree import map_tensors
 from shoal.replica.context.sequence_shard import SequenceShard
 from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement
-from shoal.replica.expert.mixtures import StackedMixture
+from shoal.replica.expert.mixtures import StackedMixture, mixtures_of
 
 
 class StackedExperts:
@@ -74,6 +74,33 @@ class StackedExperts:
         call = inspect.BoundArguments(self._signature, OrderedDict(given))
         out: Tensor = self._compute(*call.args, **call.kwargs)
         return torch.reshape(out, (len(x), -1))
+
+
+def compute_positions_here(model: nn.Module) -> None:
+    """Let stacked experts that are complete compute the tokens of the positions that are here."""
+    for mixture in mixtures_of(model):
+        if isinstance(mixture, StackedMixture) and mixture.routed is not None:
+            _PositionsHere(mixture.module, mixture.routed.tokens)
+
+
+class _PositionsHere:
+    """Replaces the forward of the module. What comes with tokens says where each of them goes."""
+
+    def __init__(self, module: nn.Module, tokens: str):
+        self._compute = module.forward
+        self._signature = inspect.signature(module.forward)
+        self._tokens = tokens
+        module.forward = self.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        call = self._signature.bind(*args, **kwargs)
+        tokens = call.arguments[self._tokens]
+        if not isinstance(tokens, SequenceShard):
+            out: Tensor = self._compute(*args, **kwargs)
+            return out
+        local = map_tensors(partial(_at_positions_of, tokens), dict(call.arguments))
+        given = inspect.BoundArguments(self._signature, OrderedDict(local))
+        return tokens.context.wrap(self._compute(*given.args, **given.kwargs), tokens.spec)
 
 
 def _at_positions_of(tokens: SequenceShard, tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.comm.objects import PytreeChannel, PytreeWork
 from shoal.observe.trace import Tracer
 from shoal.pytree import Tree
+from shoal.replica.context.stage import in_full
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import MicroBatch, default_generators, seed_forward
 from shoal.replica.pipeline.stages import Stages
@@ -182,7 +183,7 @@ class PipelineStage:
                 under_way.append(channel.send(outputs, target.stage, _tag(virtual + 1, 0)))
         for sent in under_way:
             sent.wait()
-        return values if self.is_last else None
+        return in_full(values) if self.is_last else None
 
     def _seed(self, action: Action, seed: int) -> None:
         """Randomness of its own for every stage and micro-batch; or what the stage before left."""

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.pytree import Tree
+from shoal.replica.context.messages import pack, unpack
+from shoal.replica.context.sequence_shard import SequenceContext
+from shoal.replica.context.stage import shard_inputs
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch import call_arguments, preserve_modes
 from shoal.replica.pipeline.graph_split import MUCH_CHEAPER, GraphSplit
@@ -30,6 +33,7 @@ class Stages:
     """
 
     tensor: TensorSplit | None = None
+    context: SequenceContext | None = None  # where workers have other positions of sequences
 
     def __init__(
         self,
@@ -78,15 +82,29 @@ class Stages:
         """What a virtual stage makes of the values that it receives; `inputs` are the batch's."""
         given, arguments = self.bind_inputs(inputs)
         segment = self.segment(virtual, given)
-        if self.tensor is not None:
-            values = self.tensor.unpack(values)
+        arguments = self._sharded(arguments)
+        values = self._unpacked(values) if virtual else self._sharded(values)
         if self.replays:
             outputs = segment(arguments) if virtual == 0 else segment(arguments, *values)
         else:
             outputs = segment(*values)
-        if self.tensor is None:
-            return outputs
-        return outputs if virtual == self.virtual_stages - 1 else self.tensor.pack(outputs)
+        return outputs if virtual == self.virtual_stages - 1 else self._packed(outputs)
+
+    def _sharded(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of the model with this worker's positions of sequences."""
+        if self.context is None:
+            return arguments
+        sharded: tuple[Any, ...] = shard_inputs(arguments, self.context)
+        return sharded
+
+    def _packed(self, outputs: Tree) -> Tree:
+        """What goes to the same worker of another stage: plain tensors."""
+        packed = outputs if self.context is None else pack(outputs)
+        return packed if self.tensor is None else self.tensor.pack(packed)
+
+    def _unpacked(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        unpacked: tuple[Any, ...] = values if self.tensor is None else self.tensor.unpack(values)
+        return unpacked if self.context is None else unpack(unpacked, self.context)
 
     def bind_inputs(self, inputs: Tree) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names of the arguments that a batch gives, and what the first stage takes."""
