@@ -130,9 +130,10 @@ def _measured(
     rate = _sum([report["samples_per_s"] for report in reports])
     sent = [number for number in map(_bytes_sent, reports) if number is not None]
     times = _times(Path(run.folder), reports)
-    speed = _mean([r["steps_per_s"] for r in reports if r["steps_per_s"] is not None])
+    batches = strategy.sync_for(run.workers).batches
+    speed = steps_per_s(reports, batches is Batches.IN_TURNS)
     speed_up = speed / base.steps_per_s if base and base.steps_per_s and speed else None
-    if strategy.sync_for(run.workers).batches is Batches.WHOLE_DATASET:
+    if batches is Batches.WHOLE_DATASET:
         speed_up = None  # a step is of the whole dataset
     return RunOutcome(
         run.strategy,
@@ -154,6 +155,21 @@ def _measured(
         loss_gap=loss - base.loss if base and base.loss is not None and loss is not None else None,
         single_steps=base.steps if base else None,
     )
+
+
+def steps_per_s(reports: Sequence[dict[str, Any]], in_turns: bool) -> float | None:
+    """The mean over workers. None if no worker took enough steps.
+
+    Where workers take batches in turns, none waits for another: one that begins late is alone at
+    the end. So all their steps count, over the time from the first that began to the last.
+    """
+    known = [report for report in reports if report["steps_per_s"] is not None]
+    if not in_turns or not known:
+        return _mean([report["steps_per_s"] for report in known])
+    begin = min(report["measured_ns"][0] for report in known)
+    end = max(report["measured_ns"][1] for report in known)
+    steps = sum(report["steps_per_s"] * report["seconds"] for report in known) / len(reports)
+    return float(steps / ((end - begin) / 1e9))
 
 
 def _count(steps: int) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.commands.compare import _groups, _strategies, default_strategies
 from shoal.errors import BadInput
-from shoal.observe.comparison import ComparedRun, RunOutcome
+from shoal.observe.comparison import ComparedRun, RunOutcome, steps_per_s
 from tests.scripts import HEAD, json_of, shoal
 
 SCRIPT = (
@@ -91,6 +91,17 @@ def test_strategies_are_each_compared_once_and_nonsense_is_refused() -> None:
     found = _strategies(None, 2)
     assert {"ddp", "hogwild", "mapreduce"} <= set(found)
     assert len(found) <= len(default_strategies())
+
+
+def test_workers_in_turns_that_train_one_after_the_other_are_no_faster_than_one() -> None:
+    """Each takes 5 batches in 1 s, which count as 10 steps of the job."""
+    reports = [
+        {"steps_per_s": 10.0, "seconds": 1.0, "measured_ns": [s * 10**9, (s + 1) * 10**9]}
+        for s in (0, 1)
+    ]
+    assert steps_per_s(reports, in_turns=True) == pytest.approx(5.0)
+    assert steps_per_s([reports[0], reports[0]], in_turns=True) == pytest.approx(10.0)
+    assert steps_per_s(reports, in_turns=False) == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize(
