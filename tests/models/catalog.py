@@ -1,6 +1,7 @@
 """Every model of the zoo by its name."""
 
 from tests.models.language import LANGUAGE
+from tests.models.more_text import MORE_TEXT
 from tests.models.vision import VISION
 
-CATALOG = {**LANGUAGE, **VISION}
+CATALOG = {**LANGUAGE, **MORE_TEXT, **VISION}

@@ -192,3 +192,23 @@ def test_cuts_are_in_the_order_of_the_forward() -> None:
 def test_inputs_that_the_model_does_not_take_are_refused() -> None:
     with pytest.raises(BadInput, match="cannot be called with this batch"):
         Stages(gpt(), 2).bind_inputs({"words": torch.zeros(1)})
+
+
+class Optional(nn.Module):
+    """Its mask cannot be traced, and without required arguments a batch may have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        assert x is not None
+        if mask is not None and mask.dim() == 1:
+            x = x * mask
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_forward_that_some_optional_argument_makes_untraceable_is_split_between_modules() -> None:
+    assert Stages(Optional(), 2).replays

@@ -19,7 +19,11 @@ from shoal.replica.microbatch import call_arguments, preserve_modes
 from shoal.replica.pipeline.graph_split import MUCH_CHEAPER, GraphSplit
 from shoal.replica.pipeline.kept_tensors import Slot, hide
 from shoal.replica.pipeline.module_split import ModuleSplit
-from shoal.replica.pipeline.traced_forward import Untraceable, required_arguments
+from shoal.replica.pipeline.traced_forward import (
+    Untraceable,
+    optional_calls,
+    required_arguments,
+)
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.schedules.pipelines.actions import locate
 
@@ -213,6 +217,8 @@ def _traced_split(
         for training in (True, False):
             model.train(training)
             graph.segment(0, required_arguments(model))
+            for given in optional_calls(model):
+                graph.segment(0, given)
     return graph
 
 

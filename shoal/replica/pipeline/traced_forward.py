@@ -142,6 +142,17 @@ def required_arguments(model: nn.Module) -> tuple[str, ...]:
     return required or tuple(p.name for p in arguments[:1])
 
 
+def optional_calls(model: nn.Module) -> list[tuple[str, ...]]:
+    """Where no argument is required, as in Hugging Face models: the first with each other one.
+
+    Which of them a batch has is not known yet, and all of these calls have to be traceable.
+    """
+    arguments = _arguments(model)
+    if any(p.default is p.empty for p in arguments):
+        return []
+    return [(arguments[0].name, p.name) for p in arguments[1:] if p.default is None]
+
+
 def _arguments(model: nn.Module) -> list[inspect.Parameter]:
     arguments = inspect.signature(model.forward).parameters.values()
     return [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from shoal.comm.group import Op
 from shoal.errors import BadInput, ShoalError
 from shoal.pytree import tensors_of
-from shoal.replica.comparison import gradients_of, is_close
+from shoal.replica.comparison import gradients_of, is_close, largest_of
 from shoal.replica.microbatch import (
     fork_rng,
     preserve_modes,
@@ -188,8 +188,7 @@ def _close_gradients(
     split: TensorSplit, name: str, expected: _Computed, actual: _Computed
 ) -> dict[str, bool]:
     largest = max(
-        (float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()),
-        default=0.0,
+        (largest_of(g) for g in expected.gradients.values() if g is not None), default=0.0
     )
     return {
         key: is_close(
