@@ -46,6 +46,11 @@ def draw_order(sampler: Iterable[Any], most: int | None, num_samples: int, seed:
         indices = list(islice(sampler, most))
     if not all(_is_index(index, num_samples) for index in indices):
         bad = next(index for index in indices if not _is_index(index, num_samples))
+        if isinstance(bad, (list, tuple)):
+            raise BadInput(
+                "the sampler of job.batches yields indices, and this one yields lists of them: "
+                "give job.batches a DataLoader with it as batch_sampler, without batch_size"
+            )
         raise BadInput(
             f"the sampler of job.batches yields indices of the dataset, from 0 to "
             f"{num_samples - 1}, and {bad!r} is none"
