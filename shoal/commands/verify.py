@@ -33,6 +33,10 @@ DRAWS = (
     "{} draws random numbers in its forward, which depend on the number of workers, as dropout "
     "masks do: the difference may come from that alone"
 )
+ORDER = (
+    "the script's result depends on how its batches are cut: on one worker, {0.what} changes by "
+    "{0.difference:.3g} when their samples are added up in another order, which is not rounding"
+)
 UNCOUNTED = (
     "some targets are -100, which losses ignore: a mean over tokens needs `count`, such as "
     "job.step(..., count=lambda batch: (batch[1] != -100).sum()) or job.backward(loss, count=n)"
@@ -217,6 +221,8 @@ def _about_rounding(verdict: Verification) -> Iterator[str]:
             f"training amplifies rounding in {len(verdict.amplified)} tensors, such as "
             f"{verdict.amplified[0]}: equal in double precision"
         )
-    if not double.ok:
+    if double.order is not None:
+        yield ORDER.format(double.order)
+    elif not double.ok:
         first = next(d.what for d in double.tensors if not d.is_equal)
         yield f"first difference in double precision, which is an error: {first}"

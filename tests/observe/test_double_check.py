@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.commands.verify import _about_rounding
 from shoal.observe.capture import Capture, StopTraining
 from shoal.observe.captured_run import CapturedRun
 from shoal.observe.double_check import DoubleCheck, check
@@ -198,6 +199,17 @@ def test_parts_in_float32_are_measured_by_another_order() -> None:
     again = replace(RUN, optimizer={"weight/exp_avg": torch.tensor([0.1, 0.2 * (1 + 1e-6)])})
     found = check(RUN, RUN, wrong, lambda: again)
     assert found.ok and found.was_reordered and found.worst.tolerance < 2e-5
+
+
+@pytest.mark.parametrize("error", [1e-5, 5e-3])
+def test_a_result_that_depends_on_the_order_of_samples_is_never_equal(error: float) -> None:
+    wrong = replace(RUN, optimizer={"weight/exp_avg": torch.tensor([0.1, 0.2 * (1 + error)])})
+    again = replace(RUN, optimizer={"weight/exp_avg": torch.tensor([0.2, 0.1])})
+    found = check(RUN, RUN, wrong, lambda: again)
+    assert not found.ok and found.worst.tolerance == 1e-6
+    assert found.order is not None and found.order.what == "weight/exp_avg of the optimizer"
+    (said,) = (line for line in _about_rounding(judge(RUN, RUN, never, found)) if "cut" in line)
+    assert "depends on how its batches are cut: on one worker, weight/exp_avg" in said
 
 
 def test_a_tensor_that_is_missing_or_nan_is_not_equal() -> None:
