@@ -97,6 +97,8 @@ def coupling(
     """
     if is_known_elementwise(optimizer) or not pieces:
         return Coupling.NONE
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return Coupling.NONE  # refused where it is used, by its need of a closure
     state = torch.get_rng_state()
     try:
         return _Trial(optimizer, pieces, named, factory).result()
