@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.errors import BadInput
 from tests.conftest import World
-from tests.splitting import ADAMW, assert_equal, texts
+from tests.splitting import ADAMW, SGD, assert_equal, texts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.whole
@@ -94,11 +94,17 @@ def test_equal_to_one_worker(
 
 
 @pytest.mark.parametrize("make", [mixtral, qwen3, deepseek])
-@pytest.mark.parametrize("other", ["tp(2)", "pp(2)", "cp(2)"])
+@pytest.mark.parametrize("other", ["tp(2)", "pp(2)"])
 def test_beside_other_ways_to_split(
     world: World, make: Callable[[], nn.Module], other: str
 ) -> None:
     assert_equal(world, 4, f"ep(2) + {other}", make, words(14), 6, **OPTIONS)
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3, deepseek])
+def test_beside_context_parallelism(world: World, make: Callable[[], nn.Module]) -> None:
+    options = {**OPTIONS, "optimizer": SGD}
+    assert_equal(world, 4, "ep(2) + cp(2)", make, words(14), 6, **options)
 
 
 @pytest.mark.parametrize("make", [mixtral, qwen3])
