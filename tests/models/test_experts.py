@@ -101,7 +101,7 @@ def test_beside_other_ways_to_split(
     assert_equal(world, 4, f"ep(2) + {other}", make, words(14), 6, **OPTIONS)
 
 
-@pytest.mark.parametrize("make", [mixtral, qwen3, deepseek])
+@pytest.mark.parametrize("make", [mixtral, qwen3])
 def test_beside_context_parallelism(world: World, make: Callable[[], nn.Module]) -> None:
     options = {**OPTIONS, "optimizer": SGD}
     assert_equal(world, 4, "ep(2) + cp(2)", make, words(14), 6, **options)

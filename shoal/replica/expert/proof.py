@@ -79,7 +79,7 @@ def prove_experts(
         for name, called in zip(names, was_called, strict=True):
             if called:
                 _compare(spread, name, calls[name], with_gradients)
-        if experts.full_bytes <= LARGEST_PROVEN_BYTES:
+        if experts.full_bytes <= LARGEST_PROVEN_BYTES and not _has_shared_loss(experts, call):
             _compare_outputs(spread, call, outputs, say)
 
 
@@ -233,6 +233,13 @@ def _compare_outputs(
     if not spread.agree([same])[0]:
         raise _refusal(spread, "", "computes other numbers (what it returns)")
     tell_what_differs(spread.experts, run, (call.args, call.kwargs), expected, say)
+
+
+def _has_shared_loss(experts: ExpertSplit, call: Call) -> bool:
+    """Whether the model returns a loss over the router logits of all workers."""
+    config = getattr(experts.model, "config", None)
+    name = "output_router_logits"
+    return bool(call.kwargs.get(name, False) or getattr(config, name, False))
 
 
 def _refusal(spread: SpreadModel, name: str, what: str) -> BadInput:
