@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -37,10 +38,15 @@ ORDER = (
     "the script's result depends on how its batches are cut: on one worker, {0.what} changes by "
     "{0.difference:.3g} when their samples are added up in another order, which is not rounding"
 )
+SUM = (
+    "the first loss is 1/{} of that of one worker, so it is probably a sum over samples: it has to "
+    "be a mean over the rows that it gets"
+)
 UNCOUNTED = (
     "some targets are -100, which losses ignore: a mean over tokens needs `count`, such as "
     "job.step(..., count=lambda batch: (batch[1] != -100).sum()) or job.backward(loss, count=n)"
 )
+SAME_RATIO = 0.02  # parts of a batch may differ by a row
 DOUBLE_STEPS = 3  # in double precision, which takes longer
 
 
@@ -84,11 +90,30 @@ def verify(
         )
         _print(verdict, f"{script} under {value} on {workers} workers, {taken}")
     if not verdict.ok:
-        if alone.ignores_targets:
-            print(UNCOUNTED, file=sys.stderr if as_json else sys.stdout)
-        if alone.draws is not None:
-            print(DRAWS.format(alone.draws), file=sys.stderr if as_json else sys.stdout)
+        for reason in _reasons(alone, together, workers):
+            print(reason, file=sys.stderr if as_json else sys.stdout)
         raise typer.Exit(1)
+
+
+def _reasons(alone: CapturedRun, together: CapturedRun, workers: int) -> Iterator[str]:
+    """What is known to make a script depend on the number of workers."""
+    if alone.ignores_targets:
+        yield UNCOUNTED
+    if alone.draws is not None:
+        yield DRAWS.format(alone.draws)
+    parts = _parts_of_sum(alone, together)
+    if parts is not None and parts <= workers:
+        yield SUM.format(parts)
+
+
+def _parts_of_sum(alone: CapturedRun, together: CapturedRun) -> int | None:
+    """How many times smaller the first loss is, if that is a whole number above 1."""
+    if not alone.losses or not together.losses or not together.losses[0]:
+        return None
+    ratio = alone.losses[0] / together.losses[0]
+    if not math.isfinite(ratio) or ratio < 1.5:
+        return None
+    return round(ratio) if abs(ratio / round(ratio) - 1) < SAME_RATIO else None
 
 
 class _Runs:

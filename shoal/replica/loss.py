@@ -12,6 +12,7 @@ others are averaged like the loss.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -52,6 +53,19 @@ class BoundLoss:
         if targets.is_optional and self._takes_one:
             return self.function(outputs)
         return self.function(outputs, *targets)
+
+
+def sum_of_samples(function: LossFunction | None) -> str | None:
+    """The name of a loss of torch that was told to add its samples up; None for any other."""
+    if isinstance(function, functools.partial):
+        is_sum = function.keywords.get("reduction") == "sum"
+        called = function.func
+    else:
+        is_sum = getattr(function, "reduction", None) == "sum"
+        called = type(function)
+    if not is_sum or not getattr(called, "__module__", "").startswith("torch.nn."):
+        return None
+    return called.__name__
 
 
 def own_loss(outputs: Any) -> Tensor:

@@ -35,7 +35,7 @@ from shoal.replica.expert.router_losses import (
     share_router_losses,
 )
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.loss import BoundLoss
+from shoal.replica.loss import BoundLoss, sum_of_samples
 from shoal.replica.shard import ReplicaShard
 from shoal.replica.tensor.summary import summary
 from shoal.runtime.config import RunConfig
@@ -195,6 +195,8 @@ def assemble_step(
         sync.synchronous,
         copies=mesh.cp.size,
     )
+    if cutter.cuts:
+        _refuse_sum(functions)
     engine = shard.engine(
         BoundLoss(functions.loss),
         flat,
@@ -399,6 +401,16 @@ def _clock_of(device: torch.device) -> Callable[[], float]:
         return time.monotonic()
 
     return read
+
+
+def _refuse_sum(functions: StepFunctions) -> None:
+    name = sum_of_samples(functions.loss)
+    if name is not None:
+        raise BadInput(
+            f'the loss {name} has reduction="sum", and the loss of a batch that is cut into parts '
+            'is the mean over its samples: use reduction="mean", with count=… where that is a '
+            "mean over tokens, and multiply the learning rate by the batch size"
+        )
 
 
 def _make_deterministic(device: torch.device) -> None:

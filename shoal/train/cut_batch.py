@@ -76,6 +76,11 @@ class BatchCutter:
         self.reverses = False  # whether samples are reversed, which changes rounding only
         self.widens = False  # whether floating-point numbers become float64
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a batch has several parts, whose losses are averaged."""
+        return self.group.size * self.local_microbatches > 1
+
     def cut(self, batch: Any, known: AnyBatch | None, step: int) -> Sequence[MicroBatch]:
         """The micro-batches of this replica; `known` is the batch of `job.batches` it came from."""
         if isinstance(batch, FullDatasetBatch):
