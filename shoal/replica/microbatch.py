@@ -58,6 +58,16 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+Quiet = Callable[[nn.Module], Any]  # makes a forward repeatable
+
+
+def evaluate_leaves(model: nn.Module) -> None:
+    """Dropout and norms as in evaluation, where a model itself returns losses only in training."""
+    for module in model.modules():
+        if next(module.children(), None) is None:
+            module.eval()
+
+
 @contextmanager
 def fork_rng(device: torch.device) -> Iterator[None]:
     """Restore the global random generators afterwards.

@@ -2,6 +2,7 @@
 
 from tests.models.language import LANGUAGE
 from tests.models.more_text import MORE_TEXT
+from tests.models.more_vision import MORE_VISION
 from tests.models.vision import VISION
 
-CATALOG = {**LANGUAGE, **MORE_TEXT, **VISION}
+CATALOG = {**LANGUAGE, **MORE_TEXT, **VISION, **MORE_VISION}

@@ -20,6 +20,8 @@ from shoal.errors import BadInput, ShoalError
 from shoal.pytree import tensors_of
 from shoal.replica.comparison import gradients_of, is_close, largest_of
 from shoal.replica.microbatch import (
+    Quiet,
+    evaluate_leaves,
     fork_rng,
     preserve_modes,
     seed_generators,
@@ -45,12 +47,24 @@ def prove_call(
     with_gradients: bool,
 ) -> None:
     """Raise `BadInput` on all ranks unless the split model computes what the model does."""
+    call = _Call(args, kwargs, seed)
+    try:
+        _compare_all(split, call, with_gradients, nn.Module.eval)
+    except _FailsInEvaluation:
+        _compare_all(split, call, with_gradients, evaluate_leaves)
+
+
+class _FailsInEvaluation(Exception):
+    """The model itself does, such as one that returns losses in training alone."""
+
+
+def _compare_all(split: TensorSplit, call: _Call, with_gradients: bool, quiet: Quiet) -> None:
     model = split.model
     with fork_rng(split.device), preserve_modes(model), preserve_modes(split.original):
-        model.eval()
-        split.original.eval()
-        for name, call in _calls(split, args, kwargs, seed):
-            _compare(split, name, call, with_gradients)
+        quiet(model)
+        quiet(split.original)
+        for name, inner in _calls(split, call.args, call.kwargs, call.seed):
+            _compare(split, name, inner, with_gradients)
 
 
 class _Call(NamedTuple):
@@ -115,7 +129,12 @@ def _compare(split: TensorSplit, name: str, call: _Call, with_gradients: bool) -
     def run_whole(*args: Any, **kwargs: Any) -> Any:
         return functional_call(whole, {**leaves, **buffers}, args, kwargs)
 
-    expected = _compute(split, whole, run_whole, leaves, rows, call, with_gradients)
+    try:
+        expected = _compute(split, whole, run_whole, leaves, rows, call, with_gradients)
+    except Exception as error:
+        if whole.training or isinstance(error, (ShoalError, torch.OutOfMemoryError)):
+            raise
+        raise _FailsInEvaluation from error
     ran: list[str] = []
     try:
         actual = _compute(split, part, part, local, rows, call, with_gradients, ran)

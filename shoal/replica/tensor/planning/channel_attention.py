@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from shoal.replica.attributes import attributes_kept
 from shoal.replica.deferred_init import full_name
 from shoal.replica.tensor.activations.channel_tensor import ChannelShardedTensor
 from shoal.replica.tensor.activations.spec_views import merged
@@ -173,7 +174,7 @@ def _computes(
 
 
 def _call(module: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> Any:
-    with torch.no_grad():
+    with torch.no_grad(), attributes_kept(module):
         return functional_call(module, tensors, (x.to(_dtype(module)),))
 
 

@@ -21,6 +21,11 @@ _MODULES_BY_CHANNEL = (
     *(getattr(nn, f"{kind}{n}d") for n in (1, 2, 3) for kind in ("MaxPool", "AvgPool")),
     *(getattr(nn, f"Adaptive{kind}{n}d") for n in (1, 2, 3) for kind in ("AvgPool", "MaxPool")),
 )
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_CONVOLVING = ("__call__", "forward", "_conv_forward", "_output_padding")
 _SINGLE_CHANNEL_NORMS = (_BatchNorm, _InstanceNorm)
 
 
@@ -39,11 +44,16 @@ def is_grouped(module: nn.Module) -> bool:
 
 
 def _is_convolution(module: nn.Module) -> TypeGuard[_ConvNd]:
+    """Of torch, or a class of its own that computes as torch's does."""
     kind = type(module)
-    plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    if kind in (*plain, *transposed):
-        return True
+    for base in _CONVOLUTIONS:
+        if isinstance(module, base):
+            same = (getattr(kind, n, None) is getattr(base, n, None) for n in _CONVOLVING)
+            return all(same) or _pads_as_tensorflow(kind)
+    return False
+
+
+def _pads_as_tensorflow(kind: type[nn.Module]) -> bool:
     return kind.__name__ == "Conv2dSame" and kind.__module__.startswith("timm.")
 
 

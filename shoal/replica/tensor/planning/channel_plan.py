@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shoal.replica.attributes import attributes_kept
 from shoal.replica.deferred_init import full_name
 from shoal.replica.fx_tracing import ThreadTracer, tracing
 from shoal.replica.tensor.layers.channels import ChannelRole, Channels
@@ -65,7 +66,7 @@ def _graphs(module: nn.Module, name: str) -> Iterator[tuple[str, fx.Graph]]:
         return
     tracer = _Tracer()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), attributes_kept(module):
             warnings.simplefilter("ignore")
             graph = tracer.trace(module)
     except Exception:  # whatever a forward does with a stand-in for a tensor

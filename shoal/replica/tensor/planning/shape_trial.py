@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shoal.pytree import tensors_of
+from shoal.replica.attributes import attributes_kept
 from shoal.replica.tensor.layers.linear_like import LinearLike
 from shoal.replica.tensor.planning.roles import Role
 from shoal.replica.tensor.structure import copy_structure
 
-_LEADING = ((2, 3), (2, 4, 4))  # (batch, time), (batch, height, width)
+_LEADING = ((2, 3), (2, 4, 4), (2, 2, 4, 4))  # (batch, time), (batch, height, width), videos
 
 
 def can_run(
@@ -65,7 +66,8 @@ def _shape(module: nn.Module, x: Tensor) -> torch.Size | None:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     values = {name: torch.empty_like(t, device="meta") for name, t in tensors}
     try:
-        outputs = tensors_of(functional_call(module, values, (x,)))
+        with attributes_kept(module):
+            outputs = tensors_of(functional_call(module, values, (x,)))
     except Exception:  # of any kind: it is the module's own code
         return None
     return outputs[0].shape if outputs else None
