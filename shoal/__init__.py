@@ -87,4 +87,12 @@ def _register_where_torch_is() -> None:
         register_backend()
 
 
+def _seed_where_launched() -> None:
+    """In a worker of `shoal run`: before the script draws anything."""
+    from shoal.runtime.seeding import seed_launched_worker
+
+    seed_launched_worker()
+
+
 _register_where_torch_is()
+_seed_where_launched()

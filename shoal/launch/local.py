@@ -186,7 +186,9 @@ class _Starter:
         spec = self.spec
         config = worker_config(spec.config, self.run_dir, rank, spec.workers, spec.servers)
         config = replace(config, launcher_pid=os.getpid(), progress_fd=progress_fd)
-        return config.with_environ(PYTHONUNBUFFERED="1")
+        # the same order of a set of words on every worker
+        hash_seed = config.environ.get("PYTHONHASHSEED", "0")
+        return config.with_environ(PYTHONUNBUFFERED="1", PYTHONHASHSEED=hash_seed)
 
     def _forward(self, prefix: str, pipes: tuple[int, int]) -> LineForwarder:
         out, err = pipes

@@ -1,9 +1,9 @@
 """The life of a worker process: device, group, job, training, and the end of it.
 
     Worker.run
-      ├─ die_with_launcher, seed
+      ├─ die_with_launcher
       ├─ _open_group        one rank, or comm.select after the rendezvous of all ranks
-      ├─ tracer, progress
+      ├─ tracer, progress, seed
       ├─ Job                handed to the training function
       └─ report             what happened, in the run directory; a failure too
 
@@ -47,6 +47,7 @@ from shoal.runtime.faults import faults_of
 from shoal.runtime.parent_death import die_with_launcher
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.seeding import seed_python
 from shoal.runtime.waits import Watcher, waiting
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job, RunServices
@@ -76,7 +77,6 @@ class Worker:
     def run(self, train: Train) -> Any:
         """Call `train(job)`, and return what it returns."""
         die_with_launcher(self.config.launcher_pid)
-        torch.manual_seed(self.seed)
         with ExitStack() as stack:
             stack.enter_context(Watcher(self.config.wait))
             preemption = Preemption(self.run_dir, self.rank, self.size)
@@ -104,6 +104,8 @@ class Worker:
                     ),
                 )
 
+            torch.manual_seed(self.seed)
+            seed_python(self.seed)
             try:
                 return self._run_job(train, make_job)
             except SystemExit as end:
