@@ -52,6 +52,32 @@ def test_hidden_units(world: World, size: int, strategy: str, options: dict[str,
     assert_equal(world, size, strategy, partial(Recurrent, **options), sequences(8), 4)
 
 
+class Bridged(nn.Module):
+    """An encoder whose last state becomes the first one of a decoder, by a layer between them."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc = kind(4, 8, batch_first=True, bidirectional=True)
+        self.br = nn.Linear(16, 8)
+        self.dec = kind(4, 8, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.full((len(x),), x.shape[1])
+        _, last = self.enc(pack_padded_sequence(x, lengths, batch_first=True))
+        h = last[0] if isinstance(last, tuple) else last
+        h = self.br(torch.cat([h[0], h[1]], -1)).tanh()[None]
+        y = self.dec(x, (h, torch.zeros_like(h)) if isinstance(last, tuple) else h)[0]
+        logits: Tensor = self.out(y.mean(1))
+        return logits
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_layer_makes_the_first_state(world: World, kind: type[nn.RNNBase]) -> None:
+    assert_equal(world, 2, "tp(2)", partial(Bridged, kind), sequences(8), 4)
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(("size", "strategy"), [(2, "tp(2)"), (4, "ddp + tp(2)")])
 @pytest.mark.parametrize(

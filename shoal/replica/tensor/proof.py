@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.group import Op
 from shoal.errors import BadInput, ShoalError
@@ -27,6 +28,7 @@ from shoal.replica.microbatch import (
     seed_generators,
 )
 from shoal.replica.tensor.activations.sharded_tensor import full_tensors
+from shoal.replica.tensor.layers.linear import ColumnLinear, RowLinear
 from shoal.replica.tensor.parallelize import TensorSplit
 
 LARGEST_PROVEN_BYTES = 1 << 30  # of the parameters; above, the split is compared in its blocks
@@ -136,14 +138,40 @@ def _compare(split: TensorSplit, name: str, call: _Call, with_gradients: bool) -
             raise
         raise _FailsInEvaluation from error
     ran: list[str] = []
+    order: list[str] = []
+    hooks = _note_linear_layers(part, order)
     try:
         actual = _compute(split, part, part, local, rows, call, with_gradients, ran)
     except (ShoalError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         stuck = next((row for row in expected.sums if row not in ran), "")
+        stuck = _open_column(part, order) or stuck
         raise _refusal(split, name, stuck, f"fails with {type(error).__name__}: {error}") from error
+    finally:
+        for handle in hooks:
+            handle.remove()
     _check(split, name, expected, actual)
+
+
+def _note_linear_layers(part: nn.Module, order: list[str]) -> list[RemovableHandle]:
+    """Their names go to `order` as they run."""
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, args, output: order.append(name)
+
+    return [
+        module.register_forward_hook(note(name))
+        for name, module in part.named_modules()
+        if isinstance(module, ColumnLinear | RowLinear)
+    ]
+
+
+def _open_column(part: nn.Module, order: list[str]) -> str | None:
+    """A layer of whose features each rank has some, if its row layer was not reached."""
+    latest = part.get_submodule(order[-1]) if order else None
+    is_open = isinstance(latest, ColumnLinear) and latest.output == "sharded"
+    return order[-1] if is_open else None
 
 
 def _compute(

@@ -154,6 +154,8 @@ def _mlp_in(layers: Layers, name: str) -> SplitBlock | None:
         widens = len(inputs) == 1 and narrow.inputs > min(inputs)
         is_last = list(children)[-1] == down or _is_narrow(down)
         if (widens or _is_narrow(down)) and is_last and not _has_norm(layers, name, narrow.inputs):
+            if _has_layer_between(module, ups[0], down):
+                continue
             return SplitBlock(name, tuple(full_name(name, k) for k in ups), full_name(name, down))
     return None
 
@@ -172,6 +174,25 @@ def _has_norm(layers: Layers, name: str, width: int) -> bool:
         if is_wide or shape == (width,) or isinstance(child, _NOT_ELEMENTWISE):
             return True
     return False
+
+
+def _has_layer_between(module: nn.Module, first: str, last: str) -> bool:
+    """Whether a layer over all features stands there, such as a decoder's nn.LSTM."""
+    keys = list(module._modules)
+    between = keys[keys.index(first) + 1 : max(keys.index(last), keys.index(first) + 1)]
+    children = [module._modules[key] for key in between]
+    return any(child is not None and _mixes_features(child) for child in children)
+
+
+def _mixes_features(child: nn.Module) -> bool:
+    if linear_like(child) is not None:
+        return False  # the other one that widens
+    return any(
+        p is not None and p.dim() > 1
+        for layer in child.modules()
+        if not isinstance(layer, (nn.Embedding, nn.modules.conv._ConvNd))
+        for p in layer._parameters.values()
+    )
 
 
 def _nested_mlp_in(layers: Layers, name: str) -> SplitBlock | None:
