@@ -33,6 +33,7 @@ LAYERS = [
         "train.loop_part",
         "train.loop_rows",
         "train.ema",
+        "train.other_optimizers",
         "train.torch_clipping",
         "train.untrained_models",
     ],

@@ -40,6 +40,7 @@ from shoal.train.evaluate import Evaluation, Metric
 from shoal.train.loop_methods import LoopMethods
 from shoal.train.map_reduce import map_reduce_over
 from shoal.train.options import Count, StepFunctions, StepOptions
+from shoal.train.other_optimizers import OtherOptimizers
 from shoal.train.own_loop import OwnLoop
 from shoal.train.restore import FittingState, fit, fit_positions
 from shoal.train.state import snapshot
@@ -111,6 +112,7 @@ class Job(LoopMethods):
         self._stream.kind = strategy.sync_for(self.replicas).batches
         self._throughput = Throughput()
         self._loop = OwnLoop(self.mesh, mix(seed, 5), self._step_context, self._end_loop_step)
+        self._others: OtherOptimizers | None = None
         self._agreement = Agreement(group, device, self._services.elastic_sum)
 
     def step(
@@ -271,6 +273,8 @@ class Job(LoopMethods):
     def close(self) -> None:
         """End the job: print the summary, stop threads, close connections."""
         self._loop.end_batches()
+        if self._others is not None:
+            self._others.end()
         if self._stream.has_nothing_left:
             self._say_once(f"nothing is left to train: all {self.steps} steps were done before")
         for step in self._steps:
@@ -296,6 +300,10 @@ class Job(LoopMethods):
     # ------------------------------------------------------------------ internals
 
     def _add_step(self, step: Step) -> None:
+        if self._others is None and self.size > 1:
+            self._others = OtherOptimizers(
+                self._steps, lambda: [owner.optimizer for owner in self._loop.optimizers]
+            )
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)
         self._stream.same.compares &= step.sync.synchronous

@@ -1,0 +1,59 @@
+"""Optimizers that the job does not know, on parameters that it synchronizes.
+
+Such an optimizer would update one worker's weights alone, or with a part of the gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shoal.errors import BadInput
+from shoal.train.step import Step
+
+
+class OtherOptimizers:
+    """Until `end`: refuses a step of an optimizer that has parameters of `steps`, if not theirs.
+
+    `own` are optimizers of the script that the job knows. Those that one of them wraps, as its
+    attributes, belong to it.
+    """
+
+    def __init__(
+        self, steps: Sequence[Step], own: Callable[[], Iterable[torch.optim.Optimizer]]
+    ) -> None:
+        self._steps = steps
+        self._own = own
+        guard = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            alive = guard()
+            if alive is not None:
+                alive.check(optimizer)
+
+        handle = register_optimizer_step_pre_hook(before_step)
+        self.end = weakref.finalize(self, handle.remove)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise `BadInput` if it updates what it must not."""
+        if self._knows(optimizer):
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for step in self._steps:
+            for name, p in step.flat.named:
+                if id(p) in held:
+                    raise BadInput(
+                        f"an optimizer ({type(optimizer).__name__}) that the job does not know "
+                        f"updates {name}, which job.setup or job.step manages under {step.term}: "
+                        "pass it to job.setup with the model, and call step() of what that returns"
+                    )
+
+    def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        known = [*self._own(), *(step.update.optimizer for step in self._steps)]
+        return any(o is optimizer for o in known) or any(
+            value is optimizer for o in known for value in vars(o).values()
+        )
