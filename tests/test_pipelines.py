@@ -362,6 +362,24 @@ class Counting(nn.Module):
         return x
 
 
+class LossInTraining(nn.Module):
+    """Returns something else in evaluation mode, and fails there, as a wrapped detector does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layers(x)
+        return out if self.training else [out].missing  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_model_that_fails_in_evaluation_mode_is_refused(world: World) -> None:
+    models = [LossInTraining(), LossInTraining()]
+    with pytest.raises(BadInput, match="LossInTraining fails in evaluation mode"):
+        world(2, lambda g: train(g, "pp(2)", models[g.rank], samples(8), 8))
+
+
 def test_stages_that_do_not_compute_what_the_model_does_are_refused(world: World) -> None:
     models = [Counting(), Counting()]
     with pytest.raises(

@@ -13,7 +13,7 @@ from shoal.pytree import Tree
 from shoal.replica.context.sequence_shard import SequenceContext
 from shoal.replica.context.stage import ContextStage
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
-from shoal.replica.expert.proof import Call, SpreadModel, prove_experts
+from shoal.replica.expert.proof import RoutedCall, SpreadModel, prove_experts
 from shoal.replica.expert.split import ExpertSplit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_norm import ReplicaGradNorm
@@ -136,14 +136,14 @@ class ReplicaShard:
             micro = microbatches[0]
             with engine.flat.full_params(), self.precision():
                 args, kwargs = call_arguments(micro.inputs)
-                self.prove(Call(args, kwargs, micro.seed), type(engine.flat) is FlatParams)
+                self.prove(RoutedCall(args, kwargs, micro.seed), type(engine.flat) is FlatParams)
 
     @property
     def is_proven_at_first(self) -> bool:
         """Whether the first call shows that the shards compute what the model does."""
         return self.tensor is not None or (self.experts is not None and not self.experts.drops)
 
-    def prove(self, call: Call, with_gradients: bool) -> None:
+    def prove(self, call: RoutedCall, with_gradients: bool) -> None:
         """`check` for arguments of the model's forward; all parameters are here."""
         if self.experts is not None:
             if not self.experts.drops:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -158,7 +159,8 @@ class StageShard(ReplicaShard):
         self.stages.check_kept(kept)
         if self.group.rank != 0:
             self.stages.hide_kept(kept, self.group.rank)
-        self._compare(microbatches[0].inputs, engine)
+        with self._evaluating():
+            self._compare(microbatches[0].inputs, engine)
         self.stages.hide_kept(kept, self.group.rank)
 
     def _compare(self, inputs: Tree, engine: Engine) -> None:
@@ -166,8 +168,7 @@ class StageShard(ReplicaShard):
         if self._is_trusted or size > LARGEST_CHECKED_BYTES:
             return
         same = torch.ones(1, device=engine.flat.device)
-        with engine.flat.full_params(), preserve_modes(self.model), self.precision():
-            self.model.eval()
+        with engine.flat.full_params(), self.precision():
             outputs = self.broadcast(tensors_of(full_tensors(engine.predict(inputs))))
             tensors = self._gather_tensors()
             if self.group.rank == 0:
@@ -182,6 +183,21 @@ class StageShard(ReplicaShard):
                 "its forward uses more than its inputs and modules; put what is special about it "
                 "into a module of its own"
             )
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, where dropout does not stand in the way of comparing."""
+        with preserve_modes(self.model):
+            self.model.eval()
+            try:
+                yield
+            except (AttributeError, IndexError, KeyError, TypeError) as wrong:
+                raise BadInput(
+                    f"{type(self.model).__name__} fails in evaluation mode "
+                    f"({type(wrong).__name__}: {wrong}), in which pp compares its stages with the "
+                    "whole model before the first step: let its forward return the same kind of "
+                    "output in both modes"
+                ) from wrong
 
     def _whole(self, tensors: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
         """The model as it was built, and its tensors from those of all stages."""
@@ -199,8 +215,8 @@ class StageShard(ReplicaShard):
         with engine.flat.full_params(), preserve_modes(self.model):
             engine.rehearse(micro.inputs)
             if self.stages.replays:
-                self.model.eval()
-                engine.rehearse(micro.inputs)
+                with self._evaluating():
+                    engine.rehearse(micro.inputs)
         kept = newly_kept(before, kept_tensors(self.model))
         found = self._exchange([self.stages.usage(), kept])
         self.stages.learn([one for usage, _ in found for one in usage])

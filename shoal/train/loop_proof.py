@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
-from shoal.replica.expert.proof import Call
+from shoal.replica.expert.proof import RoutedCall
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.shard import ReplicaShard
 from shoal.train.loop_part import LoopPart
@@ -75,7 +75,7 @@ class LoopProof:
                 stack.enter_context(part.flat.full_params())
             stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(parts[0].step.shard.precision() if parts else shard.precision())
-            shard.prove(Call(given[0], given[1], 0), with_gradients)
+            shard.prove(RoutedCall(given[0], given[1], 0), with_gradients)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype | None:

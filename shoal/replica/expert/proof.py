@@ -31,7 +31,7 @@ _MOST = 0.9  # of the outputs of a model: rounding may send a token to another e
 _NOISE = 1e-5  # of the largest gradient: what rounding leaves where the gradient is 0
 
 
-class Call(NamedTuple):
+class RoutedCall(NamedTuple):
     """How a module is called."""
 
     args: tuple[Any, ...]
@@ -65,14 +65,14 @@ class SpreadModel(NamedTuple):
 
 
 def prove_experts(
-    spread: SpreadModel, call: Call, with_gradients: bool, say: Callable[[str], None]
+    spread: SpreadModel, call: RoutedCall, with_gradients: bool, say: Callable[[str], None]
 ) -> None:
     """Raise `BadInput` on all ranks unless the model computes what it does on one worker."""
     experts = spread.experts
     with fork_rng(experts.device), preserve_modes(experts.model), preserve_modes(experts.original):
         experts.model.eval()
         experts.original.eval()
-        calls: dict[str, Call] = {}
+        calls: dict[str, RoutedCall] = {}
         outputs = _run_noting(spread, call, calls)
         names = list(experts.kinds)
         was_called = spread.agree([name in calls for name in names])
@@ -84,13 +84,15 @@ def prove_experts(
 
 
 @torch.no_grad()
-def _run_noting(spread: SpreadModel, call: Call, calls: dict[str, Call]) -> list[Tensor]:
+def _run_noting(
+    spread: SpreadModel, call: RoutedCall, calls: dict[str, RoutedCall]
+) -> list[Tensor]:
     """Outputs of the model; `calls` gets those of its mixtures, one of each kind."""
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             given = map_tensors(lambda t: t.detach().clone(), full_tensors((args, kwargs)))
-            calls.setdefault(name, Call(given[0], given[1], call.seed))
+            calls.setdefault(name, RoutedCall(given[0], given[1], call.seed))
 
         return hook
 
@@ -133,7 +135,7 @@ class _Computed(NamedTuple):
     gradients: dict[str, Tensor | None]
 
 
-def _compare(spread: SpreadModel, name: str, call: Call, with_gradients: bool) -> None:
+def _compare(spread: SpreadModel, name: str, call: RoutedCall, with_gradients: bool) -> None:
     part = spread.experts.model.get_submodule(name)
     function, leaves = whole_function(spread, name)
     expected = _compute(spread, function, leaves, call, with_gradients)
@@ -151,7 +153,7 @@ def _compute(
     spread: SpreadModel,
     function: Callable[..., Any],
     parameters: dict[str, Tensor],
-    call: Call,
+    call: RoutedCall,
     with_gradients: bool,
 ) -> _Computed:
     def leaf(tensor: Tensor) -> Tensor:
@@ -218,7 +220,7 @@ def _same(wanted: Tensor | None, got: Tensor | None, noise: float) -> bool:
 
 @torch.no_grad()
 def _compare_outputs(
-    spread: SpreadModel, call: Call, outputs: list[Tensor], say: Callable[[str], None]
+    spread: SpreadModel, call: RoutedCall, outputs: list[Tensor], say: Callable[[str], None]
 ) -> None:
     function, _ = whole_function(spread, "")
 
@@ -235,7 +237,7 @@ def _compare_outputs(
     tell_what_differs(spread.experts, run, (call.args, call.kwargs), expected, say)
 
 
-def _has_shared_loss(experts: ExpertSplit, call: Call) -> bool:
+def _has_shared_loss(experts: ExpertSplit, call: RoutedCall) -> bool:
     """Whether the model returns a loss over the router logits of all workers."""
     config = getattr(experts.model, "config", None)
     name = "output_router_logits"
