@@ -37,7 +37,7 @@ LAYERS = [
         "train.torch_clipping",
         "train.untrained_models",
     ],
-    ["train.loop_optimizer", "train.reached_parts"],
+    ["train.loop_optimizer", "train.reached_parts", "train.tensor_plans"],
     ["train.setup_loop"],
     ["train.loop_proof"],
     ["train.loop_forwards"],

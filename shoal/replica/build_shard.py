@@ -62,7 +62,7 @@ def build_shard(
         expert_axis = TokenAxis(mesh.ep, experts.is_slice, has_slices=True)
     if tp is not None and roles:
         shard.split_tensors(TensorSplit(model, roles, mesh.tp, device, filled, tp.sequence))
-    elif mesh.ep.size * mesh.cp.size > 1:
+    elif mesh.tp.size * mesh.ep.size * mesh.cp.size > 1:
         deque(filled, maxlen=0)  # all workers hold the values of rank 0
     if mesh.cp.size > 1:
         counter = Counting(mesh.cp.duplicate().executor)

@@ -20,6 +20,7 @@ from shoal.embedding.module import Embedding
 from shoal.errors import BadInput, NotBuilt
 from shoal.replica.expert.mixtures import mixtures_of
 from shoal.strategy.base import SyncTerm
+from shoal.strategy.terms import Tp
 from shoal.train.build_step import (
     PreparedModel,
     StepContext,
@@ -30,6 +31,7 @@ from shoal.train.build_step import (
 from shoal.train.loop_optimizer import PartOptimizers, params_of
 from shoal.train.loop_part import LoopPart
 from shoal.train.options import StepFunctions, StepOptions
+from shoal.train.tensor_plans import tensor_plans
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -88,9 +90,15 @@ def set_up(
     names = [_names_of(optimizer, models) for optimizer in made]
     ep = context().strategy.ep
     have_experts = [ep is not None and bool(mixtures_of(model, ep.experts)) for model in models]
+    tps = tensor_plans(models, [isinstance(m, LooseParameters) for m in models], context())
     prepared = [
-        _prepared(model, term, context(), is_copy=any(have_experts) and not has_experts)
-        for model, has_experts in zip(models, have_experts, strict=True)
+        _prepared(
+            model,
+            term,
+            _with_tp(context(), tp, term),
+            is_copy=any(have_experts) and not has_experts,
+        )
+        for model, has_experts, tp in zip(models, have_experts, tps, strict=True)
     ]
     for optimizer, of_optimizer in zip(made, names, strict=True):
         _take_params(optimizer, of_optimizer, models)
@@ -103,6 +111,11 @@ def set_up(
     for model in models:
         broadcast_start(model, trained, context().mesh.dp)
     return LoopSetup(prepared, parts_of, made)
+
+
+def _with_tp(context: StepContext, tp: Tp | None, term: SyncTerm) -> StepContext:
+    sync = term if tp is None else context.strategy.sync
+    return replace(context, strategy=replace(context.strategy, tp=tp, sync=sync))
 
 
 def _prepared(

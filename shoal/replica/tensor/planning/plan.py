@@ -30,6 +30,7 @@ from shoal.replica.tensor.planning.channel_attention import find_attentions
 from shoal.replica.tensor.planning.channel_plan import channel_roles, random_state_kept
 from shoal.replica.tensor.planning.roles import Role, Roles
 from shoal.replica.tensor.planning.transformer_plan import TransformerPlan, is_lookup
+from shoal.replica.tensor.planning.unsplit import NothingToSplit
 from shoal.strategy.terms import Tp
 
 
@@ -60,10 +61,7 @@ class _Planner:
         if has_own_plan:
             self._plan_channels()
         if not self.roles:
-            raise BadInput(
-                f"{tp} finds nothing to split in {type(model).__name__}: name its layers, as in "
-                f'tp({tp.size}, plan={{"blocks.*.up": "column", "blocks.*.down": "row"}})'
-            )
+            raise NothingToSplit(tp, model)
 
     # ------------------------------------------------------------------ the user's plan
 
