@@ -28,6 +28,7 @@ from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
 from shoal.replica.pipeline.stages import Stages, named_tensors
 from shoal.replica.pipeline.tied_weights import TiedWeights
 from shoal.replica.shard import ReplicaShard
+from shoal.replica.state_dicts import state_of
 from shoal.replica.tensor.activations.sharded_tensor import full_tensors
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.schedules.pipelines.actions import ActionKind, Pipeline
@@ -164,7 +165,7 @@ class StageShard(ReplicaShard):
         self.stages.hide_kept(kept, self.group.rank)
 
     def _compare(self, inputs: Tree, engine: Engine) -> None:
-        size = sum(t.nbytes for t in self.model.state_dict().values())
+        size = sum(t.nbytes for t in state_of(self.model).values())
         if self._is_trusted or size > LARGEST_CHECKED_BYTES:
             return
         same = torch.ones(1, device=engine.flat.device)

@@ -37,6 +37,7 @@ from shoal.replica.expert.router_losses import (
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.loss import BoundLoss, sum_of_samples
 from shoal.replica.shard import ReplicaShard
+from shoal.replica.state_dicts import tell_of_parts
 from shoal.replica.tensor.summary import summary
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults, busy_s
@@ -149,6 +150,8 @@ def prepare_model(
         context.say(shard.experts.summary)
     if shard.tensor is not None:
         context.say(summary(shard.tensor))
+    if shard.tensor is not None or shard.experts is not None or mesh.pp.size > 1:
+        tell_of_parts(model, str(context.strategy), context.say)
     return PreparedModel(
         model, term, plan, options, shard, deferred, forward, forward_state, list(embeddings)
     )

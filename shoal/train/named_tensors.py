@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import CheckpointError
+from shoal.replica.state_dicts import state_of
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -16,7 +17,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     seen: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
-    for name, value in model.state_dict().items():
+    for name, value in state_of(model).items():
         if not isinstance(value, Tensor) or value.device.type == "meta":
             continue  # another worker holds it
         key = (value.data_ptr(), value.shape, value.stride())
@@ -40,7 +41,7 @@ def fit_model(
     if twice := sorted(set(tied) & set(tensors)):
         raise CheckpointError(f"the checkpoint at {where} is damaged: {twice[0]!r} is there twice")
     complete = {**tensors, **{name: tensors[t] for name, t in tied.items() if t in tensors}}
-    targets = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    targets = {n: t for n, t in state_of(model).items() if isinstance(t, Tensor)}
     for name, tensor in targets.items():
         if name not in complete:
             raise _another_model(where, f"it has no tensor {name!r}")
@@ -54,7 +55,7 @@ def fit_model(
 def copy_into(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copy what `fit_model` returned into the model."""
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for name, tensor in state_of(model).items():
             if isinstance(tensor, Tensor) and not _is_elsewhere(tensor):
                 tensor.copy_(tensors[name])
 

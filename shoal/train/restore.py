@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.data.position import Positions, positions_of
 from shoal.errors import BadInput, CheckpointError
+from shoal.replica.state_dicts import state_of
 from shoal.train import checkpoint
 from shoal.train.named_tensors import copy_into, fit_model
 from shoal.train.optimizer_state import SavedOptimizer
@@ -87,7 +88,7 @@ class _Fitting:
         self.index = index
         self.saved = saved
         self.path = path
-        self.names = set(step.model.state_dict()) | {name for name, _ in step.flat.named}
+        self.names = set(state_of(step.model)) | {name for name, _ in step.flat.named}
 
     def fit(self, rest: Any) -> FittingState:
         """`rest` is what the manifest says about this step."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.replica.state_dicts import state_of
 from shoal.train import checkpoint
 from shoal.train.named_tensors import model_tensors, on_cpu
 from shoal.train.optimizer_state import join_optimizers, optimizer_tensors
@@ -51,7 +52,7 @@ def gather_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
     shards = step.shard.gather((step.shard.gather_full(tensors), tied))
     joined = {name: tensor for tensors, _ in reversed(shards) for name, tensor in tensors.items()}
     tied = {name: other for _, pairs in shards for name, other in pairs.items()}
-    return {name: joined[name] for name in step.model.state_dict() if name in joined}, tied
+    return {name: joined[name] for name in state_of(step.model) if name in joined}, tied
 
 
 def gather_optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -23,6 +23,7 @@ from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.hooks import UnitHooks
 from shoal.replica.fsdp.unit_gather import UnitGather
 from shoal.replica.fsdp.wrapping import wrap_modules
+from shoal.replica.state_dicts import refuse_released
 
 
 class ShardedParams(FlatParams):
@@ -55,10 +56,15 @@ class ShardedParams(FlatParams):
         self._hooks.watch_modules([unit.module for unit in wrapped])
         if stage is None:
             self._hooks.watch_forward(model)
+        refuse_released(model, self)
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Around a forward of the model, or of a stage."""
         return self._hooks.forward_context()
+
+    def is_released(self, i: int) -> bool:
+        """Whether the values of a parameter are on another rank."""
+        return not self.is_full and self.owners[i] != self.group.rank
 
     def reshard(self) -> None:
         """Release everything that was gathered."""

@@ -1,0 +1,71 @@
+"""`state_dict()` of a model of which this worker has a part: the script would save that part."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+from shoal.errors import BadInput
+
+PLAIN = (
+    "job.save, called on all workers, saves the whole model; docs/training.md (Checkpoints) shows "
+    "how to read it as a plain state_dict"
+)
+_ours = threading.local()
+
+
+class Released(Protocol):
+    """Parameters of which other workers own some."""
+
+    named: list[tuple[str, nn.Parameter]]
+
+    def is_released(self, i: int) -> bool: ...
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """The model's state_dict as it is here, for code that knows what is missing in it."""
+    _ours.reads = True
+    try:
+        return model.state_dict()
+    finally:
+        _ours.reads = False
+
+
+def refuse_released(model: nn.Module, flat: Released) -> None:
+    """Have `state_dict()` raise while it would return a placeholder."""
+    index_of = {id(p): i for i, (_, p) in enumerate(flat.named)}
+
+    def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if _reads():
+            return
+        for p in module._parameters.values():
+            i = index_of.get(id(p))
+            if i is not None and flat.is_released(i):
+                raise BadInput(
+                    f"state_dict() has no values of {flat.named[i][0]} here, since zero(3) keeps "
+                    f"them on another worker: {PLAIN}"
+                )
+
+    for module in model.modules():
+        if any(id(p) in index_of for p in module._parameters.values()):
+            module.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+
+
+def tell_of_parts(model: nn.Module, strategy: str, say: Callable[[str], None]) -> None:
+    """Have `state_dict()` say that it returns this worker's part."""
+
+    def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not _reads():
+            say(
+                f"state_dict() of {type(module).__name__} has this worker's part of the weights "
+                f"under {strategy}: {PLAIN}"
+            )
+
+    model.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+
+
+def _reads() -> bool:
+    return getattr(_ours, "reads", False)
