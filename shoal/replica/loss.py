@@ -44,15 +44,18 @@ class BoundLoss:
     def __init__(self, function: LossFunction | None):
         self.function = function
         self._takes_one = function is not None and _takes_one(function)
+        self._is_checked = False
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         if self.function is None:
             return own_loss(outputs)
-        if not isinstance(targets, LossArguments):
-            return self.function(outputs, targets)
-        if targets.is_optional and self._takes_one:
-            return self.function(outputs)
-        return self.function(outputs, *targets)
+        arguments: tuple[Any, ...] = (targets,)
+        if isinstance(targets, LossArguments):
+            arguments = () if targets.is_optional and self._takes_one else tuple(targets)
+        if not self._is_checked:
+            _check_arguments(self.function, 1 + len(arguments))
+            self._is_checked = True
+        return self.function(outputs, *arguments)
 
 
 def sum_of_samples(function: LossFunction | None) -> str | None:
@@ -154,6 +157,23 @@ def _number(value: Any, name: Any) -> Tensor:
         f"the loss function returned {type(value).__name__} for {name!r}: what it returns besides "
         "the loss are numbers, means over the samples"
     )
+
+
+def _check_arguments(function: LossFunction, count: int) -> None:
+    """Raise `BadInput` if it cannot be called with so many arguments."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*[None] * count)
+    except TypeError as error:
+        given = ["outputs", "targets"] if count == 2 else ["outputs", *"abcdefgh"[: count - 1]]
+        raise BadInput(
+            f"the loss function takes {signature}, and with these batches it is called as "
+            f"loss({', '.join(given)}): {error}"
+        ) from error
 
 
 def _takes_one(function: LossFunction) -> bool:
