@@ -24,7 +24,7 @@ LAYERS = [
     ["sync"],
     ["launch"],
     ["data", "train"],
-    ["observe.throughput", "observe.progress"],
+    ["observe.throughput", "observe.progress", "observe.loss_watch"],
     ["data.stream", "train.arguments", "train.known_parameters", "train.options"],
     ["train.cut_batch"],
     ["train.step"],

@@ -21,6 +21,7 @@ from shoal.data.batch_options import BatchOptions
 from shoal.data.sampling import BatchSplit, Collate, mix
 from shoal.data.stream import BatchStream
 from shoal.errors import BadInput
+from shoal.observe.loss_watch import LossWatch
 from shoal.observe.progress import Progress, SilentProgress
 from shoal.observe.throughput import Throughput
 from shoal.observe.trace import LOAD, OFF, Tracer, traced_items
@@ -101,6 +102,9 @@ class Job(LoopMethods):
         self._emas: list[Ema] = []
         self._services = services or RunServices()
         self._printed: set[str] = set()
+        self._loss_watch = LossWatch(self._say_once)
+        self._logged_step = 0
+        self._is_log_shown = True
         self._logged: dict[str, float | Tensor] = {}
         self._evaluated: dict[str, float] = {}
         self._stream = BatchStream(
@@ -183,18 +187,14 @@ class Job(LoopMethods):
 
     def log(self, **metrics: float | Tensor) -> None:
         """Show progress: rank 0 shows the metrics now and then, other ranks do nothing."""
-        self._logged = metrics
-        total = self._stream.total_steps
-        if not self._services.progress.due(self.steps, total):
-            return
-        values = {name: float(value) for name, value in metrics.items()}
-        for name, value in values.items():
-            if not math.isfinite(value):
-                self._say_once(f"{name} is not a finite number any more")
-        speeds = self._throughput.progress(self.steps, total)
-        self._services.progress.show(
-            {"step": self.steps, "total": total, "metrics": values, **speeds}
-        )
+        self._logged = {
+            name: value.detach() if isinstance(value, Tensor) else value
+            for name, value in metrics.items()
+        }
+        self._logged_step = self.steps + self._steps_under_way()
+        self._is_log_shown = False
+        if self._services.progress.due(self._logged_step, self._stream.total_steps):
+            self._show_log()
 
     def print(self, *words: Any) -> None:
         """Print once, from rank 0, or from the lowest surviving rank."""
@@ -273,6 +273,9 @@ class Job(LoopMethods):
     def close(self) -> None:
         """End the job: print the summary, stop threads, close connections."""
         self._loop.end_batches()
+        self._loss_watch.look()
+        if not self._is_log_shown:  # the latest, where the number of steps was not known
+            self._show_log()
         if self._others is not None:
             self._others.end()
         if self._stream.has_nothing_left:
@@ -310,10 +313,31 @@ class Job(LoopMethods):
         for callback in self.on_build:
             callback(step)
 
+    def _show_log(self) -> None:
+        """Show what was logged last."""
+        self._is_log_shown = True
+        values = {name: float(value) for name, value in self._logged.items()}
+        for name, value in values.items():
+            if not math.isfinite(value) and self._loss_watch.told is None:
+                self._say_once(f"{name} is not a finite number any more")
+        total = self._stream.total_steps
+        speeds = self._throughput.progress(self._logged_step, total)
+        self._services.progress.show(
+            {"step": self._logged_step, "total": total, "metrics": values, **speeds}
+        )
+
+    def _steps_under_way(self) -> int:
+        """Of a loop of the user's own: a step whose update is done ends with the next batch."""
+        return self._loop_steps() if self._loop.has_stepped else 0
+
+    def _loop_steps(self) -> int:
+        batch = self._loop.rows.batch
+        return 1 if batch is None else batch.concurrent
+
     def _end_loop_step(self, step: Step, loss: Tensor) -> None:
         """A step of the user's own loop is over."""
-        batch = self._loop.rows.batch
-        steps = 1 if batch is None else batch.concurrent
+        steps = self._loop_steps()
+        self._loss_watch.note(self.steps + steps, loss)
         self._throughput.end_step(steps)
         self.steps += steps
         for callback in self.on_step:
@@ -413,6 +437,7 @@ class Job(LoopMethods):
         if step.steps > self.steps:  # one step of a job may train several models
             if step.sync.is_skipped and step.latest is not None:  # this replica skipped the step
                 self._throughput.remove_samples(sum(step.latest.microbatch_sizes))
+            self._loss_watch.note(step.steps, loss)
             self._throughput.end_step(step.steps - self.steps)
             self.steps = step.steps
 

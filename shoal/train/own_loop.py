@@ -190,6 +190,11 @@ class OwnLoop:
         for prepared in self._prepared:
             prepared.forward_state.rows_are_real = is_real
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped on the present batch, whose step is not over yet."""
+        return self._stepped is not None
+
     def end_step(self) -> None:
         """If an optimizer has stepped since this was called last, a step of the job is over."""
         part = self._stepped
@@ -210,6 +215,11 @@ class OwnLoop:
             optimizer.take_settings()
 
     def _after_update(self, part: LoopPart) -> None:
+        if self._global_loss is None and all(p.grad is None for p in part.params):
+            self._context().say(
+                "optimizer.step() was called before any job.backward(loss), and no parameter has "
+                "a gradient: nothing is trained"
+            )
         self._leader = self._leader or part
         if self.rows.batch is not None or part is self._leader:
             self._stepped = part
