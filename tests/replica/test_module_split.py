@@ -396,6 +396,28 @@ def test_what_cannot_be_split_is_refused_by_name(
         world(2, lambda g: train(g, "pp(2)", models[g.rank], samples(8), 8))
 
 
+class Embedded(Net):
+    """One layer reads sources and, behind the encoder, targets; a method calls its object `s`."""
+
+    def forward(s, x: Tensor) -> Tensor:
+        hidden = s.first(x) if x.isfinite().all() else x
+        for layer in s.layers[:3]:
+            hidden = layer(hidden, x[:, :1], scale=0.5)
+        hidden = s.norm(hidden) + s.first(x.flip(1))
+        logits: Tensor = s.last(s.head(hidden))
+        return logits
+
+
+@pytest.mark.parametrize("cut", ["layers.1", "norm", "head"])
+def test_a_module_that_is_called_again_on_a_later_stage(world: World, cut: str) -> None:
+    assert_equal(world, 2, f'pp(2, cuts=["{cut}"])', Embedded, samples(12), 12, microbatches=2)
+
+
+def test_stages_with_a_call_of_a_module_hold_it() -> None:
+    stages = Stages(Embedded(), 2, cuts=["norm"])
+    assert stages.holders["first.weight"] == (0, 1)
+
+
 class Looking(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -82,7 +82,7 @@ class ModuleSplit:
 
     def _cost_everywhere(self, units: list[SplitUnit]) -> float:
         """That of weights that belong to no unit, which every stage holds."""
-        modules = {unit.module: unit for unit in units}
+        modules = {unit.module: unit for unit in units if not unit.is_repeated}
         owned = sum(unit.cost(None) for unit in modules.values())
         return max(0.0, float(sum(weights_of(self.model))) - owned)
 
@@ -91,7 +91,7 @@ class ModuleSplit:
     ) -> list[int] | None:
         costs = [unit.cost(seconds) for unit in units]
         slight = max(1.0, sum(costs)) * 1e-6
-        trained = [i for i, unit in enumerate(units) if unit.is_trained]
+        trained = [i for i, unit in enumerate(units) if unit.is_trained and not unit.is_repeated]
         candidates = trained[1:]
         prices = [1.0 if units[i].name[-1].isdigit() else 2.0 for i in candidates]
         return balanced_split(

@@ -8,12 +8,13 @@ each forward, or else that of registration; the first batch shows whether it is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from shoal.replica.deferred_init import full_name
 from shoal.replica.pipeline.call_order import (
+    calls_in_order,
     calls_input_embeddings,
     names_in_order,
     open_weights,
@@ -25,19 +26,26 @@ from shoal.replica.pipeline.traced_forward import modules_to_open, weights_of
 class SplitUnit:
     name: str
     module: nn.Module
+    is_repeated: bool = False  # it was called before, and other units since
 
     @property
     def is_trained(self) -> bool:
         return any(p.requires_grad and p.numel() for p in self.module.parameters())
 
     def cost(self, seconds: Mapping[str, float] | None) -> float:
+        if self.is_repeated:  # counted where it is first; the source may name it in vain
+            return 0.0
         if seconds is not None:
             return seconds.get(self.name, 0.0)
         return float(sum(weights_of(self.module)))
 
 
 def find_units(model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0) -> list[SplitUnit]:
-    """A module with several names (a shared embedding) is a unit at each of them."""
+    """A module with several names (a shared embedding) is a unit at each of them.
+
+    One that a forward calls again behind others (an embedding of sources and of targets) is a unit
+    at each call: every stage with one of them holds it.
+    """
     opened = modules_to_open(model, cuts, deeper, torch_too=True)
     return _units_in(model, "", opened)
 
@@ -54,7 +62,20 @@ def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]
     if calls_input_embeddings(module):
         embedding = module.get_input_embeddings()  # type: ignore[operator]
         units.sort(key=lambda unit: unit.module is not embedding)
-    return units
+    return _with_repeated(module, name, units)
+
+
+def _with_repeated(module: nn.Module, name: str, units: list[SplitUnit]) -> list[SplitUnit]:
+    """The same units, and those that the forward calls again behind others."""
+    by_name = {unit.name: unit for unit in units}
+    called = [full_name(name, key) for key in calls_in_order(module)]
+    called = [unit for unit in called if unit in by_name]
+    after: dict[str, list[SplitUnit]] = {}
+    for i, again in enumerate(called):
+        between = [other for other in called[:i] if other != again]
+        if again in called[:i] and called[i - 1] != again:
+            after.setdefault(between[-1], []).append(replace(by_name[again], is_repeated=True))
+    return [u for unit in units for u in (unit, *after.get(unit.name, ()))]
 
 
 def ordered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
