@@ -302,7 +302,8 @@ def _zero_loss(outputs: Any) -> Tensor:
     """A loss of 0 that reaches every output, so that backward runs as on the other ranks."""
     with_grad = [out for out in tensors_of(outputs) if out.requires_grad]
     # a model's own loss is a number, which is no number where it is a mean over nothing
-    zeros = [out.sum() * 0 for out in with_grad if out.dim()] or [out * 0 for out in with_grad]
+    reached = [out for out in with_grad if out.dim() or out.isfinite()] or with_grad
+    zeros = [out.sum() * 0 for out in reached]
     return torch.stack(zeros).sum() if zeros else torch.zeros((), requires_grad=True)
 
 
