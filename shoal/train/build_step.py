@@ -120,6 +120,7 @@ def prepare_model(
     """What is done once for a model, whatever trains it. `optimizer` is that of embeddings."""
     if context.faults is not None:
         context.faults.at_start()
+    _check_compiled(model, term, context)
     for change in context.before_build:
         change(model)
     mesh = context.mesh
@@ -327,6 +328,20 @@ def _replica(
         replica_group=context.mesh.replica_group,
         config=context.config,
     )
+
+
+def _check_compiled(model: nn.Module, term: SyncTerm, context: StepContext) -> None:
+    """What torch.compile has made calls the layers as they were, with their own parameters."""
+    is_sharded = context.mesh.dp.size > 1 and term.with_whole_parameters() != term
+    if not is_sharded and not context.is_split:
+        return
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule":
+            raise BadInput(
+                f"{name or 'the model'} is compiled by torch.compile, and {context.strategy} "
+                "changes layers or parameters of a model: leave torch.compile out, or take ddp, ps "
+                "or zero(2)"
+            )
 
 
 def _check_embeddings(term: SyncTerm, options: StepOptions, context: StepContext) -> None:

@@ -13,10 +13,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shoal.comm.executors.solo import solo_group
+from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.observe.progress import ProgressLines
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job, RunServices
+from tests.conftest import World
 
 DATA = TensorDataset(torch.ones(12, 3), torch.ones(12, 1))
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -89,3 +91,16 @@ def test_a_loss_function_with_other_arguments_is_refused_in_a_sentence() -> None
     with pytest.raises(BadInput, match=r"takes \(outputs\).*loss\(outputs, targets\)"):
         step(DATA[:4])
     job.close()
+
+
+def test_a_compiled_model_is_refused_where_its_parameters_are_sharded(world: World) -> None:
+    class OptimizedModule(nn.Sequential):
+        """What torch.compile returns has this name; loading its compiler takes seconds."""
+
+    def body(group: Group) -> None:
+        job = Job(parse("zero(3)"), group, device=torch.device("cpu"))
+        with pytest.raises(BadInput, match=r"torch.compile"):
+            job.step(OptimizedModule(nn.Linear(3, 1)), nn.functional.mse_loss, optimizer=SGD)
+        job.close()
+
+    world(2, body)
