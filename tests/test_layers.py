@@ -13,6 +13,7 @@ ROOT = Path(shoal.__file__).parent
 # From the ground up. A package stands for all its files that are not named by themselves.
 LAYERS = [
     ["errors", "observe.grouped_mm", "observe.trace", "pytree", "runtime"],
+    ["cluster"],
     ["strategy", "schedules"],
     ["plan"],
     ["transport"],
@@ -60,7 +61,7 @@ LAYERS = [
     ["__main__"],
 ]
 # the planner and the runtime both stand on the schedules and do not know each other
-APART = [({"plan"}, {"transport", "comm", "replica", "server", "sync"})]
+APART = [({"plan", "cluster"}, {"transport", "comm", "replica", "server", "sync"})]
 
 
 def layer_of(module: str) -> int:

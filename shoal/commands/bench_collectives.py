@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.table import Table
 
+from shoal.cluster.units import parse_bytes, show_bytes
 from shoal.commands.bench_harness import check_names, measure_in_workers, say
 from shoal.commands.launching import config_for, run_quietly, strategy_for
 from shoal.commands.output import plain_table, wide_console
-from shoal.commands.units import parse_bytes, show_bytes
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.config import RunConfig
 

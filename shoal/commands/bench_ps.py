@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
+from shoal.cluster.units import parse_bytes
 from shoal.commands.bench_harness import check_names, measure_in_workers, say, spread
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table, wide_console
-from shoal.commands.units import parse_bytes
 
 PEERS = ("ray", "rpc")
 

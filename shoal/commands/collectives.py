@@ -9,9 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table as Grid
 
-from shoal.commands import options
-from shoal.commands.output import plain_table, wide_console, write_text
-from shoal.commands.units import (
+from shoal.cluster.units import (
     parse_bytes,
     parse_s_per_byte,
     parse_seconds,
@@ -19,6 +17,8 @@ from shoal.commands.units import (
     show_rate,
     show_seconds,
 )
+from shoal.commands import options
+from shoal.commands.output import plain_table, wide_console, write_text
 from shoal.errors import BadInput
 from shoal.plan.price import Price, price_all
 from shoal.schedules.collectives.catalog import algorithms, build, kinds

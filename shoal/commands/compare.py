@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cluster.units import show_bytes
 from shoal.commands import options
 from shoal.commands.launching import command_for, config_for, discard_lines, strategy_for
 from shoal.commands.output import plain_table, wide_console
-from shoal.commands.units import show_bytes
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import LaunchSpec, launch
 from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome_of

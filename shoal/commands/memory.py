@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from shoal.cluster.units import show_bytes
 from shoal.commands import options
 from shoal.commands.launching import (
     check_trained,
@@ -22,7 +23,6 @@ from shoal.commands.launching import (
     strategy_for,
 )
 from shoal.commands.output import plain_table, wide_console
-from shoal.commands.units import show_bytes
 from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig
 from shoal.strategy.strategy import Strategy, as_strategy
 

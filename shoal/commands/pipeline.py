@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table as Grid
 
+from shoal.cluster.units import parse_seconds
 from shoal.commands import options
 from shoal.commands.output import wide_console, write_text
-from shoal.commands.units import parse_seconds
 from shoal.errors import BadInput
 from shoal.plan.gantt import draw
 from shoal.plan.gantt_svg import gantt_svg

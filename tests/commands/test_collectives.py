@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shoal.commands.units import (
+from shoal.cluster.units import (
     parse_bytes,
     parse_s_per_byte,
     parse_seconds,

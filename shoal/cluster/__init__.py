@@ -1,0 +1,1 @@
+"""Where a model trains: devices, links, nodes, racks, and files that describe them."""

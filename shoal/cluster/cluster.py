@@ -1,0 +1,86 @@
+"""A cluster: nodes of devices, racks of nodes, and a spine between racks.
+
+    device -- fabric (NVLink, NVSwitch, shared memory) -- device            level "node"
+    device -- PCIe -- NIC -- top-of-rack switch -- NIC -- PCIe -- device    level "rack"
+    … top-of-rack switch -- uplinks -- spine -- uplinks -- …                level "spine"
+
+Rank r is device r % node.devices of node r // node.devices; nodes fill racks in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shoal.cluster.hardware import Device, LinkSpec
+from shoal.errors import BadInput
+
+LEVELS = ("device", "node", "rack", "spine")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host. `fabric` joins its devices directly; without one they meet over PCIe."""
+
+    devices: int
+    fabric: LinkSpec | None = None
+    fabric_is_switched: bool = True  # each device has its full rate to any other at once
+    pcie: LinkSpec | None = None
+    devices_per_pcie: int = 1  # how many devices share one PCIe switch
+    sockets: int = 1
+    socket_link: LinkSpec | None = None  # QPI or UPI
+    nic: LinkSpec | None = None
+    nics: int = 1  # shared by the node's devices
+    memory_bytes_per_s: float | None = None  # of the host, where its devices share it
+    cores: int | None = None
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How unequal workers are: standard deviation of a step, and rare slow workers."""
+
+    jitter: float = 0.0  # standard deviation of a step's compute, as a share of it
+    straggler_share: float = 0.0  # of workers, in each step
+    straggler_slowdown: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    name: str
+    device: Device
+    node: Node
+    nodes: int = 1
+    nodes_per_rack: int | None = None  # None: one rack
+    oversubscription: float = 1.0  # ports towards nodes against ports towards the spine
+    uplink_alpha_s: float = 0.0  # what the way over the spine adds to a message
+    noise: Noise = Noise()
+    source: str = "spec"
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.node.devices
+
+    @property
+    def racks(self) -> int:
+        return -(-self.nodes // (self.nodes_per_rack or self.nodes))
+
+    def of_size(self, workers: int) -> Cluster:
+        """The same kind of cluster with as many nodes as the workers need."""
+        nodes = -(-workers // self.node.devices)
+        return self if nodes <= self.nodes else replace(self, nodes=nodes)
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """The rack, the node and the device in its node of a rank."""
+        if not 0 <= rank < self.devices:
+            raise BadInput(f"cluster {self.name} has {self.devices} devices, no rank {rank}")
+        node, device = divmod(rank, self.node.devices)
+        return node // (self.nodes_per_rack or self.nodes), node, device
+
+    def level(self, one: int, other: int) -> str:
+        """The level of the hierarchy at which two ranks meet."""
+        rack, node, device = self.place(one)
+        other_rack, other_node, other_device = self.place(other)
+        if rack != other_rack:
+            return "spine"
+        if node != other_node:
+            return "rack"
+        return "node" if device != other_device else "device"

@@ -1,0 +1,88 @@
+"""What a cluster is made of: devices that compute and links that carry bytes.
+
+All quantities are in seconds, bytes and floating-point operations. `source` says where the numbers
+of a block come from: "spec", "measured" or "fit".
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A share between 0 and 1 by size, linear in the logarithm of the size, flat at both ends."""
+
+    points: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # (size, share), sorted by size
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+            raise BadInput("a curve needs points of increasing sizes above 0")
+        if not all(0 < share <= 1 for _, share in self.points):
+            raise BadInput("the shares of a curve are above 0 and at most 1")
+
+    def at(self, size: float) -> float:
+        points = self.points
+        after = bisect.bisect_right(points, (size, math.inf))
+        if after == 0:
+            return points[0][1]
+        if after == len(points):
+            return points[-1][1]
+        (low, low_share), (high, high_share) = points[after - 1 : after + 1]
+        along = math.log(size / low) / math.log(high / low)
+        return low_share + along * (high_share - low_share)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or the cores that one worker computes on."""
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    peak_flops: Mapping[str, float]  # operations a second by data type: fp32, tf32, bf16, fp16, …
+    matmul_efficiency: Curve = Curve()  # share of the peak by operations of one matrix product
+    memory_efficiency: Curve = Curve()  # share of the bandwidth by bytes of one kernel
+    launch_s: float = 0.0  # the least time of one kernel
+    source: str = "spec"
+    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+
+    def flops_of(self, dtype: str) -> float:
+        """The peak rate of a data type; the nearest wider one where it has none of its own."""
+        for name in (dtype, *_WIDER.get(dtype, ())):
+            if name in self.peak_flops:
+                return self.peak_flops[name]
+        known = ", ".join(self.peak_flops)
+        raise BadInput(f"device {self.name} has no peak rate for {dtype}; it has {known}")
+
+
+_WIDER = {
+    "fp8": ("fp16", "bf16", "fp32"),
+    "fp16": ("bf16", "fp32"),
+    "bf16": ("fp16", "fp32"),
+    "tf32": ("fp32",),
+}
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """A kind of link, in one direction; both directions work at the same time."""
+
+    name: str
+    bytes_per_s: float
+    alpha_s: float  # of one message, end to end
+    efficiency: float = 1.0  # share of `bytes_per_s` that large messages reach
+    shared: bool = False  # one for all devices behind it, as PCIe; else one for each
+    source: str = "spec"
+    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that large messages reach."""
+        return self.bytes_per_s * self.efficiency

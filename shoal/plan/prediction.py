@@ -1,0 +1,62 @@
+"""What a prediction says: the parts of a step, memory by kind, and what bounds each part."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """Seconds of a step that one activity takes on the critical path."""
+
+    name: str  # forward, backward, recompute, tp, cp, ep, pp, bubble, gradients, servers, update, …
+    seconds: float
+    bound: str  # "compute", "memory", "launch", or the link: "spine uplink 1:4 (25 GB/s)"
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on the fullest device, by kind."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    buffers: float = 0.0  # of communication, gathered layers, other copies of weights
+    servers: float = 0.0  # on the fullest server, where servers hold the weights
+
+    @property
+    def total(self) -> float:
+        """What a worker needs."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One strategy on one cluster."""
+
+    strategy: str
+    workers: int
+    cluster: str
+    batch: int
+    step_s: float
+    low_s: float  # the spread that noise and the spread of measured figures give
+    high_s: float
+    parts: tuple[Part, ...]
+    memory: DeviceMemory
+    memory_limit_bytes: float
+    samples_per_s: float
+    mfu: float | None = None
+    convergence: str = ""  # what an asynchronous or decentralized strategy costs in progress
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.memory_limit_bytes
+
+    @property
+    def largest(self) -> Part:
+        return max(self.parts, key=lambda part: part.seconds)
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self) | {"fits": self.fits}

@@ -1,0 +1,99 @@
+"""What one training step computes, sends and keeps, layer by layer, without a device.
+
+A `Workload` is made from a transformer's sizes (`transformer.py`), or from any nn.Module that was
+traced (`trace_module.py`, the one file here that imports torch). It answers one question: what does
+this layer cost on one device, if a micro-batch of so many samples runs on it and the replica is
+split in this way (`Split`)? The answers are cached: a search asks the same again and again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class Kernel(NamedTuple):
+    """One operation on a device. A matrix product has `flops` above 0, others only move bytes."""
+
+    name: str
+    flops: float
+    bytes: float  # read and written in device memory
+    m: int = 0  # rows, columns and inner size of a matrix product, and how many of them
+    n: int = 0
+    k: int = 0
+    batch: int = 1
+
+
+class Message(NamedTuple):
+    """A collective inside a replica, while a layer computes."""
+
+    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, ring_attention
+    axis: str  # tp, ep or cp
+    bytes: float  # V, as `plan.price` counts it
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a micro-batch and a layer are divided."""
+
+    microbatch: int = 1  # samples
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    ep: int = 1
+    recompute: Recompute = "none"
+    flash_attention: bool = False
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer, one micro-batch, one device."""
+
+    forward: tuple[Kernel, ...]
+    backward_input: tuple[Kernel, ...]
+    backward_weight: tuple[Kernel, ...]
+    recompute: tuple[Kernel, ...]  # of the forward, before backward
+    forward_messages: tuple[Message, ...]
+    backward_messages: tuple[Message, ...]
+    parameters: float  # numbers on one device
+    activation_bytes: float  # kept between forward and backward
+    output_bytes: float  # what the next layer gets: sent where a pipeline is cut behind it
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Equal layers, one after the other."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of each number, as mixed-precision training has them (fp32 training: 4, 4, 0, 8)."""
+
+    compute: str = "fp32"  # data type of matrix products
+    parameter_bytes: int = 4
+    gradient_bytes: int = 4
+    master_bytes: int = 0  # a copy of the parameters in fp32
+    state_bytes: int = 8  # of the optimizer: 8 for Adam, 4 for momentum, 0 for SGD
+
+
+class Workload(Protocol):
+    """A model and one sample of its data."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def runs(self) -> tuple[LayerRun, ...]: ...
+    def cost(self, run: int, split: Split) -> LayerCost:
+        """The cost of one layer of the run of this index."""
+        ...
+
+    def model_flops(self, samples: int) -> float:
+        """Operations of forward and backward without recompute, for the MFU."""
+        ...
