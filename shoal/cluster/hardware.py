@@ -46,7 +46,7 @@ class Device:
     name: str
     memory_bytes: float
     memory_bytes_per_s: float
-    peak_flops: Mapping[str, float]  # operations a second by data type: fp32, tf32, bf16, fp16, …
+    peak_flops: Mapping[str, float] = field(hash=False)  # a second, by data type: fp32, bf16, …
     matmul_efficiency: Curve = Curve()  # share of the peak by operations of one matrix product
     memory_efficiency: Curve = Curve()  # share of the bandwidth by bytes of one kernel
     launch_s: float = 0.0  # the least time of one kernel

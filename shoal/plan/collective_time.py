@@ -1,0 +1,169 @@
+"""How long a collective takes on a group of ranks of a cluster: closed forms with contention.
+
+All groups of an axis communicate at the same time. A ring in rank order over k nodes with q of its
+ranks in each passes every node's boundary once in each direction; G groups share a node, so each
+gets 1/G of the node's network rate, and the uplinks of a rack carry as many flows as groups leave
+it. The slowest hop sets the pace of the ring:
+
+    all_reduce       2(p-1) alpha + 2(p-1)/p V / rate
+    reduce_scatter     (p-1) alpha +  (p-1)/p V / rate        all_gather: the same
+
+`hierarchical` reduces inside nodes first, so that only 1/q of V crosses between nodes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.hardware import LinkSpec
+from shoal.cluster.units import show_rate
+from shoal.errors import BadInput
+from shoal.plan.rank_order import RankGroup
+
+
+class CollectiveTime(NamedTuple):
+    seconds: float
+    bound: str  # the narrowest link, in words
+
+
+class Hop(NamedTuple):
+    """One hop of a ring at its level of the cluster: the rate that one group gets."""
+
+    level: str
+    bytes_per_s: float
+    alpha_s: float
+
+    @property
+    def words(self) -> str:
+        return f"{self.level} ({show_rate(self.bytes_per_s)})"
+
+
+def ranks_in_node(cluster: Cluster, group: RankGroup) -> int:
+    """How many ranks of a group are in one node."""
+    return max(1, min(group.size, cluster.node.devices // group.stride))
+
+
+@lru_cache(maxsize=65536)
+def hops(cluster: Cluster, group: RankGroup) -> tuple[Hop, ...]:
+    """The kinds of hops that a ring in rank order makes, from the innermost level outwards."""
+    inside = ranks_in_node(cluster, group)
+    found = []
+    if inside > 1:
+        found.append(_inside(cluster, group, inside))
+    if inside < group.size:
+        found.append(_between_nodes(cluster, inside))
+        if _spans_racks(cluster, group):
+            found.append(_between_racks(cluster, group, inside))
+    return tuple(found)
+
+
+def _inside(cluster: Cluster, group: RankGroup, inside: int) -> Hop:
+    node = cluster.node
+    if node.fabric is not None:
+        rate = node.fabric.rate
+        if node.fabric.shared:
+            rate /= max(1, node.devices // inside)
+        return Hop(node.fabric.name, rate, node.fabric.alpha_s)
+    if node.pcie is None:
+        raise BadInput(f"cluster {cluster.name}: its node has neither a fabric nor pcie")
+    return Hop(node.pcie.name, node.pcie.rate / node.devices_per_pcie, node.pcie.alpha_s)
+
+
+def _nic(cluster: Cluster) -> LinkSpec:
+    if cluster.node.nic is None:
+        raise BadInput(f"cluster {cluster.name} has several nodes, and its node has no nic")
+    return cluster.node.nic
+
+
+def _between_nodes(cluster: Cluster, inside: int) -> Hop:
+    nic = _nic(cluster)
+    groups = max(1, cluster.node.devices // inside)
+    rate = cluster.node.nics * nic.rate / groups
+    if cluster.node.fabric is None and cluster.node.pcie is not None:
+        rate = min(rate, cluster.node.pcie.rate / cluster.node.devices_per_pcie)
+    return Hop(nic.name, rate, nic.alpha_s)
+
+
+def _spans_racks(cluster: Cluster, group: RankGroup) -> bool:
+    per_rack = (cluster.nodes_per_rack or cluster.nodes) * cluster.node.devices
+    return group.size * group.stride > per_rack
+
+
+def _between_racks(cluster: Cluster, group: RankGroup, inside: int) -> Hop:
+    """Flows that leave a rack share its uplinks; a ring in rank order leaves it once a group."""
+    nic = _nic(cluster)
+    nodes = cluster.nodes_per_rack or cluster.nodes
+    uplinks = nodes * cluster.node.nics * nic.rate / cluster.oversubscription
+    devices = nodes * cluster.node.devices
+    per_group = max(1, min(group.size, devices // group.stride))  # its ranks in one rack
+    groups = max(1, devices // per_group)
+    words = f"spine uplink 1:{cluster.oversubscription:g}"
+    return Hop(words, uplinks / groups, nic.alpha_s + cluster.uplink_alpha_s)
+
+
+@lru_cache(maxsize=262144)
+def collective_time(
+    cluster: Cluster, kind: str, group: RankGroup, num_bytes: float
+) -> CollectiveTime:
+    """The faster of a ring and, for an all-reduce over several nodes, the hierarchical one."""
+    if group.size <= 1:
+        return CollectiveTime(0.0, "")
+    if kind == "all_to_all":
+        return _all_to_all(cluster, group, num_bytes)
+    trips = 2 if kind == "all_reduce" else 1
+    if kind not in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "ring_attention"):
+        raise BadInput(f"there is no closed form for {kind}")
+    ring = _ring(cluster, group, num_bytes, trips)
+    inside = ranks_in_node(cluster, group)
+    if 1 < inside < group.size:
+        return min(ring, _hierarchical(cluster, group, num_bytes, trips))
+    return ring
+
+
+def _ring(cluster: Cluster, group: RankGroup, num_bytes: float, trips: int) -> CollectiveTime:
+    way = hops(cluster, group)
+    slowest = min(way, key=lambda hop: hop.bytes_per_s)
+    alpha_s = max(hop.alpha_s for hop in way)
+    steps = trips * (group.size - 1)
+    moved = steps / group.size * num_bytes
+    return CollectiveTime(steps * alpha_s + moved / slowest.bytes_per_s, slowest.words)
+
+
+def _hierarchical(
+    cluster: Cluster, group: RankGroup, num_bytes: float, trips: int
+) -> CollectiveTime:
+    """Reduce-scatter inside, all-reduce of 1/q between nodes by q rings, all-gather inside."""
+    inside = ranks_in_node(cluster, group)
+    outer = RankGroup(group.size // inside, group.stride * inside)
+    within = _ring(cluster, RankGroup(inside, group.stride), num_bytes, trips)
+    between = _ring(cluster, outer, num_bytes / inside, trips)
+    bound = max(within, between).bound
+    return CollectiveTime(within.seconds + between.seconds, bound)
+
+
+def _all_to_all(cluster: Cluster, group: RankGroup, num_bytes: float) -> CollectiveTime:
+    """Every rank sends V/p to each other one; what leaves a node shares its network."""
+    inside = ranks_in_node(cluster, group)
+    way = hops(cluster, group)
+    alpha_s = sum(hop.alpha_s for hop in way[-1:]) * (group.size - 1)
+    parts = []
+    if inside > 1:
+        parts.append(((inside - 1) / group.size * num_bytes / way[0].bytes_per_s, way[0].words))
+    if inside < group.size:
+        outside = (group.size - inside) / group.size * num_bytes
+        hop = min(way[-2 if len(way) > 2 else -1 :], key=lambda one: one.bytes_per_s)
+        parts.append((inside * outside / hop.bytes_per_s, hop.words))
+    seconds, bound = max(parts)
+    return CollectiveTime(alpha_s + seconds, bound)
+
+
+@lru_cache(maxsize=65536)
+def send_time(cluster: Cluster, group: RankGroup, num_bytes: float) -> CollectiveTime:
+    """One message to the next rank of a group, while all ranks of the cluster do the same."""
+    if group.size <= 1:
+        return CollectiveTime(0.0, "")
+    way = hops(cluster, group)
+    seconds, words = max((hop.alpha_s + num_bytes / hop.bytes_per_s, hop.words) for hop in way)
+    return CollectiveTime(seconds, words)

@@ -1,0 +1,212 @@
+"""One step of one replica: compute, communication inside the replica, and the pipeline's bubble.
+
+Layers are dealt to virtual stages so that their times are as equal as whole layers allow. The time
+of a pipeline is a closed form of its slowest stage; `timeline.simulate` gives the same for every
+schedule, action by action.
+
+    1f1b, gpipe     m * slowest + (rest of one micro-batch's way through all stages)
+    interleaved     the same, where the way is 1/chunks as long
+    zb-*            the bubble of 1f1b less the weights' part of backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shoal.cluster.cluster import Cluster
+from shoal.plan.collective_time import CollectiveTime, collective_time, send_time
+from shoal.plan.kernel_time import KernelModel, KernelTime
+from shoal.plan.prediction import Part
+from shoal.plan.rank_order import IN_SHOALS_ORDER, RankGroup, RankOrder
+from shoal.plan.workload import Kernel, LayerCost, Message, Split, Workload
+from shoal.strategy.strategy import Layout
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """One layer, one micro-batch: seconds by activity, and what bounds them."""
+
+    forward: KernelTime
+    backward: KernelTime  # of inputs and weights
+    weight_s: float  # the part of backward that makes weight gradients
+    recompute: KernelTime
+    messages_s: dict[str, float]  # by axis
+    message_bounds: dict[str, str]
+
+    @property
+    def seconds(self) -> float:
+        computing = self.forward.seconds + self.backward.seconds + self.recompute.seconds
+        return computing + sum(self.messages_s.values())
+
+
+@dataclass(frozen=True)
+class ReplicaPrice:
+    """What a step costs before replicas agree."""
+
+    parts: tuple[Part, ...]
+    backward_s: float  # of the last micro-batch: gradients can be sent meanwhile
+    parameters: float  # on the fullest device
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ReplicaPricer:
+    workload: Workload
+    cluster: Cluster
+    layout: Layout
+    order: RankOrder = IN_SHOALS_ORDER
+
+    def price(self, split: Split, microbatches: int, pipeline: PipelineShape) -> ReplicaPrice:
+        times = [self.layer_time(run, split) for run in range(len(self.workload.runs))]
+        stages = self.stages(times)
+        transfer = self.transfer(split)
+        return _assemble(self, split, times, stages, microbatches, pipeline, transfer)
+
+    def layer_time(self, run: int, split: Split) -> LayerTime:
+        return _layer_time(self, run, split)
+
+    def group(self, axis: str) -> RankGroup:
+        return self.order.group(self.layout, axis)
+
+    def stages(self, times: Sequence[LayerTime]) -> list[list[int]]:
+        """How many layers of each run every stage has; the slowest stage is as fast as can be."""
+        return deal_layers([run.count for run in self.workload.runs], times, self.layout.pp)
+
+    def transfer(self, split: Split) -> CollectiveTime:
+        """One activation to the next stage; the widest of all cuts."""
+        if self.layout.pp == 1:
+            return CollectiveTime(0.0, "")
+        widest = max(self.workload.cost(i, split).output_bytes for i in self._inner_runs())
+        return send_time(self.cluster, self.group("pp"), widest)
+
+    def _inner_runs(self) -> range:
+        return range(max(1, len(self.workload.runs) - 1))
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    schedule: str = "1f1b"
+    chunks: int = 1
+
+
+@lru_cache(maxsize=65536)
+def _layer_time(pricer: ReplicaPricer, run: int, split: Split) -> LayerTime:
+    workload = pricer.workload
+    cost = workload.cost(run, split)
+    model = KernelModel(pricer.cluster.device, workload.precision.compute)
+    messages_s: dict[str, float] = {}
+    bounds: dict[str, str] = {}
+    for message in _messages(cost, split):
+        took = collective_time(
+            pricer.cluster, message.kind, pricer.group(message.axis), message.bytes
+        )
+        messages_s[message.axis] = messages_s.get(message.axis, 0.0) + took.seconds
+        bounds[message.axis] = took.bound
+    backward: tuple[Kernel, ...] = (*cost.backward_input, *cost.backward_weight)
+    return LayerTime(
+        model.time(cost.forward),
+        model.time(backward),
+        model.time(cost.backward_weight).seconds,
+        model.time(cost.recompute),
+        messages_s,
+        bounds,
+    )
+
+
+def _messages(cost: LayerCost, split: Split) -> tuple[Message, ...]:
+    """Forward's messages come a second time where the forward is computed again in full."""
+    again = cost.forward_messages if split.recompute == "full" and cost.recompute else ()
+    return (*cost.forward_messages, *cost.backward_messages, *again)
+
+
+def deal_layers(counts: Sequence[int], times: Sequence[LayerTime], stages: int) -> list[list[int]]:
+    """Contiguous layers for every stage, each filled up to the even share of what is left."""
+    left_s = sum(n * time.seconds for n, time in zip(counts, times, strict=True))
+    dealt = []
+    waiting = list(counts)
+    for stage in range(stages):
+        target = left_s / (stages - stage)
+        taken, took_s = _take(waiting, times, target, last=stage == stages - 1)
+        left_s -= took_s
+        dealt.append(taken)
+    return dealt
+
+
+def _take(
+    waiting: list[int], times: Sequence[LayerTime], target_s: float, last: bool
+) -> tuple[list[int], float]:
+    taken = [0] * len(waiting)
+    took_s = 0.0
+    for run, time in enumerate(times):
+        room = waiting[run] if last else int((target_s - took_s) / max(time.seconds, 1e-12) + 0.5)
+        number = max(0, min(waiting[run], room))
+        taken[run] = number
+        waiting[run] -= number
+        took_s += number * time.seconds
+        if waiting[run]:
+            break
+    return taken, took_s
+
+
+def _stage_seconds(stage: Sequence[int], times: Sequence[LayerTime]) -> float:
+    return sum(n * time.seconds for n, time in zip(stage, times, strict=True))
+
+
+def _assemble(
+    pricer: ReplicaPricer,
+    split: Split,
+    times: Sequence[LayerTime],
+    stages: Sequence[Sequence[int]],
+    microbatches: int,
+    pipeline: PipelineShape,
+    transfer: CollectiveTime,
+) -> ReplicaPrice:
+    seconds = [_stage_seconds(stage, times) for stage in stages]
+    slowest = max(range(len(stages)), key=seconds.__getitem__)
+    busy_s = microbatches * seconds[slowest]
+    parts = _busy_parts(times, stages[slowest], microbatches)
+    if len(stages) > 1:
+        weight_s = sum(n * t.weight_s for n, t in zip(stages[slowest], times, strict=True))
+        bubble_s = _bubble(seconds, slowest, weight_s, pipeline)
+        sends = 2 * (microbatches + len(stages) - 1) * pipeline.chunks
+        parts.append(Part("bubble", bubble_s, "pipeline"))
+        parts.append(Part("pp", sends * transfer.seconds, transfer.bound))
+        busy_s += bubble_s + sends * transfer.seconds
+    backward = [n * t.backward.seconds for n, t in zip(stages[slowest], times, strict=True)]
+    held = [
+        sum(n * pricer.workload.cost(run, split).parameters for run, n in enumerate(stage))
+        for stage in stages
+    ]
+    return ReplicaPrice(tuple(parts), sum(backward), max(held), busy_s)
+
+
+def _bubble(
+    seconds: Sequence[float], slowest: int, weight_s: float, pipeline: PipelineShape
+) -> float:
+    others = sum(seconds) - seconds[slowest]
+    if pipeline.schedule.startswith("zb"):
+        others = max(0.0, others - (len(seconds) - 1) * 2 * weight_s)
+    return others / pipeline.chunks
+
+
+def _busy_parts(times: Sequence[LayerTime], stage: Sequence[int], microbatches: int) -> list[Part]:
+    parts = []
+    for name in ("forward", "backward", "recompute"):
+        spent: list[KernelTime] = [getattr(time, name) for time in times]
+        weights = [n * microbatches for n in stage]
+        by_bound = KernelTime(
+            *(sum(w * s[i] for w, s in zip(weights, spent, strict=True)) for i in range(3))
+        )
+        if by_bound.seconds:
+            parts.append(Part(name, by_bound.seconds, by_bound.bound))
+    for axis in ("tp", "cp", "ep"):
+        total = sum(
+            n * microbatches * time.messages_s.get(axis, 0.0)
+            for n, time in zip(stage, times, strict=True)
+        )
+        if total:
+            bound = next(t.message_bounds[axis] for t in times if axis in t.message_bounds)
+            parts.append(Part(axis, total, bound))
+    return parts

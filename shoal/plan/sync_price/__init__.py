@@ -1,0 +1,1 @@
+"""What it costs that replicas agree: one file for each way, found by the term's name."""

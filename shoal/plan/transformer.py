@@ -1,0 +1,297 @@
+"""Transformers from their sizes alone: GPT, Llama and mixtures of experts.
+
+One block, with b samples of s tokens, hidden size h, a heads, f inner size, split over t ranks:
+
+    norm    QKV: [bs, h] x [h, (h + 2 h_kv)/t]    scores: a/t x [s, d] x [d, s]    softmax, dropout
+    values: a/t x [s, s] x [s, d]    projection: [bs, h/t] x [h/t, h]    all-reduce    dropout, add
+    norm    up: [bs, h] x [h, f/t] (twice if gated)    activation    down: [bs, f/t] x [f/t, h]
+    all-reduce    dropout, add
+
+What backward needs is counted as in Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (2022): the input of every product, norm and activation, and masks of dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from shoal.errors import BadInput
+from shoal.plan.workload import Kernel, LayerCost, LayerRun, Message, Precision, Split
+
+MIXED = Precision("fp16", 2, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class TransformerSizes:
+    """The sizes of a decoder; `kv_heads` below `heads` is grouped-query attention."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int = 51200
+    sequence: int = 2048
+    kv_heads: int | None = None
+    ffn: int | None = None
+    gated: bool = False
+    experts: int = 1
+    top_k: int = 1
+    dropout: bool = True
+    tied: bool = True
+    learned_positions: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocab", "sequence", "experts", "top_k"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name}={getattr(self, name)} of a transformer must be 1 or more")
+        if self.hidden % self.heads or self.heads % self.key_heads:
+            raise BadInput(
+                f"heads={self.heads} must divide hidden={self.hidden}, and kv_heads="
+                f"{self.key_heads} must divide heads"
+            )
+
+    @property
+    def key_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def qkv(self) -> int:
+        """Columns of the matrix that makes queries, keys and values."""
+        return self.hidden + 2 * self.key_heads * self.head_size
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A `Workload` of one embedding, equal blocks and a head; a sample is one sequence."""
+
+    name: str
+    sizes: TransformerSizes
+    precision: Precision = MIXED
+
+    @cached_property
+    def runs(self) -> tuple[LayerRun, ...]:
+        blocks = LayerRun("block", self.sizes.layers)
+        return (LayerRun("embedding", 1), blocks, LayerRun("head", 1))
+
+    def cost(self, run: int, split: Split) -> LayerCost:
+        return (_embedding, _block, _head)[run](self, split)
+
+    def model_flops(self, samples: int) -> float:
+        one = Split()
+        total = 0.0
+        for index, run in enumerate(self.runs):
+            cost = self.cost(index, one)
+            kernels = (*cost.forward, *cost.backward_input, *cost.backward_weight)
+            total += run.count * sum(kernel.flops for kernel in kernels)
+        return total * samples
+
+
+def product(name: str, m: float, n: float, k: float, width: int, batch: float = 1) -> Kernel:
+    """A matrix product [m, k] x [k, n], `batch` times."""
+    rows, columns, inner, times = (max(1, round(size)) for size in (m, n, k, batch))
+    flops = 2.0 * rows * columns * inner * times
+    moved = float(width) * times * (rows * inner + inner * columns + rows * columns)
+    return Kernel(name, flops, moved, rows, columns, inner, times)
+
+
+def moving(name: str, num_bytes: float) -> Kernel:
+    """An operation that is bound by memory: norms, dropout, activations, additions."""
+    return Kernel(name, 0.0, num_bytes)
+
+
+def _gradients(kernel: Kernel, width: int) -> tuple[Kernel, Kernel]:
+    """The products of backward: the gradient of the input and that of the weight."""
+    _, _, _, m, n, k, batch = kernel
+    to_input = product(f"{kernel.name} input gradient", m, k, n, width, batch)
+    return to_input, product(f"{kernel.name} weight gradient", k, n, m, width, batch)
+
+
+@lru_cache(maxsize=100_000)
+def _block(model: Transformer, split: Split) -> LayerCost:
+    sizes = model.sizes
+    width = model.precision.parameter_bytes
+    tokens = split.microbatch * sizes.sequence / split.cp
+    rows = tokens * (1 / split.tp if split.sequence_parallel else 1)  # of norms and dropouts
+    hidden_bytes = width * rows * sizes.hidden
+    attention = _attention(sizes, split, width)
+    linear = _linear_products(sizes, split, width)
+    pointwise = _pointwise(sizes, split, width, hidden_bytes)
+    backward = [_gradients(kernel, width) for kernel in linear]
+    core = tuple(_gradients(kernel, width) for kernel in attention if kernel.flops)
+    forward = (*linear, *attention, *pointwise)
+    backward_moves = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in pointwise)
+    moved = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in attention if not k.flops)
+    message = _tp_messages(split, width * tokens * sizes.hidden)
+    again = {"none": (), "selective": attention, "full": forward}[split.recompute]
+    return LayerCost(
+        forward=forward,
+        backward_input=(
+            *(one for one, _ in backward),
+            *(kernel for pair in core for kernel in pair),
+            *backward_moves,
+            *moved,
+        ),
+        backward_weight=tuple(other for _, other in backward),
+        recompute=again,
+        forward_messages=message + _ep_messages(sizes, split, width * tokens * sizes.hidden),
+        backward_messages=message + _ep_messages(sizes, split, width * tokens * sizes.hidden),
+        parameters=_block_parameters(sizes, split),
+        activation_bytes=_kept(sizes, split, width),
+        output_bytes=width * tokens * sizes.hidden / (split.tp if split.sequence_parallel else 1),
+    )
+
+
+def _linear_products(sizes: TransformerSizes, split: Split, width: int) -> tuple[Kernel, ...]:
+    tokens = split.microbatch * sizes.sequence / split.cp
+    hidden = sizes.hidden
+    inner = sizes.inner / split.tp
+    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
+    expert_tokens = tokens * sizes.top_k
+    copies = sizes.experts / split.ep  # products of a worker's experts, each with its tokens
+    per_expert = expert_tokens / copies if sizes.experts > 1 else tokens
+    times = copies if sizes.experts > 1 else 1
+    up = 2 if sizes.gated else 1
+    return (
+        product("qkv", tokens, hidden / split.tp + 2 * kv, hidden, width),
+        product("projection", tokens, hidden, hidden / split.tp, width),
+        product("up", per_expert, up * inner, hidden, width, times),
+        product("down", per_expert, hidden, inner, width, times),
+    )
+
+
+def _attention(sizes: TransformerSizes, split: Split, width: int) -> tuple[Kernel, ...]:
+    heads = split.microbatch * sizes.heads / split.tp
+    queries = sizes.sequence / split.cp
+    scores = product("scores", queries, sizes.sequence, sizes.head_size, width, heads)
+    values = product("values", queries, sizes.head_size, sizes.sequence, width, heads)
+    if split.flash_attention:  # scores stay on the chip, and causal halves are skipped
+        moved = width * heads * 2 * (queries + sizes.sequence) * sizes.head_size
+        flops = (scores.flops + values.flops) / 2
+        dims = scores._replace(name="attention", flops=flops, bytes=moved)
+        return (dims,)
+    table = width * heads * queries * sizes.sequence
+    softmax = moving("mask and softmax", 2 * table)
+    drop = (moving("attention dropout", 2 * table + table / width),) if sizes.dropout else ()
+    return (scores, softmax, *drop, values)
+
+
+def _pointwise(
+    sizes: TransformerSizes, split: Split, width: int, hidden_bytes: float
+) -> tuple[Kernel, ...]:
+    tokens = split.microbatch * sizes.sequence / split.cp * sizes.top_k
+    inner_bytes = width * tokens * sizes.inner / split.tp
+    mask = hidden_bytes / width if sizes.dropout else 0.0
+    reads = 3 if sizes.gated else 2
+    return (
+        moving("norm", 2 * hidden_bytes),
+        moving("dropout and add", 3 * hidden_bytes + mask),
+        moving("norm", 2 * hidden_bytes),
+        moving("activation", reads * inner_bytes),
+        moving("dropout and add", 3 * hidden_bytes + mask),
+    )
+
+
+def _tp_messages(split: Split, num_bytes: float) -> tuple[Message, ...]:
+    """Two a direction; under sequence parallelism an all-gather and a reduce-scatter each."""
+    if split.tp == 1:
+        return ()
+    if split.sequence_parallel:
+        pair = (
+            Message("all_gather", "tp", num_bytes),
+            Message("reduce_scatter", "tp", num_bytes),
+        )
+        return pair + pair
+    return (Message("all_reduce", "tp", num_bytes),) * 2
+
+
+def _ep_messages(sizes: TransformerSizes, split: Split, num_bytes: float) -> tuple[Message, ...]:
+    if split.ep == 1 or sizes.experts == 1:
+        return ()
+    return (Message("all_to_all", "ep", num_bytes * sizes.top_k),) * 2
+
+
+def _block_parameters(sizes: TransformerSizes, split: Split) -> float:
+    up = 2 if sizes.gated else 1
+    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
+    attention = sizes.hidden * (sizes.hidden / split.tp + 2 * kv) + sizes.hidden**2 / split.tp
+    expert = (up + 1) * sizes.hidden * sizes.inner / split.tp
+    router = sizes.hidden * sizes.experts if sizes.experts > 1 else 0
+    biases = 0.0 if sizes.gated else (3 * sizes.hidden + sizes.inner) / split.tp + 2 * sizes.hidden
+    norms = (2 if sizes.gated else 4) * sizes.hidden
+    return attention + expert * sizes.experts / split.ep + router + biases + norms
+
+
+def _kept(sizes: TransformerSizes, split: Split, width: int) -> float:
+    """Bytes between forward and backward; `width` 2 gives sbh(10 + 24/t + 5as/(ht))."""
+    tokens = split.microbatch * sizes.sequence / split.cp
+    rows = tokens / (split.tp if split.sequence_parallel else 1)
+    block_input = width * rows * sizes.hidden
+    if split.recompute == "full":
+        return block_input
+    masks = 2 * rows * sizes.hidden if sizes.dropout else 0.0
+    per_row = 4 * block_input + masks  # two norms, and the inputs of QKV and of the MLP
+    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
+    heads = width * tokens * (2 * sizes.hidden / split.tp + 2 * kv)  # Q, K, V, projection's input
+    inner = (3 if sizes.gated else 2) * width * tokens * sizes.top_k * sizes.inner / split.tp
+    kept = per_row + heads + inner
+    if split.recompute == "none" and not split.flash_attention:
+        scores = split.microbatch * sizes.heads / split.tp * sizes.sequence**2 / split.cp
+        kept += scores * (2 * width + 1 if sizes.dropout else width)
+    return kept
+
+
+@lru_cache(maxsize=100_000)
+def _embedding(model: Transformer, split: Split) -> LayerCost:
+    sizes = model.sizes
+    width = model.precision.parameter_bytes
+    tokens = split.microbatch * sizes.sequence / split.cp
+    out = width * tokens * sizes.hidden
+    positions = sizes.sequence * sizes.hidden if sizes.learned_positions else 0
+    messages = (Message("all_reduce", "tp", out),) if split.tp > 1 else ()
+    rows = out / (split.tp if split.sequence_parallel else 1)
+    return LayerCost(
+        forward=(moving("embedding", 3 * out),),
+        backward_input=(),
+        backward_weight=(moving("embedding backward", 3 * out),),
+        recompute=(),
+        forward_messages=messages,
+        backward_messages=(),
+        parameters=sizes.vocab * sizes.hidden / split.tp + positions,
+        activation_bytes=(rows / width if sizes.dropout else 0.0) + 8 * tokens,
+        output_bytes=rows,
+    )
+
+
+@lru_cache(maxsize=100_000)
+def _head(model: Transformer, split: Split) -> LayerCost:
+    """The last norm, logits and cross-entropy; logits are kept in fp32."""
+    sizes = model.sizes
+    width = model.precision.parameter_bytes
+    tokens = split.microbatch * sizes.sequence / split.cp
+    columns = sizes.vocab / split.tp
+    logits = product("logits", tokens, columns, sizes.hidden, width)
+    to_input, to_weight = _gradients(logits, width)
+    table = tokens * columns
+    hidden_bytes = width * tokens * sizes.hidden
+    messages = (Message("all_reduce", "tp", 4 * tokens),) * 3 if split.tp > 1 else ()
+    back = (Message("all_reduce", "tp", hidden_bytes),) if split.tp > 1 else ()
+    own = 0.0 if sizes.tied else sizes.vocab * sizes.hidden / split.tp
+    return LayerCost(
+        forward=(moving("norm", 2 * hidden_bytes), logits, moving("softmax", (width + 8) * table)),
+        backward_input=(to_input, moving("softmax backward", (width + 4) * table)),
+        backward_weight=(to_weight,),
+        recompute=(),
+        forward_messages=messages,
+        backward_messages=back,
+        parameters=own + 2 * sizes.hidden,
+        activation_bytes=2 * hidden_bytes + 4 * table,
+        output_bytes=0.0,
+    )
