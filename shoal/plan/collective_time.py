@@ -13,7 +13,6 @@ it. The slowest hop sets the pace of the ring:
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
@@ -40,12 +39,32 @@ class Hop(NamedTuple):
         return f"{self.level} ({show_rate(self.bytes_per_s)})"
 
 
+class Network:
+    """The links of a cluster, with what was asked of them before."""
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+        self._collectives: dict[tuple[str, RankGroup, float], CollectiveTime] = {}
+        self._sends: dict[tuple[RankGroup, float], CollectiveTime] = {}
+
+    def collective(self, kind: str, group: RankGroup, num_bytes: float) -> CollectiveTime:
+        key = (kind, group, num_bytes)
+        if key not in self._collectives:
+            self._collectives[key] = collective_time(self.cluster, kind, group, num_bytes)
+        return self._collectives[key]
+
+    def send(self, group: RankGroup, num_bytes: float) -> CollectiveTime:
+        key = (group, num_bytes)
+        if key not in self._sends:
+            self._sends[key] = send_time(self.cluster, group, num_bytes)
+        return self._sends[key]
+
+
 def ranks_in_node(cluster: Cluster, group: RankGroup) -> int:
     """How many ranks of a group are in one node."""
     return max(1, min(group.size, cluster.node.devices // group.stride))
 
 
-@lru_cache(maxsize=65536)
 def hops(cluster: Cluster, group: RankGroup) -> tuple[Hop, ...]:
     """The kinds of hops that a ring in rank order makes, from the innermost level outwards."""
     inside = ranks_in_node(cluster, group)
@@ -103,7 +122,6 @@ def _between_racks(cluster: Cluster, group: RankGroup, inside: int) -> Hop:
     return Hop(words, uplinks / groups, nic.alpha_s + cluster.uplink_alpha_s)
 
 
-@lru_cache(maxsize=262144)
 def collective_time(
     cluster: Cluster, kind: str, group: RankGroup, num_bytes: float
 ) -> CollectiveTime:
@@ -159,7 +177,6 @@ def _all_to_all(cluster: Cluster, group: RankGroup, num_bytes: float) -> Collect
     return CollectiveTime(alpha_s + seconds, bound)
 
 
-@lru_cache(maxsize=65536)
 def send_time(cluster: Cluster, group: RankGroup, num_bytes: float) -> CollectiveTime:
     """One message to the next rank of a group, while all ranks of the cluster do the same."""
     if group.size <= 1:

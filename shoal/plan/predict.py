@@ -23,7 +23,43 @@ class StepSettings:
     microbatch: int | None = None  # samples; None: as `microbatches` of pp or 1 micro-batch says
     recompute: Recompute = "none"
     flash_attention: bool = False
-    order: RankOrder = IN_SHOALS_ORDER
+
+
+class Predictor:
+    """Predicts strategies for one workload on one cluster."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, order: RankOrder = IN_SHOALS_ORDER):
+        self.workload = workload
+        self.cluster = cluster
+        self._pricer = ReplicaPricer(workload, cluster, order)
+        self._flops = workload.model_flops(1)
+        self._peak = cluster.device.flops_of(workload.precision.compute)
+
+    def predict(self, strategy: Strategy, workers: int, settings: StepSettings) -> Prediction:
+        layout = strategy.layout(workers)
+        microbatch, microbatches = _micro_batches(strategy, layout, settings)
+        split = _split(strategy, layout, settings, microbatch)
+        replica = self._pricer.price(layout, split, microbatches, _shape(strategy))
+        term = strategy.sync_for(layout.replicas)
+        question = _question(self._pricer, layout, replica, microbatches, workers)
+        sync = PRICERS[term.name](term, question)
+        parts = (*replica.parts, *sync.parts)
+        step_s = sum(part.seconds for part in parts)
+        return Prediction(
+            strategy=str(strategy),
+            workers=workers,
+            cluster=self.cluster.name,
+            batch=settings.batch,
+            step_s=step_s,
+            low_s=step_s,
+            high_s=step_s,
+            parts=parts,
+            memory=_with_activations(sync.memory, self.workload, layout, split, microbatches),
+            memory_limit_bytes=self.cluster.device.memory_bytes,
+            samples_per_s=settings.batch / step_s,
+            mfu=self._flops * settings.batch / (self._peak * workers * step_s),
+            convergence=sync.convergence,
+        )
 
 
 def predict(
@@ -33,33 +69,9 @@ def predict(
     workers: int,
     settings: StepSettings,
 ) -> Prediction:
-    chosen = as_strategy(strategy)
-    layout = chosen.layout(workers)
-    microbatch, microbatches = _micro_batches(chosen, layout, settings)
-    split = _split(chosen, layout, settings, microbatch)
-    pricer = ReplicaPricer(workload, cluster.of_size(workers), layout, settings.order)
-    replica = pricer.price(split, microbatches, _shape(chosen))
-    term = chosen.sync_for(layout.replicas)
-    sync = PRICERS[term.name](term, _question(pricer, replica, microbatches, workers))
-    parts = (*replica.parts, *sync.parts)
-    step_s = sum(part.seconds for part in parts)
-    flops = workload.model_flops(settings.batch)
-    peak = cluster.device.flops_of(workload.precision.compute) * workers
-    return Prediction(
-        strategy=str(chosen),
-        workers=workers,
-        cluster=cluster.name,
-        batch=settings.batch,
-        step_s=step_s,
-        low_s=step_s,
-        high_s=step_s,
-        parts=parts,
-        memory=_with_activations(sync.memory, pricer, split, microbatches),
-        memory_limit_bytes=cluster.device.memory_bytes,
-        samples_per_s=settings.batch / step_s,
-        mfu=flops / (peak * step_s),
-        convergence=sync.convergence,
-    )
+    """One prediction; a `Predictor` is faster for many."""
+    predictor = Predictor(workload, cluster.of_size(workers))
+    return predictor.predict(as_strategy(strategy), workers, settings)
 
 
 def _micro_batches(strategy: Strategy, layout: Layout, settings: StepSettings) -> tuple[int, int]:
@@ -101,11 +113,11 @@ def _shape(strategy: Strategy) -> PipelineShape:
 
 
 def _question(
-    pricer: ReplicaPricer, replica: ReplicaPrice, microbatches: int, workers: int
+    pricer: ReplicaPricer, layout: Layout, replica: ReplicaPrice, microbatches: int, workers: int
 ) -> Agreement:
     return Agreement(
-        pricer.cluster,
-        pricer.group("dp"),
+        pricer.network,
+        pricer.order.group(layout, "dp"),
         replica.parameters,
         pricer.workload.precision,
         replica.seconds,
@@ -116,11 +128,12 @@ def _question(
 
 
 def _with_activations(
-    memory: DeviceMemory, pricer: ReplicaPricer, split: Split, microbatches: int
+    memory: DeviceMemory, workload: Workload, layout: Layout, split: Split, microbatches: int
 ) -> DeviceMemory:
     """The first stage keeps the activations of as many micro-batches as there are stages."""
-    runs = pricer.workload.runs
-    costs = [pricer.workload.cost(run, split) for run in range(len(runs))]
-    whole = sum(run.count * cost.activation_bytes for run, cost in zip(runs, costs, strict=True))
-    stages = pricer.layout.pp
+    whole = sum(
+        run.count * workload.cost(index, split).activation_bytes
+        for index, run in enumerate(workload.runs)
+    )
+    stages = layout.pp
     return replace(memory, activations=whole / stages * min(stages, microbatches))

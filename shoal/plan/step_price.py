@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from shoal.cluster.cluster import Cluster
-from shoal.plan.collective_time import CollectiveTime, collective_time, send_time
+from shoal.plan.collective_time import CollectiveTime, Network
 from shoal.plan.kernel_time import KernelModel, KernelTime
 from shoal.plan.prediction import Part
 from shoal.plan.rank_order import IN_SHOALS_ORDER, RankGroup, RankOrder
-from shoal.plan.workload import Kernel, LayerCost, Message, Split, Workload
+from shoal.plan.workload import LayerCost, Message, Split, Workload
 from shoal.strategy.strategy import Layout
 
 
@@ -51,68 +50,67 @@ class ReplicaPrice:
     seconds: float
 
 
-@dataclass(frozen=True)
 class ReplicaPricer:
-    workload: Workload
-    cluster: Cluster
-    layout: Layout
-    order: RankOrder = IN_SHOALS_ORDER
+    """Prices replicas of one workload on one cluster; remembers the times of layers."""
 
-    def price(self, split: Split, microbatches: int, pipeline: PipelineShape) -> ReplicaPrice:
-        times = [self.layer_time(run, split) for run in range(len(self.workload.runs))]
-        stages = self.stages(times)
-        transfer = self.transfer(split)
+    def __init__(self, workload: Workload, cluster: Cluster, order: RankOrder = IN_SHOALS_ORDER):
+        self.workload = workload
+        self.cluster = cluster
+        self.order = order
+        self.network = Network(cluster)
+        self._kernels = KernelModel(cluster.device, workload.precision.compute)
+        self._times: dict[tuple[int, Split, tuple[RankGroup, ...]], LayerTime] = {}
+
+    def price(
+        self, layout: Layout, split: Split, microbatches: int, pipeline: PipelineShape
+    ) -> ReplicaPrice:
+        times = [self.layer_time(run, split, layout) for run in range(len(self.workload.runs))]
+        stages = deal_layers([run.count for run in self.workload.runs], times, layout.pp)
+        transfer = self._transfer(split, layout)
         return _assemble(self, split, times, stages, microbatches, pipeline, transfer)
 
-    def layer_time(self, run: int, split: Split) -> LayerTime:
-        return _layer_time(self, run, split)
+    def layer_time(self, run: int, split: Split, layout: Layout) -> LayerTime:
+        groups = tuple(self.order.group(layout, axis) for axis in ("tp", "cp", "ep"))
+        key = (run, split, groups)
+        if key not in self._times:
+            self._times[key] = self._layer_time(
+                run, split, dict(zip(_SPLIT_AXES, groups, strict=True))
+            )
+        return self._times[key]
 
-    def group(self, axis: str) -> RankGroup:
-        return self.order.group(self.layout, axis)
+    def _layer_time(self, run: int, split: Split, groups: dict[str, RankGroup]) -> LayerTime:
+        cost = self.workload.cost(run, split)
+        messages_s: dict[str, float] = {}
+        bounds: dict[str, str] = {}
+        for message in _messages(cost, split):
+            took = self.network.collective(message.kind, groups[message.axis], message.bytes)
+            messages_s[message.axis] = messages_s.get(message.axis, 0.0) + took.seconds
+            bounds[message.axis] = took.bound
+        return LayerTime(
+            self._kernels.time(cost.forward),
+            self._kernels.time((*cost.backward_input, *cost.backward_weight)),
+            self._kernels.time(cost.backward_weight).seconds,
+            self._kernels.time(cost.recompute),
+            messages_s,
+            bounds,
+        )
 
-    def stages(self, times: Sequence[LayerTime]) -> list[list[int]]:
-        """How many layers of each run every stage has; the slowest stage is as fast as can be."""
-        return deal_layers([run.count for run in self.workload.runs], times, self.layout.pp)
-
-    def transfer(self, split: Split) -> CollectiveTime:
+    def _transfer(self, split: Split, layout: Layout) -> CollectiveTime:
         """One activation to the next stage; the widest of all cuts."""
-        if self.layout.pp == 1:
+        if layout.pp == 1:
             return CollectiveTime(0.0, "")
-        widest = max(self.workload.cost(i, split).output_bytes for i in self._inner_runs())
-        return send_time(self.cluster, self.group("pp"), widest)
+        runs = range(max(1, len(self.workload.runs) - 1))
+        widest = max(self.workload.cost(run, split).output_bytes for run in runs)
+        return self.network.send(self.order.group(layout, "pp"), widest)
 
-    def _inner_runs(self) -> range:
-        return range(max(1, len(self.workload.runs) - 1))
+
+_SPLIT_AXES = ("tp", "cp", "ep")
 
 
 @dataclass(frozen=True)
 class PipelineShape:
     schedule: str = "1f1b"
     chunks: int = 1
-
-
-@lru_cache(maxsize=65536)
-def _layer_time(pricer: ReplicaPricer, run: int, split: Split) -> LayerTime:
-    workload = pricer.workload
-    cost = workload.cost(run, split)
-    model = KernelModel(pricer.cluster.device, workload.precision.compute)
-    messages_s: dict[str, float] = {}
-    bounds: dict[str, str] = {}
-    for message in _messages(cost, split):
-        took = collective_time(
-            pricer.cluster, message.kind, pricer.group(message.axis), message.bytes
-        )
-        messages_s[message.axis] = messages_s.get(message.axis, 0.0) + took.seconds
-        bounds[message.axis] = took.bound
-    backward: tuple[Kernel, ...] = (*cost.backward_input, *cost.backward_weight)
-    return LayerTime(
-        model.time(cost.forward),
-        model.time(backward),
-        model.time(cost.backward_weight).seconds,
-        model.time(cost.recompute),
-        messages_s,
-        bounds,
-    )
 
 
 def _messages(cost: LayerCost, split: Split) -> tuple[Message, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.plan.collective_time import collective_time
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.sync_price.base import Agreement, SyncPrice, exposed, prices, update_part
 
@@ -25,9 +24,7 @@ def zero(term: Any, question: Agreement) -> SyncPrice:
     """Stages 1 and 2: reduce-scatter, and all-gather of the weights; 3 gathers twice a step."""
     size = question.group.size
     reduced = _reduced(question, "reduce_scatter", 25e6)
-    gathered = collective_time(
-        question.cluster, "all_gather", question.group, question.parameter_bytes
-    )
+    gathered = question.network.collective("all_gather", question.group, question.parameter_bytes)
     times = 1 if term.stage < 3 else 2 * question.microbatches
     weights = Part("weights", times * gathered.seconds, gathered.bound)
     of = (1 if term.stage < 3 else size, 1 if term.stage < 2 else size, size)
@@ -35,9 +32,9 @@ def zero(term: Any, question: Agreement) -> SyncPrice:
 
 
 def _reduced(question: Agreement, kind: str, bucket_bytes: float) -> Part:
-    took = collective_time(question.cluster, kind, question.group, question.gradient_bytes)
-    bucket = collective_time(
-        question.cluster, kind, question.group, min(bucket_bytes, question.gradient_bytes)
+    took = question.network.collective(kind, question.group, question.gradient_bytes)
+    bucket = question.network.collective(
+        kind, question.group, min(bucket_bytes, question.gradient_bytes)
     )
     left_s = exposed(took.seconds, question.backward_s, bucket.seconds)
     return Part("gradients", left_s, took.bound)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.cluster.cluster import Cluster
+from shoal.plan.collective_time import Network
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.rank_order import RankGroup
 from shoal.plan.workload import Precision
@@ -16,7 +17,7 @@ from shoal.plan.workload import Precision
 class Agreement:
     """One replica's share of the question: its device with the most parameters decides."""
 
-    cluster: Cluster
+    network: Network
     group: RankGroup  # the replicas of one device: the dp axis
     parameters: float  # numbers on the device, before replicas divide them
     precision: Precision
@@ -24,6 +25,10 @@ class Agreement:
     backward_s: float  # of the last micro-batch, during which gradients can be sent
     microbatches: int
     workers: int
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.network.cluster
 
     @property
     def gradient_bytes(self) -> float:
