@@ -173,10 +173,8 @@ def _assemble(
         parts.append(Part("pp", sends * transfer.seconds, transfer.bound))
         busy_s += bubble_s + sends * transfer.seconds
     backward = [n * t.backward.seconds for n, t in zip(stages[slowest], times, strict=True)]
-    held = [
-        sum(n * pricer.workload.cost(run, split).parameters for run, n in enumerate(stage))
-        for stage in stages
-    ]
+    sizes = [pricer.workload.cost(run, split).parameters for run in range(len(times))]
+    held = [sum(n * size for n, size in zip(stage, sizes, strict=True)) for stage in stages]
     return ReplicaPrice(tuple(parts), sum(backward), max(held), busy_s)
 
 
