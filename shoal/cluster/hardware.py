@@ -50,6 +50,8 @@ class Device:
     matmul_efficiency: Curve = Curve()  # share of the peak by operations of one matrix product
     memory_efficiency: Curve = Curve()  # share of the bandwidth by bytes of one kernel
     launch_s: float = 0.0  # the least time of one kernel
+    wait_s: float = 0.0  # the host waits for the device: at a blocking send between stages
+    step_s: float = 0.0  # once a step: data, bookkeeping, the optimizer's host time
     source: str = "spec"
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 

@@ -23,6 +23,8 @@ class StepSettings:
     microbatch: int | None = None  # samples; None: as `microbatches` of pp or 1 micro-batch says
     recompute: Recompute = "none"
     flash_attention: bool = False
+    overlap: bool = True  # gradients are sent while backward runs
+    even_stages: bool = False  # as many blocks in every stage, however long the head takes
 
 
 class Predictor:

@@ -60,6 +60,7 @@ class LayerCost:
     parameters: float  # numbers on one device
     activation_bytes: float  # kept between forward and backward
     output_bytes: float  # what the next layer gets: sent where a pipeline is cut behind it
+    shared_parameters: float = 0.0  # of an earlier layer: another stage needs a copy of them
 
 
 @dataclass(frozen=True)
