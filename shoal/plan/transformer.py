@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from shoal.errors import BadInput
-from shoal.plan.workload import Kernel, LayerCost, LayerRun, Message, Precision, Split
+from shoal.plan.workload import Kernel, LayerCost, LayerRun, Message, Precision, Split, SplitLimits
 
 MIXED = Precision("fp16", 2, 2, 4, 8)
 
@@ -80,6 +80,12 @@ class Transformer:
     def runs(self) -> tuple[LayerRun, ...]:
         blocks = LayerRun("block", self.sizes.layers)
         return (LayerRun("embedding", 1), blocks, LayerRun("head", 1))
+
+    @property
+    def limits(self) -> SplitLimits:
+        sizes = self.sizes
+        heads = (sizes.heads, sizes.key_heads)
+        return SplitLimits(heads, sizes.sequence, sizes.experts, sizes.layers, True)
 
     def cost(self, run: int, split: Split) -> LayerCost:
         return (_embedding, _block, _head)[run](self, split)

@@ -82,6 +82,17 @@ class Precision:
     state_bytes: int = 8  # of the optimizer: 8 for Adam, 4 for momentum, 0 for SGD
 
 
+@dataclass(frozen=True)
+class SplitLimits:
+    """How far a model can be split: a size of tp, cp or ep divides one of its numbers here."""
+
+    tp: tuple[int, ...] = (1,)  # heads, key heads: each is divided, or divides, evenly
+    cp: int = 1  # positions of a sequence
+    ep: int = 1  # experts
+    stages: int | None = None  # the most of pp; None: as many as there are layers
+    sequence_parallel: bool = False
+
+
 class Workload(Protocol):
     """A model and one sample of its data."""
 
@@ -91,6 +102,8 @@ class Workload(Protocol):
     def precision(self) -> Precision: ...
     @property
     def runs(self) -> tuple[LayerRun, ...]: ...
+    @property
+    def limits(self) -> SplitLimits: ...
     def cost(self, run: int, split: Split) -> LayerCost:
         """The cost of one layer of the run of this index."""
         ...
