@@ -362,6 +362,28 @@ class Counting(nn.Module):
         return x
 
 
+class CountingSteps(nn.Module):
+    """Changes a buffer in place, which tracing would do once and for all."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps.add_(1)
+        out: Tensor = self.layers(x)
+        return out
+
+
+def test_a_buffer_that_the_forward_counts_in_has_the_value_of_one_worker(world: World) -> None:
+    assert_equal(world, 2, "pp(2, microbatches=1)", CountingSteps, samples(24), 8)
+
+
 class LossInTraining(nn.Module):
     """Returns something else in evaluation mode, and fails there, as a wrapped detector does."""
 

@@ -14,6 +14,9 @@ precision, where rounding all but vanishes and an error does not (`double_check.
   what rounding has changed on one worker, if that is more. Where this does not suffice, the script
   runs on one worker again with the same additions in another order (each micro-batch in as many
   pieces as there are workers, or reversed where there is BatchNorm), which is measured, too.
+- How much training amplifies rounding shows in double precision as well: the same steps turn
+  1e-16 into what the runs differ by there. Ten times that difference, scaled by the ratio of the
+  unit roundoffs, is allowed up to 10% instead of 1%.
 
 Where a script does not run in double precision, rounding is bounded like this: a sum of n terms
 that are added in another order changes by about λ·u·√n of its size, where u is the unit roundoff
@@ -39,6 +42,8 @@ from shoal.observe.double_check import LARGEST, MARGIN, DoubleCheck
 
 LAMBDA = 4.0
 COARSEST = torch.finfo(torch.bfloat16).eps
+LARGEST_CHAOTIC = 0.1
+_ROUNDOFF_RATIO = torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,14 @@ class _Measured:
             return measured
         return max(plain, most, MARGIN * change)
 
+    @property
+    def largest(self) -> float:
+        """What amplified rounding may change, relative to the loss or the largest value."""
+        if self.double is None or not self.double.ok or not self.double.tensors:
+            return LARGEST
+        explained = MARGIN * _finite(self.double.worst.difference) * _ROUNDOFF_RATIO
+        return max(LARGEST, min(explained, LARGEST_CHAOTIC))
+
     def relative_loss_change(self, alone: CapturedRun) -> float:
         """What rounding changes in the last loss, relative to it."""
         if not alone.losses:
@@ -193,7 +206,7 @@ def _losses(alone: CapturedRun, together: CapturedRun, measured: _Measured) -> l
         if i == 0:
             tolerance = max(plain, min(MARGIN * change, COARSEST * size))
         else:
-            tolerance = measured.tolerance(difference, plain, change, LARGEST * size)
+            tolerance = measured.tolerance(difference, plain, change, measured.largest * size)
         differences.append(Difference(f"step {i + 1}", difference, tolerance))
     return differences
 
@@ -202,9 +215,9 @@ def _tensors(alone: CapturedRun, together: CapturedRun, measured: _Measured) -> 
     differences = []
     floats = [t for t in alone.tensors.values() if t.is_floating_point() and t.numel()]
     largest = _finite(max((float(t.abs().max()) for t in floats), default=0.0))
-    amplified = LARGEST
+    amplified = measured.largest
     if measured.double is not None and measured.double.ok:
-        amplified = max(LARGEST, MARGIN * measured.relative_loss_change(alone))
+        amplified = max(amplified, MARGIN * measured.relative_loss_change(alone))
     for name, tensor in alone.tensors.items():
         difference = distance(tensor, together.tensors.get(name))
         tolerance = 0.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _CONSTANT = "_tensor_constant"  # torch.fx keeps the tensors of a graph in the module it has traced
 
@@ -17,6 +18,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     A forward that is traced, or runs on shapes alone, would keep stand-ins for tensors.
     """
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    buffers = BufferValues(model)
     contents = [
         (value, value.copy())
         for _, attributes in before
@@ -33,3 +35,27 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         for value, items in contents:
             value.clear()
             value.extend(items) if type(value) is list else value.update(items)
+        buffers.restore()
+
+
+class BufferValues:
+    """The buffers of a model, which a forward may change in place, such as a count of batches."""
+
+    def __init__(self, model: nn.Module):
+        self._before = [
+            (name, buffer, buffer._version, buffer.clone())
+            for name, buffer in model.named_buffers()
+            if buffer.device.type != "meta" and not buffer.is_inference()
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> list[str]:
+        """Undo changes in place; the names of the buffers that had any."""
+        changed: list[tuple[str, Tensor, Tensor]] = [
+            (name, buffer, value)
+            for name, buffer, version, value in self._before
+            if buffer._version != version
+        ]
+        for _, buffer, value in changed:
+            buffer.copy_(value)
+        return [name for name, _, _ in changed]

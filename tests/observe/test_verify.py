@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.observe.captured_run import CapturedRun, Difference, distance
-from shoal.observe.double_check import MARGIN
+from shoal.observe.double_check import MARGIN, DoubleCheck
 from shoal.observe.verify import Verification, bound, judge
 
 LOSSES = [2.0, 1.5, 1.0]
@@ -227,3 +227,13 @@ def test_a_capture_is_read_from_its_folder(tmp_path: Path) -> None:
     read = CapturedRun.read(tmp_path)
     assert replace(read, tensors={}) == replace(RUN, tensors={})
     assert judge(RUN, read, never).ok
+
+
+@pytest.mark.parametrize(("in_double", "expected"), [(1e-8, True), (1e-15, False)])
+def test_amplification_in_double_precision_explains_a_larger_difference(
+    in_double: float, expected: bool
+) -> None:
+    """5% of a later loss: rounding, if the same steps turn 1e-16 into 1e-8; else an error."""
+    double = DoubleCheck(3, [Difference("first.weight", in_double, 1e-6)], {}, [])
+    together = replace(RUN, losses=[2.0, 1.5, 1.05])
+    assert judge(RUN, together, lambda: RUN, double).ok is expected

@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import BadInput
+from shoal.replica.attributes import BufferValues
 from shoal.replica.deferred_init import full_name
 from shoal.replica.fx_tracing import ThreadTracer, tracing
 
@@ -237,13 +238,17 @@ def _trace(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Gra
 def _nothing_kept(model: nn.Module) -> Iterator[None]:
     """What the forward keeps as attributes while it is traced are no values."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    buffers = BufferValues(model)
     try:
         yield
         for now, _ in before:
             for key, value in now.items():
                 if isinstance(value, fx.Proxy):
                     raise ValueError(f"it sets {key}")
+        for name in buffers.restore():
+            raise ValueError(f"it changes {name}")
     finally:
+        buffers.restore()
         for now, earlier in before:
             for key in [key for key, value in now.items() if isinstance(value, fx.Proxy)]:
                 now.pop(key)
