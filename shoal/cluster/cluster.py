@@ -32,6 +32,7 @@ class Node:
     nics: int = 1  # shared by the node's devices
     memory_bytes_per_s: float | None = None  # of the host, where its devices share it
     cores: int | None = None
+    torus: tuple[int, ...] | None = None  # the fabric joins neighbors of a torus, as (8, 8)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class LinkSpec:
     alpha_s: float  # of one message, end to end
     efficiency: float = 1.0  # share of `bytes_per_s` that large messages reach
     shared: bool = False  # one for all devices behind it, as PCIe; else one for each
+    transport: str = "rdma"  # of a NIC: rdma; tcp and ipoib go through the host
     source: str = "spec"
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 

@@ -1,0 +1,223 @@
+"""Cluster files: TOML with the units in the key names.
+
+    name = "two-nodes"
+    nodes = 2
+    [device]
+    memory_GB = 80
+    memory_GB_per_s = 2039
+    peak_TFLOP_per_s = { fp16 = 312 }
+    [link.infiniband]
+    Gb_per_s = 200
+    alpha_us = 5
+    [node]
+    devices = 8
+    nic = "infiniband"
+
+All rates of links are in one direction. `docs/cluster.md` lists the keys.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.cluster.cluster import Cluster, Node, Noise
+from shoal.cluster.hardware import Device, LinkSpec
+from shoal.cluster.toml_block import Block, suggestion
+from shoal.cluster.topology_checks import check_node, oversubscription_of_ports
+from shoal.errors import BadInput
+
+TRANSPORTS = ("rdma", "tcp", "ipoib")
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
+DEVICE_UNITS = {
+    "memory_GB": ("memory_bytes", 1e9),
+    "memory_GB_per_s": ("memory_bytes_per_s", 1e9),
+    "launch_us": ("launch_s", 1e-6),
+    "matmul_efficiency": ("matmul_efficiency", 1.0),
+    "memory_efficiency": ("memory_efficiency", 1.0),
+} | {f"peak_TFLOP_per_s.{dtype}": (f"peak_flops.{dtype}", 1e12) for dtype in DTYPES}
+LINK_UNITS = {
+    "GB_per_s": ("bytes_per_s", 1e9),
+    "Gb_per_s": ("bytes_per_s", 1e9 / 8),
+    "alpha_us": ("alpha_s", 1e-6),
+    "efficiency": ("efficiency", 1.0),
+}
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster that a file describes."""
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{path}: byte {error.start} is not UTF-8; a cluster file is TOML"
+        ) from error
+    return parse_cluster(text, str(path), path.stem)
+
+
+def parse_cluster(text: str, file: str, default_name: str) -> Cluster:
+    """`file` is what mistakes name."""
+    try:
+        table: dict[str, Any] = msgspec.toml.decode(text)
+    except msgspec.DecodeError as error:
+        raise BadInput(f"{file} is not TOML: {error}") from error
+    top = Block(file, "", table)
+    links = _links(top.block("link"))
+    device = _device(top.block("device"))
+    node = _node(top.block("node"), links)
+    name = top.text("name", default_name)
+    nodes = top.count("nodes", 1)
+    top.has("reference")
+    source = top.source()
+    nodes_per_rack = _nodes_per_rack(top, nodes)
+    oversubscription, uplink_alpha_s = _network(top, node, nodes_per_rack or nodes, links)
+    noise = _noise(top.block("noise"))
+    top.finish()
+    if nodes > 1 and node.nic is None:
+        top.refuse("nodes", f"{nodes} nodes need a network, and [node] names no nic")
+    return Cluster(
+        name=name,
+        device=device,
+        node=node,
+        nodes=nodes,
+        nodes_per_rack=nodes_per_rack,
+        oversubscription=oversubscription,
+        uplink_alpha_s=uplink_alpha_s,
+        noise=noise,
+        source=source,
+    )
+
+
+def _device(block: Block) -> Device:
+    rates = block.block("peak_TFLOP_per_s")
+    for dtype in rates.table:
+        if dtype not in DTYPES:
+            rates.refuse(dtype, f"there is no such data type; {suggestion(dtype, list(DTYPES))}")
+    peaks = {dtype: rates.positive(dtype) * 1e12 for dtype in rates.table}
+    if not peaks:
+        block.refuse("peak_TFLOP_per_s", "it is required, such as { fp32 = 19.5, fp16 = 312 }")
+    device = Device(
+        name=block.text("name", "device"),
+        memory_bytes=block.positive("memory_GB") * 1e9,
+        memory_bytes_per_s=block.positive("memory_GB_per_s") * 1e9,
+        peak_flops=peaks,
+        matmul_efficiency=block.curve("matmul_efficiency"),
+        memory_efficiency=block.curve("memory_efficiency"),
+        launch_s=block.number("launch_us", 0.0) * 1e-6,
+        source=block.source(),
+        spread=block.spread(DEVICE_UNITS),
+    )
+    block.finish()
+    return device
+
+
+def _links(block: Block) -> dict[str, LinkSpec]:
+    found = {}
+    for name in block.table:
+        found[name] = _link(block.block(name), name)
+    return found
+
+
+def _link(block: Block, name: str) -> LinkSpec:
+    bits = block.has("Gb_per_s")
+    if bits == block.has("GB_per_s"):
+        block.refuse("GB_per_s", "give either GB_per_s (bytes) or Gb_per_s (bits)")
+    key = "Gb_per_s" if bits else "GB_per_s"
+    link = LinkSpec(
+        name=block.text("name", name),
+        bytes_per_s=block.positive(key) * LINK_UNITS[key][1],
+        alpha_s=block.number("alpha_us", 0.0) * 1e-6,
+        efficiency=_above_0(block, "efficiency"),
+        shared=block.flag("shared", False),
+        transport=block.choice("transport", "rdma", TRANSPORTS),
+        source=block.source(),
+        spread=block.spread(LINK_UNITS),
+    )
+    block.finish()
+    return link
+
+
+def _above_0(block: Block, key: str) -> float:
+    value = block.share(key, 1.0)
+    if value == 0:
+        block.refuse(key, "a share above 0 is expected, not 0")
+    return value
+
+
+def _named_link(block: Block, key: str, links: dict[str, LinkSpec]) -> LinkSpec | None:
+    if not block.has(key):
+        return None
+    name = block.text(key)
+    if name not in links:
+        defined = suggestion(name, list(links)) if links else "the file defines no link"
+        block.refuse(key, f"there is no [link.{name}]; {defined}")
+    return links[name]
+
+
+def _node(block: Block, links: dict[str, LinkSpec]) -> Node:
+    node = Node(
+        devices=block.count("devices", 1),
+        fabric=_named_link(block, "fabric", links),
+        fabric_is_switched=block.flag("fabric_is_switched", True),
+        torus=block.sizes("torus"),
+        pcie=_named_link(block, "pcie", links),
+        devices_per_pcie=block.count("devices_per_pcie", 1),
+        sockets=block.count("sockets", 1),
+        socket_link=_named_link(block, "socket_link", links),
+        nic=_named_link(block, "nic", links),
+        nics=block.count("nics", 1),
+        memory_bytes_per_s=_optional(block, "memory_GB_per_s"),
+        cores=block.count("cores") if block.has("cores") else None,
+    )
+    block.source()
+    block.finish()
+    problem = check_node(node)
+    if problem is not None:
+        block.refuse(*problem)
+    return node
+
+
+def _optional(block: Block, key: str) -> float | None:
+    return block.positive(key) * 1e9 if block.has(key) else None
+
+
+def _nodes_per_rack(top: Block, nodes: int) -> int | None:
+    rack = top.block("rack")
+    if not rack.has("nodes"):
+        return None
+    return rack.count("nodes")
+
+
+def _network(top: Block, node: Node, nodes: int, links: dict[str, LinkSpec]) -> tuple[float, float]:
+    """The oversubscription of a rack of so many nodes, and what the spine adds to a message."""
+    rack = top.block("rack")
+    rack.has("nodes")
+    spine = top.block("spine")
+    stated = spine.number("oversubscription", least=1.0) if spine.has("oversubscription") else None
+    alpha_s = spine.number("alpha_us", 0.0) * 1e-6
+    uplink = _named_link(rack, "uplink", links)
+    uplinks = rack.count("uplinks") if rack.has("uplinks") else None
+    ports = rack.count("ports") if rack.has("ports") else None
+    for block in (rack, spine):
+        block.source()
+        block.finish()
+    by_ports, problem = oversubscription_of_ports(node, nodes, uplinks, uplink, ports, stated)
+    if problem is not None:
+        place = spine if problem[0] == "oversubscription" else rack
+        place.refuse(*problem)
+    return by_ports, alpha_s
+
+
+def _noise(block: Block) -> Noise:
+    noise = Noise(
+        jitter=block.number("jitter", 0.0),
+        straggler_share=block.share("straggler_share", 0.0),
+        straggler_slowdown=block.number("straggler_slowdown", 1.0, least=1.0),
+    )
+    block.source()
+    block.finish()
+    return noise
