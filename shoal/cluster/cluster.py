@@ -64,6 +64,17 @@ class Cluster:
     def racks(self) -> int:
         return -(-self.nodes // (self.nodes_per_rack or self.nodes))
 
+    @property
+    def node_bytes_per_s(self) -> float:
+        """What all NICs of a node carry together, in one direction."""
+        return self.node.nics * self.node.nic.rate if self.node.nic else 0.0
+
+    @property
+    def uplink_bytes_per_s(self) -> float:
+        """What a rack sends to the spine, in one direction."""
+        nodes = self.nodes_per_rack or self.nodes
+        return nodes * self.node_bytes_per_s / self.oversubscription
+
     def of_size(self, workers: int) -> Cluster:
         """The same kind of cluster with as many nodes as the workers need."""
         nodes = -(-workers // self.node.devices)
