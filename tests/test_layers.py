@@ -24,6 +24,7 @@ LAYERS = [
     ["embedding"],
     ["sync"],
     ["launch"],
+    ["calibration"],
     ["data", "train"],
     ["observe.throughput", "observe.progress", "observe.loss_watch"],
     ["data.stream", "train.arguments", "train.known_parameters", "train.options"],

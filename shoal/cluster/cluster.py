@@ -9,9 +9,10 @@ Rank r is device r % node.devices of node r // node.devices; nodes fill racks in
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-from shoal.cluster.hardware import Device, LinkSpec
+from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
 from shoal.errors import BadInput
 
 LEVELS = ("device", "node", "rack", "spine")
@@ -33,6 +34,25 @@ class Node:
     memory_bytes_per_s: float | None = None  # of the host, where its devices share it
     cores: int | None = None
     torus: tuple[int, ...] | None = None  # the fabric joins neighbors of a torus, as (8, 8)
+    # a CPU host: what each of so many workers gets while all of them compute (threads, shared
+    # memory, caches, turbo), sorted by the number of workers
+    crowded: tuple[tuple[int, Device], ...] = ()
+    measured: tuple[MeasuredCalls, ...] = ()  # calls inside the node, in place of closed forms
+
+    def device_among(self, workers: int, alone: Device) -> Device:
+        """The device that each of so many workers of a node has; the nearest that is known."""
+        if not self.crowded:
+            return alone
+        return min(self.crowded, key=lambda known: abs(math.log(known[0] / max(1, workers))))[1]
+
+    def calls(self, kind: str, ranks: int, executor: str | None = None) -> MeasuredCalls | None:
+        """The measured calls of a kind, with the nearest number of ranks."""
+        known = [
+            calls
+            for calls in self.measured
+            if calls.kind == kind and executor in (None, calls.executor)
+        ]
+        return min(known, key=lambda one: abs(math.log(one.ranks / ranks)), default=None)
 
 
 @dataclass(frozen=True)
@@ -79,6 +99,10 @@ class Cluster:
         """The same kind of cluster with as many nodes as the workers need."""
         nodes = -(-workers // self.node.devices)
         return self if nodes <= self.nodes else replace(self, nodes=nodes)
+
+    def device_of(self, workers: int) -> Device:
+        """The device that each worker has, where so many run on this cluster."""
+        return self.node.device_among(min(workers, self.node.devices), self.device)
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """The rack, the node and the device in its node of a rank."""

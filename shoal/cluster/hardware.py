@@ -52,6 +52,10 @@ class Device:
     launch_s: float = 0.0  # the least time of one kernel
     wait_s: float = 0.0  # the host waits for the device: at a blocking send between stages
     step_s: float = 0.0  # once a step: data, bookkeeping, the optimizer's host time
+    backward_launch_s: float | None = None  # the same through autograd; None: as `launch_s`
+    synchronous: bool = False  # launches add to kernels, as on a CPU: nothing runs ahead
+    update_bytes_per_s: float | None = None  # of the optimizer; None: as other kernels
+    threads: int | None = None  # cores that it computes on, where it is a CPU
     source: str = "spec"
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
@@ -89,3 +93,33 @@ class LinkSpec:
     def rate(self) -> float:
         """Bytes a second that large messages reach."""
         return self.bytes_per_s * self.efficiency
+
+
+@dataclass(frozen=True)
+class MeasuredCalls:
+    """Seconds of one call by bytes, as measured with so many ranks of one node at once."""
+
+    executor: str  # shm, tcp, gloo, nccl
+    kind: str  # all_reduce, …, send, or server (a push and a pull of all bytes)
+    algorithm: str
+    ranks: int
+    points: tuple[tuple[float, float], ...]  # (bytes, seconds), sorted by bytes
+    spread: tuple[tuple[float, float], ...] = ()  # quartiles of the seconds of each point
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+            raise BadInput(f"the calls of {self.kind} need points of increasing sizes above 0")
+        if not all(seconds > 0 for _, seconds in self.points):
+            raise BadInput(f"the seconds of the calls of {self.kind} must be above 0")
+
+    def seconds(self, num_bytes: float) -> float:
+        """Linear between points; below them as the smallest, beyond them at the last rate."""
+        points = self.points
+        if num_bytes <= points[0][0] or len(points) == 1:
+            return points[0][1] * max(1.0, num_bytes / points[0][0])
+        after = min(bisect.bisect_left(points, (num_bytes, 0.0)), len(points) - 1)
+        (low, low_s), (high, high_s) = points[after - 1 : after + 1]
+        if num_bytes > high:
+            return high_s + max(0.0, high_s - low_s) / (high - low) * (num_bytes - high)
+        return low_s + (num_bytes - low) / (high - low) * (high_s - low_s)

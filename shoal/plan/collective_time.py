@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.hardware import LinkSpec
+from shoal.cluster.hardware import LinkSpec, MeasuredCalls
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
 from shoal.plan.rank_order import RankGroup
@@ -128,6 +128,9 @@ def collective_time(
     """The faster of a ring and, for an all-reduce over several nodes, the hierarchical one."""
     if group.size <= 1:
         return CollectiveTime(0.0, "")
+    calls = _measured(cluster, kind, group)
+    if calls is not None:
+        return calls.time(num_bytes)
     if kind == "all_to_all":
         return _all_to_all(cluster, group, num_bytes)
     trips = 2 if kind == "all_reduce" else 1
@@ -138,6 +141,29 @@ def collective_time(
     if 1 < inside < group.size:
         return min(ring, _hierarchical(cluster, group, num_bytes, trips))
     return ring
+
+
+class _Measured(NamedTuple):
+    """Calls with the measured number of ranks; a ring scales with (p-1)/p and has p-1 steps."""
+
+    calls: MeasuredCalls
+    ranks: int
+
+    def time(self, num_bytes: float) -> CollectiveTime:
+        scale = 1.0
+        if self.calls.kind != "send":
+            scale = (1 - 1 / self.ranks) / (1 - 1 / self.calls.ranks)
+        return CollectiveTime(
+            scale * self.calls.seconds(num_bytes), f"measured {self.calls.executor}"
+        )
+
+
+def _measured(cluster: Cluster, kind: str, group: RankGroup) -> _Measured | None:
+    """What was measured inside a node, where the whole group is in one."""
+    if ranks_in_node(cluster, group) < group.size:
+        return None
+    calls = cluster.node.calls(kind, group.size)
+    return None if calls is None else _Measured(calls, group.size)
 
 
 def _ring(cluster: Cluster, group: RankGroup, num_bytes: float, trips: int) -> CollectiveTime:
@@ -181,6 +207,9 @@ def send_time(cluster: Cluster, group: RankGroup, num_bytes: float) -> Collectiv
     """One message to the next rank of a group, while all ranks of the cluster do the same."""
     if group.size <= 1:
         return CollectiveTime(0.0, "")
+    calls = _measured(cluster, "send", group)
+    if calls is not None:
+        return calls.time(num_bytes)
     way = hops(cluster, group)
     seconds, words = max((hop.alpha_s + num_bytes / hop.bytes_per_s, hop.words) for hop in way)
     return CollectiveTime(seconds, words)

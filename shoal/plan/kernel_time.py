@@ -4,7 +4,7 @@
     other:    bytes / (bandwidth * efficiency(bytes))
 
 Kernels are launched one after the other by the host. Where a layer's kernels run faster than they
-are launched, the launches are its time.
+are launched, the launches are its time. A CPU computes what it launches, so there they add up.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KernelModel:
         compute_s = kernel.flops / rate
         return (compute_s, 0.0) if compute_s >= memory_s else (0.0, memory_s)
 
-    def time(self, kernels: Iterable[Kernel]) -> KernelTime:
+    def time(self, kernels: Iterable[Kernel], backward: bool = False) -> KernelTime:
         compute_s = 0.0
         memory_s = 0.0
         count = 0
@@ -60,5 +60,13 @@ class KernelModel:
             compute_s += computing
             memory_s += moving
             count += 1
-        launches = count * self.device.launch_s
+        launches = count * self._launch_s(backward)
+        if self.device.synchronous:
+            return KernelTime(compute_s, memory_s, launches)
         return KernelTime(compute_s, memory_s, max(0.0, launches - compute_s - memory_s))
+
+    def _launch_s(self, backward: bool) -> float:
+        device = self.device
+        if backward and device.backward_launch_s is not None:
+            return device.backward_launch_s
+        return device.launch_s

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
-from shoal.plan.prediction import DeviceMemory, Prediction
+from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.rank_order import IN_SHOALS_ORDER, RankOrder
 from shoal.plan.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
 from shoal.plan.sync_price import all_reduce as _all_reduce  # noqa: F401  registers its prices
@@ -33,19 +33,32 @@ class Predictor:
     def __init__(self, workload: Workload, cluster: Cluster, order: RankOrder = IN_SHOALS_ORDER):
         self.workload = workload
         self.cluster = cluster
-        self._pricer = ReplicaPricer(workload, cluster, order)
+        self._order = order
+        self._pricers: dict[int, ReplicaPricer] = {}
         self._flops = workload.model_flops(1)
         self._peak = cluster.device.flops_of(workload.precision.compute)
+
+    def pricer(self, workers: int) -> ReplicaPricer:
+        """A pricer for the device that each of so many workers has."""
+        cluster = self.cluster
+        key = min(workers, cluster.node.devices) if cluster.node.crowded else 0
+        if key not in self._pricers:
+            cluster = replace(cluster, device=cluster.device_of(workers))
+            self._pricers[key] = ReplicaPricer(self.workload, cluster, self._order)
+        return self._pricers[key]
 
     def predict(self, strategy: Strategy, workers: int, settings: StepSettings) -> Prediction:
         layout = strategy.layout(workers)
         microbatch, microbatches = _micro_batches(strategy, layout, settings)
         split = _split(strategy, layout, settings, microbatch)
-        replica = self._pricer.price(layout, split, microbatches, _shape(strategy))
+        pricer = self.pricer(workers)
+        replica = pricer.price(layout, split, microbatches, _shape(strategy))
         term = strategy.sync_for(layout.replicas)
-        question = _question(self._pricer, layout, replica, microbatches, workers)
+        question = _question(pricer, layout, replica, microbatches, workers)
         sync = PRICERS[term.name](term, question)
-        parts = (*replica.parts, *sync.parts)
+        fixed_s = pricer.cluster.device.step_s
+        fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
+        parts = (*replica.parts, *sync.parts, *fixed)
         step_s = sum(part.seconds for part in parts)
         return Prediction(
             strategy=str(strategy),

@@ -88,8 +88,8 @@ class ReplicaPricer:
             bounds[message.axis] = took.bound
         return LayerTime(
             self._kernels.time(cost.forward),
-            self._kernels.time((*cost.backward_input, *cost.backward_weight)),
-            self._kernels.time(cost.backward_weight).seconds,
+            self._kernels.time((*cost.backward_input, *cost.backward_weight), backward=True),
+            self._kernels.time(cost.backward_weight, backward=True).seconds,
             self._kernels.time(cost.recompute),
             messages_s,
             bounds,

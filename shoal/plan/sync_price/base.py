@@ -73,7 +73,9 @@ def update_part(question: Agreement, share: float = 1.0) -> Part:
     moved = share * (
         question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
     )
-    rate = device.memory_bytes_per_s * device.memory_efficiency.at(max(1.0, moved))
+    rate = device.update_bytes_per_s
+    if rate is None:
+        rate = device.memory_bytes_per_s * device.memory_efficiency.at(max(1.0, moved))
     return Part("update", moved / rate, "memory")
 
 

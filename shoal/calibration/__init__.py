@@ -1,0 +1,1 @@
+"""This machine as a cluster: measured once, kept in the user's cache folder."""
