@@ -1,0 +1,95 @@
+"""This machine as training sees it, measured in each of several workers at the same time.
+
+Run by `shoal cluster calibrate`, once for each number of workers. Rank 0 writes what it measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shoal
+from shoal.bench.machine_calls import CallBench
+from shoal.bench.machine_kernels import KernelBench
+from shoal.bench.sampling import Synchronize, sample_rounds
+
+_SHARES = {"products": 0.3, "memory": 0.15, "launches": 0.1, "updates": 0.15, "calls": 0.3}
+_STEPS = 50
+
+
+def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
+    synchronize = synchronize_of(job.device)
+    bench = KernelBench(job.device, synchronize)
+    alone = job.size == 1
+    scale = 1 / (1 - _SHARES["calls"]) if alone else 1.0
+    dtypes = ("fp32", "bf16", "fp16") if job.device.type == "cuda" else ("fp32",)
+    each_s = _SHARES["products"] * scale * seconds / len(dtypes)
+    found: dict[str, Any] = {
+        "workers": job.size,
+        "threads": torch.get_num_threads(),
+        "device": _name(job.device),
+        "memory_bytes": _memory(job.device),
+        "products": {dtype: _together(job, bench.products, dtype, each_s) for dtype in dtypes},
+    }
+    for name in ("memory", "launches", "updates"):
+        found[name] = _together(job, getattr(bench, name), _SHARES[name] * scale * seconds)
+    found["step"] = tiny_step(job)
+    if not alone:
+        found["calls"] = CallBench(job, _SHARES["calls"] * seconds).measure()
+    return found
+
+
+def _together(job: shoal.Job, section: Callable[..., Any], *args: Any) -> Any:
+    """Begin when all workers do: they share memory, caches and turbo."""
+    job.group.barrier().wait()
+    return section(*args)
+
+
+def synchronize_of(device: torch.device) -> Synchronize:
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def tiny_step(job: shoal.Job) -> dict[str, float]:
+    """A step of a model of one tiny layer: what Shoal and the loop cost without the model."""
+    model = nn.Linear(4, 4).to(job.device)
+    optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+    step = job.step(model, nn.functional.mse_loss, optimizer=optimizer)
+    data = torch.ones(8 * job.size, 4)
+    batch = next(iter(job.batches([(data, data)])))
+    took = sample_rounds(lambda: step(batch), _STEPS, 5, lambda: job.group.barrier().wait())
+    return took._asdict()
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _memory(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    args = parser.parse_args()
+
+    def train(job: shoal.Job) -> None:
+        found = measure(job, args.seconds)
+        if job.rank == 0:
+            args.result.write_text(json.dumps(found))
+
+    shoal.run(train)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""What one worker's device does alone: products, memory, launches, optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.bench.sampling import Sample, Synchronize, sample
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# rows, columns and inner size: as tokens x features x features, and the gradients of weights
+SHAPES = (
+    (16, 16, 16),
+    (64, 16, 64),
+    (64, 64, 64),
+    (256, 64, 64),
+    (512, 96, 96),
+    (256, 256, 256),
+    (1024, 288, 96),
+    (1024, 96, 384),
+    (96, 384, 1024),
+    (64, 1024, 1024),
+    (512, 512, 512),
+    (1024, 1024, 64),
+    (64, 2048, 2048),
+    (2048, 2048, 64),
+    (1024, 1024, 1024),
+    (2048, 1024, 2048),
+)
+LARGE_SHAPES = (
+    (4096, 4096, 1024),
+    (4096, 4096, 4096),
+    (8192, 8192, 4096),
+    (8192, 8192, 8192),
+)  # of an accelerator
+BYTES = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
+LARGE_BYTES = (1 << 27, 1 << 29)
+UPDATE_NUMEL = (1 << 10, 1 << 20)  # a small tensor shows the calls, a large one the bytes
+_LAYERS = 20
+
+
+class KernelBench:
+    """Measures one device; all workers of a host do so at the same time."""
+
+    def __init__(self, device: torch.device, synchronize: Synchronize):
+        self.device = device
+        self._synchronize = synchronize
+
+    def products(self, dtype: str, seconds: float) -> list[dict[str, Any]]:
+        shapes = SHAPES + (LARGE_SHAPES if self.device.type == "cuda" else ())
+        found = []
+        for m, n, k in shapes:
+            took = self._product(m, n, k, DTYPES[dtype], seconds / len(shapes))
+            found.append({"m": m, "n": n, "k": k, **took._asdict()})
+        return found
+
+    def _product(self, m: int, n: int, k: int, dtype: torch.dtype, seconds: float) -> Sample:
+        left = torch.ones(m, k, dtype=dtype, device=self.device)
+        right = torch.ones(k, n, dtype=dtype, device=self.device)
+        with torch.no_grad():
+            return self._sample(lambda: left @ right, seconds)
+
+    def memory(self, seconds: float) -> list[dict[str, Any]]:
+        """Kernels that read one tensor and write another one, with the allocation of it."""
+        sizes = BYTES + (LARGE_BYTES if self.device.type == "cuda" else ())
+        found = []
+        for size in sizes:
+            data = torch.ones(size // 4, device=self.device)
+            took = self._sample(data.neg, seconds / len(sizes))
+            found.append({"bytes": 2 * size, **took._asdict()})
+        return found
+
+    def launches(self, seconds: float) -> dict[str, Any]:
+        """Seconds of one kernel of a model whose tensors are tiny, forward and backward."""
+        layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(8, 8), nn.ReLU())]
+        model = nn.Sequential(*layers).to(self.device)
+        data = torch.ones(4, 8, device=self.device)
+        forward = self._sample(lambda: model(data), seconds / 2)
+        both = self._sample(lambda: _step(model, data), seconds / 2)
+        kernels = 2 * _LAYERS  # a layer has a product and a relu, and in backward a product more
+        backward = Sample(
+            *(max(1e-9, b - f) / (1.5 * kernels) for b, f in zip(both, forward, strict=True))
+        )
+        return {
+            "forward": Sample(*(value / kernels for value in forward))._asdict(),
+            "backward": backward._asdict(),
+        }
+
+    def updates(self, seconds: float) -> list[dict[str, Any]]:
+        """The update of one tensor by its size, as torch.optim does it on this device."""
+        makers: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+            "adam": lambda params: torch.optim.AdamW(params, lr=1e-3),
+            "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+        }
+        found = []
+        for name, make in makers.items():
+            for numel in UPDATE_NUMEL:
+                took = self._update(make, numel, seconds / 4)
+                found.append({"optimizer": name, "numel": numel, **took._asdict()})
+        return found
+
+    def _update(
+        self, make: Callable[[list[Tensor]], torch.optim.Optimizer], numel: int, seconds: float
+    ) -> Sample:
+        tensors = 8
+        params = [torch.ones(numel, device=self.device) for _ in range(tensors)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer = make(params)
+        took = self._sample(optimizer.step, seconds)
+        return Sample(*(value / tensors for value in took))
+
+    def _sample(self, call: Callable[[], Any], seconds: float) -> Sample:
+        return sample(call, seconds, self._synchronize)
+
+
+def _step(model: nn.Module, data: Tensor) -> None:
+    model.zero_grad()
+    model(data).sum().backward()

@@ -1,0 +1,68 @@
+"""Seconds per call, sampled for a given time: medians with their quartiles."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+ROUNDS = 9
+_FEWEST = 3
+
+
+class Sample(NamedTuple):
+    """Seconds of one call: the median over rounds and the quartiles around it."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+
+    @classmethod
+    def of(cls, rounds_s: list[float]) -> Sample:
+        low, median, high = statistics.quantiles(rounds_s, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+Synchronize = Callable[[], None]
+
+
+def sample(call: Callable[[], Any], seconds: float, synchronize: Synchronize) -> Sample:
+    """Rounds of equal numbers of calls, for about `seconds`; three rounds at least."""
+    one_s = _one(call, synchronize)
+    calls = max(1, int(seconds / ROUNDS / max(one_s, 1e-9)))
+    ends_s = time.perf_counter() + seconds
+    rounds_s: list[float] = []
+    while len(rounds_s) < _FEWEST or time.perf_counter() < ends_s:
+        start_s = time.perf_counter()
+        for _ in range(calls):
+            call()
+        synchronize()
+        rounds_s.append((time.perf_counter() - start_s) / calls)
+    return Sample.of(rounds_s)
+
+
+def sample_rounds(
+    call: Callable[[], Any], calls: int, rounds: int, before_round: Synchronize
+) -> Sample:
+    """So many rounds on every rank, where a call needs all ranks."""
+    call()
+    rounds_s = []
+    for _ in range(max(_FEWEST, rounds)):
+        before_round()
+        start_s = time.perf_counter()
+        for _ in range(calls):
+            call()
+        rounds_s.append((time.perf_counter() - start_s) / calls)
+    return Sample.of(rounds_s)
+
+
+def _one(call: Callable[[], Any], synchronize: Synchronize) -> float:
+    """One call after two to warm up."""
+    call()
+    call()
+    synchronize()
+    start_s = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start_s
