@@ -55,6 +55,7 @@ class Device:
     backward_launch_s: float | None = None  # the same through autograd; None: as `launch_s`
     synchronous: bool = False  # launches add to kernels, as on a CPU: nothing runs ahead
     update_bytes_per_s: float | None = None  # of the optimizer; None: as other kernels
+    update_launch_s: float = 0.0  # of the optimizer, for each tensor that it updates
     threads: int | None = None  # cores that it computes on, where it is a CPU
     source: str = "spec"
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)

@@ -41,6 +41,15 @@ class Block:
             self.refuse(key, f"a table [{name}] is expected, not {_words(table)}")
         return Block(self.file, name, table)
 
+    def blocks(self, key: str) -> list[Block]:
+        """The tables of an array [[key]]."""
+        self.known.append(key)
+        tables = self.table.get(key, [])
+        name = f"{self.name}.{key}" if self.name else key
+        if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+            self.refuse(key, f"tables [[{name}]] are expected, not {_words(tables)}")
+        return [Block(self.file, name, table) for table in tables]
+
     def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
         """A number of at least `least`; required where there is no default."""
         value = self._value(key, default)

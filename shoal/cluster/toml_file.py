@@ -18,6 +18,7 @@ All rates of links are in one direction. `docs/cluster.md` lists the keys.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import msgspec
 from shoal.cluster.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.cluster.toml_block import Block, suggestion
+from shoal.cluster.toml_measured import measured_calls
 from shoal.cluster.topology_checks import check_node, oversubscription_of_ports
 from shoal.errors import BadInput
 
@@ -35,6 +37,11 @@ DEVICE_UNITS = {
     "memory_GB": ("memory_bytes", 1e9),
     "memory_GB_per_s": ("memory_bytes_per_s", 1e9),
     "launch_us": ("launch_s", 1e-6),
+    "backward_launch_us": ("backward_launch_s", 1e-6),
+    "wait_us": ("wait_s", 1e-6),
+    "step_us": ("step_s", 1e-6),
+    "update_GB_per_s": ("update_bytes_per_s", 1e9),
+    "update_launch_us": ("update_launch_s", 1e-6),
     "matmul_efficiency": ("matmul_efficiency", 1.0),
     "memory_efficiency": ("memory_efficiency", 1.0),
 } | {f"peak_TFLOP_per_s.{dtype}": (f"peak_flops.{dtype}", 1e12) for dtype in DTYPES}
@@ -68,7 +75,11 @@ def parse_cluster(text: str, file: str, default_name: str) -> Cluster:
     top = Block(file, "", table)
     links = _links(top.block("link"))
     device = _device(top.block("device"))
-    node = _node(top.block("node"), links)
+    node = replace(
+        _node(top.block("node"), links),
+        crowded=_crowded(top.blocks("crowded")),
+        measured=tuple(measured_calls(block) for block in top.blocks("measured")),
+    )
     name = top.text("name", default_name)
     nodes = top.count("nodes", 1)
     top.has("reference")
@@ -108,6 +119,13 @@ def _device(block: Block) -> Device:
         matmul_efficiency=block.curve("matmul_efficiency"),
         memory_efficiency=block.curve("memory_efficiency"),
         launch_s=block.number("launch_us", 0.0) * 1e-6,
+        backward_launch_s=_optional(block, "backward_launch_us", 1e-6),
+        wait_s=block.number("wait_us", 0.0) * 1e-6,
+        step_s=block.number("step_us", 0.0) * 1e-6,
+        synchronous=block.flag("synchronous", False),
+        update_bytes_per_s=_optional(block, "update_GB_per_s"),
+        update_launch_s=block.number("update_launch_us", 0.0) * 1e-6,
+        threads=block.count("threads") if block.has("threads") else None,
         source=block.source(),
         spread=block.spread(DEVICE_UNITS),
     )
@@ -181,8 +199,14 @@ def _node(block: Block, links: dict[str, LinkSpec]) -> Node:
     return node
 
 
-def _optional(block: Block, key: str) -> float | None:
-    return block.positive(key) * 1e9 if block.has(key) else None
+def _optional(block: Block, key: str, unit: float = 1e9) -> float | None:
+    return block.positive(key) * unit if block.has(key) else None
+
+
+def _crowded(blocks: list[Block]) -> tuple[tuple[int, Device], ...]:
+    """Devices by the number of workers that compute at the same time."""
+    found = {block.count("workers"): _device(block) for block in blocks}
+    return tuple(sorted(found.items()))
 
 
 def _nodes_per_rack(top: Block, nodes: int) -> int | None:
