@@ -12,6 +12,7 @@ from shoal import __version__
 from shoal.commands import bench, collectives, pipeline
 from shoal.commands.compare import compare
 from shoal.commands.memory import memory
+from shoal.commands.msccl import export, import_file
 from shoal.commands.run import run
 from shoal.commands.train import evaluate, train
 from shoal.commands.verify import verify
@@ -35,6 +36,8 @@ app.command("eval")(evaluate)
 app.command()(verify)
 app.command()(memory)
 app.command()(compare)
+collectives.app.command()(export)
+collectives.app.command("import")(import_file)
 app.add_typer(bench.app, name="bench")
 app.add_typer(collectives.app, name="collectives")
 app.add_typer(pipeline.app, name="pipeline")

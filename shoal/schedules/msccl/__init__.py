@@ -1,0 +1,1 @@
+"""Collectives as MSCCL algorithm files (XML), which forks of NCCL and RCCL execute."""
