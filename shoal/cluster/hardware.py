@@ -10,6 +10,8 @@ import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 
 from shoal.errors import BadInput
 
@@ -27,16 +29,22 @@ class Curve:
         if not all(0 < share <= 1 for _, share in self.points):
             raise BadInput("the shares of a curve are above 0 and at most 1")
 
+    @cached_property
+    def _sizes(self) -> tuple[float, ...]:
+        return tuple(size for size, _ in self.points)
+
+    @cached_property
+    def _lines(self) -> tuple[tuple[float, float], ...]:
+        """(share at size 1, slope) of the line that ends at each point, and of what is behind."""
+        lines = [(self.points[0][1], 0.0)]
+        for (low, low_share), (high, high_share) in pairwise(self.points):
+            slope = (high_share - low_share) / math.log(high / low)
+            lines.append((low_share - slope * math.log(low), slope))
+        return (*lines, (self.points[-1][1], 0.0))
+
     def at(self, size: float) -> float:
-        points = self.points
-        after = bisect.bisect_right(points, (size, math.inf))
-        if after == 0:
-            return points[0][1]
-        if after == len(points):
-            return points[-1][1]
-        (low, low_share), (high, high_share) = points[after - 1 : after + 1]
-        along = math.log(size / low) / math.log(high / low)
-        return low_share + along * (high_share - low_share)
+        start, slope = self._lines[bisect.bisect_right(self._sizes, size)]
+        return start + slope * math.log(size) if slope else start
 
 
 @dataclass(frozen=True)

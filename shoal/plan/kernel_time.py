@@ -10,7 +10,6 @@ are launched, the launches are its time. A CPU computes what it launches, so the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.cluster.hardware import Device
@@ -34,36 +33,54 @@ class KernelTime(NamedTuple):
         return ("compute", "memory", "launch")[self.index(largest)]
 
 
-@dataclass(frozen=True)
 class KernelModel:
-    device: Device
-    dtype: str
+    """Times kernels of one data type on one device; remembers those it has timed."""
+
+    def __init__(self, device: Device, dtype: str):
+        self.device = device
+        self.dtype = dtype
+        self._peak = device.flops_of(dtype)
+        self._known: dict[tuple[float, float], tuple[float, float]] = {}
 
     def busy(self, kernel: Kernel) -> tuple[float, float]:
         """Seconds of one kernel on the device: (bound by compute, bound by memory)."""
+        key = (kernel.flops, kernel.bytes)
+        found = self._known.get(key)
+        if found is None:
+            found = self._busy(*key)
+            self._known[key] = found
+        return found
+
+    def _busy(self, flops: float, num_bytes: float) -> tuple[float, float]:
         device = self.device
-        share = device.memory_efficiency.at(max(1.0, kernel.bytes))
-        memory_s = kernel.bytes / (device.memory_bytes_per_s * share)
-        if not kernel.flops:
+        share = device.memory_efficiency.at(max(1.0, num_bytes))
+        memory_s = num_bytes / (device.memory_bytes_per_s * share)
+        if not flops:
             return 0.0, memory_s
-        one = kernel.flops
-        rate = device.flops_of(self.dtype) * device.matmul_efficiency.at(one)
-        compute_s = kernel.flops / rate
+        compute_s = flops / (self._peak * device.matmul_efficiency.at(flops))
         return (compute_s, 0.0) if compute_s >= memory_s else (0.0, memory_s)
 
-    def time(self, kernels: Iterable[Kernel], backward: bool = False) -> KernelTime:
+    def time(
+        self,
+        kernels: Iterable[Kernel],
+        backward: bool = False,
+        sending_s: float = 0.0,
+        messages: int = 0,
+    ) -> KernelTime:
+        """Kernels, beside messages that the host launches, too, and the device waits for."""
         compute_s = 0.0
         memory_s = 0.0
-        count = 0
+        count = messages
         for kernel in kernels:
             computing, moving = self.busy(kernel)
             compute_s += computing
             memory_s += moving
             count += 1
-        launches = count * self._launch_s(backward)
+        launches_s = count * self._launch_s(backward)
         if self.device.synchronous:
-            return KernelTime(compute_s, memory_s, launches)
-        return KernelTime(compute_s, memory_s, max(0.0, launches - compute_s - memory_s))
+            return KernelTime(compute_s, memory_s, launches_s)
+        busy_s = compute_s + memory_s + sending_s
+        return KernelTime(compute_s, memory_s, max(0.0, launches_s - busy_s))
 
     def _launch_s(self, backward: bool) -> float:
         device = self.device

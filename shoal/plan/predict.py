@@ -12,6 +12,7 @@ from shoal.plan.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
 from shoal.plan.sync_price import all_reduce as _all_reduce  # noqa: F401  registers its prices
 from shoal.plan.sync_price.base import PRICERS, Agreement
 from shoal.plan.workload import Recompute, Split, Workload
+from shoal.schedules.pipelines.catalog import schedule
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
 
 
@@ -52,9 +53,19 @@ class Predictor:
         microbatch, microbatches = _micro_batches(strategy, layout, settings)
         split = _split(strategy, layout, settings, microbatch)
         pricer = self.pricer(workers)
-        replica = pricer.price(layout, split, microbatches, _shape(strategy))
+        replica = pricer.price(layout, split, microbatches, _shape(strategy, settings))
         term = strategy.sync_for(layout.replicas)
-        question = _question(pricer, layout, replica, microbatches, workers)
+        overlapped_s = replica.backward_s if settings.overlap else 0.0
+        question = Agreement(
+            pricer.network,
+            pricer.group(layout, "dp"),
+            replica.parameters,
+            self.workload.precision,
+            replica.seconds,
+            overlapped_s,
+            microbatches,
+            workers,
+        )
         sync = PRICERS[term.name](term, question)
         fixed_s = pricer.cluster.device.step_s
         fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
@@ -69,7 +80,7 @@ class Predictor:
             low_s=step_s,
             high_s=step_s,
             parts=parts,
-            memory=_with_activations(sync.memory, self.workload, layout, split, microbatches),
+            memory=_with_activations(sync.memory, replica),
             memory_limit_bytes=self.cluster.device.memory_bytes,
             samples_per_s=settings.batch / step_s,
             mfu=self._flops * settings.batch / (self._peak * workers * step_s),
@@ -121,34 +132,17 @@ def _split(strategy: Strategy, layout: Layout, settings: StepSettings, microbatc
     )
 
 
-def _shape(strategy: Strategy) -> PipelineShape:
+def _shape(strategy: Strategy, settings: StepSettings) -> PipelineShape:
     if strategy.pp is None:
         return PipelineShape()
-    return PipelineShape(strategy.pp.schedule, strategy.pp.chunks or 1)
+    pp = strategy.pp
+    chunks = schedule(pp.schedule).num_chunks(pp.chunks)
+    return PipelineShape(pp.schedule, chunks, "even" if settings.even_stages else pp.balance)
 
 
-def _question(
-    pricer: ReplicaPricer, layout: Layout, replica: ReplicaPrice, microbatches: int, workers: int
-) -> Agreement:
-    return Agreement(
-        pricer.network,
-        pricer.order.group(layout, "dp"),
-        replica.parameters,
-        pricer.workload.precision,
-        replica.seconds,
-        replica.backward_s,
-        microbatches,
-        workers,
+def _with_activations(memory: DeviceMemory, replica: ReplicaPrice) -> DeviceMemory:
+    return replace(
+        memory,
+        activations=memory.activations + replica.activation_bytes,
+        buffers=memory.buffers + replica.recompute_bytes,
     )
-
-
-def _with_activations(
-    memory: DeviceMemory, workload: Workload, layout: Layout, split: Split, microbatches: int
-) -> DeviceMemory:
-    """The first stage keeps the activations of as many micro-batches as there are stages."""
-    whole = sum(
-        run.count * workload.cost(index, split).activation_bytes
-        for index, run in enumerate(workload.runs)
-    )
-    stages = layout.pp
-    return replace(memory, activations=whole / stages * min(stages, microbatches))

@@ -34,6 +34,7 @@ class RankOrder:
 
 
 IN_SHOALS_ORDER = RankOrder()
+IN_MEGATRONS_ORDER = RankOrder(MEGATRON_ORDER)
 
 
 def axis_sizes(layout: Layout) -> dict[str, int]:

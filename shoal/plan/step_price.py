@@ -1,43 +1,37 @@
 """One step of one replica: compute, communication inside the replica, and the pipeline's bubble.
 
-Layers are dealt to virtual stages so that their times are as equal as whole layers allow. The time
-of a pipeline is a closed form of its slowest stage; `timeline.simulate` gives the same for every
-schedule, action by action.
+The time of a pipeline is a closed form of its slowest stage; `timeline.simulate` gives the same for
+every schedule, action by action.
 
     1f1b, gpipe     m * slowest + (rest of one micro-batch's way through all stages)
     interleaved     the same, where the way is 1/chunks as long
-    zb-*            the bubble of 1f1b less the weights' part of backward
+    zb-h1, zb-h2    the bubble of 1f1b less two or three times the weights' part of backward
+    inter-op        m * (the way through all stages)
+
+A stage sends an activation or its gradient after every forward and backward, and waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
 from shoal.plan.collective_time import CollectiveTime, Network
-from shoal.plan.kernel_time import KernelModel, KernelTime
+from shoal.plan.kernel_time import KernelTime
+from shoal.plan.layer_time import MESSAGE_AXES, AxisGroups, LayerClock, LayerTable
 from shoal.plan.prediction import Part
 from shoal.plan.rank_order import IN_SHOALS_ORDER, RankGroup, RankOrder
-from shoal.plan.workload import LayerCost, Message, Split, Workload
+from shoal.plan.stages import Stage, by_device, deal_evenly, deal_layers, in_flight, weight_of
+from shoal.plan.workload import Split, Workload
 from shoal.strategy.strategy import Layout
 
 
-@dataclass(frozen=True)
-class LayerTime:
-    """One layer, one micro-batch: seconds by activity, and what bounds them."""
-
-    forward: KernelTime
-    backward: KernelTime  # of inputs and weights
-    weight_s: float  # the part of backward that makes weight gradients
-    recompute: KernelTime
-    messages_s: dict[str, float]  # by axis
-    message_bounds: dict[str, str]
-
-    @property
-    def seconds(self) -> float:
-        computing = self.forward.seconds + self.backward.seconds + self.recompute.seconds
-        return computing + sum(self.messages_s.values())
+class PipelineShape(NamedTuple):
+    schedule: str = "1f1b"
+    chunks: int = 1
+    balance: str = "measured"  # stages of equal seconds; "weights": parameters, "even": layers
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,23 @@ class ReplicaPrice:
     backward_s: float  # of the last micro-batch: gradients can be sent meanwhile
     parameters: float  # on the fullest device
     seconds: float
+    activation_bytes: float = 0.0  # of the stage that keeps most
+    recompute_bytes: float = 0.0  # of one layer, while it is computed again
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """A split dealt to stages: what does not depend on the number of micro-batches."""
+
+    slowest_s: float
+    others_s: float  # of the other stages together
+    parts: tuple[Part, ...]  # of the slowest stage, one micro-batch
+    weight_s: float
+    backward_s: float
+    parameters: float
+    activation_bytes: tuple[float, ...]  # of each stage, one micro-batch
+    transfer: CollectiveTime
+    tied: CollectiveTime  # the sum of gradients that the first and the last stage share
 
 
 class ReplicaPricer:
@@ -58,151 +69,131 @@ class ReplicaPricer:
         self.cluster = cluster
         self.order = order
         self.network = Network(cluster)
-        self._kernels = KernelModel(cluster.device, workload.precision.compute)
-        self._times: dict[tuple[int, Split, tuple[RankGroup, ...]], LayerTime] = {}
+        self._counts = [run.count for run in workload.runs]
+        self._clock = LayerClock(workload, self.network)
+        self._groups: dict[Layout, tuple[AxisGroups, RankGroup, RankGroup]] = {}
+        self._dealt: dict[tuple[Split, AxisGroups, RankGroup, int, str], _Stages] = {}
+
+    def group(self, layout: Layout, axis: str) -> RankGroup:
+        """The ranks of one group of an axis."""
+        inside, pp, dp = self._groups_of(layout)
+        return {"pp": pp, "dp": dp}.get(axis) or inside[MESSAGE_AXES.index(axis)]
 
     def price(
         self, layout: Layout, split: Split, microbatches: int, pipeline: PipelineShape
     ) -> ReplicaPrice:
-        times = [self.layer_time(run, split, layout) for run in range(len(self.workload.runs))]
-        stages = deal_layers([run.count for run in self.workload.runs], times, layout.pp)
-        transfer = self._transfer(split, layout)
-        return _assemble(self, split, times, stages, microbatches, pipeline, transfer)
+        inside, pp, _ = self._groups_of(layout)
+        key = (split, inside, pp, pipeline.chunks, pipeline.balance)
+        stages = self._dealt.get(key)
+        table = self._clock.table(split, inside)
+        if stages is None:
+            stages = self._deal(table, pp, pipeline)
+            self._dealt[key] = stages
+        price = _assemble(stages, pp.size, microbatches, pipeline)
+        return replace(price, recompute_bytes=table.recompute_bytes)
 
-    def layer_time(self, run: int, split: Split, layout: Layout) -> LayerTime:
-        groups = tuple(self.order.group(layout, axis) for axis in ("tp", "cp", "ep"))
-        key = (run, split, groups)
-        if key not in self._times:
-            self._times[key] = self._layer_time(
-                run, split, dict(zip(_SPLIT_AXES, groups, strict=True))
+    def _groups_of(self, layout: Layout) -> tuple[AxisGroups, RankGroup, RankGroup]:
+        found = self._groups.get(layout)
+        if found is None:
+            tp, cp, ep, pp, dp = (
+                self.order.group(layout, axis) for axis in (*MESSAGE_AXES, "pp", "dp")
             )
-        return self._times[key]
+            found = ((tp, cp, ep), pp, dp)
+            self._groups[layout] = found
+        return found
 
-    def _layer_time(self, run: int, split: Split, groups: dict[str, RankGroup]) -> LayerTime:
-        cost = self.workload.cost(run, split)
-        messages_s: dict[str, float] = {}
-        bounds: dict[str, str] = {}
-        for message in _messages(cost, split):
-            took = self.network.collective(message.kind, groups[message.axis], message.bytes)
-            messages_s[message.axis] = messages_s.get(message.axis, 0.0) + took.seconds
-            bounds[message.axis] = took.bound
-        return LayerTime(
-            self._kernels.time(cost.forward),
-            self._kernels.time((*cost.backward_input, *cost.backward_weight), backward=True),
-            self._kernels.time(cost.backward_weight, backward=True).seconds,
-            self._kernels.time(cost.recompute),
-            messages_s,
-            bounds,
+    def _deal(self, table: LayerTable, pp: RankGroup, pipeline: PipelineShape) -> _Stages:
+        stages = self._stages(table, pp.size, pipeline)
+        seconds = [weight_of(stage, table.seconds) for stage in stages]
+        slowest = max(range(len(stages)), key=seconds.__getitem__)
+        last_shares = pp.size > 1 and weight_of(stages[-1], table.shared_parameters)
+        held = [weight_of(stage, table.parameters) for stage in stages]
+        held[-1] += last_shares
+        return _Stages(
+            slowest_s=seconds[slowest],
+            others_s=sum(seconds) - seconds[slowest],
+            parts=tuple(_busy_parts(table, stages[slowest])),
+            weight_s=sum(n * t.weight_s for n, t in zip(stages[slowest], table.times, strict=True)),
+            backward_s=sum(
+                n * t.backward.seconds for n, t in zip(stages[slowest], table.times, strict=True)
+            ),
+            parameters=max(held),
+            activation_bytes=tuple(weight_of(stage, table.activation_bytes) for stage in stages),
+            transfer=self._transfer(table, pp),
+            tied=self._tied(pp, last_shares),
         )
 
-    def _transfer(self, split: Split, layout: Layout) -> CollectiveTime:
-        """One activation to the next stage; the widest of all cuts."""
-        if layout.pp == 1:
+    def _stages(self, table: LayerTable, stages: int, pipeline: PipelineShape) -> list[Stage]:
+        if stages == 1:
+            return [tuple(self._counts)]
+        virtual = stages * pipeline.chunks
+        if pipeline.balance == "even":
+            return by_device(deal_evenly(self._counts, virtual), stages)
+        weights = table.parameters if pipeline.balance == "weights" else table.seconds
+        return by_device(deal_layers(self._counts, weights, virtual), stages)
+
+    def _transfer(self, table: LayerTable, pp: RankGroup) -> CollectiveTime:
+        """One activation to the next stage, the widest of all cuts; both hosts wait for it."""
+        if pp.size == 1:
             return CollectiveTime(0.0, "")
-        runs = range(max(1, len(self.workload.runs) - 1))
-        widest = max(self.workload.cost(run, split).output_bytes for run in runs)
-        return self.network.send(self.order.group(layout, "pp"), widest)
+        widest = max(table.output_bytes[:-1] or table.output_bytes)
+        sent = self.network.send(pp, widest)
+        return CollectiveTime(sent.seconds + self.cluster.device.wait_s, sent.bound)
 
-
-_SPLIT_AXES = ("tp", "cp", "ep")
-
-
-@dataclass(frozen=True)
-class PipelineShape:
-    schedule: str = "1f1b"
-    chunks: int = 1
-
-
-def _messages(cost: LayerCost, split: Split) -> tuple[Message, ...]:
-    """Forward's messages come a second time where the forward is computed again in full."""
-    again = cost.forward_messages if split.recompute == "full" and cost.recompute else ()
-    return (*cost.forward_messages, *cost.backward_messages, *again)
-
-
-def deal_layers(counts: Sequence[int], times: Sequence[LayerTime], stages: int) -> list[list[int]]:
-    """Contiguous layers for every stage, each filled up to the even share of what is left."""
-    left_s = sum(n * time.seconds for n, time in zip(counts, times, strict=True))
-    dealt = []
-    waiting = list(counts)
-    for stage in range(stages):
-        target = left_s / (stages - stage)
-        taken, took_s = _take(waiting, times, target, last=stage == stages - 1)
-        left_s -= took_s
-        dealt.append(taken)
-    return dealt
-
-
-def _take(
-    waiting: list[int], times: Sequence[LayerTime], target_s: float, last: bool
-) -> tuple[list[int], float]:
-    taken = [0] * len(waiting)
-    took_s = 0.0
-    for run, time in enumerate(times):
-        room = waiting[run] if last else int((target_s - took_s) / max(time.seconds, 1e-12) + 0.5)
-        number = max(0, min(waiting[run], room))
-        taken[run] = number
-        waiting[run] -= number
-        took_s += number * time.seconds
-        if waiting[run]:
-            break
-    return taken, took_s
-
-
-def _stage_seconds(stage: Sequence[int], times: Sequence[LayerTime]) -> float:
-    return sum(n * time.seconds for n, time in zip(stage, times, strict=True))
+    def _tied(self, pp: RankGroup, parameters: float) -> CollectiveTime:
+        if not parameters:
+            return CollectiveTime(0.0, "")
+        ends = RankGroup(2, pp.stride * (pp.size - 1))
+        num_bytes = parameters * self.workload.precision.gradient_bytes
+        return self.network.collective("all_reduce", ends, num_bytes)
 
 
 def _assemble(
-    pricer: ReplicaPricer,
-    split: Split,
-    times: Sequence[LayerTime],
-    stages: Sequence[Sequence[int]],
-    microbatches: int,
-    pipeline: PipelineShape,
-    transfer: CollectiveTime,
+    stages: _Stages, count: int, microbatches: int, pipeline: PipelineShape
 ) -> ReplicaPrice:
-    seconds = [_stage_seconds(stage, times) for stage in stages]
-    slowest = max(range(len(stages)), key=seconds.__getitem__)
-    busy_s = microbatches * seconds[slowest]
-    parts = _busy_parts(times, stages[slowest], microbatches)
-    if len(stages) > 1:
-        weight_s = sum(n * t.weight_s for n, t in zip(stages[slowest], times, strict=True))
-        bubble_s = _bubble(seconds, slowest, weight_s, pipeline)
-        sends = 2 * (microbatches + len(stages) - 1) * pipeline.chunks
-        parts.append(Part("bubble", bubble_s, "pipeline"))
-        parts.append(Part("pp", sends * transfer.seconds, transfer.bound))
-        busy_s += bubble_s + sends * transfer.seconds
-    backward = [n * t.backward.seconds for n, t in zip(stages[slowest], times, strict=True)]
-    sizes = [pricer.workload.cost(run, split).parameters for run in range(len(times))]
-    held = [sum(n * size for n, size in zip(stage, sizes, strict=True)) for stage in stages]
-    return ReplicaPrice(tuple(parts), sum(backward), max(held), busy_s)
+    parts = [Part(name, microbatches * s, bound) for name, s, bound in stages.parts]
+    busy_s = microbatches * stages.slowest_s
+    if count > 1:
+        sends = 2 * (microbatches * pipeline.chunks + count - 1)
+        waits = (
+            Part("bubble", _bubble(stages, count, microbatches, pipeline), "pipeline"),
+            Part("pp", sends * stages.transfer.seconds, stages.transfer.bound),
+            Part("tied weights", stages.tied.seconds, stages.tied.bound),
+        )
+        parts += [part for part in waits if part.seconds]
+        busy_s += sum(part.seconds for part in waits)
+    kept = in_flight(pipeline.schedule, count, microbatches, pipeline.chunks)
+    return ReplicaPrice(
+        tuple(parts),
+        stages.backward_s,
+        stages.parameters,
+        busy_s,
+        max(n * size for n, size in zip(kept, stages.activation_bytes, strict=True)),
+    )
 
 
-def _bubble(
-    seconds: Sequence[float], slowest: int, weight_s: float, pipeline: PipelineShape
-) -> float:
-    others = sum(seconds) - seconds[slowest]
+def _bubble(stages: _Stages, count: int, microbatches: int, pipeline: PipelineShape) -> float:
+    others = stages.others_s
+    if pipeline.schedule == "inter-op":
+        return microbatches * others
     if pipeline.schedule.startswith("zb"):
-        others = max(0.0, others - (len(seconds) - 1) * 2 * weight_s)
+        hidden = 2 if pipeline.schedule == "zb-h1" else 3
+        others = max(0.0, others - (count - 1) * hidden * stages.weight_s)
     return others / pipeline.chunks
 
 
-def _busy_parts(times: Sequence[LayerTime], stage: Sequence[int], microbatches: int) -> list[Part]:
+def _busy_parts(table: LayerTable, stage: Sequence[int]) -> list[Part]:
     parts = []
     for name in ("forward", "backward", "recompute"):
-        spent: list[KernelTime] = [getattr(time, name) for time in times]
-        weights = [n * microbatches for n in stage]
+        spent: list[KernelTime] = [getattr(time, name) for time in table.times]
         by_bound = KernelTime(
-            *(sum(w * s[i] for w, s in zip(weights, spent, strict=True)) for i in range(3))
+            *(sum(n * s[i] for n, s in zip(stage, spent, strict=True)) for i in range(3))
         )
         if by_bound.seconds:
             parts.append(Part(name, by_bound.seconds, by_bound.bound))
-    for axis in ("tp", "cp", "ep"):
-        total = sum(
-            n * microbatches * time.messages_s.get(axis, 0.0)
-            for n, time in zip(stage, times, strict=True)
-        )
+    for index, axis in enumerate(MESSAGE_AXES):
+        times = [time.messages[index] for time in table.times]
+        total = sum(n * time.seconds for n, time in zip(stage, times, strict=True))
         if total:
-            bound = next(t.message_bounds[axis] for t in times if axis in t.message_bounds)
-            parts.append(Part(axis, total, bound))
+            parts.append(Part(axis, total, next(time.bound for time in times if time.bound)))
     return parts

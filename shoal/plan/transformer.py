@@ -300,4 +300,5 @@ def _head(model: Transformer, split: Split) -> LayerCost:
         parameters=own + 2 * sizes.hidden,
         activation_bytes=2 * hidden_bytes + 4 * table,
         output_bytes=0.0,
+        shared_parameters=sizes.vocab * sizes.hidden / split.tp if sizes.tied else 0.0,
     )

@@ -1,0 +1,123 @@
+"""How long the layers of a workload take on a cluster: kernels, launches and messages.
+
+The host launches kernels and collectives one after the other; where they run faster than they are
+launched, launching them is the layer's time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from shoal.plan.collective_time import Network
+from shoal.plan.kernel_time import KernelModel, KernelTime
+from shoal.plan.rank_order import RankGroup
+from shoal.plan.workload import Kernel, LayerCost, Message, Split, Workload
+
+MESSAGE_AXES = ("tp", "cp", "ep")
+AxisGroups = tuple[RankGroup, RankGroup, RankGroup]  # of MESSAGE_AXES
+
+
+class AxisTime(NamedTuple):
+    seconds: float
+    bound: str
+
+
+class LayerTime(NamedTuple):
+    """One layer, one micro-batch: seconds by activity, and what bounds them."""
+
+    seconds: float  # all of it
+    forward: KernelTime
+    backward: KernelTime  # of inputs and weights
+    weight_s: float  # the part of backward that makes weight gradients
+    recompute: KernelTime
+    messages: tuple[AxisTime, ...]  # by MESSAGE_AXES
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """One layer of every run under one split: lists by run."""
+
+    times: tuple[LayerTime, ...]
+    seconds: tuple[float, ...]
+    parameters: tuple[float, ...]
+    shared_parameters: tuple[float, ...]
+    activation_bytes: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+    recompute_bytes: float  # of the layer that is computed again, while it is
+
+
+class LayerClock:
+    """Times layers; what a split and its groups gave before is remembered."""
+
+    def __init__(self, workload: Workload, network: Network):
+        self.workload = workload
+        self.network = network
+        self._kernels = KernelModel(network.cluster.device, workload.precision.compute)
+        self._tables: dict[tuple[Split, AxisGroups], LayerTable] = {}
+
+    def table(self, split: Split, groups: AxisGroups) -> LayerTable:
+        key = (split, groups)
+        found = self._tables.get(key)
+        if found is None:
+            found = self._table(split, groups)
+            self._tables[key] = found
+        return found
+
+    def _table(self, split: Split, groups: AxisGroups) -> LayerTable:
+        costs = [self.workload.cost(run, split) for run in range(len(self.workload.runs))]
+        times = tuple(self._time(cost, split, groups) for cost in costs)
+        return LayerTable(
+            times=times,
+            seconds=tuple(time.seconds for time in times),
+            parameters=tuple(cost.parameters for cost in costs),
+            shared_parameters=tuple(cost.shared_parameters for cost in costs),
+            activation_bytes=tuple(cost.activation_bytes for cost in costs),
+            output_bytes=tuple(cost.output_bytes for cost in costs),
+            recompute_bytes=self._recompute_bytes(costs, split),
+        )
+
+    def _recompute_bytes(self, costs: list[LayerCost], split: Split) -> float:
+        if split.recompute == "none":
+            return 0.0
+        whole = replace(split, recompute="none")
+        return max(
+            self.workload.cost(run, whole).activation_bytes - cost.activation_bytes
+            for run, cost in enumerate(costs)
+        )
+
+    def _time(self, cost: LayerCost, split: Split, groups: AxisGroups) -> LayerTime:
+        again = cost.forward_messages if split.recompute == "full" and cost.recompute else ()
+        there = self._messages(cost.forward_messages, groups)
+        back = self._messages(cost.backward_messages, groups)
+        once_more = self._messages(again, groups)
+        forward = self._activity(cost.forward, there, len(cost.forward_messages))
+        backward_kernels = (*cost.backward_input, *cost.backward_weight)
+        backward = self._activity(backward_kernels, back, len(cost.backward_messages), True)
+        recompute = self._activity(cost.recompute, once_more, len(again))
+        messages = tuple(
+            AxisTime(a.seconds + b.seconds + c.seconds, a.bound or b.bound or c.bound)
+            for a, b, c in zip(there, back, once_more, strict=True)
+        )
+        computing = forward.seconds + backward.seconds + recompute.seconds
+        total = computing + sum(one.seconds for one in messages)
+        weight_s = self._kernels.time(cost.backward_weight, backward=True).seconds
+        return LayerTime(total, forward, backward, weight_s, recompute, messages)
+
+    def _activity(
+        self,
+        kernels: tuple[Kernel, ...],
+        messages: list[AxisTime],
+        count: int,
+        backward: bool = False,
+    ) -> KernelTime:
+        sending_s = sum(one.seconds for one in messages)
+        return self._kernels.time(kernels, backward, sending_s, count)
+
+    def _messages(self, messages: tuple[Message, ...], groups: AxisGroups) -> list[AxisTime]:
+        spent = [AxisTime(0.0, "")] * len(MESSAGE_AXES)
+        for message in messages:
+            axis = MESSAGE_AXES.index(message.axis)
+            took = self.network.collective(message.kind, groups[axis], message.bytes)
+            spent[axis] = AxisTime(spent[axis].seconds + took.seconds, took.bound)
+        return spent
