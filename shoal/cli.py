@@ -9,7 +9,7 @@ from typing import cast
 import typer
 
 from shoal import __version__
-from shoal.commands import bench, collectives, pipeline
+from shoal.commands import bench, cluster, collectives, pipeline
 from shoal.commands.compare import compare
 from shoal.commands.memory import memory
 from shoal.commands.msccl import export, import_file
@@ -39,6 +39,7 @@ app.command()(compare)
 collectives.app.command()(export)
 collectives.app.command("import")(import_file)
 app.add_typer(bench.app, name="bench")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(collectives.app, name="collectives")
 app.add_typer(pipeline.app, name="pipeline")
 

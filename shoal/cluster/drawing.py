@@ -1,0 +1,154 @@
+"""A cluster as a tree in the terminal: each level with its rate in bits and in bytes."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.hardware import Device, LinkSpec
+from shoal.cluster.levels import levels, narrowest_cut
+from shoal.cluster.units import show_bytes, show_rate, show_seconds
+
+
+def draw_cluster(cluster: Cluster, console: Console) -> None:
+    console.print(Text(heading(cluster), style="bold"), soft_wrap=True)
+    console.print(tree(cluster))
+    table = level_table(cluster)
+    if table.row_count:
+        console.print()
+        console.print(table)
+    console.print()
+    console.print(narrowest_cut(cluster), soft_wrap=True)
+    for line in notes(cluster):
+        console.print(line, soft_wrap=True)
+
+
+def heading(cluster: Cluster) -> str:
+    racks = f" in {counted(cluster.racks, 'rack')}" if cluster.racks > 1 else ""
+    devices = counted(cluster.devices, "device")
+    return f"{cluster.name}: {devices}, {counted(cluster.nodes, 'node')}{racks} ({cluster.source})"
+
+
+def tree(cluster: Cluster) -> Tree:
+    inner = _node_tree(cluster)
+    if cluster.nodes == 1:
+        return inner
+    rack = Tree(_numbered("top-of-rack switch", "rack", cluster.racks))
+    rack.add(_nic_line(cluster)).add(inner)
+    if cluster.racks == 1:
+        return rack
+    spine = Tree("spine")
+    uplinks = show_rate(_line_rate_of_uplinks(cluster))
+    ratio = f"oversubscribed 1:{cluster.oversubscription:g}"
+    spine.add(f"uplinks of a rack: {uplinks}, {ratio}").add(rack)
+    return spine
+
+
+def _line_rate_of_uplinks(cluster: Cluster) -> float:
+    nic = cluster.node.nic
+    return cluster.uplink_bytes_per_s / nic.efficiency if nic else 0.0
+
+
+def _nic_line(cluster: Cluster) -> str:
+    nic = cluster.node.nic
+    assert nic is not None
+    count = cluster.node.nics
+    if count == 1:
+        return f"{link_words(nic, 'a node')}, {nic.transport}"
+    together = show_rate(count * nic.bytes_per_s)
+    return f"{count} x {link_words(nic, 'each')}, {nic.transport}; together {together} a node"
+
+
+def _node_tree(cluster: Cluster) -> Tree:
+    node = cluster.node
+    per_rack = min(cluster.nodes, cluster.nodes_per_rack or cluster.nodes)
+    where = f"; {per_rack} in a rack" if cluster.racks > 1 else ""
+    cores = f", {counted(node.cores, 'core')}" if node.cores else ""
+    branch = Tree(_numbered("node", "node", cluster.nodes, bare=True) + cores + where)
+    if node.memory_bytes_per_s:
+        branch.add(f"host memory: {show_rate(node.memory_bytes_per_s)}")
+    if node.sockets > 1 and node.socket_link:
+        branch.add(f"{node.sockets} sockets, {link_words(node.socket_link)}")
+    if node.fabric is not None and node.devices > 1:
+        branch.add(_fabric_line(cluster, node.fabric))
+    if node.pcie is not None:
+        branch.add(_pcie_line(cluster, node.pcie))
+    if node.nic is not None and cluster.nodes == 1:
+        branch.add(_nic_line(cluster))
+    branch.add(f"{node.devices} x {device_words(cluster.device)}")
+    return branch
+
+
+def _fabric_line(cluster: Cluster, fabric: LinkSpec) -> str:
+    node = cluster.node
+    if fabric.shared:
+        return f"{link_words(fabric)}, shared by {counted(node.devices, 'device')}"
+    if node.torus is not None:
+        return f"torus of {' x '.join(map(str, node.torus))}, {link_words(fabric, 'to a neighbor')}"
+    shape = "switch" if node.fabric_is_switched else "all pairs"
+    return f"{shape}, {link_words(fabric, 'a device')}"
+
+
+def _pcie_line(cluster: Cluster, pcie: LinkSpec) -> str:
+    node = cluster.node
+    switches = -(-node.devices // node.devices_per_pcie)
+    if node.devices_per_pcie == 1:
+        return link_words(pcie, "a device")
+    share = counted(node.devices_per_pcie, "device")
+    what = counted(switches, "PCIe switch", "PCIe switches")
+    return f"{what}, {link_words(pcie)}, shared by {share}"
+
+
+def level_table(cluster: Cluster) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in ("level", "link", "line rate", "large messages", "bisection", "for each device"):
+        table.add_column(head)
+    for level in levels(cluster):
+        table.add_row(
+            level.name,
+            level.link,
+            show_rate(level.line_bytes_per_s),
+            f"{show_bytes(level.reached_bytes_per_s)}/s",
+            f"{show_bytes(level.bisection_bytes_per_s)}/s",
+            f"{show_bytes(level.device_bytes_per_s)}/s",
+        )
+    return table
+
+
+def notes(cluster: Cluster) -> list[str]:
+    noise = cluster.noise
+    found = []
+    if noise.jitter:
+        found.append(f"Noise: the compute of a step varies by {noise.jitter:.1%}.")
+    if noise.straggler_share:
+        share = f"{noise.straggler_share:.1%} of the workers of a step"
+        found.append(f"Stragglers: {share} are {noise.straggler_slowdown:g} times slower.")
+    return found
+
+
+def device_words(device: Device) -> str:
+    rates = ", ".join(f"{dtype} {_flops(rate)}" for dtype, rate in device.peak_flops.items())
+    memory = f"{show_bytes(device.memory_bytes)} at {show_bytes(device.memory_bytes_per_s)}/s"
+    return f"{device.name}: {memory}; {rates}"
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.4g} GFLOP/s"
+
+
+def link_words(link: LinkSpec, per: str = "") -> str:
+    rate = f"{show_rate(link.bytes_per_s)} {per}".rstrip()
+    return f"{link.name}: {rate}, alpha {show_seconds(link.alpha_s)}"
+
+
+def counted(number: int, word: str, several: str | None = None) -> str:
+    return f"{number} {word if number == 1 else several or word + 's'}"
+
+
+def _numbered(one: str, short: str, count: int, bare: bool = False) -> str:
+    """`node 0`, `nodes 0 … 7`, `top-of-rack switch of rack 0 … 3`."""
+    last = f" … {count - 1}" if count > 1 else ""
+    return f"{one} 0{last}" if bare else f"{one} of {short} 0{last}"

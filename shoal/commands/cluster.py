@@ -1,0 +1,88 @@
+"""`shoal cluster`: draw a cluster, and find out what this machine is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.drawing import draw_cluster
+from shoal.cluster.levels import levels, narrowest, narrowest_cut
+from shoal.cluster.presets import load_cluster, preset_names
+from shoal.cluster.svg import cluster_svg
+from shoal.commands import options
+from shoal.commands.output import wide_console, write_text
+from shoal.errors import BadInput
+
+app = typer.Typer(help="Clusters: drawn, discovered, measured.", no_args_is_help=True)
+
+
+@app.command()
+def show(
+    name: Annotated[
+        str, typer.Argument(metavar="FILE|PRESET", help=f"A file, or {', '.join(preset_names())}.")
+    ],
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
+    racks: Annotated[int | None, typer.Option(min=1, help="Number of racks they are in.")] = None,
+    oversubscription: Annotated[
+        float | None, typer.Option(min=1, help="Of the uplinks: 4 for 1:4.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Draw a cluster with the bandwidth of every level, and name the narrowest cut."""
+    cluster = resized(load_cluster(name), nodes, racks, oversubscription)
+    if svg is not None:
+        write_text(svg, cluster_svg(cluster))
+    if as_json:
+        typer.echo(json.dumps(document(cluster)))
+    elif svg is not None:
+        typer.echo(f"{cluster.name}: {svg}")
+    else:
+        draw_cluster(cluster, wide_console())
+
+
+def resized(
+    cluster: Cluster, nodes: int | None, racks: int | None, oversubscription: float | None
+) -> Cluster:
+    """The same nodes in other numbers; `nodes` counts those of all racks."""
+    total = nodes or max(cluster.nodes, racks or 1)
+    if total > 1 and cluster.node.nic is None:
+        raise BadInput(f"--nodes {total}: a node of {cluster.name} has no nic to reach another")
+    if racks is not None and racks > total:
+        raise BadInput(f"--racks {racks}: there are only {total} nodes")
+    if racks is not None and total % racks:
+        raise BadInput(f"--racks {racks}: {total} nodes do not fill {racks} racks evenly")
+    per_rack = cluster.nodes_per_rack if racks is None else total // racks
+    resized = replace(cluster, nodes=total, nodes_per_rack=per_rack)
+    if oversubscription is None:
+        return resized
+    if resized.racks == 1:
+        raise BadInput("--oversubscription is between racks, and there is one rack: give --racks 2")
+    return replace(resized, oversubscription=oversubscription)
+
+
+def document(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as data, in seconds and bytes."""
+    found = narrowest(cluster)
+    return {
+        **_without_endings(asdict(cluster)),
+        "devices": cluster.devices,
+        "racks": cluster.racks,
+        "levels": [
+            {**asdict(level), "device_bytes_per_s": level.device_bytes_per_s}
+            for level in levels(cluster)
+        ],
+        "narrowest": None if found is None else found.name,
+        "narrowest_cut": narrowest_cut(cluster),
+    }
+
+
+def _without_endings(fields: dict[str, Any]) -> dict[str, Any]:
+    for curve in ("matmul_efficiency", "memory_efficiency"):
+        fields["device"][curve] = fields["device"][curve]["points"]
+    return fields
