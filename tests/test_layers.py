@@ -52,6 +52,7 @@ LAYERS = [
     ["observe.model_sizes"],
     ["observe.loop_sizes"],
     ["observe.memory_estimate"],
+    ["observe.workload_trace"],
     ["observe.memory_probe"],
     ["launch.run", "launch.worker"],
     ["integrations"],

@@ -16,6 +16,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
 from shoal.data.rows import num_rows
+from shoal.plan.saved_tensors import SavedTensors
 from shoal.pytree import Tree, map_tensors
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.wrapping import wrap_modules
@@ -122,7 +123,7 @@ def _saved_by(
     known: Collection[Tensor],
 ) -> Iterator[int]:
     for number, forward in enumerate(forwards):
-        saved = Saved(known)
+        saved = SavedTensors(known)
         with saved_tensors_hooks(saved.note, lambda tensor: tensor):
             values = forward(values)
             if number == len(forwards) - 1:
@@ -134,22 +135,6 @@ def _saved_by(
 def _received(tensor: Tensor) -> Tensor:
     """What the next stage gets of an output: a tensor of its own."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-class Saved:
-    """Adds up the memory of saved tensors; those of `known` tensors do not count."""
-
-    def __init__(self, known: Iterable[Tensor]):
-        self._known = {t.untyped_storage()._cdata for t in known}
-        self._seen: dict[int, Any] = {}
-        self.total = 0
-
-    def note(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known and storage._cdata not in self._seen:
-            self._seen[storage._cdata] = storage  # kept, so that its number is not given again
-            self.total += storage.nbytes()
-        return tensor
 
 
 @contextmanager

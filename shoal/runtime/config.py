@@ -98,6 +98,13 @@ class MemoryEstimateConfig:
 
 
 @dataclass(frozen=True)
+class WorkloadTraceConfig:
+    """What `shoal predict` and `shoal plan` ask of a script; off without a folder."""
+
+    folder: Path | None = variable("SHOAL_WORKLOAD_DIR", PATH)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The configuration of one process; None where a variable is not set."""
 
@@ -132,6 +139,7 @@ class RunConfig:
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     memory_probe: MemoryProbeConfig = field(default_factory=MemoryProbeConfig)
     memory_estimate: MemoryEstimateConfig = field(default_factory=MemoryEstimateConfig)
+    workload_trace: WorkloadTraceConfig = field(default_factory=WorkloadTraceConfig)
 
     environ: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
     """All other variables: those of torchrun, MPI and Slurm, PATH, OMP_NUM_THREADS."""
@@ -250,6 +258,7 @@ _SECTIONS: dict[str, type] = {
     "capture": CaptureConfig,
     "memory_probe": MemoryProbeConfig,
     "memory_estimate": MemoryEstimateConfig,
+    "workload_trace": WorkloadTraceConfig,
 }
 VARIABLES = frozenset(
     f.metadata["variable"] for cls in (RunConfig, *_SECTIONS.values()) for f in _variables(cls)

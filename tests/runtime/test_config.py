@@ -23,6 +23,7 @@ from shoal.runtime.config import (
     ServerConfig,
     TlsConfig,
     WaitConfig,
+    WorkloadTraceConfig,
     variable_name,
 )
 from shoal.runtime.run_dir import RunDir
@@ -72,6 +73,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
     capture=st.builds(CaptureConfig, maybe(path), positive, positive),
     memory_probe=st.builds(MemoryProbeConfig, maybe(path), positive),
     memory_estimate=st.builds(MemoryEstimateConfig, maybe(path), text, positive),
+    workload_trace=st.builds(WorkloadTraceConfig, maybe(path)),
     environ=st.dictionaries(st.sampled_from(["PATH", "RANK", "SLURM_PROCID"]), text),
 )
 configs = st.builds(RunConfig, **FIELDS)

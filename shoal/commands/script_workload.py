@@ -1,0 +1,44 @@
+"""The workload of a script: its own model, batch and optimizer, traced without training."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.commands.launching import check_trained, command_for, config_for, run_quietly
+from shoal.errors import BadInput
+from shoal.plan.traced_workload import TracedWorkload
+from shoal.plan.workload import Precision
+from shoal.runtime.config import WorkloadTraceConfig
+from shoal.strategy.strategy import as_strategy
+
+
+class ScriptWorkload(NamedTuple):
+    workload: TracedWorkload
+    batch: int  # samples of the script's global batch
+    precision: Precision
+
+
+def workload_of_script(script: str, args: Sequence[str] | None = None) -> ScriptWorkload:
+    """Run a script, or an example, up to its first step, on tensors without memory."""
+    command = command_for(script, args)
+    with tempfile.TemporaryDirectory(prefix="shoal-workload-") as name:
+        folder = Path(name)
+        config = config_for(as_strategy("single"), device="cpu")
+        run_quietly(command, 1, replace(config, workload_trace=WorkloadTraceConfig(folder)))
+        document = _read(folder, script)
+    workload = TracedWorkload.from_json(document["workload"].encode())
+    return ScriptWorkload(workload, int(document["batch"]), workload.precision)
+
+
+def _read(folder: Path, script: str) -> dict[str, str]:
+    file = folder / "workload.json"
+    check_trained(file)
+    document: dict[str, str] = json.loads(file.read_text())
+    if "error" in document:
+        raise BadInput(f"the model of {script} could not be traced: {document['error']}")
+    return document

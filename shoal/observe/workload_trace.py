@@ -1,0 +1,136 @@
+"""The workload of a user's script: its model, loss, optimizer and first batch, traced.
+
+`shoal predict` and `shoal plan` run the script in one process and ask for it
+(`RunConfig.workload_trace`). As for `shoal memory`, parameters are on the meta device, and the
+second call of a step ends the script.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.data.rows import num_rows, take_rows
+from shoal.errors import ShoalError
+from shoal.observe.capture import StopTraining
+from shoal.observe.memory_estimate import EstimateJob
+from shoal.observe.model_sizes import parameters_without_memory, sizes_of
+from shoal.plan.trace_module import precision_of, trace_module
+from shoal.plan.traced_workload import TracedWorkload
+from shoal.plan.workload import Precision
+from shoal.pytree import Tree
+from shoal.replica.microbatch import Loss, call_model
+from shoal.replica.tensor.planning.plan import plan_of
+from shoal.replica.tensor.planning.roles import Role
+from shoal.runtime.config import WorkloadTraceConfig
+from shoal.strategy.strategy import as_strategy
+from shoal.strategy.terms import Tp
+from shoal.sync.optimizer_step import OptimizerFactory
+from shoal.train.arguments import ForwardSignature
+from shoal.train.job import Job
+from shoal.train.options import StepOptions
+
+_KINDS = {
+    "attention": "whole",
+    "recurrent": "whole",
+    "experts": "whole",
+    "vocabulary": "vocabulary",
+}
+
+
+class WorkloadJob(EstimateJob):
+    """A job that traces the first step that it is given."""
+
+    _document: dict[str, Any] | None = None
+
+    def setup(self, *objects: Any) -> Any:
+        self._document = {
+            "error": "the script computes its loss in a loop of its own (job.setup), which has no "
+            "step to trace; job.step has one"
+        }
+        raise StopTraining
+
+    def _estimate(
+        self, model: nn.Module, loss: Loss, optimizer: Any, batch: Any, options: StepOptions
+    ) -> None:
+        content = getattr(batch, "content", batch)
+        try:
+            precision = precision_for(model, optimizer, options.precision)
+            workload = trace_step(model, loss, content, precision)
+        except Exception as error:  # whatever the user's model does with a fake tensor
+            text = str(error).splitlines()[0] if str(error) else ""
+            self._document = {"error": f"{type(error).__name__}: {text}"}
+            return
+        self._document = {"workload": workload.to_json().decode(), "batch": num_rows(content)}
+
+    def write(self, folder: Path) -> None:
+        if self._document is not None:
+            (folder / "workload.json").write_text(json.dumps(self._document))
+
+
+def trace_step(model: nn.Module, loss: Loss, content: Tree, precision: Precision) -> TracedWorkload:
+    """The workload of a step with this batch, traced with all and with half of its rows."""
+    total = num_rows(content)
+    smaller = max(1, total // 2)
+    ranges = {total: [range(total)], smaller: [range(smaller)]}
+    if total == 1:
+        ranges = {1: [range(1)], 2: [range(1), range(1)]}
+    batches = {rows: take_rows(content, picked, total) for rows, picked in ranges.items()}
+
+    def loss_of(batch: Tree) -> Tensor:
+        inputs, targets = ForwardSignature(model).arguments(batch, num_rows(batch))
+        return loss(call_model(model, inputs), targets)
+
+    return trace_module(model, loss_of, batches, precision, tp_roles(model))
+
+
+def precision_for(model: nn.Module, optimizer: OptimizerFactory, precision: str) -> Precision:
+    """Bytes of each number, as Shoal trains: parameters keep their type under autocast."""
+    sizes = sizes_of(model, optimizer)
+    numbers = max(1, sum(p.numel() for p in sizes.flat.params))
+    state = round(sum(sizes.state.values()) / numbers)
+    own = precision_of(model, state)
+    compute = precision if precision in ("bf16", "fp16") else own.compute
+    return Precision(compute, own.parameter_bytes, own.gradient_bytes, 0, state)
+
+
+def tp_roles(model: nn.Module, ranks: int = 2) -> dict[str, str]:
+    """How tp would split the modules of a model, by name, as `trace_module` takes it."""
+    try:
+        found = plan_of(model, Tp(ranks))
+    except ShoalError:
+        return {}
+    named = {name: _kind(role) for name, role in found.items()}
+    return {name: kind for name, kind in named.items() if kind is not None}
+
+
+def _kind(role: Role) -> str | None:
+    if role.kind == "column":
+        return "gathered" if role.output == "full" else "column"
+    if role.kind == "channels" and role.channels is not None:
+        if role.channels.inputs is None:
+            return "column"
+        return "row" if role.channels.outputs is None else "between"
+    return "row" if role.kind == "row" else _KINDS.get(role.kind)
+
+
+def trace_workload(
+    config: WorkloadTraceConfig, train: Callable[[Job], Any], make: Callable[[type[Job]], Job]
+) -> bool:
+    """Whether this run only traces the first step; it is then done."""
+    if config.folder is None:
+        return False
+    job = make(WorkloadJob)
+    assert isinstance(job, WorkloadJob)
+    job.prepare(as_strategy("single"), 1)
+    try:
+        with parameters_without_memory():
+            train(job)
+    except StopTraining:
+        pass
+    job.write(config.folder)
+    return True

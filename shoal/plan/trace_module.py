@@ -1,0 +1,192 @@
+"""The workload of any nn.Module, traced on fake tensors: no memory is taken and nothing computed.
+
+A dispatch mode sees every operation of forward and backward. Hooks on modules say which layer
+computes; backward finds its layer by the sequence number of the autograd node that runs, which
+lies between those that forward had when it entered and left the layer. A product of backward is
+of the weight where it does not read a parameter and its node leads to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
+
+from shoal.errors import BadInput
+from shoal.plan.trace_layers import layer_names
+from shoal.plan.trace_recorder import Recorded, TraceRecorder
+from shoal.plan.traced_workload import (
+    Line,
+    TracedKernel,
+    TracedLayer,
+    TracedMessage,
+    TracedWorkload,
+    group_equal,
+)
+from shoal.plan.workload import Precision
+from shoal.pytree import Tree, map_tensors, tensors_of
+
+# How tp splits a module: its outputs, or its inputs, by features; outputs that are gathered again;
+# rows of an embedding; both inputs and outputs; or all that happens inside
+TpRole = Literal["column", "gathered", "row", "vocabulary", "between", "whole"]
+LossOf = Callable[[Tree], Tensor]  # runs the model on a batch
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def trace_module(
+    model: nn.Module,
+    loss_of: LossOf,
+    batches: Mapping[int, Tree],
+    precision: Precision | None = None,
+    roles: Mapping[str, str] | None = None,
+    name: str = "",
+) -> TracedWorkload:
+    """Trace a step of two batches, given by their numbers of samples.
+
+    `loss_of` calls the model, whose parameters are fake meanwhile, on one of the batches.
+    `roles` are those of modules under tp, by name.
+    """
+    if len(batches) != 2:
+        raise BadInput(f"a module is traced with batches of 2 sizes, not {len(batches)}")
+    chosen = precision or precision_of(model)
+    small, large = (
+        _trace(model, loss_of, batches[rows], chosen.compute, roles or {})
+        for rows in sorted(batches)
+    )
+    rows = (min(batches), max(batches))
+    layers = tuple(_merge(one, small, large, rows) for one in large.layers)
+    return TracedWorkload(name or type(model).__name__, chosen, rows, group_equal(layers))
+
+
+def workload_of(
+    model: nn.Module,
+    inputs: Tree,
+    loss: Callable[[Any], Tensor] | None = None,
+    roles: Mapping[str, str] | None = None,
+) -> TracedWorkload:
+    """Of a model and one batch of inputs, whose tensors have a row for each sample.
+
+    A tuple is spread over positional arguments, a dict over named ones. Without a loss, the sum of
+    the outputs stands for it.
+    """
+    rows = {len(t) for t in tensors_of(inputs) if t.dim()}
+    if len(rows) != 1:
+        raise BadInput(f"the tensors of a batch have different numbers of samples: {sorted(rows)}")
+    count = rows.pop()
+    other = max(1, count // 2) if count > 1 else 2
+    batches = {n: map_tensors(partial(_resized, rows=n), inputs) for n in (count, other)}
+
+    def loss_of(batch: Tree) -> Tensor:
+        args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+        output = model(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
+        return loss(output) if loss is not None else _sum_of(output)
+
+    return trace_module(model, loss_of, batches, roles=roles)
+
+
+def _resized(tensor: Tensor, rows: int) -> Tensor:
+    return tensor.new_empty((rows, *tensor.shape[1:]), device="meta") if tensor.dim() else tensor
+
+
+def _sum_of(output: Tree) -> Tensor:
+    floats = [t for t in tensors_of(output) if t.is_floating_point()]
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    return torch.stack([t.float().sum() for t in floats]).sum()
+
+
+def precision_of(model: nn.Module, state_bytes: int = 8) -> Precision:
+    """As the parameters are; the optimizer is Adam unless its bytes a parameter say otherwise."""
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    dtype = torch.float32 if first is None else first.dtype
+    width = dtype.itemsize
+    return Precision(_NAMES.get(dtype, "fp32"), width, width, 0, state_bytes)
+
+
+# ------------------------------------------------------------------------------ one trace
+
+
+def _trace(
+    model: nn.Module, loss_of: LossOf, batch: Tree, compute: str, roles: Mapping[str, str]
+) -> Recorded:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(_without_mkldnn())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        fake = {name: _fake(t).requires_grad_(t.requires_grad) for name, t in tensors}
+        content = map_tensors(_fake, batch)
+        stack.enter_context(_reparametrize_module(model, fake, tie_weights=True))
+        recorder = TraceRecorder(model, layer_names(model), roles)
+        stack.enter_context(recorder.watching())
+        with _autocast(compute, tensors):
+            loss = loss_of(content)
+        if loss.requires_grad:
+            with recorder.backward():
+                loss.backward()  # type: ignore[no-untyped-call]
+        return recorder.recorded()
+
+
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """Recurrent layers are then made of products that a trace can see."""
+    was_on = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was_on)
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _autocast(compute: str, tensors: Iterable[tuple[str, Tensor]]) -> torch.autocast:
+    """On where products are narrower than the parameters."""
+    dtype = _AUTOCAST.get(compute)
+    is_wider = any(t.dtype == torch.float32 for _, t in tensors)
+    return torch.autocast(
+        "cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None and is_wider
+    )
+
+
+# ------------------------------------------------------------------------------ two traces
+
+
+def _merge(name: str, small: Recorded, large: Recorded, rows: tuple[int, int]) -> TracedLayer:
+    """One layer of both traces; what only one of them has grows in proportion to the batch."""
+    one, other = small.layers.get(name), large.layers[name]
+    share = rows[0] / rows[1]
+    is_equal = one is not None and [k.name for k in one.kernels] == [k.name for k in other.kernels]
+    if one is None or not is_equal:
+        one = other.scaled(share)
+    kernels = tuple(
+        TracedKernel(a.kernel, b.kernel, b.phase, b.divided)
+        for a, b in zip(one.kernels, other.kernels, strict=True)
+    )
+    messages = tuple(
+        TracedMessage(b.kind, b.axis, Line(a.bytes, b.bytes), b.phase)
+        for a, b in zip(one.messages, other.messages, strict=True)
+    )
+    return TracedLayer(
+        name or "model",
+        kernels,
+        messages,
+        Line(one.flops, other.flops),
+        parameters=other.parameters,
+        divided_parameters=other.divided_parameters,
+        expert_parameters=other.expert_parameters,
+        activations=Line(one.activations, other.activations),
+        divided_activations=Line(one.divided_activations, other.divided_activations),
+        input_bytes=Line(one.input_bytes, other.input_bytes),
+        output_bytes=Line(one.output_bytes, other.output_bytes),
+    )

@@ -1,0 +1,321 @@
+"""Records the operations of a module's forward and backward, layer by layer."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.plan.saved_tensors import SavedTensors
+from shoal.plan.trace_ops import bytes_of, cost_of, named_arguments
+from shoal.plan.traced_workload import Divided, Phase
+from shoal.plan.workload import Kernel
+from shoal.pytree import tensors_of
+
+_INSIDE: dict[str, Divided] = {  # what is divided of the kernels in a module, by its role
+    "column": "column",
+    "gathered": "column",
+    "row": "row",
+    "vocabulary": "all",
+    "between": "all",
+    "whole": "all",
+}
+_SUMMED = ("row", "vocabulary", "whole")  # outputs are summed over ranks
+_COPIED = ("column", "gathered", "whole")  # gradients of inputs are
+_VIEWS = (
+    "TBackward0",
+    "ViewBackward0",
+    "TransposeBackward0",
+    "ToCopyBackward0",
+    "PermuteBackward0",
+)
+
+
+class RecordedKernel(NamedTuple):
+    kernel: Kernel
+    phase: Phase
+    divided: Divided
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+
+class RecordedMessage(NamedTuple):
+    kind: str
+    axis: str
+    bytes: float
+    phase: Phase
+
+
+@dataclass
+class RecordedLayer:
+    kernels: list[RecordedKernel] = field(default_factory=list)
+    messages: list[RecordedMessage] = field(default_factory=list)
+    flops: float = 0.0
+    parameters: float = 0.0
+    divided_parameters: float = 0.0
+    expert_parameters: float = 0.0
+    activations: float = 0.0
+    divided_activations: float = 0.0
+    input_bytes: float = 0.0
+    output_bytes: float = 0.0
+
+    def scaled(self, share: float) -> RecordedLayer:
+        """As it would be if all of it grew with the batch."""
+        names = ("flops", "activations", "divided_activations", "input_bytes", "output_bytes")
+        kernels = [one._replace(kernel=_scaled(one.kernel, share)) for one in self.kernels]
+        messages = [one._replace(bytes=one.bytes * share) for one in self.messages]
+        sizes = {name: share * getattr(self, name) for name in names}
+        return replace(self, kernels=kernels, messages=messages, **sizes)
+
+
+def _scaled(kernel: Kernel, share: float) -> Kernel:
+    rows = max(1, round(kernel.m * share)) if kernel.flops else 0
+    return kernel._replace(flops=kernel.flops * share, bytes=kernel.bytes * share, m=rows)
+
+
+class Recorded(NamedTuple):
+    layers: dict[str, RecordedLayer]  # in the order of forward
+
+
+class _Position(NamedTuple):
+    """Where an operation happens."""
+
+    layer: str | None  # None before the first one
+    module: str  # inside the layer
+    divided: Divided
+
+
+class TraceRecorder:
+    """Follows one forward and backward of a model."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[str], roles: Mapping[str, str]):
+        self._model = model
+        self._units = set(layers)
+        self._roles = roles
+        self._layers: dict[str, RecordedLayer] = {}
+        self._before_first = RecordedLayer()
+        self._stack: list[str] = []
+        self._layer: str | None = None
+        self._is_between = False  # after a column layer, before its row layer
+        self._params = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._copies: list[Tensor] = []  # of parameters, kept so that their numbers stay theirs
+        self._saved = SavedTensors([*model.parameters(), *model.buffers()])
+        self._places: list[tuple[int, _Position]] = []
+        self._last = _Position(None, "", "")
+        self._is_backward = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                before = partial(self._enter, name)
+                stack.enter_context(
+                    _removed(module.register_forward_pre_hook(before, with_kwargs=True))
+                )
+                stack.enter_context(
+                    _removed(module.register_forward_hook(partial(self._leave, name)))
+                )
+            stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            stack.enter_context(_Operations(self))
+            self._mark()
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self._is_backward = True
+        try:
+            yield
+        finally:
+            self._is_backward = False
+
+    def recorded(self) -> Recorded:
+        if not self._layers:
+            self._layers[""] = RecordedLayer()
+        first = next(iter(self._layers.values()))
+        first.kernels[:0] = self._before_first.kernels
+        first.flops += self._before_first.flops
+        first.activations += self._before_first.activations
+        self._count_parameters()
+        return Recorded(self._layers)
+
+    # -------------------------------------------------------------------------- modules
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._stack.append(name)
+        if self._is_backward:
+            return
+        role = self._roles.get(name)
+        if name in self._units:
+            self._enter_layer(
+                name, bytes_of([t for t in tensors_of((args, kwargs)) if t.requires_grad])
+            )
+        if role in _COPIED:
+            self._send("all_reduce", bytes_of(tensors_of((args, kwargs))[:1]), "input")
+        self._mark()
+
+    def _enter_layer(self, name: str, num_bytes: float) -> None:
+        if self._layer is not None and num_bytes and not self._is_backward:
+            self._layers[self._layer].output_bytes = num_bytes
+        self._layer = name
+        layer = self._layers.setdefault(name, RecordedLayer())
+        layer.input_bytes = layer.input_bytes or num_bytes
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+        if self._is_backward:
+            return
+        role = self._roles.get(name)
+        if role in _SUMMED:
+            self._send("all_reduce", bytes_of(tensors_of(output)[:1]), "forward")
+        if role == "gathered":
+            self._send("all_gather", bytes_of(tensors_of(output)[:1]), "forward")
+        if role in ("column", "row", "gathered"):
+            self._is_between = role == "column"
+        if name in self._units:
+            outputs = [t for t in _tensors(output) if t.requires_grad]
+            self._layers[name].output_bytes = bytes_of(outputs[:1])
+        self._mark()
+
+    def _send(self, kind: str, num_bytes: float, phase: Phase) -> None:
+        if self._layer is not None:
+            self._layers[self._layer].messages.append(RecordedMessage(kind, "tp", num_bytes, phase))
+
+    def _mark(self) -> None:
+        """From here on autograd nodes belong to this position."""
+        self._places.append((torch.autograd._get_sequence_nr(), self._here()))  # type: ignore[attr-defined]
+
+    def _here(self) -> _Position:
+        prefix = self._layer or ""
+        top = self._stack[-1] if self._stack else ""
+        inside = top.removeprefix(prefix).strip(".") if top.startswith(prefix) else ""
+        for name in reversed(self._stack):
+            if name in self._roles and self._roles[name] in _INSIDE:
+                return _Position(self._layer, inside, _INSIDE[self._roles[name]])
+        return _Position(self._layer, inside, "all" if self._is_between else "")
+
+    # -------------------------------------------------------------------------- operations
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        arguments = named_arguments(func, args, kwargs)
+        if func.overloadpacket is torch.ops.aten._to_copy and self._reads_parameter(args):
+            self._remember_copy(out)
+        cost = cost_of(func, arguments, out)
+        if not cost.kernels:
+            return
+        position, phase = self._place(args)
+        layer = self._layers[position.layer] if position.layer is not None else self._before_first
+        layer.flops += cost.flops
+        for kernel in cost.kernels:
+            name = f"{position.module} {kernel.name}".strip()
+            chosen: Phase = "weight" if kernel.name.endswith("weight gradient") else phase
+            named = kernel._replace(name=name)
+            layer.kernels.append(RecordedKernel(named, chosen, position.divided))
+
+    def _place(self, args: Sequence[Any]) -> tuple[_Position, Phase]:
+        if not self._is_backward:
+            return self._here(), "forward"
+        node = torch._C._current_autograd_node()
+        if node is not None and not node.name().endswith("AccumulateGrad"):
+            number = node._sequence_nr()
+            at = bisect.bisect_right(self._places, number, key=lambda place: place[0])
+            self._last = self._places[max(0, at - 1)][1]
+        is_weight = node is not None and _leads_to_parameter(node)
+        return self._last, "weight" if is_weight and not self._reads_parameter(args) else "input"
+
+    def _reads_parameter(self, args: Sequence[Any]) -> bool:
+        return any(t.untyped_storage()._cdata in self._params for t in tensors_of(list(args)))
+
+    def _remember_copy(self, tensor: Tensor) -> None:
+        self._copies.append(tensor)
+        self._params.add(tensor.untyped_storage()._cdata)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        fresh = self._saved.add(tensor)
+        position = self._here()
+        layer = self._layers[position.layer] if position.layer is not None else self._before_first
+        if position.divided in ("row", "all"):
+            layer.divided_activations += fresh
+        else:
+            layer.activations += fresh
+        return tensor
+
+    # -------------------------------------------------------------------------- parameters
+
+    def _count_parameters(self) -> None:
+        counted: set[int] = set()
+        first = next(iter(self._layers))
+        for name, module in self._model.named_modules():
+            for own, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in counted:
+                    continue
+                counted.add(id(parameter))
+                layer = self._layers[self._layer_of(name) or first]
+                is_whole = self._divides(name, own) == ""
+                kind = "parameters" if is_whole else "divided_parameters"
+                setattr(layer, kind, getattr(layer, kind) + parameter.numel())
+
+    def _layer_of(self, name: str) -> str | None:
+        """The nearest layer around a module that was called."""
+        while name not in self._layers:
+            if not name:
+                return None
+            name = name.rpartition(".")[0]
+        return name
+
+    def _divides(self, module: str, parameter: str) -> Divided:
+        while True:
+            role = self._roles.get(module)
+            if role is not None and role in _INSIDE:
+                is_bias = role == "row" and parameter == "bias"
+                return "" if is_bias else _INSIDE[role]
+            if not module:
+                return ""
+            module = module.rpartition(".")[0]
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, recorder: TraceRecorder):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._recorder.note(func, args, kwargs or {}, out)
+        return out
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return tensors_of(dict(output) if hasattr(output, "keys") else output)
+
+
+def _leads_to_parameter(node: Any, depth: int = 4) -> bool:
+    """Whether a gradient of this node goes to a parameter, past views and casts."""
+    for following, _ in node.next_functions:
+        if following is None:
+            continue
+        name = following.name()
+        if name.endswith("AccumulateGrad"):
+            return True
+        if depth and name in _VIEWS and _leads_to_parameter(following, depth - 1):
+            return True
+    return False
+
+
+@contextmanager
+def _removed(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,262 @@
+"""A workload that was traced from a module: kernels of every layer at two sizes of a batch.
+
+A kernel's size at any other micro-batch lies on the line through both, so that costs that do not
+grow with the batch (reading weights, writing a gradient) stay what they are. Under tp the sizes of
+split layers, and of what is computed between a column and a row layer, are divided; the others
+run whole on every rank. `trace_module.py` makes these values; nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from shoal.plan.workload import Kernel, LayerCost, LayerRun, Message, Precision, Split
+
+Phase = Literal["forward", "input", "weight"]  # the last two are of backward
+Divided = Literal["", "column", "row", "all"]  # what tp divides: a layer's outputs, inputs, all
+
+
+class Line(NamedTuple):
+    """A number at both sizes of the batch."""
+
+    small: float
+    large: float
+
+
+_ZERO = Line(0.0, 0.0)
+
+
+class TracedKernel(NamedTuple):
+    small: Kernel
+    large: Kernel
+    phase: Phase
+    divided: Divided = ""
+
+
+class TracedMessage(NamedTuple):
+    """What tp, cp or ep sends while a layer computes."""
+
+    kind: str
+    axis: str
+    bytes: Line
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """One layer or block. `divided_*` is what ranks of tp share, the rest is on each of them."""
+
+    name: str
+    kernels: tuple[TracedKernel, ...]
+    messages: tuple[TracedMessage, ...]
+    flops: Line  # forward and backward, as papers count them
+    parameters: float = 0.0
+    divided_parameters: float = 0.0
+    expert_parameters: float = 0.0  # of either, what ranks of ep share
+    activations: Line = _ZERO
+    divided_activations: Line = _ZERO
+    input_bytes: Line = _ZERO
+    output_bytes: Line = _ZERO
+    count: int = 1  # equal layers, one after the other
+
+
+@dataclass(frozen=True)
+class TracedWorkload:
+    """A `Workload`; a sample is one row of the batch."""
+
+    name: str
+    precision: Precision
+    batches: tuple[int, int]  # rows of the two traces, the smaller one first
+    layers: tuple[TracedLayer, ...]
+
+    @cached_property
+    def runs(self) -> tuple[LayerRun, ...]:
+        return tuple(LayerRun(layer.name, layer.count) for layer in self.layers)
+
+    @cached_property
+    def _costs(self) -> dict[tuple[int, Split], LayerCost]:
+        return {}
+
+    def cost(self, run: int, split: Split) -> LayerCost:
+        key = (run, split)
+        if key not in self._costs:
+            self._costs[key] = _Cost(self.layers[run], self.batches, split).layer_cost()
+        return self._costs[key]
+
+    def model_flops(self, samples: int) -> float:
+        along = _along(self.batches, samples)
+        return sum(layer.count * max(0.0, _at(layer.flops, along)) for layer in self.layers)
+
+    @property
+    def parameters(self) -> float:
+        return sum(run.count * (run.parameters + run.divided_parameters) for run in self.layers)
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> TracedWorkload:
+        return msgspec.json.decode(text, type=cls)
+
+
+def _along(batches: tuple[int, int], rows: float) -> float:
+    """Where a batch lies between the two that were traced: 0 is the smaller, 1 the larger."""
+    small, large = batches
+    return (rows - small) / (large - small)
+
+
+def _at(line: Line, along: float) -> float:
+    return line.small + along * (line.large - line.small)
+
+
+class _Cost:
+    """One layer's cost under one split."""
+
+    def __init__(self, layer: TracedLayer, batches: tuple[int, int], split: Split):
+        self.layer = layer
+        self.split = split
+        # ranks of cp have some positions of every sample: as many tokens as fewer samples have
+        self.rows = split.microbatch / split.cp
+        self.along = _along(batches, self.rows)
+
+    def layer_cost(self) -> LayerCost:
+        layer = self.layer
+        forward = self._kernels("forward")
+        is_full = self.split.recompute == "full" and bool(forward)
+        experts = layer.expert_parameters * (1 - 1 / self.split.ep)
+        return LayerCost(
+            forward=forward,
+            backward_input=self._kernels("input"),
+            backward_weight=self._kernels("weight"),
+            recompute=forward if is_full else (),
+            forward_messages=self._messages(("forward",)),
+            backward_messages=self._messages(("input", "weight")),
+            parameters=layer.parameters + layer.divided_parameters / self.split.tp - experts,
+            activation_bytes=self._kept(is_full),
+            output_bytes=self._line(layer.output_bytes) / self._sequence_parts,
+        )
+
+    @property
+    def _sequence_parts(self) -> int:
+        """Among how many ranks what is not split by features is divided by positions."""
+        has_split = self.layer.divided_parameters > 0
+        return self.split.tp if self.split.sequence_parallel and has_split else 1
+
+    def _line(self, line: Line) -> float:
+        return max(0.0, _at(line, self.along))
+
+    def _kept(self, is_full: bool) -> float:
+        if is_full:
+            return self._line(self.layer.input_bytes) / self._sequence_parts
+        whole = self._line(self.layer.activations) / self._sequence_parts
+        return whole + self._line(self.layer.divided_activations) / self.split.tp
+
+    def _kernels(self, phase: Phase) -> tuple[Kernel, ...]:
+        return tuple(self._sized(k) for k in self.layer.kernels if k.phase == phase)
+
+    def _sized(self, traced: TracedKernel) -> Kernel:
+        kernel = _between(traced.small, traced.large, self.along)
+        if self.split.tp > 1 and traced.divided:
+            return _divide(kernel, traced, self.split.tp)
+        if self._sequence_parts > 1 and not kernel.flops:
+            return kernel._replace(bytes=kernel.bytes / self._sequence_parts)
+        return kernel
+
+    def _messages(self, phases: tuple[Phase, ...]) -> tuple[Message, ...]:
+        sizes = {"tp": self.split.tp, "cp": self.split.cp, "ep": self.split.ep}
+        found: list[Message] = []
+        for kind, axis, line, phase in self.layer.messages:
+            if phase not in phases or sizes[axis] == 1:
+                continue
+            num_bytes = self._line(line)
+            if kind == "all_reduce" and self.split.sequence_parallel:
+                found.append(Message("all_gather", axis, num_bytes))
+                found.append(Message("reduce_scatter", axis, num_bytes))
+            else:
+                found.append(Message(kind, axis, num_bytes))
+        return tuple(found)
+
+
+def _between(small: Kernel, large: Kernel, along: float) -> Kernel:
+    """A kernel at another batch; a product's operations follow from its sizes."""
+    num_bytes = max(0.0, _at(Line(small.bytes, large.bytes), along))
+    if not large.flops:
+        return large._replace(bytes=num_bytes)
+    m, n, k, batch = (
+        max(1, round(_at(Line(a, b), along))) for a, b in zip(small[3:], large[3:], strict=True)
+    )
+    share = large.flops / (2.0 * large.m * large.n * large.k * large.batch)
+    flops = share * 2.0 * m * n * k * batch
+    return Kernel(large.name, flops, num_bytes, m, n, k, batch)
+
+
+# which of m, n, k of a product is divided, by what tp divides and the phase
+_DIMENSIONS: dict[tuple[Divided, Phase], str] = {
+    ("column", "forward"): "n",
+    ("column", "input"): "k",
+    ("column", "weight"): "n",
+    ("row", "forward"): "k",
+    ("row", "input"): "n",
+    ("row", "weight"): "m",
+    ("all", "forward"): "batch",
+    ("all", "input"): "batch",
+    ("all", "weight"): "batch",
+}
+
+
+def _divide(kernel: Kernel, traced: TracedKernel, tp: int) -> Kernel:
+    if not kernel.flops:
+        return kernel._replace(bytes=kernel.bytes / tp)
+    name = _DIMENSIONS[traced.divided, traced.phase]
+    size = getattr(kernel, name)
+    part = max(1, -(-size // tp))  # of the fullest rank
+    divided = kernel._replace(**{name: part})
+    share = part / size
+    return divided._replace(
+        flops=kernel.flops * share,
+        bytes=kernel.bytes * _elements(divided) / _elements(kernel),
+    )
+
+
+def _elements(kernel: Kernel) -> float:
+    """Numbers that a product reads and writes."""
+    m, n, k, batch = kernel[3:]
+    return float(batch) * (m * k + k * n + m * n)
+
+
+def group_equal(layers: tuple[TracedLayer, ...]) -> tuple[TracedLayer, ...]:
+    """Equal layers, one after the other, as one with a count; `blocks.0` to `blocks.0-11`.
+
+    What they keep may differ by who saves a tensor first: a run keeps their mean.
+    """
+    runs: list[list[TracedLayer]] = []
+    for layer in layers:
+        if runs and _signature(runs[-1][0]) == _signature(layer):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return tuple(_as_run(run) for run in runs)
+
+
+def _signature(layer: TracedLayer) -> tuple[object, ...]:
+    sizes = (layer.parameters, layer.divided_parameters, layer.expert_parameters)
+    return (layer.kernels, layer.messages, layer.flops, sizes, layer.output_bytes)
+
+
+def _as_run(run: list[TracedLayer]) -> TracedLayer:
+    if len(run) == 1:
+        return run[0]
+    kept = _mean([layer.activations for layer in run])
+    divided = _mean([layer.divided_activations for layer in run])
+    name = f"{run[0].name}-{run[-1].name.rpartition('.')[2]}"
+    return replace(run[0], name=name, count=len(run), activations=kept, divided_activations=divided)
+
+
+def _mean(lines: list[Line]) -> Line:
+    number = len(lines)
+    small, large = (sum(numbers) / number for numbers in zip(*lines, strict=True))
+    return Line(small, large)

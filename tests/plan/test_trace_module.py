@@ -1,0 +1,165 @@
+"""Workloads that are traced from modules, against closed forms and torch's own counter."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.errors import BadInput
+from shoal.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
+from shoal.observe.workload_trace import tp_roles
+from shoal.plan.trace_module import trace_module, workload_of
+from shoal.plan.traced_workload import TracedWorkload
+from shoal.plan.transformer import Transformer, TransformerSizes
+from shoal.plan.workload import Kernel, LayerCost, Split
+
+SIZE = SIZES["small"]
+
+
+@cache
+def gpt() -> TracedWorkload:
+    model = GPT(SIZE)
+    tokens = torch.zeros(8, SIZE.context, dtype=torch.long)
+    return workload_of(model, tokens, _gpt_loss, tp_roles(model))
+
+
+def _gpt_loss(logits: Tensor) -> Tensor:
+    return next_token_loss(logits, torch.zeros(logits.shape[:2], dtype=torch.long))
+
+
+def products(kernels: tuple[Kernel, ...]) -> float:
+    return sum(kernel.flops for kernel in kernels)
+
+
+def costs(workload: TracedWorkload, split: Split) -> list[tuple[int, LayerCost]]:
+    return [(run.count, workload.cost(i, split)) for i, run in enumerate(workload.runs)]
+
+
+def test_gpt_has_the_flops_and_parameters_of_its_sizes() -> None:
+    sizes = TransformerSizes(SIZE.layers, SIZE.width, SIZE.heads, VOCABULARY, SIZE.context)
+    closed_form = Transformer("gpt", sizes)
+    assert gpt().model_flops(3) == pytest.approx(closed_form.model_flops(3), rel=0.02)
+    assert gpt().parameters == sum(p.numel() for p in GPT(SIZE).parameters())
+
+
+def test_equal_blocks_are_one_run() -> None:
+    names = [(run.name, run.count) for run in gpt().runs]
+    assert ("blocks.0-1", 2) in names
+    assert names[0] == ("tokens", 1)
+    assert names[-1] == ("head", 1)
+
+
+def test_a_micro_batch_of_another_size_lies_on_the_line_of_both_traces() -> None:
+    for _, cost in costs(gpt(), Split(microbatch=8)):
+        assert all(kernel.flops >= 0 and kernel.bytes > 0 for kernel in cost.forward)
+    block = [run.name for run in gpt().runs].index("blocks.0-1")
+    at = [gpt().cost(block, Split(microbatch=rows)) for rows in (1, 2, 3)]
+    assert products(at[2].forward) - products(at[1].forward) == products(at[0].forward)
+    weights = [sum(kernel.bytes for kernel in cost.backward_weight) for cost in at]
+    assert weights[2] - weights[1] == pytest.approx(weights[1] - weights[0])
+    assert weights[1] < 2 * weights[0]  # gradients of weights are written once
+
+
+def test_tp_divides_products_and_sends_what_row_layers_sum() -> None:
+    block = [run.name for run in gpt().runs].index("blocks.0-1")
+    whole = gpt().cost(block, Split(microbatch=4))
+    half = gpt().cost(block, Split(microbatch=4, tp=2))
+    assert products(half.forward) == products(whole.forward) / 2
+    assert products(half.backward_input) == products(whole.backward_input) / 2
+    assert products(half.backward_weight) == products(whole.backward_weight) / 2
+    assert not whole.forward_messages
+    message = ("all_reduce", "tp", 4 * 4 * SIZE.context * SIZE.width)
+    assert [tuple(m) for m in half.forward_messages] == [message, message]
+    assert [tuple(m) for m in half.backward_messages] == [message, message]
+    assert whole.parameters / 2 < half.parameters < 0.52 * whole.parameters
+    assert half.activation_bytes < whole.activation_bytes
+
+
+def test_recompute_keeps_the_input_of_a_layer() -> None:
+    block = [run.name for run in gpt().runs].index("blocks.0-1")
+    cost = gpt().cost(block, Split(microbatch=4, recompute="full"))
+    assert cost.recompute == cost.forward
+    assert cost.activation_bytes == 4 * 4 * SIZE.context * SIZE.width
+
+
+def test_a_workload_is_written_and_read_back() -> None:
+    assert TracedWorkload.from_json(gpt().to_json()) == gpt()
+
+
+class Branches(nn.Module):
+    """Convolutions with a shortcut, a norm and a transposed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x)).relu_()
+        x = x + self.second(x)
+        y: Tensor = self.head(self.up(x).mean((2, 3)))
+        return y
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 16)
+        self.lstm = nn.LSTM(16, 32, batch_first=True)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.lstm(self.table(x))[0])
+        return y
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Branches(), torch.zeros(4, 3, 16, 16)),
+        (Recurrent(), torch.zeros(4, 7, dtype=torch.long)),
+        (nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)), torch.zeros(4, 8)),
+        (nn.Linear(8, 2), torch.zeros(1, 8)),
+        (nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), torch.zeros(4, 5, 32)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_flops_are_those_that_torch_counts(model: nn.Module, inputs: Tensor) -> None:
+    workload = workload_of(model, inputs)
+    was_on = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # else a recurrent layer is not counted
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model(inputs).sum().backward()
+    finally:
+        torch._C._set_mkldnn_enabled(was_on)
+    split = Split(microbatch=len(inputs))
+    attention = 0.0  # which torch does not count on the CPU
+    total = 0.0
+    for count, cost in costs(workload, split):
+        kernels = (*cost.forward, *cost.backward_input, *cost.backward_weight)
+        total += count * products(kernels)
+        attention += sum(k.flops for k in kernels if "attention" in k.name.split()[-1:])
+        attention += sum(k.flops for k in kernels if k.name.endswith("attention backward"))
+    assert total - attention == counter.get_total_flops()
+
+
+def test_groups_of_a_convolution_divide_it() -> None:
+    layer = nn.Conv2d(8, 12, 3, padding=1, groups=4)  # torch counts its weight gradient four times
+    cost = workload_of(layer, torch.zeros(2, 8, 5, 5)).cost(0, Split(microbatch=2))
+    product = (2 * 5 * 5, 12 / 4, 8 / 4 * 9, 4)  # m, n, k, groups
+    assert [kernel[3:] for kernel in cost.forward if kernel.flops] == [product]
+    assert products(cost.backward_weight) == products(cost.forward)
+    assert products(cost.backward_input) == 0  # of data there is no gradient
+
+
+def test_a_module_that_is_not_traced_with_two_batches_is_refused() -> None:
+    with pytest.raises(BadInput, match="batches of 2 sizes, not 1"):
+        trace_module(nn.Linear(2, 2), torch.sum, {4: torch.zeros(4, 2)})
