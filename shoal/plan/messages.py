@@ -129,9 +129,12 @@ class MessageNetwork:
         """Bytes that each link has carried, or began to."""
         return self._flows.carried_bytes[: self._links]
 
-    def start(self, src: Longs, dst: Longs, sizes: Floats, tags: Longs) -> None:
+    def start(
+        self, src: Longs, dst: Longs, sizes: Floats, tags: Longs, repeats: Longs | None = None
+    ) -> None:
+        """Messages that begin now; one that stands for many takes `repeats` alphas."""
         rows = self._routes.rows(src, dst)
-        alphas_s = self._routes.alphas_s(rows)
+        alphas_s = self._routes.alphas_s(rows) * (1 if repeats is None else repeats)
         numbers = np.arange(self._tag, self._tag + len(tags))
         self._tag += len(tags)
         self._owner.update(zip(numbers.tolist(), tags.tolist(), strict=True))

@@ -1,0 +1,209 @@
+"""The tasks of training steps: what each rank computes and sends, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.plan.flows import Longs
+from shoal.plan.simulate_sync import Servers, all_reduce, gossip, half
+from shoal.plan.simulated_work import MOST_BUCKETS, Agreeing, StepWork, Unevenness
+from shoal.plan.task_graph import Task, TaskGraph
+from shoal.schedules.pipelines.actions import Action, ActionKind
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The ranks that hold the same part of the model, one of each replica, in one step."""
+
+    step: int
+    ranks: list[int]
+    gradient_bytes: float
+    parameter_bytes: float
+
+
+class StepTasks:
+    """Adds the tasks of one step after the other to a graph."""
+
+    def __init__(self, work: StepWork, agreeing: Agreeing, ranks: Longs, uneven: Unevenness):
+        self.graph = TaskGraph()
+        self.ends: list[dict[int, int]] = []  # by step: the last task of each rank
+        self.mains: list[dict[int, list[int]]] = []  # by step: computations of each rank
+        self._work = work
+        self._how = agreeing
+        self._ranks = ranks
+        self._uneven = uneven
+        self._pipeline = work.pipeline
+        self._buckets = max(1, min(agreeing.buckets, MOST_BUCKETS))
+        self._servers = Servers(self.graph, agreeing, int(ranks.max()) + 1)
+        self._ready: dict[int, list[int]] = {int(rank): [] for rank in ranks.ravel()}
+        self._firsts: dict[int, list[tuple[Action, int, int]]] = {}  # first and last task
+
+    def add_step(self, step: int) -> None:
+        self.mains.append({rank: [] for rank in self._ready})
+        waits = self._servers.before(step)
+        for replica in self._ranks:
+            for column in replica.T.tolist():
+                for stage, rank in enumerate(column):
+                    self._add_actions(rank, stage, step, [*self._ready[rank], *waits])
+                self._add_sends(column)
+        groups = self._groups(step)
+        if self._how.way == "zero" and self._how.stage == 3:
+            for group in groups:
+                self._gather_weights(group)
+        for group in groups:
+            self._agree(group)
+        self.ends.append({rank: tasks[0] for rank, tasks in self._ready.items()})
+
+    def _groups(self, step: int) -> list[_Group]:
+        gradients = self._work.gradient_bytes or (0.0,) * self._work.stages
+        parameters = self._work.parameter_bytes or (0.0,) * self._work.stages
+        return [
+            _Group(step, members, gradients[stage], parameters[stage])
+            for stage in range(self._work.stages)
+            for members in self._ranks[:, stage, :].T.tolist()
+        ]
+
+    # ---- forward and backward
+
+    def _add_actions(self, rank: int, stage: int, step: int, before: Sequence[int]) -> None:
+        factor = self._uneven.factor(rank, step)
+        actions = self._pipeline.actions[stage]
+        last = _last_backward(actions)
+        self._firsts[rank] = []
+        for action in actions:
+            parts = self._buckets if action == last and self._how.is_overlapped else 1
+            seconds = self._seconds(stage, action) * factor / parts
+            kind = "forward" if action.kind is ActionKind.FORWARD else "backward"
+            task = Task(rank, kind, detail=str(action), seconds=seconds, lane=rank)
+            first = len(self.graph.tasks)
+            for _ in range(parts):
+                before = [self.graph.add(task, before)]
+                self.mains[-1][rank] += before
+            self._firsts[rank].append((action, first, before[0]))
+
+    def _seconds(self, stage: int, action: Action) -> float:
+        work = self._work
+        weight_s = work.weight_s[stage] if work.weight_s else work.backward_s[stage] / 2
+        seconds = {
+            ActionKind.FORWARD: work.forward_s[stage],
+            ActionKind.BACKWARD: work.backward_s[stage],
+            ActionKind.INPUT: work.backward_s[stage] - weight_s,
+            ActionKind.WEIGHT: weight_s,
+        }[action.kind]
+        return seconds / self._pipeline.chunks
+
+    def _add_sends(self, column: Sequence[int]) -> None:
+        """What a stage gets from another one; a stage sends when its action has ended."""
+        made = {
+            (stage, action.chunk, action.kind is ActionKind.FORWARD, action.microbatch): last
+            for stage, rank in enumerate(column)
+            for action, _, last in self._firsts[rank]
+            if action.kind is not ActionKind.WEIGHT
+        }
+        for stage, rank in enumerate(column):
+            for action, first, _ in self._firsts[rank]:
+                producer = self._pipeline.producer(stage, action)
+                if producer is None:
+                    continue
+                is_forward = action.kind is ActionKind.FORWARD
+                source = made[(*producer, is_forward, action.microbatch)]
+                sent = self._send(column[producer.stage], rank, str(action))
+                self.graph.link(self.graph.add(sent, [source]), first)
+
+    def _send(self, src: int, dst: int, detail: str) -> Task:
+        size = self._work.boundary_bytes
+        return Task(src, "send", "comm", detail, src=src, dst=dst, num_bytes=size)
+
+    def _gather_weights(self, group: _Group) -> None:
+        """zero(3): weights are gathered for every forward and backward, one of them ahead."""
+        uses = [
+            [one for one in self._firsts[rank] if one[0].kind is not ActionKind.WEIGHT]
+            for rank in group.ranks
+        ]
+        done = [task for rank in group.ranks for task in self._ready[rank]]
+        for number, now in enumerate(zip(*uses, strict=True)):
+            after = list(done)
+            if number >= 2:
+                after += [one[number - 2][2] for one in uses]
+            inside = self._how.node_devices
+            done = [half(self.graph, group.ranks, group.parameter_bytes, after, inside)]
+            for _, first, _ in now:
+                self.graph.link(done[0], first)
+
+    # ---- agreeing
+
+    def _agree(self, group: _Group) -> None:
+        way = self._how.way
+        if way == "servers":
+            self._serve(group)
+        elif way in ("all_reduce", "zero") and len(group.ranks) > 1:
+            self._reduce(group)
+        else:
+            self._update_all(group)
+            if way == "gossip" and len(group.ranks) > 1:
+                self._gossip(group)
+            elif way == "average" and (group.step + 1) % self._how.every == 0:
+                self._average(group)
+
+    def _gradients(self, rank: int) -> list[int]:
+        """The tasks after which each bucket can be sent."""
+        tasks = self.mains[-1][rank]
+        return tasks[-self._buckets :] if self._how.is_overlapped else tasks[-1:] * self._buckets
+
+    def _update(self, rank: int, step: int, after: Sequence[int]) -> int:
+        seconds = self._work.update_s * self._uneven.factor(rank, step)
+        task = self.graph.compute(rank, seconds, "update", [*after, self.mains[-1][rank][-1]])
+        self.mains[-1][rank].append(task)
+        return task
+
+    def _update_all(self, group: _Group) -> None:
+        for rank in group.ranks:
+            self._ready[rank] = [self._update(rank, group.step, ())]
+
+    def _reduce(self, group: _Group) -> None:
+        """Buckets one after the other; zero reduce-scatters, and gathers weights at the end."""
+        reduce = half if self._how.way == "zero" else all_reduce
+        inside = self._how.node_devices
+        pieces = [self._gradients(rank) for rank in group.ranks]
+        size = group.gradient_bytes / self._buckets
+        done: list[int] = []
+        for ready in zip(*pieces, strict=True):
+            done = [reduce(self.graph, group.ranks, size, [*done, *ready], inside)]
+        updates = [self._update(rank, group.step, done) for rank in group.ranks]
+        if self._how.way == "zero" and self._how.stage < 3:
+            gathered = half(self.graph, group.ranks, group.parameter_bytes, updates, inside)
+            updates = [gathered] * len(updates)
+        for rank, update in zip(group.ranks, updates, strict=True):
+            self._ready[rank] = [update]
+
+    def _serve(self, group: _Group) -> None:
+        size = group.gradient_bytes / self._buckets
+        pushed = [
+            [n for piece in self._gradients(rank) for n in self._servers.push(rank, size, piece)]
+            for rank in group.ranks
+        ]
+        pulled = self._servers.pull(group.step, group.ranks, pushed, group.parameter_bytes)
+        for rank, task in zip(group.ranks, pulled, strict=True):
+            self._ready[rank] = [self.graph.join([task, self.mains[-1][rank][-1]])]
+
+    def _gossip(self, group: _Group) -> None:
+        updated = [self._ready[rank][0] for rank in group.ranks]
+        size = group.parameter_bytes
+        averaged = gossip(self.graph, group.ranks, size, updated, self._how.graph, group.step)
+        if not self._how.is_async:
+            for rank, task in zip(group.ranks, averaged, strict=True):
+                self._ready[rank] = [task]
+
+    def _average(self, group: _Group) -> None:
+        """Local SGD: an all-reduce of the weights."""
+        after = [self._ready[rank][0] for rank in group.ranks]
+        inside = self._how.node_devices
+        done = all_reduce(self.graph, group.ranks, group.parameter_bytes, after, inside)
+        for rank in group.ranks:
+            self._ready[rank] = [done]
+
+
+def _last_backward(actions: Sequence[Action]) -> Action:
+    kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT)
+    return next(action for action in reversed(actions) if action.kind in kinds)
