@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-ROUNDS = 9
+_ROUND_S = 1e-3  # shorter than a time slice, so that most rounds are undisturbed
 _FEWEST = 3
 
 
@@ -30,7 +30,7 @@ Synchronize = Callable[[], None]
 def sample(call: Callable[[], Any], seconds: float, synchronize: Synchronize) -> Sample:
     """Rounds of equal numbers of calls, for about `seconds`; three rounds at least."""
     one_s = _one(call, synchronize)
-    calls = max(1, int(seconds / ROUNDS / max(one_s, 1e-9)))
+    calls = max(1, int(_ROUND_S / max(one_s, 1e-9)))
     ends_s = time.perf_counter() + seconds
     rounds_s: list[float] = []
     while len(rounds_s) < _FEWEST or time.perf_counter() < ends_s:

@@ -1,0 +1,152 @@
+"""A device from what one worker measured, while so many workers measured at the same time.
+
+A product of f operations takes launch + f / (peak * efficiency(f)) on a CPU, so the time of the
+smallest call, which is all launch, is taken off before the rate is computed. Points within half a decade are one point of the curve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from statistics import fmean, median
+from typing import Any
+
+from shoal.cluster.hardware import Curve, Device
+
+Found = Mapping[str, Any]
+Pair = tuple[float, float]
+_LEAST = 0.1  # of a call's time is left for the kernel, however noisy the launch was
+_ADAM_BYTES = 28  # read and written for each number, as the price of an update counts them
+_MOMENTUM_BYTES = 20
+UPDATE_KERNELS = {"adam": 8, "sgd": 3}  # that torch.optim runs for each tensor on a CPU
+
+
+def device_of(found: Found, memory_bytes: float) -> Device:
+    """`found` is what `shoal.bench.machine` has written."""
+    synchronous = found["device"] == "cpu"
+    launch_s = found["launches"]["forward"]["median_s"]
+    rates = {dtype: _product_rates(rows, synchronous) for dtype, rows in found["products"].items()}
+    peaks = {dtype: max(rate for _, rate, _ in rows) for dtype, rows in rates.items()}
+    widest = max(peaks, key=lambda dtype: peaks[dtype])
+    moved = _memory_rates(found["memory"], synchronous)
+    bandwidth = max(rate for _, rate, _ in moved)
+    update, update_spread, tensor_s = _update(found["updates"])
+    return Device(
+        name=_name(found),
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=bandwidth,
+        peak_flops=peaks,
+        matmul_efficiency=_curve(rates[widest], peaks[widest]),
+        memory_efficiency=_curve(moved, bandwidth),
+        launch_s=launch_s,
+        backward_launch_s=found["launches"]["backward"]["median_s"],
+        synchronous=synchronous,
+        update_bytes_per_s=update,
+        update_launch_s=tensor_s,
+        step_s=_step_s(found, tensor_s),
+        threads=found["threads"] if synchronous else None,
+        source="measured",
+        spread={
+            **{f"peak_flops.{dtype}": _spread_of_best(rows) for dtype, rows in rates.items()},
+            "memory_bytes_per_s": _spread_of_best(moved),
+            "launch_s": _quartiles(found["launches"]["forward"]),
+            "backward_launch_s": _quartiles(found["launches"]["backward"]),
+            "update_bytes_per_s": update_spread,
+            "step_s": _around(_step_s(found, tensor_s), found["step"]),
+        },
+    )
+
+
+def _name(found: Found) -> str:
+    if found["device"] != "cpu":
+        return str(found["device"])
+    threads = found["threads"]
+    cores = "core" if threads == 1 else "cores"
+    return f"{threads} {cores}, {found['workers']} such workers at the same time"
+
+
+def _product_rates(rows: list[Found], synchronous: bool) -> list[tuple[float, float, Pair]]:
+    taken_s = _launch_of(rows) if synchronous else 0.0
+    rates = []
+    for row in rows:
+        flops = 2.0 * row["m"] * row["n"] * row["k"]
+        rates.append((flops, *_rate(flops, row, taken_s)))
+    return sorted(rates)
+
+
+def _memory_rates(rows: list[Found], synchronous: bool) -> list[tuple[float, float, Pair]]:
+    taken_s = _launch_of(rows) if synchronous else 0.0
+    return [(row["bytes"], *_rate(row["bytes"], row, taken_s)) for row in rows]
+
+
+def _launch_of(rows: list[Found]) -> float:
+    """The part of the smallest call that is not its kernel, without modules and autograd."""
+    smallest: float = min(row["median_s"] for row in rows)
+    return (1 - _LEAST) * smallest
+
+
+def _rate(amount: float, row: Found, taken_s: float) -> tuple[float, Pair]:
+    """An amount over the time that is not launch, and over its quartiles."""
+    seconds = [
+        max(row[key] - taken_s, _LEAST * row[key]) for key in ("median_s", "high_s", "low_s")
+    ]
+    return amount / seconds[0], (amount / seconds[1], amount / seconds[2])
+
+
+def _curve(rows: Iterable[tuple[float, float, Pair]], peak: float) -> Curve:
+    groups: dict[int, list[tuple[float, float]]] = {}
+    for size, rate, _ in rows:
+        groups.setdefault(round(2 * math.log10(size)), []).append((size, rate / peak))
+    points = []
+    for _, group in sorted(groups.items()):
+        size = math.exp(fmean(math.log(size) for size, _ in group))
+        points.append((size, min(1.0, median(share for _, share in group))))
+    return Curve(tuple(points))
+
+
+def _spread_of_best(rows: Iterable[tuple[float, float, Pair]]) -> Pair:
+    return max(rows, key=lambda row: row[1])[2]
+
+
+def _quartiles(sample: Found) -> Pair:
+    return min(sample["low_s"], sample["high_s"]), max(sample["low_s"], sample["high_s"])
+
+
+def _around(value: float, sample: Found) -> Pair:
+    """A value with the relative spread of the sample that it was taken from."""
+    low, high = _quartiles(sample)
+    return value * low / sample["median_s"], value * high / sample["median_s"]
+
+
+def _update(rows: Iterable[Found]) -> tuple[float, Pair, float]:
+    """Bytes a second of large tensors with quartiles, and seconds of one kernel of a small one."""
+    by_name: dict[str, list[Found]] = {}
+    for row in rows:
+        by_name.setdefault(row["optimizer"], []).append(row)
+    rates = []
+    kernels = []
+    spreads = []
+    for name, width in (("adam", _ADAM_BYTES), ("sgd", _MOMENTUM_BYTES)):
+        small, large = sorted(by_name[name], key=lambda row: row["numel"])
+        kernels.append(small["median_s"] / UPDATE_KERNELS[name])
+        rate, spread = _rate(large["numel"] * width, large, small["median_s"])
+        rates.append(rate)
+        spreads.append((spread[0] / rate, spread[1] / rate))
+    mean = math.sqrt(rates[0] * rates[1])
+    low = mean * fmean(one[0] for one in spreads)
+    high = mean * fmean(one[1] for one in spreads)
+    return mean, (low, high), fmean(kernels)
+
+
+def _step_s(found: Found, tensor_s: float) -> float:
+    """What is left of a step of one tiny layer without its kernels, its update and its calls."""
+    launches = found["launches"]
+    model_s = 2 * launches["forward"]["median_s"] + 3 * launches["backward"]["median_s"]
+    update_s = 2 * UPDATE_KERNELS["sgd"] * tensor_s
+    calls_s = sum(
+        calls["points"][0]["median_s"]
+        for calls in found.get("calls", ())
+        if calls["kind"] == "all_reduce" and calls["executor"] != "gloo"
+    )
+    left_s: float = found["step"]["median_s"] - model_s - update_s - calls_s
+    return max(0.0, left_s)

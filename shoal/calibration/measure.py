@@ -1,0 +1,72 @@
+"""Start workers that measure this machine: 1, 2, 4, … of them, as a training run starts them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.calibration.machine import machine_of
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.discover import this_machine
+from shoal.errors import BadInput
+from shoal.launch.local import LaunchSpec, launch
+from shoal.runtime.config import RunConfig
+from shoal.runtime.cores import cores
+
+MODULE = "shoal.bench.machine"
+_START_S = 3.0  # until workers have loaded torch
+_LEAST_S = 1.5
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """`workers`: the most at the same time; default as many as there are cores."""
+
+    workers: int | None = None
+    seconds: float = 60.0
+    device: str | None = None
+
+
+def worker_counts(most: int) -> list[int]:
+    """1, 2, 4, … and `most`."""
+    counts = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    return [*counts, most]
+
+
+def calibrate(options: CalibrationOptions, say: Say) -> Cluster:
+    """Measure this machine in about as many seconds as the options say."""
+    if options.workers is not None and options.workers < 1:
+        raise BadInput(f"cannot measure {options.workers} workers: at least 1 is needed")
+    if options.seconds <= 0:
+        raise BadInput(f"cannot measure in {options.seconds:g} s: more than 0 is needed")
+    counts = worker_counts(options.workers or cores())
+    each_s = max(_LEAST_S, options.seconds / len(counts) - _START_S)
+    documents = []
+    for number, workers in enumerate(counts, 1):
+        say(f"[{number}/{len(counts)}] {workers} worker{'s'[: workers > 1]}, {each_s:.0f} s")
+        documents.append(measured_by(workers, each_s, options.device))
+    here = this_machine()
+    return machine_of(documents, cores(), here.device.memory_bytes * here.node.devices)
+
+
+def measured_by(workers: int, seconds: float, device: str | None) -> Any:
+    """What rank 0 of so many workers has measured."""
+    config = RunConfig.from_environment()
+    strategy = "ddp" if workers > 1 else "single"
+    config = replace(config, strategy=strategy, device=device or config.device)
+    with tempfile.TemporaryDirectory(prefix="shoal-calibrate-") as folder:
+        result = Path(folder) / "result.json"
+        words = ["--seconds", str(seconds), "--result", str(result)]
+        command = [sys.executable, "-m", MODULE, *words]
+        launch(LaunchSpec(command, workers, config), _discard)
+        return json.loads(result.read_text(encoding="utf-8"))
+
+
+def _discard(line: str, is_error: bool) -> None:
+    return None
