@@ -1,7 +1,8 @@
 """A device from what one worker measured, while so many workers measured at the same time.
 
 A product of f operations takes launch + f / (peak * efficiency(f)) on a CPU, so the time of the
-smallest call, which is all launch, is taken off before the rate is computed. Points within half a decade are one point of the curve.
+smallest call, which is all launch, is taken off before the rate is computed. Points within half a
+decade are one point of the curve.
 """
 
 from __future__ import annotations
