@@ -126,6 +126,39 @@ def ps(
     print(json.dumps(document)) if as_json else print_table(document)
 
 
+@app.command()
+def predict(
+    models: Annotated[str, typer.Option(help="gpt, mlp or mlp-small, with commas.")] = "gpt,mlp",
+    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Number of workers.")] = 2,
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", "-s", help="A strategy; repeatable.", show_default="eight"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each strategy, in turns.")] = 3,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="A cluster file.", show_default="this machine, measured once"),
+    ] = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Predicted step times against measured ones, on this machine.
+
+    Calibrate first, on a quiet machine: `shoal cluster calibrate`. Every prediction has the spread
+    of the figures it was made from.
+    """
+    from shoal.calibration.cache import calibrated_cluster
+    from shoal.cluster.presets import load_cluster
+    from shoal.commands.bench_predict import STRATEGIES, PredictBench, document, print_tables
+    from shoal.commands.bench_predict import measure as measure_predictions
+
+    bench = PredictBench(workers, tuple(strategies or STRATEGIES), rounds, device)
+    bench.check()
+    machine = load_cluster(cluster) if cluster else calibrated_cluster(say=say, device=device)
+    verdicts = measure_predictions(bench, [name for name in models.split(",") if name], machine)
+    print(json.dumps(document(verdicts, machine))) if as_json else print_tables(verdicts)
+
+
 def _measure(name: str, workers: int, rounds: int, device: str | None) -> Any:
     batch_size, steps = WORKLOADS[name]
     asked = {"workload": name, "batch-size": batch_size, "rounds": rounds, "steps": steps}

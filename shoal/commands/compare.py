@@ -81,9 +81,9 @@ def compare(
     config = config_for(as_strategy("single"), seed, device)
     with tempfile.TemporaryDirectory(prefix="shoal-compare-") as folder:
         entries = _entries(names, workers, Path(folder))
-        with _progress(entries) as show:
-            comparison = _Comparison(command, config, steps, Path(folder), show)
-            for group in _groups(entries, apart):
+        with progress_over(entries) as show:
+            comparison = Comparison(command, config, steps, Path(folder), show)
+            for group in groups_of(entries, apart):
                 comparison.run(group)
         outcomes = comparison.outcomes(entries)
     if as_json:
@@ -128,14 +128,14 @@ def _entries(names: Sequence[str], workers: int, folder: Path) -> list[ComparedR
     return entries
 
 
-def _groups(entries: Sequence[ComparedRun], apart: bool) -> list[list[ComparedRun]]:
+def groups_of(entries: Sequence[ComparedRun], apart: bool) -> list[list[ComparedRun]]:
     """Which runs share their processes."""
     alone = [e for e in entries if apart or as_strategy(e.strategy).sync_for(e.workers).has_servers]
     together = [entry for entry in entries if entry not in alone]
     return [*([together] if together else []), *([entry] for entry in alone)]
 
 
-class _Comparison:
+class Comparison:
     """Starts processes for groups of runs, and continues when one of the runs fails."""
 
     def __init__(
@@ -203,7 +203,7 @@ def _has_ended(entry: ComparedRun) -> bool:
 
 
 @contextmanager
-def _progress(entries: Sequence[ComparedRun]) -> Iterator[Any]:
+def progress_over(entries: Sequence[ComparedRun]) -> Iterator[Any]:
     """A progress bar over the runs, on stderr; yields a function for the workers' records."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

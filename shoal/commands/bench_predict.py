@@ -1,0 +1,169 @@
+"""`shoal bench predict`: predicted step times against measured ones, on this machine."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from shoal.bench import predict_models
+from shoal.bench.predicted import Compared, Verdict, median_error
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.units import show_seconds
+from shoal.commands.bench_harness import check_names, say
+from shoal.commands.compare import WORKER, Comparison, groups_of, progress_over
+from shoal.commands.launching import config_for, strategy_for
+from shoal.commands.output import plain_table, wide_console
+from shoal.commands.script_workload import workload_of_script
+from shoal.errors import BadInput
+from shoal.observe.comparison import ComparedRun, RunOutcome
+from shoal.plan.predict import StepSettings
+from shoal.plan.prediction import Prediction
+from shoal.plan.spread import SpreadPredictor
+from shoal.strategy.strategy import as_strategy
+
+STRATEGIES = ("single", "ddp", "ps", 'ps(mode="async")', "gossip", "zero(2)", "pp(2)", "tp(2)")
+STEPS = {"gpt": 40, "mlp": 25, "mlp-small": 200}
+SCRIPT = str(Path(predict_models.__file__))
+
+
+@dataclass(frozen=True)
+class PredictBench:
+    """Each strategy is run `rounds` times, in turns with the others."""
+
+    workers: int
+    strategies: tuple[str, ...] = STRATEGIES
+    rounds: int = 3
+    device: str | None = None
+
+    def check(self) -> list[tuple[str, int]]:
+        """Notations and numbers of workers; BadInput where one cannot run."""
+        found = []
+        for text in self.strategies:
+            alone = as_strategy(text) == as_strategy("single")
+            workers = 1 if alone else self.workers
+            found.append((str(strategy_for(text, workers)), workers))
+        return list(dict.fromkeys(found))
+
+    def verdict(self, model: str, cluster: Cluster) -> Verdict:
+        runs = self.check()
+        traced = workload_of_script(SCRIPT, ["--model", model])
+        predictor = SpreadPredictor(traced.workload, cluster)
+        settings = StepSettings(batch=traced.batch)
+        outcomes = self._measure(model, runs)
+        rows = []
+        refused = []
+        for strategy, workers in runs:
+            mine = [one for one in outcomes if one.strategy == strategy]
+            seconds = [traced.batch / one.samples_per_s for one in mine if one.samples_per_s]
+            if not seconds:
+                refused.append((strategy, _why(mine)))
+                continue
+            prediction = predictor.predict(as_strategy(strategy), workers, settings)
+            rows.append(_compared(prediction, seconds))
+        return Verdict(model, tuple(rows), tuple(refused))
+
+    def _measure(self, model: str, runs: Sequence[tuple[str, int]]) -> list[RunOutcome]:
+        command = [sys.executable, "-m", WORKER, "PLAN", SCRIPT, "--model", model]
+        config = config_for(as_strategy("single"), device=self.device)
+        with tempfile.TemporaryDirectory(prefix="shoal-predict-") as name:
+            entries = _entries(runs, self.rounds, Path(name))
+            with progress_over(entries) as show:
+                comparison = Comparison(command, config, STEPS[model], Path(name), show)
+                for group in groups_of(entries, apart=False):
+                    comparison.run(group)
+            return comparison.outcomes(entries)
+
+
+def _entries(runs: Sequence[tuple[str, int]], rounds: int, folder: Path) -> list[ComparedRun]:
+    entries = []
+    for number in range(rounds * len(runs)):
+        strategy, workers = runs[number % len(runs)]
+        entries.append(ComparedRun(number, strategy, workers, str(folder / str(number))))
+        (folder / str(number)).mkdir()
+    return entries
+
+
+def _why(outcomes: Sequence[RunOutcome]) -> str:
+    reasons = [one.refused or one.failed or one.unmeasured for one in outcomes]
+    return next((reason for reason in reasons if reason), "it was not measured")
+
+
+def _compared(prediction: Prediction, seconds: Sequence[float]) -> Compared:
+    """Seconds for a global batch; strategies that do not wait have steps of their own length."""
+    batch_s = prediction.batch / prediction.samples_per_s
+    scale = batch_s / prediction.step_s
+    low_s, high_s = min(seconds), max(seconds)
+    if len(seconds) > 2:
+        low_s, _, high_s = quantiles(seconds, n=4, method="inclusive")
+    return Compared(
+        prediction.strategy,
+        prediction.workers,
+        batch_s,
+        prediction.low_s * scale,
+        prediction.high_s * scale,
+        median(seconds),
+        low_s,
+        high_s,
+    )
+
+
+def measure(bench: PredictBench, models: Sequence[str], cluster: Cluster) -> list[Verdict]:
+    check_names("--models", models, tuple(STEPS))
+    if not models:
+        raise BadInput(f"--models takes {', '.join(STEPS)}")
+    bench.check()
+    verdicts = []
+    for model in models:
+        say(f"shoal: measuring {model} on {bench.workers}")
+        verdicts.append(bench.verdict(model, cluster))
+    return verdicts
+
+
+def document(verdicts: Sequence[Verdict], cluster: Cluster) -> dict[str, Any]:
+    return {
+        "cluster": cluster.name,
+        "models": [verdict.to_json() for verdict in verdicts],
+        "median_error": median_error(verdicts),
+    }
+
+
+def print_tables(verdicts: Sequence[Verdict]) -> None:
+    console = wide_console()
+    heads = ["strategy", "workers", "predicted", "(spread)", "measured", "(quartiles)", "error"]
+    for verdict in verdicts:
+        table = plain_table(f"{verdict.model}: time of a global batch", heads, left=1)
+        for row in sorted(verdict.rows, key=lambda one: one.measured_s):
+            table.add_row(*_row(row))
+        console.print(table)
+        for strategy, why in verdict.refused:
+            console.print(f"{strategy}: {why}")
+        if verdict.rows:
+            console.print(_summary(verdict), "")
+    total = median_error(verdicts)
+    if total is not None:
+        console.print(f"median error over all: {total:.1%}")
+
+
+def _row(row: Compared) -> list[str]:
+    return [
+        row.strategy,
+        str(row.workers),
+        show_seconds(row.predicted_s),
+        f"({show_seconds(row.predicted_low_s)}–{show_seconds(row.predicted_high_s)})",
+        show_seconds(row.measured_s),
+        f"({show_seconds(row.measured_low_s)}–{show_seconds(row.measured_high_s)})",
+        f"{row.error:+.1%}",
+    ]
+
+
+def _summary(verdict: Verdict) -> str:
+    words = f"median error {verdict.median_error:.1%}; predicted best {verdict.picked.strategy}, "
+    words += f"measured best {verdict.best.strategy}"
+    if verdict.picked != verdict.best:
+        words += f", which is {verdict.regret:.1%} faster than the predicted one"
+    return words
