@@ -9,8 +9,8 @@ from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.rank_order import IN_SHOALS_ORDER, RankOrder
 from shoal.plan.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
-from shoal.plan.sync_price import all_reduce as _all_reduce  # noqa: F401  registers its prices
-from shoal.plan.sync_price.base import PRICERS, Agreement
+from shoal.plan.sync_price.base import Agreement
+from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.workload import Recompute, Split, Workload
 from shoal.schedules.pipelines.catalog import schedule
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
@@ -66,7 +66,7 @@ class Predictor:
             microbatches,
             workers,
         )
-        sync = PRICERS[term.name](term, question)
+        sync = price_of(term, question)
         fixed_s = pricer.cluster.device.step_s
         fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
         parts = (*replica.parts, *sync.parts, *fixed)
@@ -77,8 +77,8 @@ class Predictor:
             cluster=self.cluster.name,
             batch=settings.batch,
             step_s=step_s,
-            low_s=step_s,
-            high_s=step_s,
+            low_s=step_s - sync.spread_s[0],
+            high_s=step_s + sync.spread_s[1],
             parts=parts,
             memory=_with_activations(sync.memory, replica),
             memory_limit_bytes=self.cluster.device.memory_bytes,

@@ -1,16 +1,27 @@
-"""What a way to agree adds to a step: time that backward does not hide, and memory."""
+"""What a way to agree adds to a step: time that backward does not hide, memory, and traffic.
+
+A step of a strategy whose workers do not wait is the time in which all of them together finish the
+samples of one global batch; `SyncPrice.updates` says how many updates of the weights that makes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from shoal.cluster.cluster import Cluster
 from shoal.plan.collective_time import Network
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.rank_order import RankGroup
+from shoal.plan.stragglers import expected_max, quantile_of_max
+from shoal.plan.sync_price.flat_sizes import EvenSizes, FlatSizes, TensorSizes
 from shoal.plan.workload import Precision
+
+DEFAULT_BUCKET_BYTES = 25 << 20
+_LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as many are above it
+NO_SPREAD = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -25,10 +36,23 @@ class Agreement:
     backward_s: float  # of the last micro-batch, during which gradients can be sent
     microbatches: int
     workers: int
+    tensors: TensorSizes | None = None  # exact sizes, where the model is known
+    layer_parameters: float = 0.0  # numbers of the largest layer on the device
+    untrained_bytes: float = 0.0  # buffers and frozen parameters
+    is_stage: bool = False  # of a pipeline: gradients are added up at the parameters
 
     @property
     def cluster(self) -> Cluster:
         return self.network.cluster
+
+    @property
+    def replicas(self) -> int:
+        return self.group.size
+
+    @property
+    def each(self) -> int:
+        """Workers of a replica."""
+        return max(1, self.workers // self.group.size)
 
     @property
     def gradient_bytes(self) -> float:
@@ -42,6 +66,25 @@ class Agreement:
     def state_bytes(self) -> float:
         return self.parameters * (self.precision.master_bytes + self.precision.state_bytes)
 
+    @property
+    def state_width(self) -> int:
+        return self.precision.master_bytes + self.precision.state_bytes
+
+    @cached_property
+    def sizes(self) -> FlatSizes:
+        if self.tensors is not None:
+            return self.tensors
+        return EvenSizes(self.parameters, self.precision.gradient_bytes, self.layer_parameters)
+
+    @property
+    def buffer_bytes(self) -> float:
+        """Of the flat buffer of gradients, with the loss and a flag for every tensor."""
+        return self.sizes.elements * self.precision.gradient_bytes
+
+    @property
+    def accumulates(self) -> bool:
+        return self.microbatches > 1
+
 
 @dataclass(frozen=True)
 class SyncPrice:
@@ -51,6 +94,9 @@ class SyncPrice:
     memory: DeviceMemory  # without activations
     steps_per_batch: float = 1.0  # updates that one global batch of samples gives
     convergence: str = ""
+    sent_bytes: float = 0.0  # by a worker in a step, the mean over workers, as the runtime counts
+    server_bytes: float = 0.0  # into the busiest server in a step; as many come out
+    spread_s: tuple[float, float] = NO_SPREAD  # noise: how far steps lie below and above
 
 
 Pricer = Callable[[Any, Agreement], SyncPrice]  # of a term's options
@@ -67,6 +113,9 @@ def prices(name: str) -> Callable[[Pricer], Pricer]:
     return register
 
 
+# ------------------------------------------------------------------------------ parts
+
+
 def update_part(question: Agreement, share: float = 1.0) -> Part:
     """The optimizer reads gradients and state and writes state and parameters."""
     device = question.cluster.device
@@ -79,6 +128,59 @@ def update_part(question: Agreement, share: float = 1.0) -> Part:
     return Part("update", moved / rate, "memory")
 
 
-def exposed(communication_s: float, hidden_behind_s: float, bucket_s: float) -> float:
-    """What is left of communication that runs beside backward; its last bucket is never hidden."""
-    return max(communication_s - hidden_behind_s, min(bucket_s, communication_s))
+def memory_pass_s(question: Agreement, num_bytes: float) -> float:
+    """Reading or writing so many bytes on a worker's device."""
+    device = question.cluster.device
+    share = device.memory_efficiency.at(max(1.0, num_bytes))
+    return num_bytes / (device.memory_bytes_per_s * share)
+
+
+def waiting_part(question: Agreement, steps: int = 1) -> Part:
+    """What all wait for the slowest of them: in every step, or after so many."""
+    factor = expected_max(question.cluster.noise, question.workers, steps)
+    return Part("stragglers", (factor - 1) * question.compute_s, "noise of the slowest worker")
+
+
+def synchronous_spread(question: Agreement) -> tuple[float, float]:
+    """How far the steps of workers that wait for each other lie from their mean: 80% of them."""
+    noise = question.cluster.noise
+    mean = expected_max(noise, question.workers)
+    low = quantile_of_max(noise, question.workers, _LOW_SHARE)
+    high = quantile_of_max(noise, question.workers, 1 - _LOW_SHARE)
+    return max(0.0, mean - low) * question.compute_s, max(0.0, high - mean) * question.compute_s
+
+
+def some(*parts: Part) -> tuple[Part, ...]:
+    """The parts that take time; an update is always one."""
+    return tuple(part for part in parts if part.seconds > 0 or part.name == "update")
+
+
+# ------------------------------------------------------------------------------ memory
+
+
+def plain_memory(question: Agreement) -> DeviceMemory:
+    """The full model, its gradients where backward put them, and the optimizer's state."""
+    precision = question.precision
+    sizes = question.sizes
+    return DeviceMemory(
+        parameters=sizes.elements * precision.parameter_bytes + question.untrained_bytes,
+        gradients=sizes.trained * precision.gradient_bytes,
+        optimizer=sizes.trained * question.state_width,
+    )
+
+
+def bucketed_gradients(
+    question: Agreement,
+    bucket_bytes: float,
+    first_bytes: float | None = None,
+    in_place_bytes: float | None = None,
+) -> float:
+    """A gradient buffer, and what backward leaves at parameters until a bucket is full."""
+    sizes = question.sizes
+    buckets = sizes.buckets(bucket_bytes, first_bytes)
+    separate = sizes.largest_wait(buckets, in_place_bytes)
+    if in_place_bytes is not None:
+        separate += sizes.in_place(in_place_bytes)
+    if question.accumulates or question.is_stage:
+        separate = sizes.trained
+    return (sizes.elements + separate) * question.precision.gradient_bytes

@@ -1,0 +1,141 @@
+"""How long a step takes where workers are unequal: order statistics of their times.
+
+A worker's step takes its compute time times X, where X is log-normal with mean 1 and the standard
+deviation `jitter`; in a share of steps it is a straggler, `straggler_slowdown` times as slow. X and
+means of several X are kept as mixtures of log-normals, so that one quadrature serves them all:
+
+    synchronous       E[max of n]
+    quorum of k       E[k-th of n], of those that do not still compute an older step
+    every H steps     E[max of n] of the mean of H
+    asynchronous      E[X]: each worker goes at its own pace
+    staleness s       between E[X] and the mean of s+1 steps: a worker waits only for those that
+                      are more than s steps behind
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.cluster.cluster import Noise
+
+Floats = NDArray[np.float64]
+_REACH = 9.0  # standard deviations on both sides
+_POINTS = 601  # of each component
+_LEAST = 1e-6  # a log-normal that is narrower is taken to be this wide
+_RARE = 1e-9  # components of less weight are left out
+_erf = np.vectorize(math.erf, otypes=[float])
+_lgamma = np.vectorize(math.lgamma, otypes=[float])
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """A mixture of log-normals: the time of a step, or the mean of several, over its compute."""
+
+    weights: tuple[float, ...]
+    logs: tuple[float, ...]  # mean of the logarithm of each component
+    widths: tuple[float, ...]  # and its standard deviation
+
+    @property
+    def mean(self) -> float:
+        return sum(
+            weight * math.exp(log + width * width / 2)
+            for weight, log, width in zip(self.weights, self.logs, self.widths, strict=True)
+        )
+
+    def grid(self) -> Floats:
+        """Points where the distribution changes."""
+        normal = np.linspace(-_REACH, _REACH, _POINTS)
+        parts = [
+            np.exp(log + width * normal) for log, width in zip(self.logs, self.widths, strict=True)
+        ]
+        return np.unique(np.concatenate(parts))
+
+    def below(self, x: Floats) -> Floats:
+        """The probability of at most x."""
+        total = np.zeros_like(x)
+        for weight, log, width in zip(self.weights, self.logs, self.widths, strict=True):
+            total += weight * 0.5 * (1 + _erf((np.log(x) - log) / (width * math.sqrt(2))))
+        return total
+
+
+@lru_cache(maxsize=256)
+def step_times(noise: Noise, steps: int = 1) -> StepTimes:
+    """The mean of so many steps of one worker; a step's stragglers are drawn step by step."""
+    weights = []
+    logs = []
+    widths = []
+    for slow, weight in _stragglers(noise.straggler_share, steps):
+        quick = steps - slow
+        mean = (quick + slow * noise.straggler_slowdown) / steps
+        squares = quick + slow * noise.straggler_slowdown**2
+        variance = noise.jitter**2 * squares / steps**2
+        width = math.sqrt(math.log1p(variance / mean**2))
+        width = max(width, _LEAST)
+        weights.append(weight)
+        logs.append(math.log(mean) - width * width / 2)
+        widths.append(width)
+    return StepTimes(tuple(weights), tuple(logs), tuple(widths))
+
+
+def _stragglers(share: float, steps: int) -> list[tuple[int, float]]:
+    """How many of a worker's steps are slow, with the probability of each number."""
+    if share <= 0:
+        return [(0, 1.0)]
+    found = []
+    for slow in range(steps + 1):
+        weight = math.comb(steps, slow) * share**slow * (1 - share) ** (steps - slow)
+        if weight > _RARE:
+            found.append((slow, weight))
+    total = sum(weight for _, weight in found)
+    return [(slow, weight / total) for slow, weight in found]
+
+
+def is_even(noise: Noise) -> bool:
+    """Whether all workers always take the same time."""
+    has_stragglers = noise.straggler_share > 0 and noise.straggler_slowdown != 1
+    return not (noise.jitter > 0 or has_stragglers)
+
+
+@lru_cache(maxsize=4096)
+def expected_rank(noise: Noise, workers: int, rank: int, each: int = 1, steps: int = 1) -> float:
+    """E[the rank-th smallest of so many replicas' times], over the compute of a step.
+
+    A replica is as slow as the slowest of its `each` workers. `steps`: the mean of so many.
+    """
+    if is_even(noise):
+        return 1.0
+    times = step_times(noise, steps)
+    x = times.grid()
+    late = 1 - _at_least(times.below(x) ** each, workers, rank)
+    return float(x[0] + np.sum((late[1:] + late[:-1]) / 2 * np.diff(x)))
+
+
+def expected_max(noise: Noise, workers: int, steps: int = 1) -> float:
+    """E[max] over all workers: what a synchronous step takes, over its compute."""
+    return expected_rank(noise, 1, 1, max(1, workers), steps)
+
+
+def quantile_of_max(noise: Noise, workers: int, share: float) -> float:
+    """The time that the slowest of all workers stays below in this share of steps."""
+    if is_even(noise):
+        return 1.0
+    times = step_times(noise)
+    x = times.grid()
+    return float(np.interp(share, times.below(x) ** max(1, workers), x))
+
+
+def _at_least(below: Floats, workers: int, rank: int) -> Floats:
+    """The probability that at least `rank` of `workers` are below, each with this probability."""
+    if rank == workers:
+        return np.asarray(below**workers)
+    numbers = np.arange(rank, workers + 1)
+    ways = math.lgamma(workers + 1) - _lgamma(numbers + 1.0) - _lgamma(workers - numbers + 1.0)
+    inside = np.clip(below, 1e-300, 1 - 1e-16)[:, None]
+    terms = ways + numbers * np.log(inside) + (workers - numbers) * np.log1p(-inside)
+    total: Floats = np.minimum(1.0, np.exp(terms).sum(axis=1))
+    return total

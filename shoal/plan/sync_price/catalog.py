@@ -1,0 +1,23 @@
+"""The price of every way to agree, by the term's name in the notation."""
+
+from __future__ import annotations
+
+from shoal.plan.sync_price import (  # noqa: F401  registers their prices
+    ddp,
+    gossip,
+    hogwild,
+    localsgd,
+    mapreduce,
+    ps,
+    single,
+    zero,
+)
+from shoal.plan.sync_price.base import PRICERS, Agreement, SyncPrice
+from shoal.strategy.base import SyncTerm
+
+__all__ = ["PRICERS", "Agreement", "SyncPrice", "price_of"]
+
+
+def price_of(term: SyncTerm, question: Agreement) -> SyncPrice:
+    """What the sync term adds to the step of this question."""
+    return PRICERS[term.name](term, question)

@@ -1,0 +1,93 @@
+"""ddp: gradients are all-reduced bucket by bucket while backward runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shoal.plan.collective_time import CollectiveTime, hops
+from shoal.plan.prediction import DeviceMemory, Part
+from shoal.plan.sync_price.base import (
+    Agreement,
+    SyncPrice,
+    bucketed_gradients,
+    plain_memory,
+    prices,
+    some,
+    synchronous_spread,
+    update_part,
+    waiting_part,
+)
+from shoal.plan.sync_price.compressed import compressed_memory, compressed_time
+from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, LARGE_BYTES, Buckets
+from shoal.plan.sync_price.overlap import exposed_buckets, hidden_s
+from shoal.schedules.collectives.cost import Link, predicted_s
+
+_MOST_COUNTED = 128  # ranks; schedules over more are priced as the closed form of a ring
+
+
+@prices("ddp")
+def ddp(term: Any, question: Agreement) -> SyncPrice:
+    if question.replicas == 1:
+        parts = some(waiting_part(question), update_part(question))
+        return SyncPrice(parts, _memory(term, question), spread_s=synchronous_spread(question))
+    gradients, sent = _compressed(term, question) if term.compress else _exact(term, question)
+    parts = some(gradients, waiting_part(question), update_part(question))
+    spread = synchronous_spread(question)
+    return SyncPrice(parts, _memory(term, question), sent_bytes=sent, spread_s=spread)
+
+
+def _buckets(term: Any, question: Agreement) -> list[Buckets]:
+    bucket_bytes = term.bucket_mb * (1 << 20)
+    return question.sizes.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
+
+
+def _exact(term: Any, question: Agreement) -> tuple[Part, float]:
+    def timer(num_bytes: float) -> CollectiveTime:
+        return all_reduce_time(question, term.collective_algorithm, num_bytes)
+
+    seconds, bound = exposed_buckets(question, _buckets(term, question), timer)
+    p = question.replicas
+    return Part("gradients", seconds, bound), 2 * (p - 1) / p * question.buffer_bytes
+
+
+def all_reduce_time(question: Agreement, algorithm: str | None, num_bytes: float) -> CollectiveTime:
+    """The algorithm that was asked for, at the rate of the narrowest hop of its ranks."""
+    group = question.group
+    if algorithm in (None, "auto", "hierarchical") or group.size > _MOST_COUNTED:
+        return question.network.collective("all_reduce", group, num_bytes)
+    way = hops(question.cluster, group)
+    narrow = min(way, key=lambda hop: hop.bytes_per_s)
+    link = Link(max(hop.alpha_s for hop in way), 1 / narrow.bytes_per_s)
+    assert algorithm is not None
+    seconds = predicted_s("all_reduce", algorithm, group.size, max(1, round(num_bytes)), link)
+    return CollectiveTime(seconds, narrow.words)
+
+
+def _compressed(term: Any, question: Agreement) -> tuple[Part, float]:
+    """Buckets are packed and on their way while backward runs; sums follow when it has ended."""
+    sizes = question.sizes
+    body = sizes.elements - sizes.header
+    took = compressed_time(question, term.compress, body)
+    header_bytes = sizes.header * question.precision.gradient_bytes
+    hidden = min(hidden_s(question), took.links_s / 2)
+    seconds = took.links_s - hidden + took.packing_s
+    p = question.replicas
+    return Part("gradients", seconds, took.bound), took.sent_bytes + 2 * (p - 1) / p * header_bytes
+
+
+def _memory(term: Any, question: Agreement) -> DeviceMemory:
+    bucket_bytes = term.bucket_mb * (1 << 20)
+    first_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
+    plain = plain_memory(question)
+    if term.compress is None:
+        held = bucketed_gradients(question, bucket_bytes, first_bytes, LARGE_BYTES)
+        return replace(plain, gradients=held)
+    sizes = question.sizes
+    extra = compressed_memory(question, term.compress, _buckets(term, question))
+    gap_index = 8 * (sizes.elements - sizes.header - sizes.trained)
+    return replace(
+        plain,
+        gradients=bucketed_gradients(question, bucket_bytes, first_bytes),
+        buffers=gap_index + extra.residuals + extra.in_flight,
+    )

@@ -1,0 +1,194 @@
+"""gossip: after its own update a replica averages its weights with its neighbours in a graph.
+
+Messages between the same two levels of the cluster share its links: a node's NICs carry what its
+workers send to other nodes, a rack's uplinks what its nodes send to other racks. Nothing of it is
+hidden. Asynchronous replicas read their neighbours' last weights from shared memory and wait for
+none. What gossip costs in progress is told by the second eigenvalue of its mixing matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.cluster.cluster import Cluster
+from shoal.plan.collective_time import hops
+from shoal.plan.prediction import DeviceMemory, Part
+from shoal.plan.rank_order import RankGroup
+from shoal.plan.relaxed_rules import neighbours_pace, own_pace
+from shoal.plan.sync_price.base import (
+    Agreement,
+    SyncPrice,
+    bucketed_gradients,
+    memory_pass_s,
+    plain_memory,
+    prices,
+    some,
+    synchronous_spread,
+    update_part,
+)
+from shoal.schedules.gossip.mixing import Mixing, mixing_for
+
+_CHUNK_BYTES = 4 << 20
+_PAGE_BYTES = 64
+
+
+class Exchange(NamedTuple):
+    """One step of a graph on a cluster, in messages; the mean over its period."""
+
+    of_port: float  # of the busiest worker, in or out
+    of_node: float  # that leave or enter the busiest node
+    of_rack: float  # that leave or enter the busiest rack
+    sent: float  # by a worker, the mean
+
+
+@lru_cache(maxsize=256)
+def mixing_of(graph: str, replicas: int) -> Mixing:
+    return mixing_for(graph, replicas)
+
+
+@prices("gossip")
+def gossip(term: Any, question: Agreement) -> SyncPrice:
+    if question.replicas == 1:
+        return SyncPrice((update_part(question),), plain_memory(question))
+    mixing = mixing_of(term.graph, question.replicas)
+    exchange = exchange_of(term.graph, question.group, question.cluster)
+    is_async = term.mode == "async"
+    mixed = _shared_pages(question, exchange) if is_async else _messages(question, exchange)
+    parts = some(mixed, _waiting(term, question), update_part(question))
+    return SyncPrice(
+        parts,
+        _memory(term, question, mixing),
+        steps_per_batch=float(question.replicas) if is_async else 1.0,
+        convergence=convergence_of(mixing),
+        sent_bytes=question.buffer_bytes * (1.0 if is_async else exchange.sent),
+        spread_s=(0.0, 0.0) if is_async else synchronous_spread(question),
+    )
+
+
+def convergence_of(mixing: Mixing) -> str:
+    """By how many steps consensus takes, in units of what an all-reduce gives in one."""
+    second = mixing.second_eigenvalue
+    if second == 0:
+        return mixing.expectation
+    return f"{mixing.expectation} (spectral gap {1 - second:.3g})"
+
+
+def consensus_steps(mixing: Mixing) -> float:
+    """Steps in which the distance between replicas shrinks by e: 1 / -ln(second eigenvalue)."""
+    second = mixing.second_eigenvalue
+    return 0.0 if second == 0 else 1 / -math.log(second)
+
+
+@lru_cache(maxsize=512)
+def exchange_of(graph: str, group: RankGroup, cluster: Cluster) -> Exchange:
+    mixing = mixing_of(graph, group.size)
+    steps = [_step(matrix, group, cluster) for matrix in mixing.matrices]
+    return Exchange(*(sum(column) / len(steps) for column in zip(*steps, strict=True)))
+
+
+def _step(matrix: NDArray[np.float64], group: RankGroup, cluster: Cluster) -> Exchange:
+    hears, heard = np.nonzero(matrix)
+    sent = hears != heard
+    hears, heard = hears[sent], heard[sent]
+    node = np.arange(group.size) * group.stride // cluster.node.devices
+    rack = node // (cluster.nodes_per_rack or cluster.nodes)
+    beside = min(group.stride, cluster.node.devices)  # groups of a node that do the same
+    beside_in_rack = min(group.stride, cluster.node.devices * (cluster.nodes_per_rack or 1))
+    return Exchange(
+        _busiest(np.arange(group.size), hears, heard),
+        beside * _busiest(node, hears, heard),
+        beside_in_rack * _busiest(rack, hears, heard),
+        len(hears) / group.size,
+    )
+
+
+def _busiest(place: NDArray[np.int64], hears: Any, heard: Any) -> float:
+    """The most messages that enter or leave one place."""
+    crosses = place[hears] != place[heard]
+    if not crosses.any():
+        return 0.0
+    out = np.bincount(place[heard][crosses]).max()
+    into = np.bincount(place[hears][crosses]).max()
+    return float(max(out, into))
+
+
+def _messages(question: Agreement, exchange: Exchange) -> Part:
+    """The slowest of ports, NICs and uplinks, and the weighted sum."""
+    cluster = question.cluster
+    message = question.parameter_bytes
+    way = hops(cluster, question.group)
+    inner = way[0]
+    candidates = [(exchange.of_port * message / inner.bytes_per_s, inner.words)]
+    nic = cluster.node.nic
+    if exchange.of_node and nic is not None:
+        node_s = exchange.of_node * message / (cluster.node.nics * nic.rate)
+        candidates.append((node_s, way[-1].words))
+        nodes = cluster.nodes_per_rack or cluster.nodes
+        uplinks = nodes * cluster.node.nics * nic.rate / cluster.oversubscription
+        candidates.append((exchange.of_rack * message / uplinks, way[-1].words))
+    seconds, bound = max(candidates)
+    alpha_s = max(hop.alpha_s for hop in way) * exchange.of_port
+    return Part("neighbours", alpha_s + seconds + _sum_s(question, exchange), bound)
+
+
+def _sum_s(question: Agreement, exchange: Exchange) -> float:
+    """A term of the sum is read, added and written; the result is copied."""
+    return memory_pass_s(question, (3 * (exchange.of_port + 1) + 2) * question.parameter_bytes)
+
+
+def _shared_pages(question: Agreement, exchange: Exchange) -> Part:
+    """A replica writes its page, and reads those of its neighbours."""
+    moved = 2 * (1 + exchange.of_port) * question.parameter_bytes
+    cluster = question.cluster
+    alone_s = memory_pass_s(question, moved) + _sum_s(question, exchange)
+    bus = cluster.node.memory_bytes_per_s
+    if bus is not None:
+        alone_s = max(alone_s, question.workers * moved / bus)
+    return Part("neighbours", alone_s, "memory of the host")
+
+
+def _waiting(term: Any, question: Agreement) -> Part:
+    noise = question.cluster.noise
+    if term.mode == "async":
+        pace = own_pace(noise, question.each)
+    else:
+        pace = neighbours_pace(noise, term.graph, question.replicas, question.each)
+    return Part("stragglers", (pace - 1) * question.compute_s, "noise of workers")
+
+
+def _memory(term: Any, question: Agreement, mixing: Mixing) -> DeviceMemory:
+    plain = plain_memory(question)
+    width = question.precision.parameter_bytes
+    buffer_bytes = question.sizes.elements * width
+    if term.mode == "async":
+        laid_out = -(-buffer_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        return replace(plain, buffers=buffer_bytes + 3 * laid_out + _PAGE_BYTES)
+    turns = (
+        min(buffer_bytes, _CHUNK_BYTES),
+        min(max(0.0, buffer_bytes - _CHUNK_BYTES), _CHUNK_BYTES),
+    )
+    copies = max_heard(term.graph, question.replicas) * sum(turns) + turns[0]
+    if not mixing.is_uniform:
+        return replace(plain, buffers=copies)
+    whole = 2 * question.buffer_bytes  # one bucket
+    return replace(plain, buffers=copies, gradients=bucketed_gradients(question, whole))
+
+
+@lru_cache(maxsize=256)
+def max_heard(graph: str, replicas: int) -> int:
+    """Buffers for messages of the worker that hears the most, over all steps of a period."""
+    mixing = mixing_of(graph, replicas)
+    most = 0
+    for rank in range(replicas):
+        positions: set[int] = set()
+        for step in range(len(mixing.matrices)):
+            peers = sorted(mixing.heard_by(rank, step))
+            positions |= {at for at, peer in enumerate(peers) if peer != rank}
+        most = max(most, len(positions))
+    return most

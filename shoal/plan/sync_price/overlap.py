@@ -1,0 +1,58 @@
+"""What backward hides of communication that runs beside it, bucket by bucket, in fixed order.
+
+Backward fills buckets of gradients at an even pace, from the last layer to the first; a bucket is
+sent when it is full and the one before is through. Bucket i is ready at r_i, and all are through at
+the latest of r_i + (what i and those after it take). Over equal buckets both are linear in i, so
+one of the ends decides: the first bucket, behind which all others queue, or the last one, which is
+ready when backward ends.
+
+    exposed = max( r_first + all - backward,  last )
+
+On CPUs whose cores all compute, sending takes the time of a core, and nothing is hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shoal.plan.collective_time import CollectiveTime
+from shoal.plan.sync_price.base import Agreement
+from shoal.plan.sync_price.flat_sizes import Buckets
+
+Timer = Callable[[float], CollectiveTime]  # of so many bytes
+
+
+def hidden_s(question: Agreement) -> float:
+    """How much of backward can hide communication; on CPUs only idle cores send meanwhile."""
+    return question.backward_s * idle_share(question)
+
+
+def idle_share(question: Agreement) -> float:
+    """The share of a worker's communication that costs its computation nothing."""
+    if not computes_on_cores(question):
+        return 1.0
+    node = question.cluster.node
+    threads = question.cluster.device.threads
+    if node.cores is None or threads is None:
+        return 0.0
+    workers = min(question.workers, node.devices)
+    return max(0.0, 1 - workers * threads / node.cores)
+
+
+def computes_on_cores(question: Agreement) -> bool:
+    """Whether workers are CPU processes, which also do the copying and adding themselves."""
+    return question.cluster.device.synchronous
+
+
+def exposed_buckets(
+    question: Agreement, buckets: Sequence[Buckets], timer: Timer
+) -> tuple[float, str]:
+    """Seconds that are left of the last micro-batch's reduction, and the link that bounds it."""
+    width = question.precision.gradient_bytes
+    times = [timer(bucket.elements * width) for bucket in buckets]
+    all_s = sum(n.number * took.seconds for n, took in zip(buckets, times, strict=True))
+    elements = sum(bucket.number * bucket.elements for bucket in buckets)
+    hidden = hidden_s(question)
+    first_ready_s = hidden * buckets[0].elements / max(1.0, elements)
+    left_s = max(first_ready_s + all_s - hidden, times[-1].seconds)
+    return min(left_s, all_s), max(times).bound

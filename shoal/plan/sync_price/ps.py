@@ -1,0 +1,183 @@
+"""ps: servers hold the weights; workers push gradients and pull weights.
+
+    sync          all wait for the slowest worker, and for the servers that take in all pushes
+    quorum        a step needs the first k pushes
+    staleness     workers are at most s steps apart
+    async         every worker goes at its own pace, until the servers are busy all the time
+
+Pushes go out while backward runs, in buckets of 4 MiB; a compressed slice when it is complete.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shoal.plan.prediction import Part
+from shoal.plan.relaxed_rules import own_pace, queue_cycle_s, quorum_pace, staleness_pace
+from shoal.plan.sync_price.base import (
+    Agreement,
+    SyncPrice,
+    memory_pass_s,
+    prices,
+    some,
+    synchronous_spread,
+    update_part,
+    waiting_part,
+)
+from shoal.plan.sync_price.overlap import computes_on_cores, hidden_s, idle_share
+from shoal.plan.sync_price.packed import factor_rank, is_factored, packed_bytes
+from shoal.plan.sync_price.ps_links import (
+    Way,
+    host_rate,
+    pull,
+    push,
+    server_count,
+    step_traffic,
+)
+from shoal.plan.sync_price.ps_memory import ps_memory, shares_weights
+
+BUCKET_BYTES = 4 << 20
+
+
+@prices("ps")
+def ps(term: Any, question: Agreement) -> SyncPrice:
+    up = push(term, question, push_bytes(term, question))
+    down = pull(term, question, pulled_bytes(term, question))
+    parts, updates = _relaxed(term, question, up, down)
+    if term.lockstep:
+        parts, updates = _lockstep(term, question, up, down), 1.0
+    traffic = step_traffic(term, question, push_bytes(term, question))
+    return SyncPrice(
+        (*parts, *_packing(term, question)),
+        ps_memory(term, question),
+        steps_per_batch=updates,
+        convergence=_convergence(term, question),
+        sent_bytes=push_bytes(term, question),
+        server_bytes=traffic.into_server,
+        spread_s=synchronous_spread(question) if term.lockstep else (0.0, 0.0),
+    )
+
+
+def push_bytes(term: Any, question: Agreement) -> float:
+    """What a worker pushes in a step."""
+    sizes = question.sizes
+    if term.compress is None:
+        return question.buffer_bytes
+    if is_factored(term.compress):
+        return 4 * sum(sizes.factors(factor_rank(term.compress)))
+    servers = server_count(term, question)
+    slice_elements = math.ceil((sizes.elements - sizes.header) / servers)
+    pushed: float = servers * packed_bytes(term.compress, slice_elements)
+    return pushed
+
+
+def pulled_bytes(term: Any, question: Agreement) -> float:
+    """Weights, or sums; nothing where workers of the host use the servers' own memory."""
+    is_one_host = question.workers <= question.cluster.node.devices
+    if is_one_host and shares_weights(term, question):
+        return 0.0
+    if term.update == "worker":
+        return question.buffer_bytes
+    return question.parameter_bytes
+
+
+def _exposed_push(term: Any, question: Agreement, up: Way) -> float:
+    """Buckets go out during backward; one server's compressed slice only when it has ended."""
+    hidden = hidden_s(question)
+    if term.compress is not None:
+        hidden *= 1 - 1 / server_count(term, question)
+    bucket_s = up.seconds * min(1.0, BUCKET_BYTES / max(1.0, question.buffer_bytes))
+    return min(up.seconds, max(up.seconds - hidden, bucket_s))
+
+
+def _server_update_s(term: Any, question: Agreement) -> float:
+    """Servers update at the same time, each its slice."""
+    moved = question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
+    return question.each * moved / host_rate(term, question)
+
+
+def _lockstep(term: Any, question: Agreement, up: Way, down: Way) -> tuple[Part, ...]:
+    update = update_part(question)
+    if term.update == "server":
+        update = Part("update", _server_update_s(term, question), "memory of the servers")
+    pushes = Part("push", _exposed_push(term, question, up), up.bound)
+    return some(pushes, Part("pull", down.seconds, down.bound), waiting_part(question), update)
+
+
+def _relaxed(term: Any, question: Agreement, up: Way, down: Way) -> tuple[tuple[Part, ...], float]:
+    """A worker's own way of a step, how long it waits for others, and for busy servers."""
+    if term.lockstep:
+        return (), 1.0
+    replicas = question.replicas
+    pace, updates = _pace(term, question)
+    compute_s = question.compute_s
+    update_s = _server_update_s(term, question)
+    every_push = 1 if updates > 1 else 1 / replicas  # an update for each push, or for each step
+    hidden = min(hidden_s(question), up.alone_s)
+    alone_s = pace * compute_s + up.alone_s - hidden + down.alone_s
+    service_s = question.each * (up.service_s + down.service_s) + update_s * every_push
+    taken_s = _taken_cores_s(term, question, service_s)
+    alone_s += taken_s
+    cycle_s = queue_cycle_s(replicas, alone_s, service_s)
+    parts = some(
+        Part("cores", taken_s, "cores shared with servers"),
+        Part("push", up.alone_s - hidden, up.bound),
+        Part("pull", down.alone_s, down.bound),
+        Part("stragglers", (pace - 1) * compute_s, "noise of workers"),
+        Part("servers", cycle_s - alone_s, "queue in front of the servers"),
+    )
+    return parts, updates
+
+
+def _pace(term: Any, question: Agreement) -> tuple[float, float]:
+    """Seconds of a step over its compute, and updates while a global batch is computed."""
+    noise = question.cluster.noise
+    replicas = question.replicas
+    if term.quorum is not None:
+        needed = quorum_count(term, replicas)
+        return quorum_pace(noise, replicas, needed, question.each), 1.0
+    if term.staleness is not None:
+        return staleness_pace(noise, replicas, term.staleness, question.each), float(replicas)
+    return own_pace(noise, question.each), float(replicas)
+
+
+def quorum_count(term: Any, replicas: int) -> int:
+    """A fraction of the workers, or a number of them."""
+    if term.quorum <= 1:
+        share = float(term.quorum)
+        return max(1, math.ceil(share * replicas - 1e-9))
+    return int(term.quorum)
+
+
+def _taken_cores_s(term: Any, question: Agreement, service_s: float) -> float:
+    """What servers take from workers of a CPU host in one cycle, where no core is left for them.
+
+    Workers that all wait for an update lend their cores to it; those that do not wait compute on.
+    """
+    if not computes_on_cores(question) or term.placement != "servers":
+        return 0.0
+    node = question.cluster.node
+    cores = node.cores or node.devices
+    idle = idle_share(question) * cores
+    without = max(0.0, 1 - idle / term.servers)
+    return without * question.replicas * service_s / cores
+
+
+def _packing(term: Any, question: Agreement) -> tuple[Part, ...]:
+    if term.compress is None:
+        return ()
+    return (Part("compress", memory_pass_s(question, 4 * question.buffer_bytes), "memory"),)
+
+
+def _convergence(term: Any, question: Agreement) -> str:
+    replicas = question.replicas
+    if term.quorum is not None:
+        needed = quorum_count(term, replicas)
+        lost = "added to the next step" if term.late == "fold" else "dropped"
+        return f"{needed} of {replicas} gradients make a step; late ones are {lost}"
+    if term.staleness:
+        return f"a worker's weights are up to {term.staleness} of its steps old"
+    if term.mode == "async":
+        return f"a gradient is about {replicas - 1} updates old when it is used"
+    return ""

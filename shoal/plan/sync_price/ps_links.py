@@ -1,0 +1,148 @@
+"""What pushes and pulls take between workers and parameter servers.
+
+    shared memory   gradients lie where servers see them; each server adds up its slice with a core
+                    of its own, and all of them share the host's memory bus
+    network         every worker sends through its node's NICs; the servers' NICs receive what all
+                    workers send (incast), and so do the uplinks of the servers' rack
+
+The slowest of these sets the pace. `workers` as placement divides the model over all workers, and
+so does away with the incast.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.units import show_rate
+from shoal.plan.sync_price.base import Agreement
+from shoal.plan.sync_price.overlap import computes_on_cores
+
+_PASSES_TO_ADD = 3  # a push is read, and so is the sum, which is written
+
+
+class Way(NamedTuple):
+    """One direction of one step: all pushes, or all pulls."""
+
+    seconds: float  # until the last of all workers is through
+    alone_s: float  # of one worker while no other sends
+    service_s: float  # of the busiest server's time that one worker takes
+    bound: str
+
+
+class Traffic(NamedTuple):
+    """Bytes of one direction of a step."""
+
+    of_worker: float  # that leave a worker for servers elsewhere
+    into_server: float  # that the busiest server gets from elsewhere
+
+
+def server_count(term: Any, question: Agreement) -> int:
+    return question.workers if term.placement == "workers" else int(term.servers)
+
+
+def step_traffic(term: Any, question: Agreement, message_bytes: float) -> Traffic:
+    """`message_bytes` go from every worker to all servers together.
+
+    A server that lives in a worker gets that worker's part without a message.
+    """
+    workers = question.workers
+    if term.placement == "rank0":
+        inside = message_bytes * question.each  # of the first replica's workers
+        total = message_bytes * workers
+        return Traffic(message_bytes * (1 - 1 / question.replicas), total - inside)
+    if term.placement == "workers":
+        slices = question.replicas
+        others = message_bytes * (slices - 1) / slices
+        return Traffic(others, others)
+    return Traffic(message_bytes, message_bytes * workers / term.servers)
+
+
+def way(term: Any, question: Agreement, message_bytes: float, passes: int) -> Way:
+    """`passes` over its bytes is what a server does with a message."""
+    cluster = question.cluster
+    if question.workers <= cluster.node.devices:
+        return _shared_memory(term, question, message_bytes, passes)
+    return _network(term, question, message_bytes, passes)
+
+
+def push(term: Any, question: Agreement, message_bytes: float) -> Way:
+    return way(term, question, message_bytes, _PASSES_TO_ADD)
+
+
+def pull(term: Any, question: Agreement, message_bytes: float) -> Way:
+    return way(term, question, message_bytes, 2)
+
+
+def _bus(cluster: Cluster) -> float:
+    """Bytes a second of the host's memory, which servers and CPU workers share."""
+    if cluster.node.memory_bytes_per_s is not None:
+        return cluster.node.memory_bytes_per_s
+    return cluster.device.memory_bytes_per_s * cluster.node.devices
+
+
+def host_rate(term: Any, question: Agreement) -> float:
+    """Bytes a second at which all servers of one host work: a core each, one bus for all."""
+    cluster = question.cluster
+    servers = server_count(term, question)
+    core = _bus(cluster)
+    if computes_on_cores(question):
+        core = cluster.device.memory_bytes_per_s
+    return min(servers * core, _bus(cluster))
+
+
+def _shared_memory(term: Any, question: Agreement, message_bytes: float, passes: int) -> Way:
+    cluster = question.cluster
+    rate = host_rate(term, question)
+    service_s = passes * message_bytes / rate
+    alpha_s = cluster.node.fabric.alpha_s if cluster.node.fabric is not None else 0.0
+    device_s = 0.0
+    if not computes_on_cores(question) and cluster.node.pcie is not None:
+        device_s = message_bytes * cluster.node.devices_per_pcie / cluster.node.pcie.rate
+    all_s = max(question.workers * service_s, device_s)
+    bound = f"memory of the host ({show_rate(rate)})"
+    return Way(alpha_s + all_s, alpha_s + max(service_s, device_s), service_s, bound)
+
+
+def _network(term: Any, question: Agreement, message_bytes: float, passes: int) -> Way:
+    cluster = question.cluster
+    nic = cluster.node.nic
+    if nic is None:
+        return _shared_memory(term, question, message_bytes, passes)
+    node_rate = cluster.node.nics * nic.rate
+    traffic = step_traffic(term, question, message_bytes)
+    workers = min(question.workers, cluster.node.devices)
+    into_node = traffic.into_server * _servers_of_host(term, question, workers)
+    into_s = into_node / node_rate
+    narrow = [
+        (traffic.of_worker * workers / node_rate, f"{nic.name} of a worker's node"),
+        (into_s, f"{nic.name} of the servers ({show_rate(node_rate)}), incast"),
+        (_uplink_s(term, question, message_bytes), f"spine uplink 1:{cluster.oversubscription:g}"),
+        (passes * into_node / host_rate(term, question), "memory of the servers' host"),
+    ]
+    seconds, bound = max(narrow)
+    alone_s = nic.alpha_s + traffic.of_worker / node_rate
+    service_s = seconds / question.workers
+    return Way(nic.alpha_s + seconds, max(alone_s, service_s), service_s, bound)
+
+
+def _servers_of_host(term: Any, question: Agreement, workers: int) -> int:
+    """Servers that share a node's NICs: one a host, or those of all its workers."""
+    return workers if term.placement == "workers" else 1
+
+
+def _uplink_s(term: Any, question: Agreement, message_bytes: float) -> float:
+    """What comes into the servers' rack from others, over its uplinks."""
+    cluster = question.cluster
+    if cluster.racks == 1 or cluster.node.nic is None:
+        return 0.0
+    nodes = cluster.nodes_per_rack or cluster.nodes
+    uplinks = nodes * cluster.node.nics * cluster.node.nic.rate / cluster.oversubscription
+    racks = math.ceil(question.workers / (nodes * cluster.node.devices))
+    if racks == 1:
+        return 0.0
+    into_rack = question.workers * message_bytes * (1 - 1 / racks)
+    if term.placement == "workers":
+        into_rack /= racks
+    return into_rack / uplinks

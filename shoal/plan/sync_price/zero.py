@@ -1,0 +1,146 @@
+"""zero(1), zero(2), zero(3): replicas shard optimizer state, gradients too, parameters too.
+
+Buckets are reduced to their owners while backward runs: of the last micro-batch under zero(1), of
+every one under the other two, which keep no whole gradient. Then the owners broadcast what they
+have updated. Under zero(3) a layer is gathered while the one before it computes, in forward and
+again in backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shoal.plan.collective_time import CollectiveTime
+from shoal.plan.prediction import DeviceMemory, Part
+from shoal.plan.sync_price.base import (
+    DEFAULT_BUCKET_BYTES,
+    Agreement,
+    SyncPrice,
+    plain_memory,
+    prices,
+    some,
+    synchronous_spread,
+    update_part,
+    waiting_part,
+)
+from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, TensorSizes
+from shoal.plan.sync_price.overlap import exposed_buckets, hidden_s
+from shoal.plan.sync_price.zero_memory import even_gradients, tensor_gradients
+
+_SMALLEST_BUCKET_BYTES = 1 << 20
+_MOST_RANKS = 64  # of more replicas the first one's memory stands for all
+
+
+@prices("zero")
+def zero(term: Any, question: Agreement) -> SyncPrice:
+    replicas = question.replicas
+    if replicas == 1:
+        parts = some(waiting_part(question), update_part(question))
+        memory = _memory(term.stage, question)
+        return SyncPrice(parts, memory, spread_s=synchronous_spread(question))
+    gradients = _reduced(term.stage, question)
+    weights = _gathered(question) if term.stage == 3 else _spread(question)
+    share = _largest_shard(question) / max(1.0, question.sizes.trained)
+    parts = some(gradients, weights, waiting_part(question), update_part(question, share))
+    return SyncPrice(
+        parts,
+        _memory(term.stage, question),
+        sent_bytes=_sent(term.stage, question),
+        spread_s=synchronous_spread(question),
+    )
+
+
+def bucket_bytes(question: Agreement) -> float:
+    """Buckets that are small beside a shard, since they need memory of their own."""
+    shard_bytes = question.buffer_bytes // question.replicas
+    return min(DEFAULT_BUCKET_BYTES, max(_SMALLEST_BUCKET_BYTES, shard_bytes // 16))
+
+
+def _largest_shard(question: Agreement) -> float:
+    ranks = range(min(question.replicas, _MOST_RANKS))
+    return max(question.sizes.owned(question.replicas, rank) for rank in ranks)
+
+
+def _reduced(stage: int, question: Agreement) -> Part:
+    """Owners take turns, so that all buckets together cost what a reduce-scatter does."""
+
+    def timer(num_bytes: float) -> CollectiveTime:
+        return question.network.collective("reduce_scatter", question.group, num_bytes)
+
+    num_bytes = bucket_bytes(question)
+    first_bytes = min(num_bytes, FIRST_BUCKET_BYTES)
+    buckets = question.sizes.buckets(num_bytes, first_bytes)
+    seconds, bound = exposed_buckets(question, buckets, timer)
+    passes = question.microbatches if stage > 1 else 1
+    return Part("gradients", passes * seconds, bound)
+
+
+def _spread(question: Agreement) -> Part:
+    took = question.network.collective("all_gather", question.group, question.parameter_bytes)
+    return Part("weights", took.seconds, took.bound)
+
+
+def _gathered(question: Agreement) -> Part:
+    """Every micro-batch gathers all layers twice; the first layer of a pass waits in full."""
+    network = question.network
+    took = network.collective("all_gather", question.group, question.parameter_bytes)
+    layer = question.layer_parameters or question.parameters
+    first = network.collective(
+        "all_gather", question.group, layer * question.precision.parameter_bytes
+    )
+    backward_s = hidden_s(question)
+    whole_s = question.backward_s or 1.0
+    forward_s = question.compute_s / question.microbatches - question.backward_s
+    forward_s = max(0.0, forward_s) * backward_s / whole_s
+    left_s = sum(max(took.seconds - beside, first.seconds) for beside in (forward_s, backward_s))
+    return Part("weights", question.microbatches * min(left_s, 2 * took.seconds), took.bound)
+
+
+def _sent(stage: int, question: Agreement) -> float:
+    """Gradients to their owners, weights to the others; zero(3) keeps what backward begins with."""
+    p = question.replicas
+    sizes = question.sizes
+    width = question.precision.gradient_bytes
+    body = (sizes.elements - sizes.header) * width
+    passes = question.microbatches if stage > 1 else 1
+    weights = body
+    if stage == 3:
+        weights = question.microbatches * (2 * body - _kept_unit(question) * width)
+    head = 2 * passes * (1 + sizes.tensors) * width if sizes.tensors else 0.0
+    return (p - 1) / p * (passes * body + weights + head)
+
+
+def _kept_unit(question: Agreement) -> float:
+    """Elements that are gathered for forward and still there when backward begins."""
+    sizes = question.sizes
+    if isinstance(sizes, TensorSizes):
+        return sizes.last_unit
+    return question.layer_parameters
+
+
+def _memory(stage: int, question: Agreement) -> DeviceMemory:
+    ranks = range(min(question.replicas, _MOST_RANKS)) if question.tensors else range(1)
+    return max((_of_rank(stage, question, rank) for rank in ranks), key=lambda one: one.total)
+
+
+def _of_rank(stage: int, question: Agreement, rank: int) -> DeviceMemory:
+    sizes = question.sizes
+    n = question.replicas
+    precision = question.precision
+    passes_over = (stage, bucket_bytes(question), question)
+    gradients = (
+        tensor_gradients(sizes, *passes_over, rank)
+        if isinstance(sizes, TensorSizes)
+        else even_gradients(sizes, *passes_over)
+    )
+    memory = replace(
+        plain_memory(question),
+        gradients=gradients * precision.gradient_bytes,
+        optimizer=sizes.owned(n, rank) * question.state_width,
+    )
+    if stage < 3 or n == 1:
+        return memory
+    held = sizes.shard(n, rank).size * precision.parameter_bytes + question.untrained_bytes
+    gathered = sizes.gathered(n, rank) * precision.parameter_bytes
+    return replace(memory, parameters=held, buffers=gathered)

@@ -1,0 +1,61 @@
+"""Elements of gradients that a replica holds at its fullest under zero."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shoal.plan.sync_price.base import Agreement
+from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, FlatSizes, Run, TensorSizes
+
+_ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept
+
+
+def even_gradients(sizes: FlatSizes, stage: int, bucket_bytes: float, question: Agreement) -> float:
+    """A buffer, or a shard with two buckets on their way, and what waits for a full bucket."""
+    bucket = min(sizes.elements, bucket_bytes / question.precision.gradient_bytes)
+    adds_up = question.is_stage or (question.accumulates and stage == 1)
+    waits = sizes.trained if adds_up else bucket
+    if stage == 1:
+        return sizes.elements + waits
+    return sizes.shard(question.replicas, 0).size + _ON_THE_WAY * bucket + waits
+
+
+def tensor_gradients(
+    sizes: TensorSizes, stage: int, bucket_bytes: float, question: Agreement, rank: int
+) -> float:
+    """The same, bucket by bucket, for one rank."""
+    owned = _owned_buckets(sizes, question.replicas, bucket_bytes)
+    waiting = [sizes.waiting(run) for _, run in owned]
+    if question.is_stage or (question.accumulates and stage == 1):
+        waiting = [sum(waiting[k:]) for k in range(len(waiting))]
+    if stage == 1:
+        return sizes.elements - sizes.header + max(waiting)
+    passes = 2 if question.accumulates and not question.is_stage else 1
+    kept = sizes.shard(question.replicas, rank)
+    return kept.size + _most_under_way(owned, waiting, rank, passes)
+
+
+def _owned_buckets(sizes: TensorSizes, ranks: int, num_bytes: float) -> list[tuple[int, Run]]:
+    first = min(num_bytes, FIRST_BUCKET_BYTES)
+    owned: list[tuple[int, Run]] = []
+    for rank, shard in reversed(list(enumerate(sizes.shards(ranks)))):
+        runs = sizes.bucket_runs(num_bytes, None if owned else first, shard)
+        owned += [(rank, run) for run in runs]
+    return owned
+
+
+def _most_under_way(
+    owned: list[tuple[int, Run]], waiting: list[int], rank: int, passes: int
+) -> float:
+    """Of buckets that are lent and gradients that wait, at the worst moment of a backward."""
+    sent: deque[float] = deque(maxlen=_ON_THE_WAY)
+    most = 0.0
+    for number in range(passes):
+        for (owner, run), waits in zip(owned, waiting, strict=True):
+            lent = 0.0 if owner == rank and number == 0 else run.size
+            before = sum(sent) + waits
+            while len(sent) >= _ON_THE_WAY:
+                sent.popleft()
+            most = max(most, before, sum(sent) + lent + waits)
+            sent.append(lent)
+    return most
