@@ -9,7 +9,7 @@ from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.rank_order import IN_SHOALS_ORDER, RankOrder
 from shoal.plan.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
-from shoal.plan.sync_price.base import Agreement
+from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.workload import Recompute, Split, Workload
 from shoal.schedules.pipelines.catalog import schedule
@@ -56,7 +56,7 @@ class Predictor:
         replica = pricer.price(layout, split, microbatches, _shape(strategy, settings))
         term = strategy.sync_for(layout.replicas)
         overlapped_s = replica.backward_s if settings.overlap else 0.0
-        question = Agreement(
+        question = SyncQuestion(
             pricer.network,
             pricer.group(layout, "dp"),
             replica.parameters,

@@ -8,7 +8,7 @@ from shoal.cluster.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.plan.collective_time import Network
 from shoal.plan.rank_order import RankGroup
-from shoal.plan.sync_price.base import Agreement
+from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.workload import Precision
 
 FP32 = Precision("fp32", 4, 4, 0, 8)
@@ -22,7 +22,7 @@ def cluster_of(nodes: int = 1, devices: int = 8, **options: Any) -> Cluster:
     return Cluster("test", GPU, node, nodes, **options)
 
 
-def ask(cluster: Cluster, replicas: int, parameters: float = 1e9, **options: Any) -> Agreement:
+def ask(cluster: Cluster, replicas: int, parameters: float = 1e9, **options: Any) -> SyncQuestion:
     settings: dict[str, Any] = {
         "precision": FP32,
         "compute_s": 0.3,
@@ -31,7 +31,7 @@ def ask(cluster: Cluster, replicas: int, parameters: float = 1e9, **options: Any
         "workers": replicas,
         **options,
     }
-    return Agreement(Network(cluster), RankGroup(replicas, 1), parameters, **settings)
+    return SyncQuestion(Network(cluster), RankGroup(replicas, 1), parameters, **settings)
 
 
 QUIET = Noise()

@@ -25,7 +25,7 @@ NO_SPREAD = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Agreement:
+class SyncQuestion:
     """One replica's share of the question: its device with the most parameters decides."""
 
     network: Network
@@ -99,7 +99,7 @@ class SyncPrice:
     spread_s: tuple[float, float] = NO_SPREAD  # noise: how far steps lie below and above
 
 
-Pricer = Callable[[Any, Agreement], SyncPrice]  # of a term's options
+Pricer = Callable[[Any, SyncQuestion], SyncPrice]  # of a term's options
 PRICERS: dict[str, Pricer] = {}
 
 
@@ -116,7 +116,7 @@ def prices(name: str) -> Callable[[Pricer], Pricer]:
 # ------------------------------------------------------------------------------ parts
 
 
-def update_part(question: Agreement, share: float = 1.0) -> Part:
+def update_part(question: SyncQuestion, share: float = 1.0) -> Part:
     """The optimizer reads gradients and state and writes state and parameters."""
     device = question.cluster.device
     moved = share * (
@@ -128,20 +128,20 @@ def update_part(question: Agreement, share: float = 1.0) -> Part:
     return Part("update", moved / rate, "memory")
 
 
-def memory_pass_s(question: Agreement, num_bytes: float) -> float:
+def memory_pass_s(question: SyncQuestion, num_bytes: float) -> float:
     """Reading or writing so many bytes on a worker's device."""
     device = question.cluster.device
     share = device.memory_efficiency.at(max(1.0, num_bytes))
     return num_bytes / (device.memory_bytes_per_s * share)
 
 
-def waiting_part(question: Agreement, steps: int = 1) -> Part:
+def waiting_part(question: SyncQuestion, steps: int = 1) -> Part:
     """What all wait for the slowest of them: in every step, or after so many."""
     factor = expected_max(question.cluster.noise, question.workers, steps)
     return Part("stragglers", (factor - 1) * question.compute_s, "noise of the slowest worker")
 
 
-def synchronous_spread(question: Agreement) -> tuple[float, float]:
+def synchronous_spread(question: SyncQuestion) -> tuple[float, float]:
     """How far the steps of workers that wait for each other lie from their mean: 80% of them."""
     noise = question.cluster.noise
     mean = expected_max(noise, question.workers)
@@ -158,7 +158,7 @@ def some(*parts: Part) -> tuple[Part, ...]:
 # ------------------------------------------------------------------------------ memory
 
 
-def plain_memory(question: Agreement) -> DeviceMemory:
+def plain_memory(question: SyncQuestion) -> DeviceMemory:
     """The full model, its gradients where backward put them, and the optimizer's state."""
     precision = question.precision
     sizes = question.sizes
@@ -170,7 +170,7 @@ def plain_memory(question: Agreement) -> DeviceMemory:
 
 
 def bucketed_gradients(
-    question: Agreement,
+    question: SyncQuestion,
     bucket_bytes: float,
     first_bytes: float | None = None,
     in_place_bytes: float | None = None,

@@ -12,12 +12,12 @@ from shoal.plan.sync_price import (  # noqa: F401  registers their prices
     single,
     zero,
 )
-from shoal.plan.sync_price.base import PRICERS, Agreement, SyncPrice
+from shoal.plan.sync_price.base import PRICERS, SyncPrice, SyncQuestion
 from shoal.strategy.base import SyncTerm
 
-__all__ = ["PRICERS", "Agreement", "SyncPrice", "price_of"]
+__all__ = ["PRICERS", "SyncPrice", "SyncQuestion", "price_of"]
 
 
-def price_of(term: SyncTerm, question: Agreement) -> SyncPrice:
+def price_of(term: SyncTerm, question: SyncQuestion) -> SyncPrice:
     """What the sync term adds to the step of this question."""
     return PRICERS[term.name](term, question)

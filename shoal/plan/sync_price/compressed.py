@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.plan.sync_price.base import Agreement, memory_pass_s
+from shoal.plan.sync_price.base import SyncQuestion, memory_pass_s
 from shoal.plan.sync_price.flat_sizes import Buckets
 from shoal.plan.sync_price.packed import (
     factor_rank,
@@ -25,7 +25,7 @@ class CompressedTime(NamedTuple):
     sent_bytes: float
 
 
-def compressed_time(question: Agreement, compress: str, elements: float) -> CompressedTime:
+def compressed_time(question: SyncQuestion, compress: str, elements: float) -> CompressedTime:
     """One sum of so many elements: packed shards to their owners, packed sums to all."""
     packed = packed_sum(compress, question.sizes, [(1, elements)], question.replicas)
     width = question.precision.gradient_bytes
@@ -45,7 +45,9 @@ class CompressedBytes(NamedTuple):
     in_flight: float
 
 
-def compressed_memory(question: Agreement, compress: str, slices: list[Buckets]) -> CompressedBytes:
+def compressed_memory(
+    question: SyncQuestion, compress: str, slices: list[Buckets]
+) -> CompressedBytes:
     """What is kept from step to step, and the most that is on its way: all slices at once."""
     sizes = question.sizes
     n = question.replicas

@@ -8,8 +8,8 @@ from typing import Any
 from shoal.plan.collective_time import CollectiveTime, hops
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.sync_price.base import (
-    Agreement,
     SyncPrice,
+    SyncQuestion,
     bucketed_gradients,
     plain_memory,
     prices,
@@ -27,7 +27,7 @@ _MOST_COUNTED = 128  # ranks; schedules over more are priced as the closed form 
 
 
 @prices("ddp")
-def ddp(term: Any, question: Agreement) -> SyncPrice:
+def ddp(term: Any, question: SyncQuestion) -> SyncPrice:
     if question.replicas == 1:
         parts = some(waiting_part(question), update_part(question))
         return SyncPrice(parts, _memory(term, question), spread_s=synchronous_spread(question))
@@ -37,12 +37,12 @@ def ddp(term: Any, question: Agreement) -> SyncPrice:
     return SyncPrice(parts, _memory(term, question), sent_bytes=sent, spread_s=spread)
 
 
-def _buckets(term: Any, question: Agreement) -> list[Buckets]:
+def _buckets(term: Any, question: SyncQuestion) -> list[Buckets]:
     bucket_bytes = term.bucket_mb * (1 << 20)
     return question.sizes.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
 
 
-def _exact(term: Any, question: Agreement) -> tuple[Part, float]:
+def _exact(term: Any, question: SyncQuestion) -> tuple[Part, float]:
     def timer(num_bytes: float) -> CollectiveTime:
         return all_reduce_time(question, term.collective_algorithm, num_bytes)
 
@@ -51,7 +51,9 @@ def _exact(term: Any, question: Agreement) -> tuple[Part, float]:
     return Part("gradients", seconds, bound), 2 * (p - 1) / p * question.buffer_bytes
 
 
-def all_reduce_time(question: Agreement, algorithm: str | None, num_bytes: float) -> CollectiveTime:
+def all_reduce_time(
+    question: SyncQuestion, algorithm: str | None, num_bytes: float
+) -> CollectiveTime:
     """The algorithm that was asked for, at the rate of the narrowest hop of its ranks."""
     group = question.group
     if algorithm in (None, "auto", "hierarchical") or group.size > _MOST_COUNTED:
@@ -64,7 +66,7 @@ def all_reduce_time(question: Agreement, algorithm: str | None, num_bytes: float
     return CollectiveTime(seconds, narrow.words)
 
 
-def _compressed(term: Any, question: Agreement) -> tuple[Part, float]:
+def _compressed(term: Any, question: SyncQuestion) -> tuple[Part, float]:
     """Buckets are packed and on their way while backward runs; sums follow when it has ended."""
     sizes = question.sizes
     body = sizes.elements - sizes.header
@@ -76,7 +78,7 @@ def _compressed(term: Any, question: Agreement) -> tuple[Part, float]:
     return Part("gradients", seconds, took.bound), took.sent_bytes + 2 * (p - 1) / p * header_bytes
 
 
-def _memory(term: Any, question: Agreement) -> DeviceMemory:
+def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     bucket_bytes = term.bucket_mb * (1 << 20)
     first_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
     plain = plain_memory(question)

@@ -20,7 +20,7 @@ FIRST_BUCKET_BYTES = 1 << 20
 LARGE_BYTES = 1 << 20  # a gradient of this size stays where backward has put it
 
 
-class Run(NamedTuple):
+class Extent(NamedTuple):
     """Consecutive elements of the buffer."""
 
     start: float
@@ -70,7 +70,7 @@ class FlatSizes(Protocol):
         """The most that waits at its parameters until a bucket is full."""
         ...
 
-    def shard(self, replicas: int, rank: int) -> Run: ...
+    def shard(self, replicas: int, rank: int) -> Extent: ...
     def owned(self, replicas: int, rank: int) -> float:
         """Elements of the tensors of a shard."""
         ...
@@ -125,8 +125,8 @@ class EvenSizes:
             return 0.0
         return max(bucket.waiting for bucket in buckets)
 
-    def shard(self, replicas: int, rank: int) -> Run:
-        return Run(0.0, self.parameters / replicas)
+    def shard(self, replicas: int, rank: int) -> Extent:
+        return Extent(0.0, self.parameters / replicas)
 
     def owned(self, replicas: int, rank: int) -> float:
         return self.parameters / replicas
@@ -187,23 +187,23 @@ class TensorSizes:
         return -(-elements // align) * align
 
     def bucket_runs(
-        self, num_bytes: float, first_bytes: float | None = None, within: Run | None = None
-    ) -> list[Run]:
+        self, num_bytes: float, first_bytes: float | None = None, within: Extent | None = None
+    ) -> list[Extent]:
         wanted = max(1, (first_bytes or num_bytes) // self.width)
         begin, stop = within or (0, self.elements)
         runs = []
         for start in reversed(self.starts[1:]):
             if begin < start < stop and stop - start >= wanted:
-                runs.append(Run(start, stop))
+                runs.append(Extent(start, stop))
                 stop = start
                 wanted = max(1, num_bytes // self.width)
-        return [*runs, Run(begin, stop)] if begin < stop else runs
+        return [*runs, Extent(begin, stop)] if begin < stop else runs
 
-    def inside(self, run: Run) -> list[int]:
+    def inside(self, run: Extent) -> list[int]:
         """The tensors that begin in a run."""
         return [i for i, start in enumerate(self.starts) if run.start <= start < run.stop]
 
-    def waiting(self, run: Run, in_place_bytes: float | None = None) -> int:
+    def waiting(self, run: Extent, in_place_bytes: float | None = None) -> int:
         most = math.inf if in_place_bytes is None else in_place_bytes
         sizes = (self.sizes[i] for i in self.inside(run))
         return sum(size for size in sizes if size * self.width < most)
@@ -219,12 +219,12 @@ class TensorSizes:
         stop = self.elements
         most = 0.0
         for bucket in buckets:
-            run = Run(stop - bucket.elements, stop)
+            run = Extent(stop - bucket.elements, stop)
             most = max(most, self.waiting(run, in_place_bytes))
             stop = run.start
         return most
 
-    def shards(self, replicas: int) -> list[Run]:
+    def shards(self, replicas: int) -> list[Extent]:
         boundaries = [self.header, *self.starts[1:], self.elements]
         span = self.elements - self.header
         edges = [self.header]
@@ -233,9 +233,9 @@ class TensorSizes:
             nearest = min(boundaries, key=lambda edge: abs(edge - target))
             edges.append(max(nearest, edges[-1]))
         edges.append(self.elements)
-        return [Run(a, b) for a, b in itertools.pairwise(edges)]
+        return [Extent(a, b) for a, b in itertools.pairwise(edges)]
 
-    def shard(self, replicas: int, rank: int) -> Run:
+    def shard(self, replicas: int, rank: int) -> Extent:
         return self.shards(replicas)[rank]
 
     def owned(self, replicas: int, rank: int) -> float:

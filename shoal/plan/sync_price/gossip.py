@@ -22,8 +22,8 @@ from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.rank_order import RankGroup
 from shoal.plan.relaxed_rules import neighbours_pace, own_pace
 from shoal.plan.sync_price.base import (
-    Agreement,
     SyncPrice,
+    SyncQuestion,
     bucketed_gradients,
     memory_pass_s,
     plain_memory,
@@ -53,7 +53,7 @@ def mixing_of(graph: str, replicas: int) -> Mixing:
 
 
 @prices("gossip")
-def gossip(term: Any, question: Agreement) -> SyncPrice:
+def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     if question.replicas == 1:
         return SyncPrice((update_part(question),), plain_memory(question))
     mixing = mixing_of(term.graph, question.replicas)
@@ -118,7 +118,7 @@ def _busiest(place: NDArray[np.int64], hears: Any, heard: Any) -> float:
     return float(max(out, into))
 
 
-def _messages(question: Agreement, exchange: Exchange) -> Part:
+def _messages(question: SyncQuestion, exchange: Exchange) -> Part:
     """The slowest of ports, NICs and uplinks, and the weighted sum."""
     cluster = question.cluster
     message = question.parameter_bytes
@@ -137,12 +137,12 @@ def _messages(question: Agreement, exchange: Exchange) -> Part:
     return Part("neighbours", alpha_s + seconds + _sum_s(question, exchange), bound)
 
 
-def _sum_s(question: Agreement, exchange: Exchange) -> float:
+def _sum_s(question: SyncQuestion, exchange: Exchange) -> float:
     """A term of the sum is read, added and written; the result is copied."""
     return memory_pass_s(question, (3 * (exchange.of_port + 1) + 2) * question.parameter_bytes)
 
 
-def _shared_pages(question: Agreement, exchange: Exchange) -> Part:
+def _shared_pages(question: SyncQuestion, exchange: Exchange) -> Part:
     """A replica writes its page, and reads those of its neighbours."""
     moved = 2 * (1 + exchange.of_port) * question.parameter_bytes
     cluster = question.cluster
@@ -153,7 +153,7 @@ def _shared_pages(question: Agreement, exchange: Exchange) -> Part:
     return Part("neighbours", alone_s, "memory of the host")
 
 
-def _waiting(term: Any, question: Agreement) -> Part:
+def _waiting(term: Any, question: SyncQuestion) -> Part:
     noise = question.cluster.noise
     if term.mode == "async":
         pace = own_pace(noise, question.each)
@@ -162,7 +162,7 @@ def _waiting(term: Any, question: Agreement) -> Part:
     return Part("stragglers", (pace - 1) * question.compute_s, "noise of workers")
 
 
-def _memory(term: Any, question: Agreement, mixing: Mixing) -> DeviceMemory:
+def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
     plain = plain_memory(question)
     width = question.precision.parameter_bytes
     buffer_bytes = question.sizes.elements * width

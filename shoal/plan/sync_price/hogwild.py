@@ -12,8 +12,8 @@ from typing import Any
 from shoal.plan.prediction import Part
 from shoal.plan.relaxed_rules import own_pace
 from shoal.plan.sync_price.base import (
-    Agreement,
     SyncPrice,
+    SyncQuestion,
     plain_memory,
     prices,
     some,
@@ -24,7 +24,7 @@ _READS = 2  # of the shared weights in a step: forward and backward
 
 
 @prices("hogwild")
-def hogwild(term: Any, question: Agreement) -> SyncPrice:
+def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
     """A step is the time in which all workers together finish one global batch."""
     replicas = question.replicas
     pace = own_pace(question.cluster.noise, question.each)
@@ -41,7 +41,7 @@ def hogwild(term: Any, question: Agreement) -> SyncPrice:
     return SyncPrice(parts, plain_memory(question), convergence=behind)
 
 
-def _bus_s(question: Agreement) -> float:
+def _bus_s(question: SyncQuestion) -> float:
     """Seconds of the host's memory that one worker's batch takes for the shared weights."""
     bus = question.cluster.node.memory_bytes_per_s
     if bus is None or question.replicas == 1:

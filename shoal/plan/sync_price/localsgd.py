@@ -11,8 +11,8 @@ from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.sync_price.base import (
-    Agreement,
     SyncPrice,
+    SyncQuestion,
     memory_pass_s,
     plain_memory,
     prices,
@@ -29,7 +29,7 @@ _PASSES = 9  # difference (3), division (2), step from the agreement (2), copy o
 
 
 @prices("localsgd")
-def localsgd(term: Any, question: Agreement) -> SyncPrice:
+def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
     replicas = question.replicas
     agreed, sent = _round(term, question) if replicas > 1 else (Part("weights", 0.0, ""), 0.0)
     passes = _PASSES + (4 if term.outer else 0)
@@ -47,7 +47,7 @@ def localsgd(term: Any, question: Agreement) -> SyncPrice:
     )
 
 
-def _round(term: Any, question: Agreement) -> tuple[Part, float]:
+def _round(term: Any, question: SyncQuestion) -> tuple[Part, float]:
     """One agreement: seconds, and bytes that a worker sends."""
     p = question.replicas
     sizes = question.sizes
@@ -67,7 +67,7 @@ def _convergence(term: Any, replicas: int) -> str:
     return f"replicas agree after {term.every} steps of their own"
 
 
-def _memory(term: Any, question: Agreement) -> DeviceMemory:
+def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     """With the anchor, the outer optimizer's state, and what compression keeps and sends."""
     sizes = question.sizes
     buffer_bytes = sizes.elements * question.precision.parameter_bytes

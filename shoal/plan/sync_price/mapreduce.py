@@ -9,8 +9,8 @@ from shoal.plan.collective_time import CollectiveTime
 from shoal.plan.prediction import Part
 from shoal.plan.sync_price.base import (
     DEFAULT_BUCKET_BYTES,
-    Agreement,
     SyncPrice,
+    SyncQuestion,
     bucketed_gradients,
     plain_memory,
     prices,
@@ -23,7 +23,7 @@ from shoal.plan.sync_price.overlap import exposed_buckets
 
 
 @prices("mapreduce")
-def mapreduce(term: Any, question: Agreement) -> SyncPrice:
+def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
     """Priced as one step a batch; batch="full" agrees once for the batches of the whole dataset."""
     p = question.replicas
     if p == 1:

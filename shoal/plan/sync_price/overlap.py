@@ -16,18 +16,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shoal.plan.collective_time import CollectiveTime
-from shoal.plan.sync_price.base import Agreement
+from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.flat_sizes import Buckets
 
 Timer = Callable[[float], CollectiveTime]  # of so many bytes
 
 
-def hidden_s(question: Agreement) -> float:
+def hidden_s(question: SyncQuestion) -> float:
     """How much of backward can hide communication; on CPUs only idle cores send meanwhile."""
     return question.backward_s * idle_share(question)
 
 
-def idle_share(question: Agreement) -> float:
+def idle_share(question: SyncQuestion) -> float:
     """The share of a worker's communication that costs its computation nothing."""
     if not computes_on_cores(question):
         return 1.0
@@ -39,13 +39,13 @@ def idle_share(question: Agreement) -> float:
     return max(0.0, 1 - workers * threads / node.cores)
 
 
-def computes_on_cores(question: Agreement) -> bool:
+def computes_on_cores(question: SyncQuestion) -> bool:
     """Whether workers are CPU processes, which also do the copying and adding themselves."""
     return question.cluster.device.synchronous
 
 
 def exposed_buckets(
-    question: Agreement, buckets: Sequence[Buckets], timer: Timer
+    question: SyncQuestion, buckets: Sequence[Buckets], timer: Timer
 ) -> tuple[float, str]:
     """Seconds that are left of the last micro-batch's reduction, and the link that bounds it."""
     width = question.precision.gradient_bytes

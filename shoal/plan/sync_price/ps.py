@@ -16,8 +16,8 @@ from typing import Any
 from shoal.plan.prediction import Part
 from shoal.plan.relaxed_rules import own_pace, queue_cycle_s, quorum_pace, staleness_pace
 from shoal.plan.sync_price.base import (
-    Agreement,
     SyncPrice,
+    SyncQuestion,
     memory_pass_s,
     prices,
     some,
@@ -41,7 +41,7 @@ BUCKET_BYTES = 4 << 20
 
 
 @prices("ps")
-def ps(term: Any, question: Agreement) -> SyncPrice:
+def ps(term: Any, question: SyncQuestion) -> SyncPrice:
     up = push(term, question, push_bytes(term, question))
     down = pull(term, question, pulled_bytes(term, question))
     parts, updates = _relaxed(term, question, up, down)
@@ -59,7 +59,7 @@ def ps(term: Any, question: Agreement) -> SyncPrice:
     )
 
 
-def push_bytes(term: Any, question: Agreement) -> float:
+def push_bytes(term: Any, question: SyncQuestion) -> float:
     """What a worker pushes in a step."""
     sizes = question.sizes
     if term.compress is None:
@@ -72,7 +72,7 @@ def push_bytes(term: Any, question: Agreement) -> float:
     return pushed
 
 
-def pulled_bytes(term: Any, question: Agreement) -> float:
+def pulled_bytes(term: Any, question: SyncQuestion) -> float:
     """Weights, or sums; nothing where workers of the host use the servers' own memory."""
     is_one_host = question.workers <= question.cluster.node.devices
     if is_one_host and shares_weights(term, question):
@@ -82,7 +82,7 @@ def pulled_bytes(term: Any, question: Agreement) -> float:
     return question.parameter_bytes
 
 
-def _exposed_push(term: Any, question: Agreement, up: Way) -> float:
+def _exposed_push(term: Any, question: SyncQuestion, up: Way) -> float:
     """Buckets go out during backward; one server's compressed slice only when it has ended."""
     hidden = hidden_s(question)
     if term.compress is not None:
@@ -91,13 +91,13 @@ def _exposed_push(term: Any, question: Agreement, up: Way) -> float:
     return min(up.seconds, max(up.seconds - hidden, bucket_s))
 
 
-def _server_update_s(term: Any, question: Agreement) -> float:
+def _server_update_s(term: Any, question: SyncQuestion) -> float:
     """Servers update at the same time, each its slice."""
     moved = question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
     return question.each * moved / host_rate(term, question)
 
 
-def _lockstep(term: Any, question: Agreement, up: Way, down: Way) -> tuple[Part, ...]:
+def _lockstep(term: Any, question: SyncQuestion, up: Way, down: Way) -> tuple[Part, ...]:
     update = update_part(question)
     if term.update == "server":
         update = Part("update", _server_update_s(term, question), "memory of the servers")
@@ -105,7 +105,9 @@ def _lockstep(term: Any, question: Agreement, up: Way, down: Way) -> tuple[Part,
     return some(pushes, Part("pull", down.seconds, down.bound), waiting_part(question), update)
 
 
-def _relaxed(term: Any, question: Agreement, up: Way, down: Way) -> tuple[tuple[Part, ...], float]:
+def _relaxed(
+    term: Any, question: SyncQuestion, up: Way, down: Way
+) -> tuple[tuple[Part, ...], float]:
     """A worker's own way of a step, how long it waits for others, and for busy servers."""
     if term.lockstep:
         return (), 1.0
@@ -130,7 +132,7 @@ def _relaxed(term: Any, question: Agreement, up: Way, down: Way) -> tuple[tuple[
     return parts, updates
 
 
-def _pace(term: Any, question: Agreement) -> tuple[float, float]:
+def _pace(term: Any, question: SyncQuestion) -> tuple[float, float]:
     """Seconds of a step over its compute, and updates while a global batch is computed."""
     noise = question.cluster.noise
     replicas = question.replicas
@@ -150,7 +152,7 @@ def quorum_count(term: Any, replicas: int) -> int:
     return int(term.quorum)
 
 
-def _taken_cores_s(term: Any, question: Agreement, service_s: float) -> float:
+def _taken_cores_s(term: Any, question: SyncQuestion, service_s: float) -> float:
     """What servers take from workers of a CPU host in one cycle, where no core is left for them.
 
     Workers that all wait for an update lend their cores to it; those that do not wait compute on.
@@ -160,17 +162,17 @@ def _taken_cores_s(term: Any, question: Agreement, service_s: float) -> float:
     node = question.cluster.node
     cores = node.cores or node.devices
     idle = idle_share(question) * cores
-    without = max(0.0, 1 - idle / term.servers)
+    without = max(0.0, 1 - idle / int(term.servers))
     return without * question.replicas * service_s / cores
 
 
-def _packing(term: Any, question: Agreement) -> tuple[Part, ...]:
+def _packing(term: Any, question: SyncQuestion) -> tuple[Part, ...]:
     if term.compress is None:
         return ()
     return (Part("compress", memory_pass_s(question, 4 * question.buffer_bytes), "memory"),)
 
 
-def _convergence(term: Any, question: Agreement) -> str:
+def _convergence(term: Any, question: SyncQuestion) -> str:
     replicas = question.replicas
     if term.quorum is not None:
         needed = quorum_count(term, replicas)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_rate
-from shoal.plan.sync_price.base import Agreement
+from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.overlap import computes_on_cores
 
 _PASSES_TO_ADD = 3  # a push is read, and so is the sum, which is written
@@ -38,11 +38,11 @@ class Traffic(NamedTuple):
     into_server: float  # that the busiest server gets from elsewhere
 
 
-def server_count(term: Any, question: Agreement) -> int:
+def server_count(term: Any, question: SyncQuestion) -> int:
     return question.workers if term.placement == "workers" else int(term.servers)
 
 
-def step_traffic(term: Any, question: Agreement, message_bytes: float) -> Traffic:
+def step_traffic(term: Any, question: SyncQuestion, message_bytes: float) -> Traffic:
     """`message_bytes` go from every worker to all servers together.
 
     A server that lives in a worker gets that worker's part without a message.
@@ -59,7 +59,7 @@ def step_traffic(term: Any, question: Agreement, message_bytes: float) -> Traffi
     return Traffic(message_bytes, message_bytes * workers / term.servers)
 
 
-def way(term: Any, question: Agreement, message_bytes: float, passes: int) -> Way:
+def way(term: Any, question: SyncQuestion, message_bytes: float, passes: int) -> Way:
     """`passes` over its bytes is what a server does with a message."""
     cluster = question.cluster
     if question.workers <= cluster.node.devices:
@@ -67,11 +67,11 @@ def way(term: Any, question: Agreement, message_bytes: float, passes: int) -> Wa
     return _network(term, question, message_bytes, passes)
 
 
-def push(term: Any, question: Agreement, message_bytes: float) -> Way:
+def push(term: Any, question: SyncQuestion, message_bytes: float) -> Way:
     return way(term, question, message_bytes, _PASSES_TO_ADD)
 
 
-def pull(term: Any, question: Agreement, message_bytes: float) -> Way:
+def pull(term: Any, question: SyncQuestion, message_bytes: float) -> Way:
     return way(term, question, message_bytes, 2)
 
 
@@ -82,7 +82,7 @@ def _bus(cluster: Cluster) -> float:
     return cluster.device.memory_bytes_per_s * cluster.node.devices
 
 
-def host_rate(term: Any, question: Agreement) -> float:
+def host_rate(term: Any, question: SyncQuestion) -> float:
     """Bytes a second at which all servers of one host work: a core each, one bus for all."""
     cluster = question.cluster
     servers = server_count(term, question)
@@ -92,7 +92,7 @@ def host_rate(term: Any, question: Agreement) -> float:
     return min(servers * core, _bus(cluster))
 
 
-def _shared_memory(term: Any, question: Agreement, message_bytes: float, passes: int) -> Way:
+def _shared_memory(term: Any, question: SyncQuestion, message_bytes: float, passes: int) -> Way:
     cluster = question.cluster
     rate = host_rate(term, question)
     service_s = passes * message_bytes / rate
@@ -105,7 +105,7 @@ def _shared_memory(term: Any, question: Agreement, message_bytes: float, passes:
     return Way(alpha_s + all_s, alpha_s + max(service_s, device_s), service_s, bound)
 
 
-def _network(term: Any, question: Agreement, message_bytes: float, passes: int) -> Way:
+def _network(term: Any, question: SyncQuestion, message_bytes: float, passes: int) -> Way:
     cluster = question.cluster
     nic = cluster.node.nic
     if nic is None:
@@ -127,12 +127,12 @@ def _network(term: Any, question: Agreement, message_bytes: float, passes: int) 
     return Way(nic.alpha_s + seconds, max(alone_s, service_s), service_s, bound)
 
 
-def _servers_of_host(term: Any, question: Agreement, workers: int) -> int:
+def _servers_of_host(term: Any, question: SyncQuestion, workers: int) -> int:
     """Servers that share a node's NICs: one a host, or those of all its workers."""
     return workers if term.placement == "workers" else 1
 
 
-def _uplink_s(term: Any, question: Agreement, message_bytes: float) -> float:
+def _uplink_s(term: Any, question: SyncQuestion, message_bytes: float) -> float:
     """What comes into the servers' rack from others, over its uplinks."""
     cluster = question.cluster
     if cluster.racks == 1 or cluster.node.nic is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.plan.prediction import DeviceMemory
-from shoal.plan.sync_price.base import Agreement, bucketed_gradients, plain_memory
+from shoal.plan.sync_price.base import SyncQuestion, bucketed_gradients, plain_memory
 from shoal.plan.sync_price.packed import factor_rank, is_factored
 
 _BUCKET_BYTES = 4 << 20
@@ -15,13 +15,13 @@ _RESIDUAL_BYTES = 4
 _INDEX_BYTES = 8
 
 
-def shares_weights(term: Any, question: Agreement) -> bool:
+def shares_weights(term: Any, question: SyncQuestion) -> bool:
     """Whether workers of the host use the weights where the servers keep them."""
     takes_copies = question.is_stage and term.compress is not None
     return bool(term.update == "server" and term.lockstep and not takes_copies)
 
 
-def ps_memory(term: Any, question: Agreement) -> DeviceMemory:
+def ps_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     """Gradients are pushed from the buffer, or packed from another; weights come into an inbox.
 
     A server in a worker is in that worker's `buffers`; others are in `servers`.
@@ -40,7 +40,7 @@ def ps_memory(term: Any, question: Agreement) -> DeviceMemory:
     )
 
 
-def server_bytes(term: Any, question: Agreement, has_workers_weights: bool) -> float:
+def server_bytes(term: Any, question: SyncQuestion, has_workers_weights: bool) -> float:
     """The fullest server, for one worker of a replica: weights, their sum, state, and pushes."""
     servers = question.replicas if term.placement == "workers" else term.servers
     elements = question.sizes.servers(servers)
@@ -52,7 +52,7 @@ def server_bytes(term: Any, question: Agreement, has_workers_weights: bool) -> f
     return held + _basis(term, question) / servers
 
 
-def _residuals(term: Any, question: Agreement) -> float:
+def _residuals(term: Any, question: SyncQuestion) -> float:
     """What compression has not sent, a copy of it where late pushes are dropped, and bases."""
     if term.compress is None:
         return 0.0
@@ -63,7 +63,7 @@ def _residuals(term: Any, question: Agreement) -> float:
     return residual + 2 * _INDEX_BYTES * gaps + _basis(term, question)
 
 
-def _basis(term: Any, question: Agreement) -> float:
+def _basis(term: Any, question: SyncQuestion) -> float:
     if term.compress is None or not is_factored(term.compress):
         return 0.0
     return math.ceil(4 * question.sizes.factors(factor_rank(term.compress)).right)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.plan.sync_price.base import (
-    Agreement,
     SyncPrice,
+    SyncQuestion,
     plain_memory,
     prices,
     some,
@@ -17,6 +17,6 @@ from shoal.plan.sync_price.base import (
 
 
 @prices("single")
-def single(term: Any, question: Agreement) -> SyncPrice:
+def single(term: Any, question: SyncQuestion) -> SyncPrice:
     parts = some(waiting_part(question), update_part(question))
     return SyncPrice(parts, plain_memory(question), spread_s=synchronous_spread(question))

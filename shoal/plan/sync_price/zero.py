@@ -15,8 +15,8 @@ from shoal.plan.collective_time import CollectiveTime
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.sync_price.base import (
     DEFAULT_BUCKET_BYTES,
-    Agreement,
     SyncPrice,
+    SyncQuestion,
     plain_memory,
     prices,
     some,
@@ -33,7 +33,7 @@ _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
 
 
 @prices("zero")
-def zero(term: Any, question: Agreement) -> SyncPrice:
+def zero(term: Any, question: SyncQuestion) -> SyncPrice:
     replicas = question.replicas
     if replicas == 1:
         parts = some(waiting_part(question), update_part(question))
@@ -51,18 +51,18 @@ def zero(term: Any, question: Agreement) -> SyncPrice:
     )
 
 
-def bucket_bytes(question: Agreement) -> float:
+def bucket_bytes(question: SyncQuestion) -> float:
     """Buckets that are small beside a shard, since they need memory of their own."""
     shard_bytes = question.buffer_bytes // question.replicas
     return min(DEFAULT_BUCKET_BYTES, max(_SMALLEST_BUCKET_BYTES, shard_bytes // 16))
 
 
-def _largest_shard(question: Agreement) -> float:
+def _largest_shard(question: SyncQuestion) -> float:
     ranks = range(min(question.replicas, _MOST_RANKS))
     return max(question.sizes.owned(question.replicas, rank) for rank in ranks)
 
 
-def _reduced(stage: int, question: Agreement) -> Part:
+def _reduced(stage: int, question: SyncQuestion) -> Part:
     """Owners take turns, so that all buckets together cost what a reduce-scatter does."""
 
     def timer(num_bytes: float) -> CollectiveTime:
@@ -76,12 +76,12 @@ def _reduced(stage: int, question: Agreement) -> Part:
     return Part("gradients", passes * seconds, bound)
 
 
-def _spread(question: Agreement) -> Part:
+def _spread(question: SyncQuestion) -> Part:
     took = question.network.collective("all_gather", question.group, question.parameter_bytes)
     return Part("weights", took.seconds, took.bound)
 
 
-def _gathered(question: Agreement) -> Part:
+def _gathered(question: SyncQuestion) -> Part:
     """Every micro-batch gathers all layers twice; the first layer of a pass waits in full."""
     network = question.network
     took = network.collective("all_gather", question.group, question.parameter_bytes)
@@ -97,7 +97,7 @@ def _gathered(question: Agreement) -> Part:
     return Part("weights", question.microbatches * min(left_s, 2 * took.seconds), took.bound)
 
 
-def _sent(stage: int, question: Agreement) -> float:
+def _sent(stage: int, question: SyncQuestion) -> float:
     """Gradients to their owners, weights to the others; zero(3) keeps what backward begins with."""
     p = question.replicas
     sizes = question.sizes
@@ -111,7 +111,7 @@ def _sent(stage: int, question: Agreement) -> float:
     return (p - 1) / p * (passes * body + weights + head)
 
 
-def _kept_unit(question: Agreement) -> float:
+def _kept_unit(question: SyncQuestion) -> float:
     """Elements that are gathered for forward and still there when backward begins."""
     sizes = question.sizes
     if isinstance(sizes, TensorSizes):
@@ -119,12 +119,12 @@ def _kept_unit(question: Agreement) -> float:
     return question.layer_parameters
 
 
-def _memory(stage: int, question: Agreement) -> DeviceMemory:
+def _memory(stage: int, question: SyncQuestion) -> DeviceMemory:
     ranks = range(min(question.replicas, _MOST_RANKS)) if question.tensors else range(1)
     return max((_of_rank(stage, question, rank) for rank in ranks), key=lambda one: one.total)
 
 
-def _of_rank(stage: int, question: Agreement, rank: int) -> DeviceMemory:
+def _of_rank(stage: int, question: SyncQuestion, rank: int) -> DeviceMemory:
     sizes = question.sizes
     n = question.replicas
     precision = question.precision

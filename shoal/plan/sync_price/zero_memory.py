@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 
-from shoal.plan.sync_price.base import Agreement
-from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, FlatSizes, Run, TensorSizes
+from shoal.plan.sync_price.base import SyncQuestion
+from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, Extent, FlatSizes, TensorSizes
 
 _ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept
 
 
-def even_gradients(sizes: FlatSizes, stage: int, bucket_bytes: float, question: Agreement) -> float:
+def even_gradients(
+    sizes: FlatSizes, stage: int, bucket_bytes: float, question: SyncQuestion
+) -> float:
     """A buffer, or a shard with two buckets on their way, and what waits for a full bucket."""
     bucket = min(sizes.elements, bucket_bytes / question.precision.gradient_bytes)
     adds_up = question.is_stage or (question.accumulates and stage == 1)
@@ -21,7 +23,7 @@ def even_gradients(sizes: FlatSizes, stage: int, bucket_bytes: float, question: 
 
 
 def tensor_gradients(
-    sizes: TensorSizes, stage: int, bucket_bytes: float, question: Agreement, rank: int
+    sizes: TensorSizes, stage: int, bucket_bytes: float, question: SyncQuestion, rank: int
 ) -> float:
     """The same, bucket by bucket, for one rank."""
     owned = _owned_buckets(sizes, question.replicas, bucket_bytes)
@@ -35,9 +37,9 @@ def tensor_gradients(
     return kept.size + _most_under_way(owned, waiting, rank, passes)
 
 
-def _owned_buckets(sizes: TensorSizes, ranks: int, num_bytes: float) -> list[tuple[int, Run]]:
+def _owned_buckets(sizes: TensorSizes, ranks: int, num_bytes: float) -> list[tuple[int, Extent]]:
     first = min(num_bytes, FIRST_BUCKET_BYTES)
-    owned: list[tuple[int, Run]] = []
+    owned: list[tuple[int, Extent]] = []
     for rank, shard in reversed(list(enumerate(sizes.shards(ranks)))):
         runs = sizes.bucket_runs(num_bytes, None if owned else first, shard)
         owned += [(rank, run) for run in runs]
@@ -45,7 +47,7 @@ def _owned_buckets(sizes: TensorSizes, ranks: int, num_bytes: float) -> list[tup
 
 
 def _most_under_way(
-    owned: list[tuple[int, Run]], waiting: list[int], rank: int, passes: int
+    owned: list[tuple[int, Extent]], waiting: list[int], rank: int, passes: int
 ) -> float:
     """Of buckets that are lent and gradients that wait, at the worst moment of a backward."""
     sent: deque[float] = deque(maxlen=_ON_THE_WAY)
