@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from shoal.plan.workload import Kernel, LayerCost, LayerRun, Message, Precision, Split
+from shoal.plan.workload import Kernel, LayerCost, LayerRun, Message, Precision, Split, SplitLimits
 
 Phase = Literal["forward", "input", "weight"]  # the last two are of backward
 Divided = Literal["", "column", "row", "all"]  # what tp divides: a layer's outputs, inputs, all
@@ -76,6 +76,11 @@ class TracedWorkload:
     @cached_property
     def runs(self) -> tuple[LayerRun, ...]:
         return tuple(LayerRun(layer.name, layer.count) for layer in self.layers)
+
+    @property
+    def limits(self) -> SplitLimits:
+        """Into stages; what else divides a module is not known from its operations."""
+        return SplitLimits()
 
     @cached_property
     def _costs(self) -> dict[tuple[int, Split], LayerCost]:
