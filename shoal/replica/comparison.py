@@ -39,7 +39,8 @@ def gradients_of(outputs: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, 
     scored = [t for t in outputs if t.requires_grad]
     if not trained or not scored:
         return {}
-    total = torch.stack([_score(t) for t in scored]).sum()
+    with torch.enable_grad():  # the script may call the model without
+        total = torch.stack([_score(t) for t in scored]).sum()
     found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
     return dict(zip(trained, found, strict=True))
 

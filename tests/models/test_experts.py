@@ -98,7 +98,8 @@ def test_equal_to_one_worker(
 def test_beside_other_ways_to_split(
     world: World, make: Callable[[], nn.Module], other: str
 ) -> None:
-    assert_equal(world, 4, f"ep(2) + {other}", make, words(14), 6, **OPTIONS)
+    options = {**OPTIONS, "optimizer": SGD}  # Adam amplifies rounding where gradients are small
+    assert_equal(world, 4, f"ep(2) + {other}", make, words(14), 6, **options)
 
 
 @pytest.mark.parametrize("make", [mixtral, qwen3])

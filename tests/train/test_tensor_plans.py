@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -31,8 +32,11 @@ class Judge(nn.Module):
         return logits
 
 
+JUDGE = Judge()
+
+
 def two(job: Job, model: nn.Module) -> list[float]:
-    judge = Judge()
+    judge = deepcopy(JUDGE)  # ranks are threads with one generator
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01, eps=1e-3) for m in (model, judge)]
     model, judge, first, second = job.setup(model, judge, *optimizers)
     losses = []
