@@ -54,16 +54,20 @@ class PredictBench:
         traced = workload_of_script(SCRIPT, ["--model", model])
         predictor = SpreadPredictor(traced.workload, cluster)
         settings = StepSettings(batch=traced.batch)
+        predictions = [
+            predictor.predict(as_strategy(strategy), workers, settings)
+            for strategy, workers in runs
+        ]
         outcomes = self._measure(model, runs)
         rows = []
         refused = []
-        for strategy, workers in runs:
+        for prediction in predictions:
+            strategy = prediction.strategy
             mine = [one for one in outcomes if one.strategy == strategy]
             seconds = [traced.batch / one.samples_per_s for one in mine if one.samples_per_s]
             if not seconds:
                 refused.append((strategy, _why(mine)))
                 continue
-            prediction = predictor.predict(as_strategy(strategy), workers, settings)
             rows.append(_compared(prediction, seconds))
         return Verdict(model, tuple(rows), tuple(refused))
 

@@ -15,10 +15,12 @@ from shoal.cluster.levels import levels, narrowest, narrowest_cut
 from shoal.cluster.presets import load_cluster, preset_names
 from shoal.cluster.svg import cluster_svg
 from shoal.commands import options
+from shoal.commands.cluster_calibrate import calibrate_command
 from shoal.commands.output import wide_console, write_text
 from shoal.errors import BadInput
 
 app = typer.Typer(help="Clusters: drawn, discovered, measured.", no_args_is_help=True)
+app.command("calibrate")(calibrate_command)
 
 
 @app.command()
