@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, cast
 
 from shoal.bench import predict_models
 from shoal.bench.predicted import Compared, Verdict, median_error
@@ -24,6 +24,7 @@ from shoal.observe.comparison import ComparedRun, RunOutcome
 from shoal.plan.predict import StepSettings
 from shoal.plan.prediction import Prediction
 from shoal.plan.spread import SpreadPredictor
+from shoal.plan.workload import Workload
 from shoal.strategy.strategy import as_strategy
 
 STRATEGIES = ("single", "ddp", "ps", 'ps(mode="async")', "gossip", "zero(2)", "pp(2)", "tp(2)")
@@ -52,7 +53,7 @@ class PredictBench:
     def verdict(self, model: str, cluster: Cluster) -> Verdict:
         runs = self.check()
         traced = workload_of_script(SCRIPT, ["--model", model])
-        predictor = SpreadPredictor(traced.workload, cluster)
+        predictor = SpreadPredictor(cast(Workload, traced.workload), cluster)
         settings = StepSettings(batch=traced.batch)
         predictions = [
             predictor.predict(as_strategy(strategy), workers, settings)
