@@ -11,7 +11,7 @@ CLOSE = 0.05  # a pick that takes so much longer than the best is as good
 
 
 @dataclass(frozen=True)
-class Compared:
+class PredictedRun:
     """One strategy: seconds for a global batch, predicted and measured, with their spreads."""
 
     strategy: str
@@ -34,7 +34,7 @@ class Verdict:
     """All strategies of one model."""
 
     model: str
-    rows: tuple[Compared, ...]
+    rows: tuple[PredictedRun, ...]
     refused: tuple[tuple[str, str], ...] = ()  # (strategy, why)
 
     @property
@@ -42,11 +42,11 @@ class Verdict:
         return median(abs(row.error) for row in self.rows) if self.rows else None
 
     @property
-    def picked(self) -> Compared:
+    def picked(self) -> PredictedRun:
         return min(self.rows, key=lambda row: row.predicted_s)
 
     @property
-    def best(self) -> Compared:
+    def best(self) -> PredictedRun:
         return min(self.rows, key=lambda row: row.measured_s)
 
     @property

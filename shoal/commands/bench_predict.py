@@ -11,7 +11,7 @@ from statistics import median, quantiles
 from typing import Any, cast
 
 from shoal.bench import predict_models
-from shoal.bench.predicted import Compared, Verdict, median_error
+from shoal.bench.predicted import PredictedRun, Verdict, median_error
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_seconds
 from shoal.commands.bench_harness import check_names, say
@@ -98,14 +98,14 @@ def _why(outcomes: Sequence[RunOutcome]) -> str:
     return next((reason for reason in reasons if reason), "it was not measured")
 
 
-def _compared(prediction: Prediction, seconds: Sequence[float]) -> Compared:
+def _compared(prediction: Prediction, seconds: Sequence[float]) -> PredictedRun:
     """Seconds for a global batch; strategies that do not wait have steps of their own length."""
     batch_s = prediction.batch / prediction.samples_per_s
     scale = batch_s / prediction.step_s
     low_s, high_s = min(seconds), max(seconds)
     if len(seconds) > 2:
         low_s, _, high_s = quantiles(seconds, n=4, method="inclusive")
-    return Compared(
+    return PredictedRun(
         prediction.strategy,
         prediction.workers,
         batch_s,
@@ -154,7 +154,7 @@ def print_tables(verdicts: Sequence[Verdict]) -> None:
         console.print(f"median error over all: {total:.1%}")
 
 
-def _row(row: Compared) -> list[str]:
+def _row(row: PredictedRun) -> list[str]:
     return [
         row.strategy,
         str(row.workers),
