@@ -26,6 +26,7 @@ class StepSettings:
     flash_attention: bool = False
     overlap: bool = True  # gradients are sent while backward runs
     even_stages: bool = False  # as many blocks in every stage, however long the head takes
+    scatter_sends: bool = False  # ranks of tp send a part each of what a stage sends, and gather it
 
 
 class Predictor:
@@ -137,7 +138,9 @@ def _shape(strategy: Strategy, settings: StepSettings) -> PipelineShape:
         return PipelineShape()
     pp = strategy.pp
     chunks = schedule(pp.schedule).num_chunks(pp.chunks)
-    return PipelineShape(pp.schedule, chunks, "even" if settings.even_stages else pp.balance)
+    balance = "even" if settings.even_stages else pp.balance
+    scatter = settings.scatter_sends and strategy.tp is not None and not strategy.tp.sequence
+    return PipelineShape(pp.schedule, chunks, balance, scatter)
 
 
 def _with_activations(memory: DeviceMemory, replica: ReplicaPrice) -> DeviceMemory:

@@ -32,6 +32,7 @@ class PipelineShape(NamedTuple):
     schedule: str = "1f1b"
     chunks: int = 1
     balance: str = "measured"  # stages of equal seconds; "weights": parameters, "even": layers
+    scatter_sends: bool = False  # each rank of tp sends a part of the activation, then they gather
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class ReplicaPricer:
         self._counts = [run.count for run in workload.runs]
         self._clock = LayerClock(workload, self.network)
         self._groups: dict[Layout, tuple[AxisGroups, RankGroup, RankGroup]] = {}
-        self._dealt: dict[tuple[Split, AxisGroups, RankGroup, int, str], _Stages] = {}
+        self._dealt: dict[tuple[Split, AxisGroups, RankGroup, int, str, bool], _Stages] = {}
 
     def group(self, layout: Layout, axis: str) -> RankGroup:
         """The ranks of one group of an axis."""
@@ -83,11 +84,11 @@ class ReplicaPricer:
         self, layout: Layout, split: Split, microbatches: int, pipeline: PipelineShape
     ) -> ReplicaPrice:
         inside, pp, _ = self._groups_of(layout)
-        key = (split, inside, pp, pipeline.chunks, pipeline.balance)
+        key = (split, inside, pp, *pipeline[1:])
         stages = self._dealt.get(key)
         table = self._clock.table(split, inside)
         if stages is None:
-            stages = self._deal(table, pp, pipeline)
+            stages = self._deal(table, inside[0], pp, pipeline)
             self._dealt[key] = stages
         price = _assemble(stages, pp.size, microbatches, pipeline)
         return replace(price, recompute_bytes=table.recompute_bytes)
@@ -102,7 +103,9 @@ class ReplicaPricer:
             self._groups[layout] = found
         return found
 
-    def _deal(self, table: LayerTable, pp: RankGroup, pipeline: PipelineShape) -> _Stages:
+    def _deal(
+        self, table: LayerTable, tp: RankGroup, pp: RankGroup, pipeline: PipelineShape
+    ) -> _Stages:
         stages = self._stages(table, pp.size, pipeline)
         seconds = [weight_of(stage, table.seconds) for stage in stages]
         slowest = max(range(len(stages)), key=seconds.__getitem__)
@@ -119,7 +122,7 @@ class ReplicaPricer:
             ),
             parameters=max(held),
             activation_bytes=tuple(weight_of(stage, table.activation_bytes) for stage in stages),
-            transfer=self._transfer(table, pp),
+            transfer=self._transfer(table, tp, pp, pipeline.scatter_sends),
             tied=self._tied(pp, last_shares),
         )
 
@@ -132,18 +135,22 @@ class ReplicaPricer:
         weights = table.parameters if pipeline.balance == "weights" else table.seconds
         return by_device(deal_layers(self._counts, weights, virtual), stages)
 
-    def _transfer(self, table: LayerTable, pp: RankGroup) -> CollectiveTime:
+    def _transfer(
+        self, table: LayerTable, tp: RankGroup, pp: RankGroup, scatter: bool
+    ) -> CollectiveTime:
         """One activation to the next stage, the widest of all cuts; both hosts wait for it."""
         if pp.size == 1:
             return CollectiveTime(0.0, "")
         widest = max(table.output_bytes[:-1] or table.output_bytes)
-        sent = self.network.send(pp, widest)
-        return CollectiveTime(sent.seconds + self.cluster.device.wait_s, sent.bound)
+        sent = self.network.send(pp, widest / tp.size if scatter else widest)
+        gathered_s = self.network.collective("all_gather", tp, widest).seconds if scatter else 0.0
+        return CollectiveTime(sent.seconds + gathered_s + self.cluster.device.wait_s, sent.bound)
 
     def _tied(self, pp: RankGroup, parameters: float) -> CollectiveTime:
         if not parameters:
             return CollectiveTime(0.0, "")
-        ends = RankGroup(2, pp.stride * (pp.size - 1))
+        inside = pp.stride * pp.size <= self.cluster.node.devices
+        ends = RankGroup(2, pp.stride * (1 if inside else pp.size - 1))
         num_bytes = parameters * self.workload.precision.gradient_bytes
         return self.network.collective("all_reduce", ends, num_bytes)
 

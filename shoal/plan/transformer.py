@@ -148,7 +148,9 @@ def _block(model: Transformer, split: Split) -> LayerCost:
         backward_weight=tuple(other for _, other in backward),
         recompute=again,
         forward_messages=message + _ep_messages(sizes, split, width * tokens * sizes.hidden),
-        backward_messages=message + _ep_messages(sizes, split, width * tokens * sizes.hidden),
+        backward_messages=message
+        + _gathered_again(split, width * tokens * sizes.hidden)
+        + _ep_messages(sizes, split, width * tokens * sizes.hidden),
         parameters=_block_parameters(sizes, split),
         activation_bytes=_kept(sizes, split, width),
         output_bytes=width * tokens * sizes.hidden / (split.tp if split.sequence_parallel else 1),
@@ -216,6 +218,13 @@ def _tp_messages(split: Split, num_bytes: float) -> tuple[Message, ...]:
         )
         return pair + pair
     return (Message("all_reduce", "tp", num_bytes),) * 2
+
+
+def _gathered_again(split: Split, num_bytes: float) -> tuple[Message, ...]:
+    """Inputs of QKV and of the MLP are kept in parts; their weights' gradients need the whole."""
+    if split.tp == 1 or not split.sequence_parallel:
+        return ()
+    return (Message("all_gather", "tp", num_bytes),) * 2
 
 
 def _ep_messages(sizes: TransformerSizes, split: Split, num_bytes: float) -> tuple[Message, ...]:

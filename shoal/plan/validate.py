@@ -13,16 +13,17 @@ from dataclasses import asdict, dataclass
 
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
-from shoal.plan.fit import fit
+from shoal.plan.fit import Fitted, fit
 from shoal.plan.measured import MeasuredRow
 from shoal.plan.predict import Predictor, StepSettings
 from shoal.plan.prediction import Prediction
 from shoal.plan.rank_order import IN_MEGATRONS_ORDER, RankOrder
-from shoal.plan.transformer import MIXED, Transformer, TransformerSizes
+from shoal.plan.transformer import Transformer, TransformerSizes
 from shoal.plan.workload import Precision
 from shoal.strategy.strategy import Strategy, as_strategy
 
 MEGATRON = Precision("fp16", 2, 4, 4, 8)  # gradients are summed in fp32: 18 bytes a parameter
+_MOST_ROWS = 200  # of a fit of about ten constants
 _MICROBATCHES = (1, 2, 4, 8, 16)  # tried where a table does not say
 
 
@@ -33,7 +34,8 @@ class RunsAs:
     order: RankOrder = IN_MEGATRONS_ORDER
     overlap: bool = False
     even_stages: bool = True
-    precision: Precision = MIXED
+    scatter_sends: bool = True
+    precision: Precision = MEGATRON
     flash_attention: bool = False
 
 
@@ -113,7 +115,6 @@ def validate(
     rows: Sequence[MeasuredRow], cluster: Cluster, runs_as: RunsAs, folds: int = 0
 ) -> Validation:
     """Predict every row; with `folds` (2 or more) after fitting to the rows of the other folds."""
-    measured = [row.seconds for row in rows]
     table = PricedTable(rows, runs_as)
     if not folds:
         return _validation(rows, table.predict(cluster), cluster)
@@ -121,18 +122,24 @@ def validate(
         raise BadInput(f"folds={folds} must be 2 or more, and at most the {len(rows)} rows")
     predicted = [0.0] * len(rows)
     for fold in range(folds):
-        kept = [n for n in range(len(rows)) if _fold(n, folds) != fold]
-        part = PricedTable([rows[n] for n in kept], runs_as)
-        fitted = fit(cluster, [measured[n] for n in kept], part.predict)
+        kept = [row for n, row in enumerate(rows) if _fold(n, folds) != fold]
         held = [n for n in range(len(rows)) if _fold(n, folds) == fold]
+        fitted = _fit(cluster, kept, runs_as)
         seconds = PricedTable([rows[n] for n in held], runs_as).predict(fitted.cluster)
         for n, value in zip(held, seconds, strict=True):
             predicted[n] = value
-    whole = fit(cluster, measured, table.predict)
+    whole = _fit(cluster, rows, runs_as)
     inside = _validation(rows, table.predict(whole.cluster), whole.cluster)
     return _validation(
         rows, predicted, whole.cluster, whole.values, inside.mean_absolute_error, folds
     )
+
+
+def _fit(cluster: Cluster, rows: Sequence[MeasuredRow], runs_as: RunsAs) -> Fitted:
+    """A fit to the rows; of many, to some from all over the table, which say as much."""
+    count = min(len(rows), _MOST_ROWS)
+    taken = [rows[n * len(rows) // count] for n in range(count)]
+    return fit(cluster, [row.seconds for row in taken], PricedTable(taken, runs_as).predict)
 
 
 def _fold(index: int, folds: int) -> int:
@@ -180,6 +187,7 @@ class PricedTable:
             runs_as.flash_attention,
             runs_as.overlap,
             runs_as.even_stages,
+            runs_as.scatter_sends,
         )
 
 

@@ -1,0 +1,134 @@
+"""`shoal plan validate`: predictions against a table of measured steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.presets import load_cluster
+from shoal.cluster.toml_writer import cluster_text
+from shoal.cluster.units import show_seconds
+from shoal.commands import options
+from shoal.commands.output import plain_table, wide_console, write_text
+from shoal.errors import BadInput
+from shoal.plan.measured import TableDefaults, read_table
+from shoal.plan.rank_order import IN_MEGATRONS_ORDER, IN_SHOALS_ORDER
+from shoal.plan.validate import RunsAs, Validation
+from shoal.plan.validate import validate as compare
+from shoal.plan.workload import Recompute
+
+_ORDERS = {"megatron": IN_MEGATRONS_ORDER, "shoal": IN_SHOALS_ORDER}
+_RECOMPUTE = ("none", "selective", "full")
+
+
+def validate(
+    file: Annotated[Path, typer.Argument(help="A CSV table, one row a run.")],
+    cluster: Annotated[
+        str, typer.Option(help="A cluster file or preset: where the runs were measured.")
+    ] = "dgx-a100",
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Fit the cluster's constants, by cross-validation.")
+    ] = False,
+    folds: Annotated[int, typer.Option(help="Of the cross-validation.")] = 5,
+    write: Annotated[
+        Path | None, typer.Option(help="With --fit: write the fitted cluster file here.")
+    ] = None,
+    recompute: Annotated[
+        str, typer.Option(help="Where the table does not say: none, selective or full.")
+    ] = "full",
+    sequence: Annotated[int, typer.Option(help="Tokens, where the table does not say.")] = 2048,
+    vocab: Annotated[int, typer.Option(help="Where the table does not say.")] = 51200,
+    order: Annotated[str, typer.Option(help="Of ranks: megatron or shoal.")] = "megatron",
+    overlap: Annotated[bool, typer.Option(help="Gradients were sent while backward ran.")] = False,
+    worst: Annotated[int, typer.Option(help="How many of the worst rows to show.")] = 5,
+    as_json: options.Json = False,
+) -> None:
+    """Compare predicted with measured step times of transformers.
+
+    Prints the mean absolute error, the bias, the rank correlation, and the regret: how much longer
+    the plan takes that the predictions would have picked, for every model and number of GPUs.
+
+    Columns: gpus, batch, micro_batch, hidden, heads, layers, sequence, tp, dp, pp, interleave, and
+    iteration_s, iteration_ms, full_recompute_s, seqpar_selective_s or tflops_per_gpu; also as in
+    the tables of vTrain, Megatron-LM and Korthikanti et al.
+    """
+    if write is not None and not fit:
+        raise BadInput("--write needs --fit: it writes the fitted cluster")
+    defaults = TableDefaults(cast("Recompute", _one_of("recompute", recompute, _RECOMPUTE)))
+    defaults = replace(defaults, sequence=sequence, vocab=vocab)
+    runs_as = RunsAs(_ORDERS[_one_of("order", order, tuple(_ORDERS))], overlap)
+    rows = read_table(file, defaults)
+    found = compare(rows, load_cluster(cluster), runs_as, folds if fit else 0)
+    if write is not None:
+        write_text(write, _cluster_text(found.cluster, file))
+    if as_json:
+        print(json.dumps({"file": str(file), "cluster": cluster, **found.as_dict()}))
+    else:
+        _print(wide_console(), found, f"{file} on {cluster}", worst)
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise BadInput(f"--{option} {value} is not one of {', '.join(allowed)}")
+    return value
+
+
+def _cluster_text(cluster: Cluster, file: Path) -> str:
+    return cluster_text(replace(cluster, name=f"{cluster.name}-fit-{file.stem}"))
+
+
+def _print(console: Console, found: Validation, title: str, worst: int) -> None:
+    console.print(f"{len(found.rows)} measured steps: {title}")
+    console.print(f"mean absolute error  {found.mean_absolute_error:7.1%}   {_how(found)}")
+    console.print(f"bias                 {found.bias:+7.1%}")
+    if found.rank_correlation is not None:
+        console.print(f"rank correlation     {found.rank_correlation:7.3f}")
+    if found.regret is not None:
+        most = max(found.regrets, key=lambda one: one.regret)
+        console.print(
+            f"regret               {found.regret:7.1%}   mean of {len(found.regrets)} choices; the "
+            f"most is {most.regret:.1%}: {most.picked} for {most.best}, {most.model} on "
+            f"{most.workers}"
+        )
+    _print_worst(console, found, worst)
+    if found.fitted:
+        console.print("fitted on all rows:")
+        for name, value in found.fitted.items():
+            console.print(f"  {name:<22} {_show(name, value)}")
+
+
+def _how(found: Validation) -> str:
+    if not found.folds:
+        return "nothing was fitted"
+    return (
+        f"each row predicted by a fit to the other folds ({found.folds}); "
+        f"{found.in_sample_error:.1%} if fitted on all rows"
+    )
+
+
+def _print_worst(console: Console, found: Validation, worst: int) -> None:
+    if worst < 1:
+        return
+    table = plain_table(
+        "worst rows", ["line", "strategy", "workers", "measured", "predicted", "error"]
+    )
+    for row in found.worst(worst):
+        table.add_row(
+            str(row.line),
+            row.strategy,
+            str(row.workers),
+            show_seconds(row.measured_s),
+            show_seconds(row.predicted_s),
+            f"{row.error:+.1%}",
+        )
+    console.print(table)
+
+
+def _show(name: str, value: float) -> str:
+    return show_seconds(value) if name.endswith("_s") else f"{value:.4g}"

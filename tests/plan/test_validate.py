@@ -1,0 +1,95 @@
+"""Tables of measured steps: reading them, comparing, fitting."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.presets import load_cluster
+from shoal.errors import BadInput
+from shoal.plan.fit import BOUNDS, constants_of, fit, with_constants
+from shoal.plan.measured import MeasuredRow, TableDefaults, read_table
+from shoal.plan.transformer import TransformerSizes
+from shoal.plan.validate import PricedTable, RunsAs, validate
+
+HEAD = "gpus,global batch,micro batch,hidden size,attention heads,layers,tp,pp,iteration_ms\n"
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "table.csv"
+    file.write_text(text)
+    return file
+
+
+def row(tp: int, dp: int, pp: int, microbatch: int = 1, seconds: float = 1.0) -> MeasuredRow:
+    sizes = TransformerSizes(8, 1024, 16, sequence=1024)
+    return MeasuredRow(
+        2, sizes, tp * dp * pp, 16, microbatch, tp, dp, pp, 1, "full", False, seconds
+    )
+
+
+def test_a_row_says_how_a_model_was_split(tmp_path: Path) -> None:
+    file = written(tmp_path, HEAD + "8,32,2,1024,16,24,2,2,250\n")
+    (found,) = read_table(file, TableDefaults(sequence=1024))
+    assert (found.dp, found.seconds, found.strategy) == (2, 0.25, "ddp + tp(2) + pp(2)")
+    assert found.sizes == TransformerSizes(24, 1024, 16, sequence=1024)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gpus,batch\n1,2\n", "no column for hidden"),
+        ("gpus,batch,hidden,heads,layers\n1,1,64,4,2\n", "no column of measured times"),
+        (HEAD, "has no rows"),
+        (HEAD + "8,32,2,1024,16,24,2,x,250\n", "line 2: pp is 'x'"),
+        (HEAD + "8,32,2,1024,16,24,3,1,250\n", "line 2: tp 3 x pp 1 x dp 2 are not 8 workers"),
+        (HEAD + "8,32,2,1024,16,24,2,1,-1\n", "iteration_ms is '-1'"),
+    ],
+)
+def test_a_mistake_in_a_table_is_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        read_table(written(tmp_path, text), TableDefaults())
+
+
+def test_no_file_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot read"):
+        read_table(tmp_path / "none.csv", TableDefaults())
+
+
+def test_regret_is_what_the_picked_plan_takes_longer() -> None:
+    cluster = load_cluster("dgx-a100")
+    rows = [row(1, 8, 1), row(8, 1, 1)]
+    fast, slow = PricedTable(rows, RunsAs()).predict(cluster)
+    assert fast < slow
+    measured = [replace(rows[0], seconds=1.2), replace(rows[1], seconds=1.0)]
+    found = validate(measured, cluster, RunsAs())
+    assert [one.regret for one in found.regrets] == [pytest.approx(0.2)]
+    assert (found.regrets[0].picked, found.regrets[0].best) == ("ddp", "tp(8)")
+    assert found.rank_correlation == pytest.approx(-1.0)
+
+
+def slower(cluster: Cluster) -> Cluster:
+    values = constants_of(cluster) | {"launch_s": 5e-5, "wait_s": 3e-4, "fabric_efficiency": 0.5}
+    return with_constants(cluster, values)
+
+
+def test_a_fit_finds_the_cluster_that_was_measured() -> None:
+    cluster = load_cluster("dgx-a100")
+    splits = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (4, 2, 1), (8, 1, 1), (2, 2, 2), (1, 2, 4)]
+    rows = [row(*split, microbatch=b) for split in splits for b in (1, 4)]
+    table = PricedTable(rows, RunsAs())
+    measured = table.predict(slower(cluster))
+    found = fit(cluster, measured, table.predict, rounds=6)
+    assert found.error < 0.02
+    assert "nic_efficiency" not in found.values  # one node
+    for name, value in found.values.items():
+        assert BOUNDS[name][0] <= value <= BOUNDS[name][1]
+    assert found.cluster.device.source == "fit"
+
+
+def test_folds_need_rows() -> None:
+    with pytest.raises(BadInput, match="folds=5 must be 2 or more, and at most the 2 rows"):
+        validate([row(1, 1, 1), row(2, 1, 1)], load_cluster("dgx-a100"), RunsAs(), folds=5)
