@@ -103,7 +103,7 @@ def predict(
 
 def _micro_batches(strategy: Strategy, layout: Layout, settings: StepSettings) -> tuple[int, int]:
     """Samples of a micro-batch, and how many micro-batches a replica has in a step."""
-    of_replica = max(1, settings.batch // (layout.replicas * layout.ep))
+    of_replica = -(-settings.batch // (layout.replicas * layout.ep))
     if settings.microbatch is not None:
         if settings.microbatch > of_replica:
             raise BadInput(

@@ -84,9 +84,9 @@ class Precision:
 
 @dataclass(frozen=True)
 class SplitLimits:
-    """How far a model can be split: a size of tp, cp or ep divides one of its numbers here."""
+    """How far a model can be split: a size of tp, cp or ep divides each of its numbers here."""
 
-    tp: tuple[int, ...] = (1,)  # heads, key heads: each is divided, or divides, evenly
+    tp: tuple[int, ...] = (1,)  # heads of queries, heads of keys
     cp: int = 1  # positions of a sequence
     ep: int = 1  # experts
     stages: int | None = None  # the most of pp; None: as many as there are layers

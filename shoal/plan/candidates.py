@@ -1,0 +1,188 @@
+"""What a search tries: layouts of the workers, and variants of each.
+
+    layout     replicas x tp x pp x cp x ep = workers, as far as the model can be split
+    shape      a layout, the samples of a micro-batch, and sequence parallelism beside tp
+    variant    a shape with a way to synchronize, a schedule of the pipeline, and recompute
+
+Left out because another one is never slower and never larger: gpipe, inter-op and bfs (1f1b and
+interleaved have their bubble and keep fewer activations), and recompute of what fits without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shoal.cluster.cluster import Cluster
+from shoal.errors import BadInput
+from shoal.plan.predict import StepSettings
+from shoal.plan.sync_price.base import PRICERS
+from shoal.plan.workload import Recompute, SplitLimits, Workload
+from shoal.strategy.base import TERMS, Batches, SyncTerm
+from shoal.strategy.strategy import Layout, Strategy, as_strategy
+from shoal.strategy.terms import Cp, Ep, Pp, Tp
+
+_STEP_BETWEEN_SIZES = 1.5  # of micro-batches: sizes that are closer are not worth a try
+MAX_CHUNKS = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How workers and samples are divided, before a schedule and a way to agree are chosen."""
+
+    layout: Layout
+    microbatch: int  # samples
+    microbatches: int  # of a replica in a step
+    sequence: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    strategy: Strategy
+    settings: StepSettings
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def layouts(workload: Workload, workers: int, batch: int) -> Iterator[Layout]:
+    """Every division of the workers that the model and the batch allow."""
+    limits = workload.limits
+    stages = limits.stages or sum(run.count for run in workload.runs)
+    for tp in _sizes(workers, limits.tp):
+        for cp in _sizes(workers // tp, (limits.cp,)):
+            for ep in _sizes(workers // (tp * cp), (limits.ep,)):
+                left = workers // (tp * cp * ep)
+                for pp in divisors(left):
+                    if pp <= stages and left // pp * ep <= batch:
+                        yield Layout(left // pp, tp, pp, ep, cp)
+
+
+def _sizes(workers: int, numbers: Sequence[int]) -> list[int]:
+    return [size for size in divisors(workers) if all(n % size == 0 for n in numbers)]
+
+
+def shapes(layout: Layout, limits: SplitLimits, settings: StepSettings) -> Iterator[Shape]:
+    """Micro-batches that divide a replica's samples; the given one only, where it is given."""
+    samples = -(-settings.batch // (layout.replicas * layout.ep))
+    given = settings.microbatch
+    sizes = _thinned(divisors(samples)) if given is None else [given]
+    for size in sizes:
+        if size > samples:
+            continue
+        yield Shape(layout, size, -(-samples // size))
+        if layout.tp > 1 and limits.sequence_parallel:
+            yield Shape(layout, size, -(-samples // size), True)
+
+
+def _thinned(sizes: Sequence[int]) -> list[int]:
+    """Each at least half as large again as the one before; the first and the last stay."""
+    kept = [sizes[-1]]
+    for size in reversed(sizes[:-1]):
+        if size * _STEP_BETWEEN_SIZES <= kept[-1]:
+            kept.append(size)
+    return kept if kept[-1] == sizes[0] else [*kept, sizes[0]]
+
+
+def pipelines(shape: Shape, layers: int) -> Iterator[tuple[str, int]]:
+    """Schedules and chunks; interleaved needs a micro-batch for each stage and whole layers."""
+    yield "1f1b", 1
+    stages = shape.layout.pp
+    if stages == 1:
+        return
+    yield "zb-h1", 1
+    yield "zb-h2", 1
+    chunks = 2
+    while chunks * stages <= layers and chunks <= MAX_CHUNKS and shape.microbatches >= stages:
+        yield "interleaved", chunks
+        chunks *= 2
+
+
+def candidate(
+    shape: Shape,
+    sync: SyncTerm | None,
+    pipeline: tuple[str, int],
+    recompute: Recompute,
+    settings: StepSettings,
+) -> Candidate:
+    """What pp can say is said in the notation; the rest are settings."""
+    in_notation = shape.layout.pp > 1
+    strategy = _strategy(shape, sync, *pipeline, in_notation and recompute == "full")
+    chosen = replace(
+        settings,
+        microbatch=None if in_notation else shape.microbatch,
+        recompute="none" if in_notation and recompute == "full" else recompute,
+    )
+    return Candidate(strategy, chosen)
+
+
+def _strategy(
+    shape: Shape, sync: SyncTerm | None, schedule: str, chunks: int, recompute: bool
+) -> Strategy:
+    layout = shape.layout
+    looped = chunks if chunks > 1 else None
+    return Strategy(
+        sync,
+        Tp(layout.tp, sequence=shape.sequence) if layout.tp > 1 else None,
+        Pp(
+            layout.pp,
+            schedule=schedule,
+            microbatches=shape.microbatches,
+            chunks=looped,
+            recompute=recompute,
+        )
+        if layout.pp > 1
+        else None,
+        Ep(layout.ep) if layout.ep > 1 else None,
+        Cp(layout.cp) if layout.cp > 1 else None,
+    )
+
+
+# ------------------------------------------------------------------------- ways to synchronize
+
+
+@lru_cache(maxsize=1)
+def _all_syncs() -> tuple[SyncTerm, ...]:
+    """Every way to agree that has a price, with the options that `shoal compare` tries."""
+    texts = [text for term in TERMS.values() if term.role == "sync" for text in term.compared]
+    texts.append('ps(placement="workers")')
+    terms = [as_strategy(text).sync for text in texts]
+    return tuple(
+        term
+        for term in terms
+        if term is not None
+        and term.name in PRICERS
+        and term.collective_algorithm is None
+        and term.batches is not Batches.WHOLE_DATASET
+    )
+
+
+def syncs(
+    layout: Layout, cluster: Cluster, workers: int, equals_single: bool
+) -> list[SyncTerm | None]:
+    """The ways to agree that run on this layout and give, or do not give, one device's result."""
+    if layout.replicas == 1:
+        return [None] if equals_single else []
+    return [
+        term
+        for term in _all_syncs()
+        if term.equals_single == equals_single
+        and not (term.needs_one_host and workers > cluster.node.devices)
+        and _runs(term, layout)
+    ]
+
+
+@lru_cache(maxsize=10_000)
+def _runs(sync: SyncTerm, layout: Layout) -> bool:
+    """Whether the strategy layer accepts the way to agree on this layout."""
+    try:
+        strategy = _strategy(Shape(layout, 1, 1), sync, "1f1b", 1, False)
+        strategy.require_built()
+        strategy.layout(layout.replicas * layout.tp * layout.pp * layout.ep * layout.cp)
+    except BadInput:
+        return False
+    return True

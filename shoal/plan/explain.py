@@ -1,0 +1,137 @@
+"""Sentences about predictions: why a strategy stands where it stands, and what does not fit."""
+
+from __future__ import annotations
+
+from shoal.cluster.units import show_bytes, show_seconds
+from shoal.plan.predict import StepSettings
+from shoal.plan.prediction import DeviceMemory, Part, Prediction
+from shoal.plan.search import Priced
+from shoal.plan.workload import Split, Workload
+
+_NAMES = {
+    "forward": "the forward",
+    "backward": "the backward",
+    "recompute": "the forward that is computed again",
+    "tp": "the communication of tensor parallelism",
+    "cp": "the communication of context parallelism",
+    "ep": "the all-to-all of experts",
+    "pp": "sending between stages",
+    "bubble": "the bubble of the pipeline",
+    "gradients": "the reduction of gradients",
+    "weights": "the all-gather of weights",
+    "servers": "the parameter servers",
+    "update": "the update of the optimizer",
+}
+_ON_DEVICE = ("compute", "memory", "launch", "pipeline", "host", "")
+_NOTABLE = 0.01  # of a step: a smaller difference explains nothing
+
+
+def part_words(part: Part) -> str:
+    """`the reduction of gradients over spine uplink 1:4 (200 Gb/s = 25 GB/s)`."""
+    name = _NAMES.get(part.name, part.name)
+    if part.bound in _ON_DEVICE:
+        return name
+    return f"{name} over {part.bound}"
+
+
+def bound_words(part: Part) -> str:
+    return {"pipeline": "waiting for other stages"}.get(part.bound, part.bound or "-")
+
+
+def why_first(one: Prediction) -> str:
+    """What the step of the fastest strategy consists of."""
+    computing = [part for part in one.parts if part.name in ("forward", "backward")]
+    useful_s = sum(part.seconds for part in computing)
+    others = [part for part in one.parts if part not in computing]
+    share = f"{useful_s / one.step_s:.0%} of the step is forward and backward"
+    if not others:
+        return f"{share}, and nothing else"
+    most = max(others, key=lambda part: part.seconds)
+    return f"{share}; of the rest most is {part_words(most)}, {show_seconds(most.seconds)}"
+
+
+def why_behind(one: Prediction, best: Prediction) -> str:
+    """The part in which a strategy loses most against the best one."""
+    lost = {part.name: part.seconds for part in one.parts}
+    for part in best.parts:
+        lost[part.name] = lost.get(part.name, 0.0) - part.seconds
+    worst = max(one.parts, key=lambda part: lost[part.name])
+    if lost[worst.name] < _NOTABLE * one.step_s:
+        return f"as fast as the first up to {one.step_s / best.step_s - 1:.1%}"
+    words = f"{show_seconds(worst.seconds)} of {show_seconds(one.step_s)} is {part_words(worst)}"
+    before = worst.seconds - lost[worst.name]
+    return f"{words}, against {show_seconds(before) if before else 'none'} in the first"
+
+
+def why(one: Priced, best: Priced) -> str:
+    """One sentence why a strategy stands where it stands."""
+    if not one.prediction.fits:
+        return does_not_fit(one.prediction)
+    if one is best:
+        return why_first(one.prediction)
+    return why_behind(one.prediction, best.prediction)
+
+
+def does_not_fit(one: Prediction) -> str:
+    kind, most = largest_kind(one.memory)
+    need = show_bytes(one.memory.total)
+    limit = show_bytes(one.memory_limit_bytes)
+    return f"does not fit: {need} of {limit}, of which {kind} {show_bytes(most)}"
+
+
+def largest_kind(memory: DeviceMemory) -> tuple[str, float]:
+    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
+    most = max(kinds, key=lambda kind: getattr(memory, kind))
+    name = "optimizer state" if most == "optimizer" else most
+    return name, getattr(memory, most)
+
+
+def options_of(settings: StepSettings) -> str:
+    """The options of `shoal predict` that give what is not in the notation."""
+    words = []
+    if settings.microbatch is not None:
+        words.append(f"--microbatch {settings.microbatch}")
+    if settings.recompute != "none":
+        words.append(f"--recompute {settings.recompute}")
+    if settings.flash_attention:
+        words.append("--flash-attention")
+    return " ".join(words)
+
+
+def nothing_fits(least: Priced | None, larger: Priced | None) -> str:
+    """What would be needed where no strategy fits."""
+    if least is None:
+        return "no strategy fits"
+    prediction = least.prediction
+    kind, most = largest_kind(prediction.memory)
+    text = (
+        f"nothing fits {show_bytes(prediction.memory_limit_bytes)} on {prediction.workers} "
+        f"workers: the least is {show_bytes(prediction.memory.total)} a worker under "
+        f"{prediction.strategy}, of which {kind} {show_bytes(most)}"
+    )
+    if larger is None:
+        return f"{text}; more workers do not help either"
+    enough = larger.prediction
+    return (
+        f"{text}; with {enough.workers} workers {enough.strategy} needs "
+        f"{show_bytes(enough.memory.total)}"
+    )
+
+
+def gradient_traffic(workload: Workload, replicas: int) -> str:
+    """How much gradients there are, and what adding them up has to move."""
+    whole = Split()
+    parameters = sum(
+        run.count * workload.cost(index, whole).parameters
+        for index, run in enumerate(workload.runs)
+    )
+    one = parameters * workload.precision.gradient_bytes
+    text = f"{parameters / 1e9:.3g} billion parameters: {show_bytes(one)} of gradients a replica"
+    if replicas == 1:
+        return text
+    up = show_bytes((replicas - 1) * one)
+    ring = show_bytes(2 * (replicas - 1) / replicas * one)
+    return (
+        f"{text}; added up at one of {replicas} replicas {up} go there and {up} come back, "
+        f"a ring sends {ring} from each"
+    )

@@ -1,0 +1,286 @@
+"""Every valid strategy for a workload on a cluster, within memory, ranked by predicted time.
+
+Branch and bound, so that the answer is that of pricing everything. The time that the devices of a
+shape compute and send inside a replica is a lower bound for all its variants; shapes are taken in
+its order, and the search ends where the bound is above the last of the best layouts found. Recompute
+is tried only where a variant does not fit without.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.cluster.cluster import Cluster
+from shoal.errors import BadInput
+from shoal.plan.candidates import Candidate, Shape, candidate, layouts, pipelines, shapes, syncs
+from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.prediction import Prediction
+from shoal.plan.workload import Recompute, Workload
+from shoal.strategy.base import SyncTerm
+from shoal.strategy.strategy import Layout
+
+OnPriced = Callable[[int, int], None]  # shapes done, and of how many
+_INSIDE_REPLICA = ("forward", "backward", "tp", "cp", "ep")
+_LADDER: tuple[Recompute, ...] = ("none", "selective", "full")
+_EQUAL = 1.001  # times closer than this are the same
+_DOUBLINGS = 12  # how far a search for more workers goes
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What is searched. `settings.microbatch` of None: every micro-batch is tried."""
+
+    settings: StepSettings
+    top: int = 10
+    include_async: bool = False
+    notation_only: bool = False  # only what `-s` can say: no recompute or micro-batches without pp
+    recomputes: tuple[Recompute, ...] = _LADDER
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A strategy with its prediction, and the others of its layout that are never better."""
+
+    candidate: Candidate
+    layout: Layout
+    prediction: Prediction
+    merged: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_s
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    ranked: tuple[Priced, ...]  # those that fit and equal one device, the fastest first
+    too_large: tuple[Priced, ...]  # faster than the first, and larger than the memory
+    asynchronous: tuple[Priced, ...]  # not the single-device result
+    least: Priced | None  # the least memory, where nothing fits
+    least_workers: Priced | None  # where nothing fits: the fewest workers that do
+    variants: int  # that the answer is about
+    priced: int
+
+
+def search(
+    workload: Workload,
+    cluster: Cluster,
+    workers: int,
+    options: SearchOptions,
+    on_priced: OnPriced = lambda done, total: None,
+) -> SearchResult:
+    """All valid strategies; none of them within memory leaves `ranked` empty."""
+    run = _Search(workload, cluster.of_size(workers), workers, options)
+    exact = run.find(True, on_priced)
+    relaxed = run.find(False, lambda done, total: None) if options.include_async else _Found()
+    if not exact.fits and not exact.larger:
+        why = run.first_refusal or "the batch has fewer samples than there are replicas"
+        raise BadInput(f"no strategy can be priced for {workload.name} on {workers} workers: {why}")
+    ranked = merge(exact.fits.values())[: options.top]
+    best_s = ranked[0].seconds if ranked else math.inf
+    return SearchResult(
+        tuple(ranked),
+        tuple(_faster(exact.larger.values(), best_s)[:3]) if ranked else (),
+        tuple(merge(relaxed.fits.values())[: options.top]),
+        None if ranked else run.least(workers),
+        None if ranked else run.fewest_workers(),
+        run.variants,
+        run.priced,
+    )
+
+
+class _Found:
+    """The best of every layout and way to synchronize."""
+
+    def __init__(self) -> None:
+        self.fits: dict[tuple[Layout, str], Priced] = {}
+        self.larger: dict[Layout, Priced] = {}
+        self._best: dict[Layout, float] = {}
+        self.limit_s = math.inf  # slower layouts are not among the best ones
+
+    def add(self, found: Priced, top: int) -> None:
+        layout = found.layout
+        if not found.prediction.fits:
+            if layout not in self.larger or _order(found) < _order(self.larger[layout]):
+                self.larger[layout] = found
+            return
+        sync = found.candidate.strategy.sync
+        key = (layout, str(sync))
+        if key not in self.fits or _order(found) < _order(self.fits[key]):
+            self.fits[key] = found
+        if found.seconds < self._best.get(layout, math.inf):
+            self._best[layout] = found.seconds
+            best = heapq.nsmallest(top, self._best.values())
+            self.limit_s = best[-1] if len(best) == top else math.inf
+
+
+class _Search:
+    def __init__(
+        self, workload: Workload, cluster: Cluster, workers: int, options: SearchOptions
+    ) -> None:
+        self.workload = workload
+        self.cluster = cluster
+        self.workers = workers
+        self.options = options
+        self.predictor = Predictor(workload, cluster)
+        self.layers = sum(run.count for run in workload.runs)
+        self.variants = 0
+        self.priced = 0
+        self.first_refusal = ""
+
+    def find(self, equals_single: bool, on_priced: OnPriced) -> _Found:
+        found = _Found()
+        bounded = self._bounded(equals_single)
+        for done, (bound_s, _, shape) in enumerate(bounded):
+            on_priced(done, len(bounded))
+            if bound_s > found.limit_s:
+                break
+            for sync in self._syncs(shape.layout, equals_single):
+                self._try(found, shape, sync)
+        on_priced(len(bounded), len(bounded))
+        return found
+
+    def _syncs(self, layout: Layout, equals_single: bool) -> list[SyncTerm | None]:
+        return syncs(layout, self.cluster, self.workers, equals_single)
+
+    def _bounded(self, equals_single: bool) -> list[tuple[float, int, Shape]]:
+        """Every shape with the time that none of its variants is below, in its order."""
+        bounded = []
+        for number, shape in enumerate(self._shapes()):
+            ways = self._syncs(shape.layout, equals_single)
+            self.variants += len(ways) * len(list(pipelines(shape, self.layers))) * len(_LADDER)
+            if ways and (first := self._price(shape, ways[0], ("1f1b", 1), "none")) is not None:
+                parts = first.prediction.parts
+                inside = sum(part.seconds for part in parts if part.name in _INSIDE_REPLICA)
+                bounded.append((inside, number, shape))
+        return sorted(bounded)
+
+    def _shapes(self) -> Iterator[Shape]:
+        settings = self.options.settings
+        for layout in layouts(self.workload, self.workers, settings.batch):
+            chosen = settings
+            if self.options.notation_only and layout.pp == 1:
+                samples = -(-settings.batch // (layout.replicas * layout.ep))
+                chosen = replace(settings, microbatch=samples)
+            yield from shapes(layout, self.workload.limits, chosen)
+
+    def _try(self, found: _Found, shape: Shape, sync: SyncTerm | None) -> None:
+        """1f1b first: no schedule keeps fewer activations, or has less than no bubble."""
+        for number, pipeline in enumerate(pipelines(shape, self.layers)):
+            best = self._climb(found, shape, sync, pipeline)
+            if number == 0 and (best is None or _without_bubble(best) > found.limit_s):
+                return
+
+    def _climb(
+        self, found: _Found, shape: Shape, sync: SyncTerm | None, pipeline: tuple[str, int]
+    ) -> Priced | None:
+        """As little recompute as fits; None where nothing does."""
+        for recompute in self._ladder(shape):
+            priced = self._price(shape, sync, pipeline, recompute)
+            if priced is None:
+                return None
+            found.add(priced, self.options.top)
+            memory = priced.prediction.memory
+            limit = priced.prediction.memory_limit_bytes
+            if memory.total <= limit:
+                return priced
+            if memory.total - memory.activations > limit:
+                return None
+        return None
+
+    def _ladder(self, shape: Shape) -> Iterable[Recompute]:
+        if not self.options.notation_only:
+            return self.options.recomputes
+        return ("none", "full") if shape.layout.pp > 1 else ("none",)
+
+    def _price(
+        self,
+        shape: Shape,
+        sync: SyncTerm | None,
+        pipeline: tuple[str, int],
+        recompute: Recompute,
+        workers: int | None = None,
+    ) -> Priced | None:
+        tried = candidate(shape, sync, pipeline, recompute, self.options.settings)
+        self.priced += 1
+        try:
+            prediction = self.predictor.predict(
+                tried.strategy, workers or self.workers, tried.settings
+            )
+        except BadInput as error:
+            self.first_refusal = self.first_refusal or str(error)
+            return None
+        return Priced(tried, shape.layout, prediction)
+
+    # ----------------------------------------------------------------- where nothing fits
+
+    def least(self, workers: int) -> Priced | None:
+        """The strategy that needs the least memory on so many workers."""
+        settings = self.options.settings
+        found = []
+        for layout in layouts(self.workload, workers, settings.batch):
+            tried = list(shapes(layout, self.workload.limits, settings))
+            smallest = min((shape.microbatch for shape in tried), default=0)
+            last = [shape for shape in tried if shape.microbatch == smallest][-1:]
+            for shape in last:
+                ways = syncs(layout, self.cluster, workers, True)
+                sharding = [sync for sync in ways if sync is None or sync.shards_state]
+                recompute = tuple(self._ladder(shape))[-1]
+                found += [
+                    self._price(shape, sync, ("1f1b", 1), recompute, workers) for sync in sharding
+                ]
+        priced = [one for one in found if one is not None]
+        return min(priced, key=lambda one: one.prediction.memory.total, default=None)
+
+    def fewest_workers(self) -> Priced | None:
+        """Twice as many workers, and again, until something fits."""
+        workers = self.workers
+        for _ in range(_DOUBLINGS):
+            workers *= 2
+            self.cluster = self.cluster.of_size(workers)
+            self.predictor = Predictor(self.workload, self.cluster)
+            least = self.least(workers)
+            if least is not None and least.prediction.fits:
+                return least
+        return None
+
+
+def merge(found: Iterable[Priced]) -> list[Priced]:
+    """Ranked; of one layout, what is neither faster nor smaller than another joins that one."""
+    kept: dict[Layout, list[Priced]] = {}
+    for one in sorted(found, key=_order):
+        same = kept.setdefault(one.layout, [])
+        place = _dominating(same, one)
+        if place is None:
+            same.append(one)
+        else:
+            names = (*same[place].merged, str(one.candidate.strategy))
+            same[place] = replace(same[place], merged=names)
+    return sorted((one for group in kept.values() for one in group), key=_order)
+
+
+def _dominating(kept: Sequence[Priced], one: Priced) -> int | None:
+    for place, other in enumerate(kept):
+        if other.prediction.memory.total <= one.prediction.memory.total:
+            return place
+    return None
+
+
+def _faster(found: Iterable[Priced], limit_s: float) -> list[Priced]:
+    return sorted((one for one in found if one.seconds < limit_s), key=_order)
+
+
+def _order(one: Priced) -> tuple[float, float, int]:
+    """Equal times, up to a thousandth, are ordered by memory and by the length of the notation."""
+    time = round(math.log(max(one.seconds, 1e-12)) / math.log(_EQUAL))
+    text = str(one.candidate.strategy)
+    return time, one.prediction.memory.total, len(text)
+
+
+def _without_bubble(one: Priced) -> float:
+    bubble = sum(part.seconds for part in one.prediction.parts if part.name in ("bubble", "pp"))
+    recompute = sum(part.seconds for part in one.prediction.parts if part.name == "recompute")
+    return one.seconds - bubble - recompute
