@@ -13,6 +13,8 @@ from shoal.commands import bench, cluster, collectives, pipeline
 from shoal.commands.compare import compare
 from shoal.commands.memory import memory
 from shoal.commands.msccl import export, import_file
+from shoal.commands.plan import plan
+from shoal.commands.predict import predict
 from shoal.commands.run import run
 from shoal.commands.train import evaluate, train
 from shoal.commands.verify import verify
@@ -38,6 +40,8 @@ app.command()(memory)
 app.command()(compare)
 collectives.app.command()(export)
 collectives.app.command("import")(import_file)
+app.command()(predict)
+app.command()(plan)
 app.add_typer(bench.app, name="bench")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(collectives.app, name="collectives")

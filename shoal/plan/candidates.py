@@ -22,7 +22,7 @@ from shoal.plan.sync_price.base import PRICERS
 from shoal.plan.workload import Recompute, SplitLimits, Workload
 from shoal.strategy.base import TERMS, Batches, SyncTerm
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
-from shoal.strategy.terms import Cp, Ep, Pp, Tp
+from shoal.strategy.terms import Cp, Ep, Pp, Single, Tp
 
 _STEP_BETWEEN_SIZES = 1.5  # of micro-batches: sizes that are closer are not worth a try
 MAX_CHUNKS = 8
@@ -166,7 +166,9 @@ def syncs(
 ) -> list[SyncTerm | None]:
     """The ways to agree that run on this layout and give, or do not give, one device's result."""
     if layout.replicas == 1:
-        return [None] if equals_single else []
+        splits = layout.tp * layout.pp * layout.ep * layout.cp
+        alone = None if splits > 1 else Single()
+        return [alone] if equals_single else []
     return [
         term
         for term in _all_syncs()

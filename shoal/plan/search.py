@@ -2,8 +2,8 @@
 
 Branch and bound, so that the answer is that of pricing everything. The time that the devices of a
 shape compute and send inside a replica is a lower bound for all its variants; shapes are taken in
-its order, and the search ends where the bound is above the last of the best layouts found. Recompute
-is tried only where a variant does not fit without.
+its order, and the search ends where the bound is above the last of the best layouts found.
+Recompute is tried only where a variant does not fit without.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def search(
     if not exact.fits and not exact.larger:
         why = run.first_refusal or "the batch has fewer samples than there are replicas"
         raise BadInput(f"no strategy can be priced for {workload.name} on {workers} workers: {why}")
+    priced = run.priced
     ranked = merge(exact.fits.values())[: options.top]
     best_s = ranked[0].seconds if ranked else math.inf
     return SearchResult(
@@ -88,7 +89,7 @@ def search(
         None if ranked else run.least(workers),
         None if ranked else run.fewest_workers(),
         run.variants,
-        run.priced,
+        priced,
     )
 
 
@@ -227,7 +228,7 @@ class _Search:
             last = [shape for shape in tried if shape.microbatch == smallest][-1:]
             for shape in last:
                 ways = syncs(layout, self.cluster, workers, True)
-                sharding = [sync for sync in ways if sync is None or sync.shards_state]
+                sharding = [sync for sync in ways if layout.replicas == 1 or _shards(sync)]
                 recompute = tuple(self._ladder(shape))[-1]
                 found += [
                     self._price(shape, sync, ("1f1b", 1), recompute, workers) for sync in sharding
@@ -246,6 +247,10 @@ class _Search:
             if least is not None and least.prediction.fits:
                 return least
         return None
+
+
+def _shards(sync: SyncTerm | None) -> bool:
+    return sync is not None and sync.shards_state
 
 
 def merge(found: Iterable[Priced]) -> list[Priced]:

@@ -1,0 +1,127 @@
+"""`shoal predict`: the parts of a step under one strategy, what bounds each, and the memory."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, cast
+
+import typer
+from rich.table import Table
+
+from shoal.cluster.units import show_bytes, show_seconds
+from shoal.commands import options
+from shoal.commands.launching import strategy_for
+from shoal.commands.output import plain_table, wide_console
+from shoal.commands.subject import (
+    Batch,
+    ClusterName,
+    FlashAttention,
+    Gpt,
+    Limit,
+    Model,
+    Network,
+    Precision,
+    cluster_of,
+    subject_of,
+)
+from shoal.errors import BadInput
+from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic
+from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.prediction import Prediction
+from shoal.plan.workload import Recompute, Workload
+
+RECOMPUTES = ("none", "selective", "full")
+MicroBatch = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Samples of a micro-batch of one replica.",
+        show_default="the whole batch of a replica; under pp as many micro-batches as stages",
+    ),
+]
+RecomputeOption = Annotated[
+    str, typer.Option("--recompute", help="Of activations: none, selective or full.")
+]
+
+
+def predict(
+    model: Model = None,
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 1,
+    strategy: options.Strategy = None,
+    cluster: ClusterName = "this-machine",
+    gpt: Gpt = None,
+    network: Network = None,
+    batch: Batch = None,
+    microbatch: MicroBatch = None,
+    recompute: RecomputeOption = "none",
+    precision: Precision = None,
+    flash_attention: FlashAttention = False,
+    limit: Limit = None,
+    as_json: options.Json = False,
+) -> None:
+    """Predict how long a training step takes, and how much memory it needs.
+
+    The step is shown by its parts, each with what bounds it: compute, memory, launches of kernels
+    or the link. Nothing is trained.
+    """
+    value = strategy_for(strategy, workers)
+    subject = subject_of(model, args, gpt, precision, batch, workers)
+    settings = StepSettings(subject.batch, microbatch, as_recompute(recompute), flash_attention)
+    hardware = cluster_of(cluster, network, limit, workers)
+    prediction = Predictor(subject.workload, hardware).predict(value, workers, settings)
+    traffic = gradient_traffic(subject.workload, value.layout(workers).replicas)
+    if as_json:
+        document = {"model": subject.workload.name, "traffic": traffic, **prediction.as_dict()}
+        print(json.dumps(document))
+    else:
+        _print(prediction, subject.workload, traffic)
+
+
+def as_recompute(text: str) -> Recompute:
+    if text not in RECOMPUTES:
+        raise BadInput(f"--recompute is none, selective or full, not {text!r}")
+    return cast(Recompute, text)
+
+
+def _print(prediction: Prediction, workload: Workload, traffic: str) -> None:
+    console = wide_console()
+    console.print(_heading(prediction, workload), style="bold")
+    console.print(_parts_table(prediction))
+    console.print(_memory_table(prediction))
+    if not prediction.fits:
+        console.print(does_not_fit(prediction))
+    console.print(traffic)
+    for line in (prediction.convergence, *prediction.notes):
+        if line:
+            console.print(line)
+
+
+def _heading(prediction: Prediction, workload: Workload) -> str:
+    spread = f"{show_seconds(prediction.low_s)} to {show_seconds(prediction.high_s)}"
+    utilization = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
+    return (
+        f"{workload.name} under {prediction.strategy} on {prediction.workers} workers of "
+        f"{prediction.cluster}, batch {prediction.batch}: {show_seconds(prediction.step_s)} a step "
+        f"({spread}), {prediction.samples_per_s:.3g} samples/s{utilization}"
+    )
+
+
+def _parts_table(prediction: Prediction) -> Table:
+    table = plain_table("", ["part", "time", "share", "bound by"], left=1)
+    table.columns[3].justify = "left"
+    for part in prediction.parts:
+        share = part.seconds / prediction.step_s
+        table.add_row(part.name, show_seconds(part.seconds), f"{share:.1%}", bound_words(part))
+    return table
+
+
+def _memory_table(prediction: Prediction) -> Table:
+    memory = prediction.memory
+    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "servers")
+    shown = [kind for kind in kinds if getattr(memory, kind) or kind in kinds[:4]]
+    table = plain_table("\nmemory of the fullest device", [*shown, "sum", "of"])
+    cells = [show_bytes(getattr(memory, kind)) for kind in shown]
+    limit = show_bytes(prediction.memory_limit_bytes)
+    table.add_row(*cells, show_bytes(memory.total), limit)
+    return table

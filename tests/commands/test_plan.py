@@ -1,0 +1,71 @@
+"""`shoal predict` and `shoal plan` from sizes alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shoal.cli import main
+
+SMALL = ["--gpt", "layers=4,hidden=1024,heads=4,sequence=512", "--cluster", "dgx-a100"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(list(words))
+    shown = capsys.readouterr()
+    return int(end.value.code or 0), shown.out, shown.err
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    status, out, err = run(capsys, *words, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_predict_shows_parts_bounds_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "predict", *SMALL, "-n", "16", "-s", "ddp + tp(2)")
+    assert status == 0
+    for word in ("forward", "backward", "gradients", "NVLink", "InfiniBand", "samples/s", "MFU"):
+        assert word in out
+
+
+def test_the_gradients_of_gpt_3_are_700_gb(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("predict", "gpt-3", "-n", "3", "-s", "ddp", "--network", "200Gb/s")
+    shown = document(capsys, *words, "--precision", "fp32", "--cluster", "dgx-a100")
+    assert "69" in shown["traffic"] or "70" in shown["traffic"]
+    assert "1.4 TB go there and 1.4 TB come back" in shown["traffic"]
+
+
+def test_the_first_of_a_plan_can_be_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = document(capsys, "plan", *SMALL, "-n", "8", "--batch", "16")["ranked"][0]
+    words = ["predict", *SMALL, "-n", "8", "--batch", "16", "-s", planned["strategy"]]
+    again = document(capsys, *words, *planned["options"].split())
+    assert again["step_s"] == planned["step_s"]
+
+
+def test_a_plan_where_nothing_fits_fails_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "plan", *SMALL, "-n", "1", "--limit", "300MB")
+    assert status == 1
+    assert "nothing fits 300 MB on 1 workers: the least is " in out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["predict"], "name a script or a model such as gpt-3"),
+        (["plan", "gpt-3", "--cluster", "no-such"], "no cluster preset or file no-such"),
+        (["predict", "gpt-3", "--precision", "fp7"], "--precision is mixed or fp32"),
+        (["predict", "gpt-3", "--recompute", "half"], "--recompute is none, selective or full"),
+        (["predict", "--gpt", "layer=4"], "'layer=4'"),
+        (["predict", "gpt-3", "-n", "3", "-s", "tp(2)"], "needs a multiple of 2 workers"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    status, out, err = run(capsys, *words)
+    assert (status, out) == (2, "")
+    assert sentence in err and err.count("\n") == 1
