@@ -59,6 +59,7 @@ LAYERS = [
     ["examples"],
     ["bench"],
     ["commands"],
+    ["planning"],
     ["cli"],
     ["__main__"],
 ]

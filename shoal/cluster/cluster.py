@@ -96,9 +96,26 @@ class Cluster:
         return nodes * self.node_bytes_per_s / self.oversubscription
 
     def of_size(self, workers: int) -> Cluster:
-        """The same kind of cluster with as many nodes as the workers need."""
+        """The same kind of cluster with as many nodes as the workers need.
+
+        A host without a network stays one, and more workers share its devices.
+        """
         nodes = -(-workers // self.node.devices)
-        return self if nodes <= self.nodes else replace(self, nodes=nodes)
+        if nodes <= self.nodes:
+            return self
+        if self.node.nic is None and self.nodes == 1:
+            return self._crowded(workers)
+        return replace(self, nodes=nodes)
+
+    def _crowded(self, workers: int) -> Cluster:
+        share = self.node.devices / workers
+        device = replace(
+            self.device,
+            memory_bytes=self.device.memory_bytes * share,
+            memory_bytes_per_s=self.device.memory_bytes_per_s * share,
+            peak_flops={name: rate * share for name, rate in self.device.peak_flops.items()},
+        )
+        return replace(self, device=device, node=replace(self.node, devices=workers))
 
     def device_of(self, workers: int) -> Device:
         """The device that each worker has, where so many run on this cluster."""

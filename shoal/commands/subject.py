@@ -12,6 +12,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.presets import load_cluster
 from shoal.cluster.units import parse_bytes, parse_s_per_byte
+from shoal.commands.script_workload import workload_of_script
 from shoal.errors import BadInput
 from shoal.plan.models import default_batch, named_workload
 from shoal.plan.workload import Workload
@@ -84,7 +85,8 @@ def subject_of(
 
 
 def _of_script(script: str, args: Sequence[str] | None, batch: int | None) -> Subject:
-    raise BadInput(f"there is no model {script!r}")
+    found = workload_of_script(script, args)
+    return Subject(found.workload, batch or found.batch)
 
 
 def cluster_of(name: str, network: str | None, limit: str | None, workers: int) -> Cluster:

@@ -8,7 +8,9 @@ second call of a step ends the script.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from shoal.observe.memory_estimate import EstimateJob
 from shoal.observe.model_sizes import parameters_without_memory, sizes_of
 from shoal.plan.trace_module import precision_of, trace_module
 from shoal.plan.traced_workload import TracedWorkload
-from shoal.plan.workload import Precision
+from shoal.plan.workload import Precision, SplitLimits
 from shoal.pytree import Tree
+from shoal.replica.expert.mixtures import mixtures_of
 from shoal.replica.microbatch import Loss, call_model
 from shoal.replica.tensor.planning.plan import plan_of
 from shoal.replica.tensor.planning.roles import Role
@@ -40,6 +43,7 @@ _KINDS = {
     "experts": "whole",
     "vocabulary": "vocabulary",
 }
+TP_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 class WorkloadJob(EstimateJob):
@@ -85,7 +89,15 @@ def trace_step(model: nn.Module, loss: Loss, content: Tree, precision: Precision
         inputs, targets = ForwardSignature(model).arguments(batch, num_rows(batch))
         return loss(call_model(model, inputs), targets)
 
-    return trace_module(model, loss_of, batches, precision, tp_roles(model))
+    traced = trace_module(model, loss_of, batches, precision, tp_roles(model))
+    return replace(traced, limits=split_limits(model))
+
+
+def split_limits(model: nn.Module) -> SplitLimits:
+    """How far Shoal can split the model: the sizes of tp that have a plan, and experts."""
+    sizes = tuple(size for size in TP_SIZES if tp_roles(model, size))
+    experts = math.gcd(*(mixture.num_experts for mixture in mixtures_of(model)))
+    return SplitLimits(tp_sizes=sizes, ep=max(1, experts))
 
 
 def precision_for(model: nn.Module, optimizer: OptimizerFactory, precision: str) -> Precision:

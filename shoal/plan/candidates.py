@@ -53,13 +53,19 @@ def layouts(workload: Workload, workers: int, batch: int) -> Iterator[Layout]:
     """Every division of the workers that the model and the batch allow."""
     limits = workload.limits
     stages = limits.stages or sum(run.count for run in workload.runs)
-    for tp in _sizes(workers, limits.tp):
+    for tp in _tp_sizes(workers, limits):
         for cp in _sizes(workers // tp, (limits.cp,)):
             for ep in _sizes(workers // (tp * cp), (limits.ep,)):
                 left = workers // (tp * cp * ep)
                 for pp in divisors(left):
                     if pp <= stages and left // pp * ep <= batch:
                         yield Layout(left // pp, tp, pp, ep, cp)
+
+
+def _tp_sizes(workers: int, limits: SplitLimits) -> list[int]:
+    if limits.tp_sizes is None:
+        return _sizes(workers, limits.tp)
+    return [size for size in divisors(workers) if size == 1 or size in limits.tp_sizes]
 
 
 def _sizes(workers: int, numbers: Sequence[int]) -> list[int]:
@@ -114,7 +120,7 @@ def candidate(
     strategy = _strategy(shape, sync, *pipeline, in_notation and recompute == "full")
     chosen = replace(
         settings,
-        microbatch=None if in_notation else shape.microbatch,
+        microbatch=None if in_notation or shape.microbatches == 1 else shape.microbatch,
         recompute="none" if in_notation and recompute == "full" else recompute,
     )
     return Candidate(strategy, chosen)

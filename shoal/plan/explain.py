@@ -126,7 +126,7 @@ def gradient_traffic(workload: Workload, replicas: int) -> str:
         for index, run in enumerate(workload.runs)
     )
     one = parameters * workload.precision.gradient_bytes
-    text = f"{parameters / 1e9:.3g} billion parameters: {show_bytes(one)} of gradients a replica"
+    text = f"{_count(parameters)} parameters: {show_bytes(one)} of gradients a replica"
     if replicas == 1:
         return text
     up = show_bytes((replicas - 1) * one)
@@ -135,3 +135,10 @@ def gradient_traffic(workload: Workload, replicas: int) -> str:
         f"{text}; added up at one of {replicas} replicas {up} go there and {up} come back, "
         f"a ring sends {ring} from each"
     )
+
+
+def _count(number: float) -> str:
+    for word, size in (("billion", 1e9), ("million", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,.0f}"

@@ -16,7 +16,7 @@ _NAMED = {"gpt-3": TransformerSizes(96, 12288, 96, vocab=50257)}
 
 
 def named_workload(
-    name: str | None, sizes: str | None, precision: str | None = None
+    name: str | None, sizes: str | None = None, precision: str | None = None
 ) -> Transformer | None:
     """A transformer by its name, or by sizes such as `layers=96,hidden=12288`; None: no such."""
     if precision is not None and precision not in PRECISIONS:

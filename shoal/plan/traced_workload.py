@@ -14,7 +14,16 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from shoal.plan.workload import Kernel, LayerCost, LayerRun, Message, Precision, Split, SplitLimits
+from shoal.plan.workload import (
+    UNSPLIT,
+    Kernel,
+    LayerCost,
+    LayerRun,
+    Message,
+    Precision,
+    Split,
+    SplitLimits,
+)
 
 Phase = Literal["forward", "input", "weight"]  # the last two are of backward
 Divided = Literal["", "column", "row", "all"]  # what tp divides: a layer's outputs, inputs, all
@@ -72,15 +81,11 @@ class TracedWorkload:
     precision: Precision
     batches: tuple[int, int]  # rows of the two traces, the smaller one first
     layers: tuple[TracedLayer, ...]
+    limits: SplitLimits = UNSPLIT  # what divides a module is not known from its operations
 
     @cached_property
     def runs(self) -> tuple[LayerRun, ...]:
         return tuple(LayerRun(layer.name, layer.count) for layer in self.layers)
-
-    @property
-    def limits(self) -> SplitLimits:
-        """Into stages; what else divides a module is not known from its operations."""
-        return SplitLimits()
 
     @cached_property
     def _costs(self) -> dict[tuple[int, Split], LayerCost]:

@@ -85,7 +85,13 @@ class Transformer:
     def limits(self) -> SplitLimits:
         sizes = self.sizes
         heads = (sizes.heads, sizes.key_heads)
-        return SplitLimits(heads, sizes.sequence, sizes.experts, sizes.layers, True)
+        return SplitLimits(
+            tp=heads,
+            cp=sizes.sequence,
+            ep=sizes.experts,
+            stages=sizes.layers,
+            sequence_parallel=True,
+        )
 
     def cost(self, run: int, split: Split) -> LayerCost:
         return (_embedding, _block, _head)[run](self, split)

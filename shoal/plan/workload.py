@@ -87,10 +87,14 @@ class SplitLimits:
     """How far a model can be split: a size of tp, cp or ep divides each of its numbers here."""
 
     tp: tuple[int, ...] = (1,)  # heads of queries, heads of keys
+    tp_sizes: tuple[int, ...] | None = None  # where only these are known to work
     cp: int = 1  # positions of a sequence
     ep: int = 1  # experts
     stages: int | None = None  # the most of pp; None: as many as there are layers
     sequence_parallel: bool = False
+
+
+UNSPLIT = SplitLimits()
 
 
 class Workload(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import shoal
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.plan.candidates import candidate, divisors, layouts, pipelines, shapes, syncs
@@ -108,3 +109,13 @@ def test_only_notation_leaves_no_option_but_the_whole_batch_of_a_replica() -> No
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(1) == [1]
+
+
+def test_shoal_plan_and_predict_in_python() -> None:
+    found_plan = shoal.plan(MODEL, workers=4, cluster=cluster(80), batch=16)
+    best = found_plan.best
+    assert best.strategy == found(80).ranked[0].candidate.strategy and best.why
+    again = shoal.predict(MODEL, "ddp", workers=4, cluster=cluster(80), batch=16)
+    assert again.step_s >= best.prediction.step_s
+    with pytest.raises(shoal.BadInput, match="nothing fits 1 MB on 4 workers"):
+        _ = shoal.plan(MODEL, workers=4, cluster=cluster(80), batch=16, limit="1MB").best

@@ -1,0 +1,150 @@
+"""`shoal.predict` and `shoal.plan`: what a step costs, and which strategy is best, in Python.
+
+    prediction = shoal.predict("gpt-3", "ddp + tp(8) + pp(16)", workers=1024, cluster="dgx-a100")
+    found = shoal.plan("train.py", workers=8, cluster="cluster.toml")
+    print(found.best.strategy, found.best.why)
+
+A model is the name of a transformer, a script, or a `Workload`: `workload_of(module, inputs)` of
+`shoal.plan.trace_module` makes one from any module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.presets import load_cluster
+from shoal.cluster.units import parse_bytes
+from shoal.commands.script_workload import workload_of_script
+from shoal.errors import BadInput
+from shoal.plan.explain import nothing_fits, options_of, why
+from shoal.plan.models import default_batch, named_workload
+from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.prediction import Prediction
+from shoal.plan.search import Priced, SearchOptions, SearchResult, search
+from shoal.plan.workload import Recompute, Workload
+from shoal.strategy.base import Term
+from shoal.strategy.strategy import Strategy, as_strategy
+
+Model = str | Path | Workload
+
+
+@dataclass(frozen=True)
+class PlannedStrategy:
+    """One strategy of a plan. `options` are those of `shoal predict` that are not notation."""
+
+    strategy: Strategy
+    options: str
+    prediction: Prediction
+    why: str
+    merged: tuple[str, ...]  # others of its layout that are neither faster nor smaller
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """Strategies within memory, the fastest first, and what is beside them."""
+
+    ranked: tuple[PlannedStrategy, ...]
+    too_large: tuple[PlannedStrategy, ...]  # faster than the first, and larger than the memory
+    asynchronous: tuple[PlannedStrategy, ...]  # with `include_async`; not one device's result
+    nothing_fits: str | None  # what would be needed, where `ranked` is empty
+
+    @property
+    def best(self) -> PlannedStrategy:
+        if self.nothing_fits is not None:
+            raise BadInput(self.nothing_fits)
+        return self.ranked[0]
+
+
+def predict(
+    model: Model,
+    strategy: str | Strategy | Term | None = None,
+    *,
+    workers: int = 1,
+    cluster: str | Path | Cluster = "this-machine",
+    batch: int | None = None,
+    microbatch: int | None = None,
+    recompute: Recompute = "none",
+) -> Prediction:
+    """The time of a step by its parts, and the memory by kind, without training.
+
+    `batch` are the samples of the global batch, `microbatch` those of a micro-batch of a replica.
+    """
+    value = as_strategy(strategy or ("ddp" if workers > 1 else "single"))
+    value.layout(workers)
+    value.require_built()
+    workload, samples = model_and_batch(model, batch, workers)
+    hardware = as_cluster(cluster).of_size(workers)
+    settings = StepSettings(samples, microbatch, recompute)
+    return Predictor(workload, hardware).predict(value, workers, settings)
+
+
+def plan(
+    model: Model,
+    *,
+    workers: int,
+    cluster: str | Path | Cluster = "this-machine",
+    batch: int | None = None,
+    limit: str | float | None = None,
+    top: int = 10,
+    include_async: bool = False,
+) -> FoundPlan:
+    """Every valid strategy that fits the memory, ranked by predicted time, with the reasons.
+
+    `limit` is the memory of a device where it is not the cluster's: bytes, or text such as "10GB".
+    """
+    workload, samples = model_and_batch(model, batch, workers)
+    options = SearchOptions(StepSettings(samples), top, include_async)
+    return as_plan(search(workload, limited(as_cluster(cluster), limit), workers, options))
+
+
+def as_plan(result: SearchResult) -> FoundPlan:
+    """What was found, in words."""
+    return FoundPlan(
+        _planned(result.ranked),
+        tuple(one for each in result.too_large for one in _planned((each,))),
+        _planned(result.asynchronous),
+        None if result.ranked else nothing_fits(result.least, result.least_workers),
+    )
+
+
+def _planned(found: tuple[Priced, ...]) -> tuple[PlannedStrategy, ...]:
+    return tuple(
+        PlannedStrategy(
+            one.candidate.strategy,
+            options_of(one.candidate.settings),
+            one.prediction,
+            why(one, found[0]),
+            one.merged,
+        )
+        for one in found
+    )
+
+
+def as_cluster(cluster: str | Path | Cluster) -> Cluster:
+    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+
+
+def limited(cluster: Cluster, limit: str | float | None) -> Cluster:
+    """The cluster with devices of so much memory."""
+    if limit is None:
+        return cluster
+    num_bytes = float(parse_bytes(limit)) if isinstance(limit, str) else float(limit)
+    if num_bytes <= 0:
+        raise BadInput(f"a limit of memory is above 0 bytes, not {limit}")
+    return replace(cluster, device=replace(cluster.device, memory_bytes=num_bytes))
+
+
+def model_and_batch(model: Model, batch: int | None, workers: int) -> tuple[Workload, int]:
+    if batch is not None and batch < 1:
+        raise BadInput(f"a batch has at least 1 sample, not {batch}")
+    workload = named_workload(str(model)) if isinstance(model, str | Path) else model
+    if workload is None:
+        return _script_and_batch(str(model), batch)
+    return workload, batch or default_batch(workload, workers)
+
+
+def _script_and_batch(script: str, batch: int | None) -> tuple[Workload, int]:
+    found = workload_of_script(script)
+    return found.workload, batch or found.batch
