@@ -76,12 +76,15 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def restored_generators() -> Iterator[None]:
-    """The global generators are afterwards as they were before."""
-    torch_state, random_state, numpy_state = _states()
-    try:
-        yield
-    finally:
-        with tracing:
+    """The global generators are afterwards as they were before.
+
+    Ranks that are threads of one process draw from them in turn.
+    """
+    with tracing:
+        torch_state, random_state, numpy_state = _states()
+        try:
+            yield
+        finally:
             torch.default_generator.set_state(torch_state)
             random.setstate(random_state)
             if numpy_state is not None:
