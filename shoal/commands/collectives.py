@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table as Grid
 
+from shoal.cluster.presets import load_cluster
 from shoal.cluster.units import (
     parse_bytes,
     parse_s_per_byte,
@@ -18,6 +19,7 @@ from shoal.cluster.units import (
     show_seconds,
 )
 from shoal.commands import options
+from shoal.commands.collectives_on_cluster import show_on_cluster
 from shoal.commands.output import plain_table, wide_console, write_text
 from shoal.errors import BadInput
 from shoal.plan.price import Price, price_all
@@ -42,8 +44,15 @@ Outer = Annotated[str | None, typer.Option(help="For hierarchical: the one betwe
 @app.callback(invoke_without_command=True)
 def table(
     context: typer.Context,
-    ranks: Ranks = 8,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Number of ranks.", show_default="8, or all devices of --cluster"),
+    ] = None,
     size: Size = "100MB",
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="With contention on this cluster: a file or a preset."),
+    ] = None,
     alpha: Annotated[str, typer.Option(help="Time of a message: 10us.")] = "10us",
     beta: Annotated[
         str, typer.Option(help="Cost of a byte: 10GB/s, 80Gb/s, or seconds.")
@@ -51,11 +60,18 @@ def table(
     gamma: Annotated[str, typer.Option(help="Cost of reducing a byte: 20GB/s, or seconds.")] = "0",
     kind: Annotated[str, typer.Option(help="Which collective, or `all`.")] = "all_reduce",
     prove_all: Annotated[bool, typer.Option("--prove", help="Also prove each one.")] = False,
+    seed: Annotated[int, typer.Option(help="Of a ring's random order, on a cluster.")] = 0,
     as_json: options.Json = False,
 ) -> None:
     """A table of all algorithms, the fastest first."""
     if context.invoked_subcommand is not None:
         return
+    if cluster is not None:
+        _refuse_costs(context)
+        names = kinds() if kind == "all" else [kind_named(kind).name]
+        show_on_cluster(load_cluster(cluster), ranks, names, parse_bytes(size), seed, as_json)
+        return
+    ranks = 8 if ranks is None else ranks
     if ranks < 1:
         raise BadInput(f"a collective needs at least one rank, not {ranks}")
     cost = (parse_seconds(alpha), parse_s_per_byte(beta), parse_s_per_byte(gamma))
@@ -76,6 +92,15 @@ def table(
         console.print(f"All of them are proven for {ranks} ranks.")
     if "all_reduce" in prices_by_kind and ranks > 1:
         console.print(_ring_against_star(prices_by_kind["all_reduce"]), soft_wrap=True)
+
+
+def _refuse_costs(context: typer.Context) -> None:
+    """What a cluster's links say is not to be said twice."""
+    for name in ("alpha", "beta", "gamma", "prove_all"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            option = "prove" if name == "prove_all" else name
+            raise BadInput(f"--{option} does not go with --cluster, whose links have their costs")
 
 
 @app.command()

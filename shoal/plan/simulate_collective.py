@@ -122,6 +122,8 @@ def _in_lockstep(
 def _one_round(
     src: Longs, dst: Longs, chunks: Floats, reduce_s: Floats, chunk: float, routes: Routes
 ) -> tuple[float, Floats]:
+    if len(src) == 1:
+        return _one_message(src, dst, float(chunks[0] * chunk), float(reduce_s.max()), routes)
     network = MessageNetwork(routes, len(reduce_s))
     network.start(src, dst, chunks * chunk, np.arange(len(src)))
     ends_s = np.zeros(len(reduce_s))
@@ -130,6 +132,19 @@ def _one_round(
         ends_s[src[ended]] = at_s
         ends_s[dst[ended]] = at_s
     return float((ends_s + reduce_s).max(initial=0.0)), network.carried_bytes
+
+
+def _one_message(
+    src: Longs, dst: Longs, num_bytes: float, reduce_s: float, routes: Routes
+) -> tuple[float, Floats]:
+    """A message that has its path for itself; the receiver alone reduces."""
+    row = routes.rows(src, dst)
+    path = routes.paths(row)[0]
+    path = path[path >= 0]
+    rate = float(routes.capacities[path].min(initial=math.inf))
+    carried = np.zeros(routes.capacities.size)
+    carried[path] = num_bytes
+    return float(routes.alphas_s(row)[0]) + num_bytes / rate + reduce_s, carried
 
 
 class _ByRank:

@@ -188,3 +188,23 @@ def test_sizes_and_times_are_written_with_three_digits() -> None:
         "0 B", "12 B", "1.4 GB", "12.5 MB", "1 MB",
     ]  # fmt: skip
     assert [show_seconds(n) for n in (0.0176, 2.0, 3e-7)] == ["17.6 ms", "2 s", "300 ns"]
+
+
+def test_a_cluster_prices_algorithms_with_contention() -> None:
+    document = json.loads(run("--cluster", "rack-1-4", "--bytes", "700GB", "--json").stdout)
+    (found,) = document["collectives"]
+    assert document["ranks"] == 32 and found["fastest"] == "ring"
+    shuffled = next(one for one in found["algorithms"] if one["order"] == "random")
+    assert shuffled["simulated_s"] > 2 * found["algorithms"][0]["simulated_s"]
+    shown = run("--cluster", "rack-1-4", "--ranks", "16", "--kind", "all_gather")
+    assert shown.exit_code == 0
+    assert "all_gather of 100 MB over 16 ranks of rack-1-4, 8 nodes in a rack" in shown.stdout
+    assert "uplinks 1:4" in shown.stdout and "47 Gb/s = 5.88 GB/s" in shown.stdout
+
+
+def test_a_cluster_has_its_own_costs() -> None:
+    refused = run("--cluster", "rack-1-4", "--beta", "10GB/s")
+    assert refused.exit_code == 2
+    assert "--beta does not go with --cluster" in refused.stderr
+    unknown = run("--cluster", "rack-1-5")
+    assert unknown.exit_code == 2 and "rack-1-4" in unknown.stderr

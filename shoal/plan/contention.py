@@ -1,0 +1,226 @@
+"""Collectives on a cluster: every algorithm with contention, in closed form and simulated.
+
+The closed form of a round: the alphas at its busiest port, and then its busiest link, the largest
+of bytes over capacity. In the simulation flows share links fairly, message by message.
+`alpha_beta_s` is the time without contention, if all messages took the path of the slowest pair.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.topology import Topology
+from shoal.errors import BadInput
+from shoal.plan.flows import Floats
+from shoal.plan.messages import Routes
+from shoal.plan.price import price
+from shoal.plan.simulate_collective import MessageTable, message_table, simulate_collective
+from shoal.schedules.collectives.catalog import algorithms, build
+from shoal.schedules.collectives.collective import Collective
+
+IN_ORDER = "contiguous"
+AT_RANDOM = "random"
+MOST_MESSAGES = 300_000  # in the distinct rounds of a schedule; beyond, closed forms only
+MOST_ROUNDS = 1_500  # that differ
+
+
+@dataclass(frozen=True)
+class ContendedPrice:
+    """One algorithm, with its ranks in one order, on a cluster."""
+
+    kind: str
+    algorithm: str
+    order: str  # of the ranks: contiguous in nodes and racks, or random
+    ranks: int
+    num_bytes: int
+    alpha_beta_s: float
+    closed_form_s: float
+    simulated_s: float | None  # None: too many messages
+    bound: str  # the link that is busy longest
+    bound_bytes_per_s: float
+    bound_bytes: float  # that it carries
+
+    @property
+    def seconds(self) -> float:
+        return self.closed_form_s if self.simulated_s is None else self.simulated_s
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class ClusterNetwork:
+    """The first ranks of a cluster, in order or shuffled by a seed."""
+
+    def __init__(self, cluster: Cluster, ranks: int, seed: int = 0):
+        if ranks < 1:
+            raise BadInput(f"a collective needs at least one rank, not {ranks}")
+        self.cluster = cluster.of_size(ranks)
+        self.ranks = ranks
+        self.topology = Topology(self.cluster)
+        self.shuffled = list(range(ranks))
+        random.Random(seed).shuffle(self.shuffled)
+        self._routes = {
+            IN_ORDER: Routes(self.topology),
+            AT_RANDOM: Routes(self.topology, self.shuffled),
+        }
+
+    @property
+    def has_levels(self) -> bool:
+        """The ranks are in several nodes or racks, so that their order counts."""
+        return self.ranks > self.cluster.node.devices
+
+    @property
+    def slowest_pair(self) -> tuple[float, float]:
+        """Alpha and rate of the slowest pair of ranks, alone on its path."""
+        others = range(1, self.ranks)
+        alpha_s = max((self.topology.alpha_s(0, one) for one in others), default=0.0)
+        rate = min((self.topology.bytes_per_s(0, one) for one in others), default=float("inf"))
+        return alpha_s, rate
+
+    def price(
+        self, collective: Collective, num_bytes: int, order: str = IN_ORDER
+    ) -> ContendedPrice:
+        routes = self._routes[order]
+        table = message_table(collective)
+        chunk = collective.chunk_bytes(num_bytes)
+        closed_s, carried = closed_form(table, chunk, routes)
+        alpha_s, rate = self.slowest_pair
+        busiest = int(np.argmax(carried / routes.capacities)) if carried.any() else -1
+        simulated_s = None
+        if _can_be_simulated(table):
+            simulated_s = simulate_collective(collective, num_bytes, routes, lockstep=True).seconds
+        return ContendedPrice(
+            collective.kind,
+            collective.name,
+            order,
+            collective.ranks,
+            num_bytes,
+            price(collective, num_bytes, alpha_s, 1 / rate).time_s,
+            closed_s,
+            simulated_s,
+            routes.names[busiest] if busiest >= 0 else "",
+            float(routes.capacities[busiest]) if busiest >= 0 else 0.0,
+            float(carried[busiest]) if busiest >= 0 else 0.0,
+        )
+
+    def price_all(self, kind: str, num_bytes: int) -> list[ContendedPrice]:
+        """Every algorithm of a kind, and rings in random order; the fastest first."""
+        found = [self.price(one, num_bytes) for one in self._collectives(kind)]
+        if "ring" in algorithms(kind) and self.has_levels:
+            found.append(self.price(build(kind, "ring", self.ranks), num_bytes, AT_RANDOM))
+        return sorted(found, key=lambda one: one.seconds)
+
+    def _collectives(self, kind: str) -> Iterator[Collective]:
+        for name in algorithms(kind):
+            if name == "hierarchical" and self.has_levels:
+                yield hierarchical(self.cluster, self.ranks)
+            else:
+                yield build(kind, name, self.ranks)
+
+    def crossings(self, order: str = IN_ORDER) -> int:
+        """How often a ring leaves the rack that it leaves most often."""
+        places = list(range(self.ranks)) if order == IN_ORDER else self.shuffled
+        racks = [self.cluster.place(rank)[0] for rank in places]
+        hops = zip(racks, [*racks[1:], racks[0]], strict=True)
+        leaving = [one for one, other in hops if one != other]
+        return max((leaving.count(rack) for rack in set(leaving)), default=0)
+
+
+def hierarchical(cluster: Cluster, ranks: int) -> Collective:
+    """In the levels that a cluster has: nodes of several devices, racks of several nodes."""
+    devices = cluster.node.devices
+    in_rack = (cluster.nodes_per_rack or cluster.nodes) * devices
+    spans_racks = ranks > in_rack
+    if devices == 1 and spans_racks:
+        return build("all_reduce", "hierarchical", ranks, node=in_rack, outer="ring")
+    options = {"rack": in_rack // devices} if spans_racks and in_rack > devices else {}
+    return build("all_reduce", "hierarchical", ranks, node=devices, outer="ring", **options)
+
+
+def closed_form(table: MessageTable, chunk: float, routes: Routes) -> tuple[float, Floats]:
+    """Seconds of all rounds, and the bytes that each link carries."""
+    seconds = 0.0
+    carried = np.zeros(routes.capacities.size)
+    known: dict[bytes, tuple[float, Floats]] = {}
+    for number in range(table.num_rounds):
+        rows = table.of_round(number)
+        key = b"".join(c[rows].tobytes() for c in (table.src, table.dst, table.chunks))
+        if key not in known:
+            known[key] = _round(table, rows, chunk, routes)
+        took_s, moved = known[key]
+        seconds += took_s
+        carried += moved
+    return seconds, carried
+
+
+def _round(table: MessageTable, rows: slice, chunk: float, routes: Routes) -> tuple[float, Floats]:
+    src, dst = table.src[rows], table.dst[rows]
+    if not src.size:
+        return 0.0, np.zeros(routes.capacities.size)
+    way = routes.rows(src, dst)
+    paths = routes.paths(way)
+    alphas_s = routes.alphas_s(way)
+    at_ports = max(np.bincount(src, alphas_s).max(), np.bincount(dst, alphas_s).max())
+    sizes = np.repeat(table.chunks[rows] * chunk, paths.shape[1])
+    moved = np.bincount(paths.ravel() + 1, sizes, minlength=routes.capacities.size + 1)[1:]
+    return float(at_ports + (moved / routes.capacities).max()), moved.astype(np.float64)
+
+
+def _can_be_simulated(table: MessageTable) -> bool:
+    rounds = [table.of_round(number) for number in range(table.num_rounds)]
+    distinct = {(table.src[r].tobytes(), table.dst[r].tobytes()): r.stop - r.start for r in rounds}
+    return len(distinct) <= MOST_ROUNDS and sum(distinct.values()) <= MOST_MESSAGES
+
+
+def explain_racks(network: ClusterNetwork, prices: Sequence[ContendedPrice]) -> str:
+    """Why the order of a ring counts, and what hierarchical changes; "" where nothing does."""
+    cluster = network.cluster
+    by_name = {(one.algorithm, one.order): one for one in prices}
+    at_random = by_name.get(("ring", AT_RANDOM))
+    in_order = by_name.get(("ring", IN_ORDER))
+    if at_random is None or in_order is None:
+        return ""
+    often = network.crossings(AT_RANDOM)
+    if often <= network.crossings():
+        return _explain_nics(cluster, in_order, by_name.get(("hierarchical", IN_ORDER)))
+    ratio = f"1:{cluster.oversubscription:g}"
+    sentences = [
+        f"A ring in random order crosses the {ratio} uplink of one rack {often} times a round, and "
+        f"the {often} flows share it; in rack-contiguous order {_times(network.crossings())}"
+    ]
+    is_helped = in_order.seconds > 1.01 * in_order.alpha_beta_s
+    needs = "shares links with others" if is_helped else "needs no help"
+    sentences[0] += f", so it {needs}: {_faster(in_order, at_random)}."
+    levels = by_name.get(("hierarchical", IN_ORDER))
+    if levels is not None:
+        sentences.append(
+            "Hierarchical sends only one rack's share over the uplink: "
+            f"{_faster(levels, at_random)}."
+        )
+    return " ".join(sentences)
+
+
+def _explain_nics(cluster: Cluster, ring: ContendedPrice, levels: ContendedPrice | None) -> str:
+    if cluster.node.nics < 2 or levels is None or levels.seconds >= ring.seconds:
+        return ""
+    return (
+        f"One ring leaves a node through one of its {cluster.node.nics} NICs; hierarchical sends a "
+        f"share through each, and is {ring.seconds / levels.seconds:.3g} times as fast."
+    )
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
+def _faster(one: ContendedPrice, other: ContendedPrice) -> str:
+    closed = f"{other.closed_form_s / one.closed_form_s:.3g} times"
+    if one.simulated_s is None or other.simulated_s is None:
+        return f"by the closed form it is {closed} as fast as the random ring"
+    simulated = f"{other.simulated_s / one.simulated_s:.3g} times"
+    return f"it is {simulated} as fast as the random ring simulated, {closed} in closed form"
