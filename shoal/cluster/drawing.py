@@ -9,6 +9,7 @@ from rich.tree import Tree
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import Device, LinkSpec
+from shoal.cluster.host import Host
 from shoal.cluster.levels import levels, narrowest_cut
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 
@@ -127,6 +128,24 @@ def notes(cluster: Cluster) -> list[str]:
         share = f"{noise.straggler_share:.1%} of the workers of a step"
         found.append(f"Stragglers: {share} are {noise.straggler_slowdown:g} times slower.")
     return found
+
+
+def host_lines(host: Host) -> list[str]:
+    """What was read about a host."""
+    places = f"{counted(host.sockets, 'socket')}, {counted(host.numa_nodes, 'NUMA node')}"
+    lines = [
+        f"cores    {host.cores} ({host.cpu}; {places})",
+        f"memory   {show_bytes(host.memory_bytes)}",
+    ]
+    for nic in host.nics:
+        rate = "speed not reported" if nic.bytes_per_s is None else show_rate(nic.bytes_per_s)
+        lines.append(f"network  {nic.name}: {nic.kind}, {rate}")
+    for number, gpu in enumerate(host.gpus):
+        links = ""
+        if host.topology.gpus:
+            links = f"; to the others {' '.join(host.topology.gpus[number])}"
+        lines.append(f"GPU {number}    {gpu.name}, {show_bytes(gpu.memory_bytes)}{links}")
+    return lines if host.gpus else [*lines, "GPUs     none (nvidia-smi finds none)"]
 
 
 def device_words(device: Device) -> str:

@@ -73,7 +73,7 @@ def _node_level(cluster: Cluster) -> Level:
         words, crossing = _pcie_cut(cluster, switches)
         return _level("node", link, switches, crossing, node.devices, words)
     if link.shared:
-        words = f"inside a node, where all {node.devices} devices share {link.name}"
+        words = f"inside a node, whose {node.devices} devices share {link.name}"
         return _level("node", link, 1, link.rate, node.devices, words)
     if node.torus is not None:
         count = bisection_links(node.torus)

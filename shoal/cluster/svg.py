@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from html import escape
+from textwrap import wrap
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.drawing import counted, device_words, heading
@@ -23,7 +24,7 @@ text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733;font-size:13px}
 .rack{fill:#f1f4f7;stroke:#9aa5b1}.node{fill:#fff;stroke:#9aa5b1}
 .device{fill:#d7e9f7;stroke:#0072b2}.switch{fill:#fff3d6;stroke:#e69f00}
 .link{stroke:#5a6675;stroke-width:2;fill:none}.narrow{stroke:#cc4778;stroke-width:4;fill:none}
-.narrowtext{fill:#a6265a;font-weight:700}
+.narrowtext{fill:#a6265a;font-weight:700}.halo{paint-order:stroke;stroke:#fff;stroke-width:5px}
 """
 
 
@@ -59,7 +60,7 @@ class _Sizes:
     @property
     def node(self) -> tuple[float, float]:
         rows = -(-self.devices // self.columns)
-        return max(190.0, self.columns * _BOX + 16), rows * _BOX + 78
+        return max(220.0, self.columns * _BOX + 16), rows * _BOX + 78
 
     @property
     def rack(self) -> tuple[float, float]:
@@ -71,7 +72,7 @@ def cluster_svg(cluster: Cluster) -> str:
     canvas = _Canvas()
     width = max(880.0, sizes.racks * (sizes.rack[0] + 20) + 2 * _MARGIN)
     top = 150.0 if cluster.racks > 1 else 70.0
-    height = top + sizes.rack[1] + 110
+    height = top + sizes.rack[1] + 150
     canvas.text(_MARGIN, 34, heading(cluster), "title")
     spine = (width / 2, 78.0)
     for rack in range(sizes.racks):
@@ -82,7 +83,8 @@ def cluster_svg(cluster: Cluster) -> str:
             canvas.line(*spine, corner[0] + sizes.rack[0] / 2, top + 12, kind)
     if cluster.racks > 1:
         _draw_spine(canvas, cluster, spine)
-    for number, words in enumerate(_captions(cluster, sizes)):
+    lines = [line for words in _captions(cluster, sizes) for line in wrap(words, int(width / 7.5))]
+    for number, words in enumerate(lines):
         canvas.text(_MARGIN, top + sizes.rack[1] + 30 + 20 * number, words, "note")
     return _document(canvas, cluster, width, height)
 
@@ -118,7 +120,7 @@ def _draw_spine(canvas: _Canvas, cluster: Cluster, spine: tuple[float, float]) -
     assert nic is not None
     rate = show_rate(cluster.uplink_bytes_per_s / nic.efficiency)
     words = f"uplinks of a rack: {rate}, 1:{cluster.oversubscription:g}"
-    canvas.text(x + 76, y + 2, words, "narrowtext" if _is_narrow(cluster, "spine") else "")
+    canvas.text(x + 76, y + 2, words, "halo narrowtext" if _is_narrow(cluster, "spine") else "halo")
 
 
 def _draw_rack(
@@ -144,7 +146,8 @@ def _draw_rack(
         nic = cluster.node.nic
         assert nic is not None
         words = f"{cluster.node.nics} x {nic.name}: {show_rate(nic.bytes_per_s)}"
-        canvas.text(x + 12, y + 92, words, "narrowtext small" if narrow else "small")
+        kind = "small halo narrowtext" if narrow else "small halo"
+        canvas.text(middle, y + 66, words, kind, middle=True)
 
 
 def _draw_node(
@@ -200,6 +203,8 @@ def _captions(cluster: Cluster, sizes: _Sizes) -> list[str]:
         )
         if all_of_them > shown
     ]
+    if cluster.node.torus is not None:
+        lines.append("not drawn: the links of the torus round its ends")
     if left_out:
         lines.append(f"not drawn: {', '.join(left_out)}")
     return lines

@@ -10,10 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.drawing import draw_cluster
+from shoal.cluster.discover import Discovery
+from shoal.cluster.discover import discover as discover_host
+from shoal.cluster.drawing import draw_cluster, host_lines
 from shoal.cluster.levels import levels, narrowest, narrowest_cut
 from shoal.cluster.presets import load_cluster, preset_names
 from shoal.cluster.svg import cluster_svg
+from shoal.cluster.toml_writer import cluster_text
 from shoal.commands import options
 from shoal.commands.cluster_calibrate import calibrate_command
 from shoal.commands.output import wide_console, write_text
@@ -48,6 +51,49 @@ def show(
         draw_cluster(cluster, wide_console())
 
 
+@app.command()
+def discover(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write a cluster file here.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """What this machine is made of: cores, NUMA nodes, memory, GPUs and their links, NICs.
+
+    Nothing is measured; `shoal cluster calibrate` does that.
+    """
+    found = discover_host()
+    if output is not None:
+        write_text(output, _file_text(found))
+    if as_json:
+        typer.echo(json.dumps(_discovered(found)))
+        return
+    console = wide_console()
+    for line in host_lines(found.host):
+        console.print(line, soft_wrap=True)
+    console.print()
+    draw_cluster(found.cluster, console)
+    for note in found.notes:
+        console.print(note, soft_wrap=True)
+    if output is not None:
+        console.print(f"Written: {output}", soft_wrap=True)
+
+
+def _discovered(found: Discovery) -> dict[str, Any]:
+    return {
+        "host": asdict(found.host),
+        "cluster": document(found.cluster),
+        "notes": list(found.notes),
+    }
+
+
+def _file_text(found: Discovery) -> str:
+    comments = "".join(f"# {note}\n" for note in found.notes)
+    return f"# Read by `shoal cluster discover`, not measured.\n{comments}" + cluster_text(
+        found.cluster
+    )
+
+
 def resized(
     cluster: Cluster, nodes: int | None, racks: int | None, oversubscription: float | None
 ) -> Cluster:
@@ -72,7 +118,7 @@ def document(cluster: Cluster) -> dict[str, Any]:
     """The cluster as data, in seconds and bytes."""
     found = narrowest(cluster)
     return {
-        **_without_endings(asdict(cluster)),
+        **_plain_curves(asdict(cluster)),
         "devices": cluster.devices,
         "racks": cluster.racks,
         "levels": [
@@ -84,7 +130,9 @@ def document(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _without_endings(fields: dict[str, Any]) -> dict[str, Any]:
-    for curve in ("matmul_efficiency", "memory_efficiency"):
-        fields["device"][curve] = fields["device"][curve]["points"]
+def _plain_curves(fields: dict[str, Any]) -> dict[str, Any]:
+    crowded = [device for _, device in fields["node"]["crowded"]]
+    for device in (fields["device"], *crowded):
+        for curve in ("matmul_efficiency", "memory_efficiency"):
+            device[curve] = device[curve]["points"]
     return fields
