@@ -56,6 +56,7 @@ class _Sizes:
     nodes: int
     devices: int
     columns: int
+    head: float  # room for the switch of a rack
 
     @property
     def node(self) -> tuple[float, float]:
@@ -64,7 +65,7 @@ class _Sizes:
 
     @property
     def rack(self) -> tuple[float, float]:
-        return self.nodes * (self.node[0] + 12) + 12, self.node[1] + 130
+        return self.nodes * (self.node[0] + 12) + 12, self.node[1] + self.head + 12
 
 
 def cluster_svg(cluster: Cluster) -> str:
@@ -103,8 +104,9 @@ def _sizes(cluster: Cluster) -> _Sizes:
     devices = min(cluster.node.devices, MOST_DEVICES)
     torus = cluster.node.torus
     columns = torus[-1] if torus is not None and len(torus) == 2 else min(devices, 8)
-    nodes = min(per_rack, MOST_NODES)
-    return _Sizes(min(cluster.racks, MOST_RACKS), nodes, devices, min(columns, 16))
+    racks = min(cluster.racks, MOST_RACKS)
+    nodes = min(per_rack, MOST_NODES if racks <= 2 else 2)
+    return _Sizes(racks, nodes, devices, min(columns, 16), 100 if cluster.nodes > 1 else 12)
 
 
 def _is_narrow(cluster: Cluster, name: str) -> bool:
@@ -138,8 +140,8 @@ def _draw_rack(
         node_x = x + 12 + index * (sizes.node[0] + 12)
         if cluster.nodes > 1:
             kind = "narrow" if narrow else "link"
-            canvas.line(middle, y + 30, node_x + sizes.node[0] / 2, y + 100, kind)
-        _draw_node(canvas, cluster, sizes, first + index, (node_x, y + 100))
+            canvas.line(middle, y + 30, node_x + sizes.node[0] / 2, y + sizes.head, kind)
+        _draw_node(canvas, cluster, sizes, first + index, (node_x, y + sizes.head))
     if cluster.nodes > 1:
         canvas.box(middle - 90, y + 12, 180, 28, "switch")
         canvas.text(middle, y + 31, f"top-of-rack switch {rack}", middle=True)

@@ -158,7 +158,9 @@ class Block:
         self.known.append(key)
         value = self.table.get(key, default)
         if value is None:
-            self.refuse(key, "it is required and is missing")
+            close = difflib.get_close_matches(key, list(self.table), n=1, cutoff=0.8)
+            meant = f"; there is {close[0]}, was it meant?" if close else ""
+            self.refuse(key, f"it is required and is missing{meant}")
         return value
 
 

@@ -1,0 +1,146 @@
+"""Cluster files: presets are what datasheets say, and each mistake names file and key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.cluster import Noise
+from shoal.cluster.presets import load_cluster, preset_names
+from shoal.cluster.toml_file import parse_cluster
+from shoal.cluster.toml_writer import cluster_text
+from shoal.errors import BadInput
+
+SMALL = """
+nodes = 4
+[device]
+memory_GB = 80
+memory_GB_per_s = 2039
+launch_us = 4
+peak_TFLOP_per_s = { fp32 = 19.5, fp16 = 312 }
+spread = { memory_GB_per_s = [1900, 2000], "peak_TFLOP_per_s.fp16" = [250, 290] }
+[link.nvlink]
+GB_per_s = 300
+alpha_us = 5
+[link.infiniband]
+Gb_per_s = 200
+[node]
+devices = 2
+fabric = "nvlink"
+nic = "infiniband"
+[rack]
+nodes = 2
+uplinks = 1
+uplink = "infiniband"
+[spine]
+oversubscription = 2
+[noise]
+jitter = 0.02
+straggler_share = 0.1
+straggler_slowdown = 4
+"""
+
+
+def parse(text: str):  # type: ignore[no-untyped-def]
+    return parse_cluster(text, "c.toml", "c")
+
+
+def test_keys_carry_units() -> None:
+    cluster = parse(SMALL)
+    assert cluster.device.memory_bytes == 80e9
+    assert cluster.device.launch_s == pytest.approx(4e-6)
+    assert cluster.device.flops_of("fp16") == 312e12
+    assert cluster.node.fabric is not None and cluster.node.fabric.alpha_s == pytest.approx(5e-6)
+    assert cluster.node.nic is not None and cluster.node.nic.bytes_per_s == 25e9
+    assert cluster.noise == Noise(0.02, 0.1, 4)
+    spread = cluster.device.spread
+    assert spread["memory_bytes_per_s"] == (1900e9, 2000e9)
+    assert spread["peak_flops.fp16"] == (250e12, 290e12)
+
+
+def test_a_terabyte_over_200_gigabits_takes_40_seconds() -> None:
+    nic = load_cluster("infiniband-200").node.nic
+    assert nic is not None
+    assert 1e12 / nic.bytes_per_s == 40
+
+
+def test_the_pcie_of_a_server_is_slower_than_nvlink_and_memory() -> None:
+    node = load_cluster("dgx-a100").node
+    assert node.fabric is not None and node.pcie is not None
+    assert 2 * node.fabric.bytes_per_s == 600e9  # both directions
+    assert 2 * node.pcie.bytes_per_s == 64e9
+    assert load_cluster("ethernet-10").device.memory_bytes_per_s == 1935e9
+
+
+@pytest.mark.parametrize("name", sorted(set(preset_names())))
+def test_a_preset_is_the_same_after_it_is_written(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.devices >= 1
+    text = cluster_text(cluster)
+    assert cluster_text(parse_cluster(text, name, name)) == text
+
+
+def test_presets_of_the_issue_are_there() -> None:
+    wanted = "dgx-a100 dgx-h100 dgx-h200 h200 b200 laptop this-machine ethernet-10 ethernet-25"
+    wanted += " infiniband-100 infiniband-200 rack-1-4 seeds-rack tpu-torus"
+    assert set(wanted.split()) <= set(preset_names())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('"nvlink"', '"nvlnk"', "[node] fabric: there is no [link.nvlnk]; did you mean nvlink?"),
+        ("oversubscription = 2", "oversubscription = 4", "[spine] oversubscription: 1:4 is not"),
+        ("memory_GB = 80", "memory_Gb = 80", "[device] memory_GB: it is required and is missing"),
+        (
+            "launch_us",
+            "lunch_us",
+            "[device] lunch_us: there is no such key; did you mean launch_us",
+        ),
+        ("launch_us = 4", 'launch_us = "4"', "[device] launch_us: a number is expected, not '4'"),
+        ("launch_us = 4", "launch_us = -4", "[device] launch_us: a number of at least 0"),
+        ("launch_us = 4", "launch_us = nan", "[device] launch_us: a number of at least 0"),
+        ("launch_us = 4", "launch_us = true", "[device] launch_us: a number is expected"),
+        ("GB_per_s = 300", "GB_per_s = 0", "[link.nvlink] GB_per_s: a number above 0"),
+        ("GB_per_s = 300", "", "[link.nvlink] GB_per_s: give either GB_per_s (bytes) or"),
+        ("fp16 = 312", "pf16 = 312", "[device.peak_TFLOP_per_s] pf16: there is no such data type"),
+        ("nodes = 4", "nodes = 0", "nodes: a whole number of at least 1"),
+        ("nodes = 4", "nodes = 2.5", "nodes: a whole number is expected, not 2.5"),
+        ("nodes = 4", "noeds = 4", "noeds: there is no such key; did you mean nodes?"),
+        ('nic = "infiniband"', "", "nodes: 4 nodes need a network, and [node] names no nic"),
+        ('fabric = "nvlink"', "", "[node] fabric: 2 devices need a fabric or a pcie to meet"),
+        ("devices = 2", "devices = 2\ntorus = [3, 3]", "[node] torus: a torus of 3 x 3 does not"),
+        ("devices = 2", "devices = 2\nsockets = 2", "[node] socket_link: 2 sockets need a link"),
+        ("uplinks = 1", "uplinks = 1\nports = 2", "[rack] ports: 2 nodes take 2 ports and"),
+        ("alpha_us = 5", "efficiency = 1.5", "[link.nvlink] efficiency: a share between 0 and 1"),
+        ("alpha_us = 5", 'source = "guess"', "[link.nvlink] source: one of spec, measured, fit"),
+        ("[1900, 2000]", "[2000, 1900]", "[device.spread] memory_GB_per_s: the lowest value comes"),
+        (
+            "launch_us = 4",
+            "matmul_efficiency = [[1, 2]]",
+            "[device] matmul_efficiency: a share, or",
+        ),
+        ("[noise]", "[noise", "is not TOML"),
+        ("[noise]\n", "[[noise]]\n", "noise: a table [noise] is expected, not a list"),
+    ],
+)
+def test_a_mistake_names_the_file_and_the_key(old: str, new: str, problem: str) -> None:
+    assert old in SMALL
+    with pytest.raises(BadInput) as caught:
+        parse(SMALL.replace(old, new, 1))
+    assert problem in str(caught.value)
+    assert str(caught.value).startswith("c.toml")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="No such file"):
+        load_cluster(tmp_path / "none.toml")
+    with pytest.raises(BadInput, match="Is a directory"):
+        load_cluster(tmp_path)
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes("name = 'Büro'".encode("latin-1"))
+    with pytest.raises(BadInput, match=r"latin.toml: byte 9 is not UTF-8"):
+        load_cluster(latin)
+    with pytest.raises(BadInput, match="did you mean dgx-a100"):
+        load_cluster("dgx-a10")

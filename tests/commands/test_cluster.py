@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from shoal.cluster.presets import load_cluster
+from tests.commands.terminal import Answer, shoal
+
+
+def show(*arguments: str) -> Answer:
+    return shoal("cluster", "show", *arguments)
+
+
+def test_every_level_is_shown_in_bits_and_bytes() -> None:
+    asked = ("dgx-a100", "--nodes", "8", "--racks", "2", "--oversubscription", "4")
+    shown = show(*asked).stdout
+    assert "64 devices, 8 nodes in 2 racks" in shown
+    assert "uplinks of a rack: 1.6 Tb/s = 200 GB/s, oversubscribed 1:4" in shown
+    assert "8 x InfiniBand HDR: 200 Gb/s = 25 GB/s each" in shown
+    assert "NVLink 3: 2.4 Tb/s = 300 GB/s a device" in shown
+    assert "PCIe 4.0 x16: 256 Gb/s = 32 GB/s" in shown
+    assert "The narrowest cut is between racks" in shown
+
+
+@pytest.mark.parametrize("name", ["dgx-a100", "laptop", "rack-1-4", "tpu-torus"])
+def test_a_preset_is_shown_as_text_picture_and_json(name: str, tmp_path: Path) -> None:
+    assert show(name).exit_code == 0
+    picture = tmp_path / "c.svg"
+    answer = show(name, "--svg", str(picture), "--json")
+    document = json.loads(answer.stdout)
+    assert document["devices"] == load_cluster(name).devices
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_the_picture_prints_both_units(tmp_path: Path) -> None:
+    picture = tmp_path / "c.svg"
+    show("seeds-rack", "--svg", str(picture))
+    text = picture.read_text()
+    assert "uplinks of a rack: 10 Gb/s = 1.25 GB/s, 1:2" in text
+    assert "Ethernet 10: 10 Gb/s = 1.25 GB/s" in text
+    assert "The narrowest cut is between racks" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("dgx-a10",), "did you mean dgx-a100?"),
+        (("none.toml",), "cannot read none.toml: No such file or directory"),
+        (("dgx-a100", "--nodes", "3", "--racks", "2"), "3 nodes do not fill 2 racks evenly"),
+        (("dgx-a100", "--nodes", "1", "--racks", "2"), "there are only 1 nodes"),
+        (("dgx-a100", "--oversubscription", "4"), "give --racks 2"),
+        (("laptop", "--nodes", "2"), "a node of laptop has no nic"),
+        (("h200", "--svg", "/none/c.svg"), "cannot write /none/c.svg"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: tuple[str, ...], problem: str) -> None:
+    answer = show(*arguments)
+    assert answer.exit_code == 2
+    assert problem in answer.stderr
+    assert answer.stdout == ""
+
+
+def test_discover_writes_a_file_that_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    answer = shoal("cluster", "discover", "-o", str(path), "--json")
+    found = json.loads(answer.stdout)
+    assert found["host"]["cores"] >= 1
+    assert load_cluster(path).devices == found["cluster"]["devices"]
+    assert "cores" in shoal("cluster", "discover").stdout
