@@ -13,6 +13,7 @@ from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.workload import Recompute, Split, Workload
 from shoal.schedules.pipelines.catalog import schedule
+from shoal.strategy.base import SyncTerm
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
 
 
@@ -37,6 +38,7 @@ class Predictor:
         self.cluster = cluster
         self._order = order
         self._pricers: dict[int, ReplicaPricer] = {}
+        self._last: tuple[Strategy, int, tuple[Layout, SyncTerm, str]] | None = None
         self._flops = workload.model_flops(1)
         self._peak = cluster.device.flops_of(workload.precision.compute)
 
@@ -49,13 +51,20 @@ class Predictor:
             self._pricers[key] = ReplicaPricer(self.workload, cluster, self._order)
         return self._pricers[key]
 
+    def _read(self, strategy: Strategy, workers: int) -> tuple[Layout, SyncTerm, str]:
+        """What a strategy says; a search asks with one after the other of the settings."""
+        if self._last is None or self._last[0] is not strategy or self._last[1] != workers:
+            layout = strategy.layout(workers)
+            said = (layout, strategy.sync_for(layout.replicas), str(strategy))
+            self._last = (strategy, workers, said)
+        return self._last[2]
+
     def predict(self, strategy: Strategy, workers: int, settings: StepSettings) -> Prediction:
-        layout = strategy.layout(workers)
+        layout, term, text = self._read(strategy, workers)
         microbatch, microbatches = _micro_batches(strategy, layout, settings)
         split = _split(strategy, layout, settings, microbatch)
         pricer = self.pricer(workers)
         replica = pricer.price(layout, split, microbatches, _shape(strategy, settings))
-        term = strategy.sync_for(layout.replicas)
         overlapped_s = replica.backward_s if settings.overlap else 0.0
         question = SyncQuestion(
             pricer.network,
@@ -73,7 +82,7 @@ class Predictor:
         parts = (*replica.parts, *sync.parts, *fixed)
         step_s = sum(part.seconds for part in parts)
         return Prediction(
-            strategy=str(strategy),
+            strategy=text,
             workers=workers,
             cluster=self.cluster.name,
             batch=settings.batch,

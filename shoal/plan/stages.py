@@ -13,11 +13,12 @@ Stage = tuple[int, ...]  # layers of each run
 
 def deal_layers(counts: Sequence[int], weights: Sequence[float], stages: int) -> list[Stage]:
     """Contiguous layers for every stage, so that the largest weight of a stage is the smallest."""
-    limit = _smallest_limit(counts, weights, stages)
     even = _deal_shares(counts, weights, stages)
-    if max(weight_of(stage, weights) for stage in even) <= limit * (1 + 1e-9):
+    largest = max(weight_of(stage, weights) for stage in even)
+    better = _fill(counts, weights, stages, largest * (1 - 1e-6))
+    if better is None:
         return even
-    return _fill(counts, weights, stages, limit) or even
+    return _fill(counts, weights, stages, _smallest_limit(counts, weights, stages)) or better
 
 
 def deal_evenly(counts: Sequence[int], stages: int) -> list[Stage]:

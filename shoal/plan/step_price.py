@@ -14,7 +14,7 @@ A stage sends an activation or its gradient after every forward and backward, an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
@@ -58,6 +58,7 @@ class _Stages:
     backward_s: float
     parameters: float
     activation_bytes: tuple[float, ...]  # of each stage, one micro-batch
+    recompute_bytes: float
     transfer: CollectiveTime
     tied: CollectiveTime  # the sum of gradients that the first and the last stage share
 
@@ -73,6 +74,7 @@ class ReplicaPricer:
         self._counts = [run.count for run in workload.runs]
         self._clock = LayerClock(workload, self.network)
         self._groups: dict[Layout, tuple[AxisGroups, RankGroup, RankGroup]] = {}
+        self._virtual: dict[tuple[tuple[float, ...], int], list[Stage]] = {}
         self._dealt: dict[tuple[Split, AxisGroups, RankGroup, int, str, bool], _Stages] = {}
 
     def group(self, layout: Layout, axis: str) -> RankGroup:
@@ -86,12 +88,11 @@ class ReplicaPricer:
         inside, pp, _ = self._groups_of(layout)
         key = (split, inside, pp, *pipeline[1:])
         stages = self._dealt.get(key)
-        table = self._clock.table(split, inside)
         if stages is None:
+            table = self._clock.table(split, inside)
             stages = self._deal(table, inside[0], pp, pipeline)
             self._dealt[key] = stages
-        price = _assemble(stages, pp.size, microbatches, pipeline)
-        return replace(price, recompute_bytes=table.recompute_bytes)
+        return _assemble(stages, pp.size, microbatches, pipeline)
 
     def _groups_of(self, layout: Layout) -> tuple[AxisGroups, RankGroup, RankGroup]:
         found = self._groups.get(layout)
@@ -122,6 +123,7 @@ class ReplicaPricer:
             ),
             parameters=max(held),
             activation_bytes=tuple(weight_of(stage, table.activation_bytes) for stage in stages),
+            recompute_bytes=table.recompute_bytes,
             transfer=self._transfer(table, tp, pp, pipeline.scatter_sends),
             tied=self._tied(pp, last_shares),
         )
@@ -133,7 +135,10 @@ class ReplicaPricer:
         if pipeline.balance == "even":
             return by_device(deal_evenly(self._counts, virtual), stages)
         weights = table.parameters if pipeline.balance == "weights" else table.seconds
-        return by_device(deal_layers(self._counts, weights, virtual), stages)
+        key = (weights, virtual)
+        if key not in self._virtual:
+            self._virtual[key] = deal_layers(self._counts, weights, virtual)
+        return by_device(self._virtual[key], stages)
 
     def _transfer(
         self, table: LayerTable, tp: RankGroup, pp: RankGroup, scatter: bool
@@ -176,6 +181,7 @@ def _assemble(
         stages.parameters,
         busy_s,
         max(n * size for n, size in zip(kept, stages.activation_bytes, strict=True)),
+        stages.recompute_bytes,
     )
 
 
