@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.commands.compare import _groups, _strategies, default_strategies
+from shoal.commands.compare import _strategies, default_strategies, groups_of
 from shoal.errors import BadInput
 from shoal.observe.comparison import ComparedRun, RunOutcome, steps_per_s
 from tests.scripts import HEAD, json_of, shoal
@@ -80,8 +80,8 @@ def entry(number: int, strategy: str) -> ComparedRun:
 
 def test_what_needs_servers_gets_processes_of_its_own() -> None:
     entries = [entry(i, name) for i, name in enumerate(["single", "ddp", "ps", "hogwild"])]
-    assert _groups(entries, apart=False) == [[entries[0], entries[1], entries[3]], [entries[2]]]
-    assert _groups(entries, apart=True) == [[each] for each in entries]
+    assert groups_of(entries, apart=False) == [[entries[0], entries[1], entries[3]], [entries[2]]]
+    assert groups_of(entries, apart=True) == [[each] for each in entries]
 
 
 def test_strategies_are_each_compared_once_and_nonsense_is_refused() -> None:
