@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.cluster.nvidia import Gpu, GpuTopology, read_gpus
+from shoal.cluster.nvidia import GpuTopology, NvidiaGpu, read_gpus
 from shoal.runtime.cores import cores
 
 _ARM_PARTS = {
@@ -39,7 +39,7 @@ class Host:
     flops_a_cycle: int  # of a core, fp32
     hertz: float | None
     nics: tuple[Nic, ...] = ()
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[NvidiaGpu, ...] = ()
     topology: GpuTopology = field(default_factory=GpuTopology)
 
 

@@ -15,7 +15,7 @@ _LINK = re.compile(r"X|NV\d+|SYS|NODE|PHB|PXB|PIX|N/A")
 
 
 @dataclass(frozen=True)
-class Gpu:
+class NvidiaGpu:
     name: str
     memory_bytes: float
     pcie_generation: int | None
@@ -72,14 +72,14 @@ class GpuTopology:
         return any(a in _NEAR and b in _NEAR for a, b in pairs)
 
 
-def parse_gpus(text: str) -> tuple[Gpu, ...]:
+def parse_gpus(text: str) -> tuple[NvidiaGpu, ...]:
     """The lines of `nvidia-smi --query-gpu=… --format=csv,noheader,nounits`."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == 4 and _number(cells[1]) is not None:
             memory_bytes = (_number(cells[1]) or 0) * 1024.0**2
-            found.append(Gpu(cells[0], memory_bytes, _number(cells[2]), _number(cells[3])))
+            found.append(NvidiaGpu(cells[0], memory_bytes, _number(cells[2]), _number(cells[3])))
     return tuple(found)
 
 
@@ -104,7 +104,7 @@ def parse_topology(text: str) -> GpuTopology:
     )
 
 
-def read_gpus() -> tuple[tuple[Gpu, ...], GpuTopology]:
+def read_gpus() -> tuple[tuple[NvidiaGpu, ...], GpuTopology]:
     """The GPUs of this machine; none where there is no nvidia-smi or it fails."""
     query = _output(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
     gpus = parse_gpus(query)

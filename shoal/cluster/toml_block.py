@@ -17,7 +17,7 @@ from shoal.errors import BadInput
 SOURCES = ("spec", "measured", "fit")
 
 
-class Block:
+class TomlBlock:
     def __init__(self, file: str, name: str, table: Mapping[str, Any]):
         self.file = file
         self.name = name
@@ -32,23 +32,23 @@ class Block:
         self.known.append(key)
         return key in self.table
 
-    def block(self, key: str) -> Block:
+    def block(self, key: str) -> TomlBlock:
         """A table inside this one; an empty one where there is none."""
         self.known.append(key)
         table = self.table.get(key, {})
         name = f"{self.name}.{key}" if self.name else key
         if not isinstance(table, dict):
             self.refuse(key, f"a table [{name}] is expected, not {_words(table)}")
-        return Block(self.file, name, table)
+        return TomlBlock(self.file, name, table)
 
-    def blocks(self, key: str) -> list[Block]:
+    def blocks(self, key: str) -> list[TomlBlock]:
         """The tables of an array [[key]]."""
         self.known.append(key)
         tables = self.table.get(key, [])
         name = f"{self.name}.{key}" if self.name else key
         if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
             self.refuse(key, f"tables [[{name}]] are expected, not {_words(tables)}")
-        return [Block(self.file, name, table) for table in tables]
+        return [TomlBlock(self.file, name, table) for table in tables]
 
     def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
         """A number of at least `least`; required where there is no default."""

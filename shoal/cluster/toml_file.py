@@ -26,7 +26,7 @@ import msgspec
 
 from shoal.cluster.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Device, LinkSpec
-from shoal.cluster.toml_block import Block, suggestion
+from shoal.cluster.toml_block import TomlBlock, suggestion
 from shoal.cluster.toml_measured import measured_calls
 from shoal.cluster.topology_checks import check_node, oversubscription_of_ports
 from shoal.errors import BadInput
@@ -72,7 +72,7 @@ def parse_cluster(text: str, file: str, default_name: str) -> Cluster:
         table: dict[str, Any] = msgspec.toml.decode(text)
     except msgspec.DecodeError as error:
         raise BadInput(f"{file} is not TOML: {error}") from error
-    top = Block(file, "", table)
+    top = TomlBlock(file, "", table)
     links = _links(top.block("link"))
     device = _device(top.block("device"))
     node = replace(
@@ -103,7 +103,7 @@ def parse_cluster(text: str, file: str, default_name: str) -> Cluster:
     )
 
 
-def _device(block: Block) -> Device:
+def _device(block: TomlBlock) -> Device:
     rates = block.block("peak_TFLOP_per_s")
     for dtype in rates.table:
         if dtype not in DTYPES:
@@ -133,14 +133,14 @@ def _device(block: Block) -> Device:
     return device
 
 
-def _links(block: Block) -> dict[str, LinkSpec]:
+def _links(block: TomlBlock) -> dict[str, LinkSpec]:
     found = {}
     for name in block.table:
         found[name] = _link(block.block(name), name)
     return found
 
 
-def _link(block: Block, name: str) -> LinkSpec:
+def _link(block: TomlBlock, name: str) -> LinkSpec:
     bits = block.has("Gb_per_s")
     if bits == block.has("GB_per_s"):
         block.refuse("GB_per_s", "give either GB_per_s (bytes) or Gb_per_s (bits)")
@@ -159,14 +159,14 @@ def _link(block: Block, name: str) -> LinkSpec:
     return link
 
 
-def _above_0(block: Block, key: str) -> float:
+def _above_0(block: TomlBlock, key: str) -> float:
     value = block.share(key, 1.0)
     if value == 0:
         block.refuse(key, "a share above 0 is expected, not 0")
     return value
 
 
-def _named_link(block: Block, key: str, links: dict[str, LinkSpec]) -> LinkSpec | None:
+def _named_link(block: TomlBlock, key: str, links: dict[str, LinkSpec]) -> LinkSpec | None:
     if not block.has(key):
         return None
     name = block.text(key)
@@ -176,7 +176,7 @@ def _named_link(block: Block, key: str, links: dict[str, LinkSpec]) -> LinkSpec 
     return links[name]
 
 
-def _node(block: Block, links: dict[str, LinkSpec]) -> Node:
+def _node(block: TomlBlock, links: dict[str, LinkSpec]) -> Node:
     node = Node(
         devices=block.count("devices", 1),
         fabric=_named_link(block, "fabric", links),
@@ -199,24 +199,26 @@ def _node(block: Block, links: dict[str, LinkSpec]) -> Node:
     return node
 
 
-def _optional(block: Block, key: str, unit: float = 1e9) -> float | None:
+def _optional(block: TomlBlock, key: str, unit: float = 1e9) -> float | None:
     return block.positive(key) * unit if block.has(key) else None
 
 
-def _crowded(blocks: list[Block]) -> tuple[tuple[int, Device], ...]:
+def _crowded(blocks: list[TomlBlock]) -> tuple[tuple[int, Device], ...]:
     """Devices by the number of workers that compute at the same time."""
     found = {block.count("workers"): _device(block) for block in blocks}
     return tuple(sorted(found.items()))
 
 
-def _nodes_per_rack(top: Block, nodes: int) -> int | None:
+def _nodes_per_rack(top: TomlBlock, nodes: int) -> int | None:
     rack = top.block("rack")
     if not rack.has("nodes"):
         return None
     return rack.count("nodes")
 
 
-def _network(top: Block, node: Node, nodes: int, links: dict[str, LinkSpec]) -> tuple[float, float]:
+def _network(
+    top: TomlBlock, node: Node, nodes: int, links: dict[str, LinkSpec]
+) -> tuple[float, float]:
     """The oversubscription of a rack of so many nodes, and what the spine adds to a message."""
     rack = top.block("rack")
     rack.has("nodes")
@@ -236,7 +238,7 @@ def _network(top: Block, node: Node, nodes: int, links: dict[str, LinkSpec]) -> 
     return by_ports, alpha_s
 
 
-def _noise(block: Block) -> Noise:
+def _noise(block: TomlBlock) -> Noise:
     noise = Noise(
         jitter=block.number("jitter", 0.0),
         straggler_share=block.share("straggler_share", 0.0),

@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.cluster.hardware import MeasuredCalls
-from shoal.cluster.toml_block import Block
+from shoal.cluster.toml_block import TomlBlock
 from shoal.errors import BadInput
 
 
-def measured_calls(block: Block) -> MeasuredCalls:
+def measured_calls(block: TomlBlock) -> MeasuredCalls:
     executor = block.text("executor")
     kind = block.text("kind")
     algorithm = block.text("algorithm", "")
@@ -43,7 +43,7 @@ def measured_calls(block: Block) -> MeasuredCalls:
         block.refuse("points", str(error))
 
 
-def _pairs(block: Block, key: str) -> list[tuple[float, float]]:
+def _pairs(block: TomlBlock, key: str) -> list[tuple[float, float]]:
     value: Any = block.table.get(key, []) if block.has(key) else []
     try:
         return [(float(one), float(other)) for one, other in value]

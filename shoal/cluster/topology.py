@@ -21,7 +21,7 @@ from shoal.errors import BadInput
 
 
 @dataclass(frozen=True)
-class Link:
+class GraphLink:
     """One direction of a link; `src` and `dst` are vertices such as `gpu 3` or `spine`."""
 
     name: str
@@ -38,11 +38,11 @@ class _Way(NamedTuple):
     down: tuple[int, ...]
 
 
-class Topology:
+class ClusterTopology:
     def __init__(self, cluster: Cluster, join_nics: bool = False):
         """`join_nics`: the NICs of a node are one link of their joint rate, for any device."""
         self.cluster = cluster
-        self.links: list[Link] = []
+        self.links: list[GraphLink] = []
         self._ids: dict[tuple[str, str], int] = {}
         self.nic_bundles = 1 if join_nics else min(cluster.node.nics, cluster.node.devices)
         self._paths: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -84,7 +84,7 @@ class Topology:
     # ---- building
 
     def _add(self, name: str, src: str, dst: str, bytes_per_s: float, alpha_s: float = 0.0) -> int:
-        self.links.append(Link(name, src, dst, bytes_per_s, alpha_s))
+        self.links.append(GraphLink(name, src, dst, bytes_per_s, alpha_s))
         self._ids[src, dst] = len(self.links) - 1
         return len(self.links) - 1
 
@@ -280,3 +280,6 @@ def _pcie(node: int, index: int) -> str:
 
 def _socket(node: int, index: int) -> str:
     return f"socket {index} of node {node}"
+
+
+Topology = ClusterTopology  # the short name, where no other topology is near

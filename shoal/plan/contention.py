@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.topology import Topology
+from shoal.cluster.topology import ClusterTopology
 from shoal.errors import BadInput
 from shoal.plan.flows import Floats
 from shoal.plan.messages import Routes
@@ -61,7 +61,7 @@ class ClusterNetwork:
             raise BadInput(f"a collective needs at least one rank, not {ranks}")
         self.cluster = cluster.of_size(ranks)
         self.ranks = ranks
-        self.topology = Topology(self.cluster)
+        self.topology = ClusterTopology(self.cluster)
         self.shuffled = list(range(ranks))
         random.Random(seed).shuffle(self.shuffled)
         self._routes = {

@@ -12,11 +12,11 @@ import pytest
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.levels import levels, narrowest, narrowest_cut
 from shoal.cluster.presets import load_cluster
-from shoal.cluster.topology import Topology
+from shoal.cluster.topology import ClusterTopology
 from shoal.cluster.torus import neighbors
 
 
-def crowd(topology: Topology, pairs: list[tuple[int, int]]) -> float:
+def crowd(topology: ClusterTopology, pairs: list[tuple[int, int]]) -> float:
     """Seconds until messages of one byte are there, all at once: the busiest link decides."""
     users = Counter(link for src, dst in pairs for link in topology.path(src, dst))
     return max(count / topology.links[link].bytes_per_s for link, count in users.items())
@@ -29,12 +29,12 @@ def two_racks(name: str, nodes: int = 4, oversubscription: float = 4) -> Cluster
     )
 
 
-def names(topology: Topology, src: int, dst: int) -> list[str]:
+def names(topology: ClusterTopology, src: int, dst: int) -> list[str]:
     return [topology.links[link].name for link in topology.path(src, dst)]
 
 
 def test_two_servers_over_one_uplink_take_twice_as_long() -> None:
-    topology = Topology(load_cluster("seeds-rack"))
+    topology = ClusterTopology(load_cluster("seeds-rack"))
     alone = crowd(topology, [(0, 2)])
     assert crowd(topology, [(0, 2), (1, 3)]) == 2 * alone
     assert crowd(topology, [(0, 1), (2, 3)]) == alone
@@ -42,7 +42,7 @@ def test_two_servers_over_one_uplink_take_twice_as_long() -> None:
 
 
 def test_a_path_goes_through_nic_uplink_and_spine() -> None:
-    topology = Topology(two_racks("dgx-a100"))
+    topology = ClusterTopology(two_racks("dgx-a100"))
     assert names(topology, 0, 0) == []
     assert names(topology, 0, 5) == ["NVLink 3 of gpu 0", "NVLink 3 of gpu 5"]
     assert names(topology, 1, 8) == [
@@ -55,7 +55,7 @@ def test_a_path_goes_through_nic_uplink_and_spine() -> None:
 
 
 def test_alphas_of_a_path_add_up_to_that_of_its_outermost_link() -> None:
-    topology = Topology(two_racks("dgx-a100"))
+    topology = ClusterTopology(two_racks("dgx-a100"))
     assert topology.alpha_s(0, 1) == pytest.approx(5e-6)
     assert topology.alpha_s(0, 8) == pytest.approx(10e-6)
     assert topology.alpha_s(0, 16) == pytest.approx(11e-6)
@@ -63,14 +63,14 @@ def test_alphas_of_a_path_add_up_to_that_of_its_outermost_link() -> None:
 
 def test_devices_without_a_fabric_share_pcie_and_the_link_between_sockets() -> None:
     cluster = load_cluster("dgx-a100")
-    pcie = Topology(replace(cluster, node=replace(cluster.node, fabric=None)))
+    pcie = ClusterTopology(replace(cluster, node=replace(cluster.node, fabric=None)))
     assert len(pcie.path(0, 1)) == 2
     assert len(pcie.path(0, 2)) == 4
     assert "Infinity Fabric of node 0" in names(pcie, 0, 7)
     ring = [(rank, (rank + 1) % 8) for rank in range(8)]
-    assert crowd(Topology(cluster), ring) < crowd(pcie, ring) / 5
+    assert crowd(ClusterTopology(cluster), ring) < crowd(pcie, ring) / 5
     all_pairs = list(permutations(range(8), 2))
-    assert crowd(Topology(cluster), all_pairs) < crowd(pcie, all_pairs) / 5
+    assert crowd(ClusterTopology(cluster), all_pairs) < crowd(pcie, all_pairs) / 5
 
 
 def test_a_shared_pcie_is_one_link_for_all_devices() -> None:
@@ -78,7 +78,7 @@ def test_a_shared_pcie_is_one_link_for_all_devices() -> None:
     assert cluster.node.pcie is not None
     shared = replace(cluster.node.pcie, shared=True)
     node = replace(cluster.node, fabric=None, pcie=shared, devices_per_pcie=8)
-    topology = Topology(replace(cluster, node=node))
+    topology = ClusterTopology(replace(cluster, node=node))
     ring = [(rank, (rank + 1) % 8) for rank in range(8)]
     assert crowd(topology, ring) == pytest.approx(8 * crowd(topology, ring[:1]))
 
@@ -87,25 +87,25 @@ def test_ip_over_infiniband_goes_through_the_host() -> None:
     cluster = replace(load_cluster("dgx-a100"), nodes=2)
     assert cluster.node.nic is not None
     ip = replace(cluster.node.nic, transport="ipoib")
-    through = Topology(replace(cluster, node=replace(cluster.node, nic=ip)))
+    through = ClusterTopology(replace(cluster, node=replace(cluster.node, nic=ip)))
     assert names(through, 0, 8)[1] == "PCIe 4.0 x16 above pcie 0 of node 0"
     both = [(0, 8), (1, 9)]  # behind one PCIe switch
-    assert crowd(through, both) > crowd(Topology(cluster), both)
+    assert crowd(through, both) > crowd(ClusterTopology(cluster), both)
 
 
 def test_devices_share_one_nic_and_joined_nics_serve_any_device() -> None:
     cluster = replace(load_cluster("dgx-a100"), nodes=2)
-    one = Topology(replace(cluster, node=replace(cluster.node, nics=1)))
+    one = ClusterTopology(replace(cluster, node=replace(cluster.node, nics=1)))
     sends = [(rank, rank + 8) for rank in range(8)]
     assert crowd(one, sends) == pytest.approx(8 / 23e9)
-    assert crowd(Topology(cluster), sends) == pytest.approx(1 / 23e9)
-    joined = Topology(cluster, join_nics=True)
+    assert crowd(ClusterTopology(cluster), sends) == pytest.approx(1 / 23e9)
+    joined = ClusterTopology(cluster, join_nics=True)
     nics = [link for link in joined.links if link.name == "InfiniBand HDR of node 0"]
     assert [link.bytes_per_s for link in nics] == [8 * 23e9] * 2
 
 
 def test_torus_paths_take_the_shorter_way_round() -> None:
-    topology = Topology(load_cluster("tpu-torus"))
+    topology = ClusterTopology(load_cluster("tpu-torus"))
     assert sorted(neighbors((8, 8), 0)) == [1, 7, 8, 56]
     assert len(topology.path(0, 7)) == 1
     assert len(topology.path(0, 36)) == 8  # four steps along each axis
@@ -115,7 +115,7 @@ def test_torus_paths_take_the_shorter_way_round() -> None:
 
 
 def test_every_link_of_a_torus_is_used_by_ranks_that_shift() -> None:
-    topology = Topology(load_cluster("tpu-torus"))
+    topology = ClusterTopology(load_cluster("tpu-torus"))
     pairs = [(rank, other) for rank in range(64) for other in neighbors((8, 8), rank)]
     used = {link for pair in pairs for link in topology.path(*pair)}
     torus = [link for link in topology.links if link.name.startswith("ICI")]
@@ -137,7 +137,7 @@ def test_the_bisection_is_the_largest_flow_inside_a_node() -> None:
 
 def _flow(cluster: Cluster, half: int) -> float:
     """The largest flow from the first ranks to the others over the links of all their paths."""
-    topology = Topology(cluster)
+    topology = ClusterTopology(cluster)
     graph = networkx.DiGraph()
     for src in range(half):
         graph.add_edge("in", ("gpu", src))
