@@ -81,7 +81,16 @@ def test_a_preset_is_the_same_after_it_is_written(name: str) -> None:
     assert cluster_text(parse_cluster(text, name, name)) == text
 
 
-def test_presets_of_the_issue_are_there() -> None:
+def test_the_file_in_the_documentation_is_read() -> None:
+    page = Path(__file__).parents[2] / "docs/cluster.md"
+    text = page.read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0]
+    cluster = parse(text)
+    assert (cluster.racks, cluster.oversubscription) == (2, 4)
+    documented = set(page.read_text(encoding="utf-8").split("`"))
+    assert set(preset_names()) <= documented
+
+
+def test_presets_are_there() -> None:
     wanted = "dgx-a100 dgx-h100 dgx-h200 h200 b200 laptop this-machine ethernet-10 ethernet-25"
     wanted += " infiniband-100 infiniband-200 rack-1-4 seeds-rack tpu-torus"
     assert set(wanted.split()) <= set(preset_names())
