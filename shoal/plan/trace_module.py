@@ -185,6 +185,7 @@ def _merge(name: str, small: Recorded, large: Recorded, rows: tuple[int, int]) -
         parameters=other.parameters,
         divided_parameters=other.divided_parameters,
         expert_parameters=other.expert_parameters,
+        shared_parameters=other.shared_parameters,
         activations=Line(one.activations, other.activations),
         divided_activations=Line(one.divided_activations, other.divided_activations),
         input_bytes=Line(one.input_bytes, other.input_bytes),

@@ -64,6 +64,7 @@ class RecordedLayer:
     parameters: float = 0.0
     divided_parameters: float = 0.0
     expert_parameters: float = 0.0
+    shared_parameters: float = 0.0
     activations: float = 0.0
     divided_activations: float = 0.0
     input_bytes: float = 0.0
@@ -252,17 +253,26 @@ class TraceRecorder:
     # -------------------------------------------------------------------------- parameters
 
     def _count_parameters(self) -> None:
-        counted: set[int] = set()
+        homes: dict[int, str] = {}  # the layer that a parameter is counted in
         first = next(iter(self._layers))
-        for name, module in self._model.named_modules():
+        for name, module in self._in_order():
+            layer_name = self._layer_of(name) or first
+            layer = self._layers[layer_name]
             for own, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in counted:
+                if id(parameter) in homes:
+                    is_shared = homes[id(parameter)] != layer_name
+                    layer.shared_parameters += parameter.numel() if is_shared else 0
                     continue
-                counted.add(id(parameter))
-                layer = self._layers[self._layer_of(name) or first]
+                homes[id(parameter)] = layer_name
                 is_whole = self._divides(name, own) == ""
                 kind = "parameters" if is_whole else "divided_parameters"
                 setattr(layer, kind, getattr(layer, kind) + parameter.numel())
+
+    def _in_order(self) -> list[tuple[str, nn.Module]]:
+        """Modules in the order in which forward first reached their layers."""
+        places = {name: place for place, name in enumerate(self._layers)}
+        named = self._model.named_modules()
+        return sorted(named, key=lambda pair: places.get(self._layer_of(pair[0]) or "", 0))
 
     def _layer_of(self, name: str) -> str | None:
         """The nearest layer around a module that was called."""

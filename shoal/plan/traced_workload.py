@@ -66,6 +66,7 @@ class TracedLayer:
     parameters: float = 0.0
     divided_parameters: float = 0.0
     expert_parameters: float = 0.0  # of either, what ranks of ep share
+    shared_parameters: float = 0.0  # of an earlier layer
     activations: Line = _ZERO
     divided_activations: Line = _ZERO
     input_bytes: Line = _ZERO
@@ -148,6 +149,7 @@ class _Cost:
             parameters=layer.parameters + layer.divided_parameters / self.split.tp - experts,
             activation_bytes=self._kept(is_full),
             output_bytes=self._line(layer.output_bytes) / self._sequence_parts,
+            shared_parameters=layer.shared_parameters,
         )
 
     @property

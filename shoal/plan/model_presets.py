@@ -1,0 +1,159 @@
+"""Transformers by name (`gpt-3`, `llama-3-70b`), or by their sizes (`layers=96,hidden=12288`).
+
+Sizes are those that the models' papers and configuration files publish. A name may be followed by
+changes: `llama-3-70b,sequence=4096`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields, replace
+from typing import Any
+
+from shoal.errors import BadInput
+from shoal.plan.transformer import MIXED, Transformer, TransformerSizes
+from shoal.plan.workload import Precision
+
+_PRECISIONS = {
+    "fp16": MIXED,
+    "bf16": Precision("bf16", 2, 2, 4, 8),
+    "fp32": Precision("fp32", 4, 4, 0, 8),
+    "tf32": Precision("tf32", 4, 4, 0, 8),
+}
+_SHORT = {"seq": "sequence", "s": "sequence", "h": "hidden", "l": "layers", "a": "heads"}
+_SIZES = {f.name: f.type for f in fields(TransformerSizes)}
+_NEEDED = ("layers", "hidden", "heads")
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def _gpt2(layers: int, hidden: int, heads: int) -> TransformerSizes:
+    return TransformerSizes(layers, hidden, heads, vocab=50257, sequence=1024)
+
+
+def _gpt3(layers: int, hidden: int, heads: int) -> TransformerSizes:
+    return TransformerSizes(layers, hidden, heads, vocab=50257, sequence=2048)
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> TransformerSizes:
+    """Llama 2; Llama 3 has a larger vocabulary and longer sequences."""
+    return TransformerSizes(
+        layers,
+        hidden,
+        heads,
+        vocab=32000,
+        sequence=4096,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        gated=True,
+        dropout=False,
+        tied=False,
+        learned_positions=False,
+    )
+
+
+def _llama3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> TransformerSizes:
+    return replace(_llama(layers, hidden, heads, kv_heads, ffn), vocab=128256, sequence=8192)
+
+
+def _mixtral(sizes: TransformerSizes) -> TransformerSizes:
+    return replace(sizes, experts=8, top_k=2)
+
+
+PRESETS: dict[str, TransformerSizes] = {
+    "gpt-2": _gpt2(12, 768, 12),
+    "gpt-2-medium": _gpt2(24, 1024, 16),
+    "gpt-2-large": _gpt2(36, 1280, 20),
+    "gpt-2-xl": _gpt2(48, 1600, 25),
+    "gpt-3": _gpt3(96, 12288, 96),
+    "gpt-3-1.3b": _gpt3(24, 2048, 16),
+    "gpt-3-2.7b": _gpt3(32, 2560, 32),
+    "gpt-3-6.7b": _gpt3(32, 4096, 32),
+    "gpt-3-13b": _gpt3(40, 5120, 40),
+    "llama-2-7b": _llama(32, 4096, 32, 32, 11008),
+    "llama-2-13b": _llama(40, 5120, 40, 40, 13824),
+    "llama-2-70b": _llama(80, 8192, 64, 8, 28672),
+    "llama-3-8b": _llama3(32, 4096, 32, 8, 14336),
+    "llama-3-70b": _llama3(80, 8192, 64, 8, 28672),
+    "llama-3.1-405b": _llama3(126, 16384, 128, 8, 53248),
+    "mistral-7b": _llama(32, 4096, 32, 8, 14336),
+    "mixtral-8x7b": _mixtral(_llama(32, 4096, 32, 8, 14336)),
+    "mixtral-8x22b": _mixtral(replace(_llama(56, 6144, 48, 8, 16384), vocab=32768)),
+    "bert-base": TransformerSizes(12, 768, 12, vocab=30522, sequence=512),
+    "bert-large": TransformerSizes(24, 1024, 16, vocab=30522, sequence=512),
+}
+_BF16 = ("llama", "mistral", "mixtral")  # trained so by those who published them
+
+
+def is_transformer(text: str) -> bool:
+    """Whether it is meant as the name or the sizes of a transformer, and not as a script."""
+    first = text.split(",")[0].strip()
+    return _known(first) is not None or "=" in first
+
+
+def transformer_named(text: str) -> Transformer:
+    """`gpt-3`, `llama-3-70b,sequence=4096` or `layers=96,hidden=12288,heads=96`."""
+    first, *others = (part.strip() for part in text.split(","))
+    if "=" in first:
+        return _from_sizes(text, _options(text, [first, *others]))
+    name = _known(first)
+    if name is None:
+        near = difflib.get_close_matches(first.lower(), PRESETS, 1, 0.5)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PRESETS)}"
+        raise BadInput(f"there is no transformer {first!r}; {hint}")
+    return _changed(name, _options(text, others))
+
+
+def _known(name: str) -> str | None:
+    plain = {preset.replace("-", ""): preset for preset in PRESETS}
+    wanted = name.strip().lower().replace("_", "").replace("-", "").replace(" ", "")
+    return plain.get(wanted) or plain.get(wanted.removesuffix("175b"))
+
+
+def _changed(name: str, options: dict[str, Any]) -> Transformer:
+    chosen = _PRECISIONS["bf16"] if name.startswith(_BF16) else MIXED
+    precision = options.pop("precision", chosen)
+    shown = ",".join([name, *(f"{key}={value}" for key, value in options.items())])
+    return Transformer(shown, replace(PRESETS[name], **options), precision)
+
+
+def _from_sizes(text: str, options: dict[str, Any]) -> Transformer:
+    missing = [key for key in _NEEDED if key not in options]
+    if missing:
+        raise BadInput(f"the sizes {text!r} of a transformer lack {' and '.join(missing)}")
+    precision = options.pop("precision", MIXED)
+    name = f"gpt({options['layers']} layers of {options['hidden']})"
+    return Transformer(name, TransformerSizes(**options), precision)
+
+
+def _options(text: str, parts: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for part in parts:
+        key, found, value = (piece.strip() for piece in part.partition("="))
+        key = _SHORT.get(key.lower(), key.lower())
+        if not found or not value:
+            raise BadInput(f"{part!r} of {text!r} is not key=value, such as layers=96")
+        if key in options:
+            raise BadInput(f"{text!r} says {key} twice")
+        options[key] = _value(text, key, value)
+    return options
+
+
+def _value(text: str, key: str, value: str) -> Any:
+    if key == "precision":
+        return _one_of(text, key, value, _PRECISIONS)
+    if key not in _SIZES:
+        near = difflib.get_close_matches(key, _SIZES, 1)
+        known = near or [*_SIZES, "precision"]
+        raise BadInput(f"a transformer has no {key!r} ({text!r}); it has {', '.join(known)}")
+    if _SIZES[key] == "bool":
+        return _one_of(text, key, value, _TRUTH)
+    digits = value.replace("_", "")
+    if not digits.isdigit() or int(digits) < 1:
+        raise BadInput(f"{key}={value} of {text!r} is not a whole number above 0")
+    return int(digits)
+
+
+def _one_of(text: str, key: str, value: str, known: dict[str, Any]) -> Any:
+    if value.lower() not in known:
+        raise BadInput(f"{key}={value} of {text!r} is none of {', '.join(known)}")
+    return known[value.lower()]
