@@ -16,15 +16,16 @@ from rich.table import Table
 from shoal.cluster.units import show_bytes
 from shoal.commands import options
 from shoal.commands.launching import (
-    check_trained,
     command_for,
     config_for,
     run_quietly,
     strategy_for,
 )
+from shoal.commands.memory_limit import MemoryQuestion, estimates, fits
 from shoal.commands.output import plain_table, wide_console
-from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig
-from shoal.strategy.strategy import Strategy, as_strategy
+from shoal.errors import BadInput
+from shoal.runtime.config import MemoryProbeConfig
+from shoal.strategy.strategy import Strategy
 
 _HEADS = {  # short, so that the columns fit 80 characters
     "parameters": "params",
@@ -41,7 +42,19 @@ def memory(
     script: options.Script,
     args: options.ScriptArgs = None,
     workers: options.Workers = 1,
-    strategy: options.Strategy = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="How to train on the workers; several are compared in one table.",
+            show_default="ddp, or single for one worker; with --limit: all usual ones",
+        ),
+    ] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(help="Say what fits into so much memory a device, such as 10GB."),
+    ] = None,
     measure: Annotated[
         bool, typer.Option(help="Also train two steps, or a round of localsgd, and measure.")
     ] = False,
@@ -53,13 +66,21 @@ def memory(
 
     Parameters, gradients, optimizer state, activations and what the strategy keeps (copies of
     weights, residuals of compression, messages in flight, shared segments, a server inside the
-    worker), estimated without allocating them.
+    worker), estimated without allocating them. With --limit, or several strategies: one table of
+    what each needs, whether it fits, and which layers are the largest.
     """
     command = command_for(script, args)
-    value = strategy_for(strategy, workers, to_run=measure)
+    if limit is not None or len(strategy or ()) > 1:
+        if measure:
+            raise BadInput("--measure is for one strategy, without --limit")
+        fits(script, args, MemoryQuestion(workers, tuple(strategy or ()), limit), as_json)
+        return
+    value = strategy_for(strategy[0] if strategy else None, workers, to_run=measure)
     with tempfile.TemporaryDirectory(prefix="shoal-memory-") as name:
         folder = Path(name)
-        document = _estimate(command, value, workers, folder)
+        [found] = estimates(command, [value], workers, folder)
+        document = {"estimated": found["workers"], **found}
+        document.pop("workers")
         document["notes"] = _notes(document["estimated"], value, workers)
         if measure:
             rounds = value.sync_for(workers).round_steps
@@ -73,16 +94,6 @@ def memory(
         print(json.dumps({"script": script, "strategy": str(value), **document}))
     else:
         _print(document, f"{script} under {value} on {workers} workers")
-
-
-def _estimate(command: list[str], strategy: Strategy, workers: int, folder: Path) -> dict[str, Any]:
-    estimate = MemoryEstimateConfig(folder, str(strategy), workers)
-    config = config_for(as_strategy("single"), device="cpu")
-    run_quietly(command, 1, replace(config, memory_estimate=estimate))
-    file = folder / "estimate.json"
-    check_trained(file)
-    estimate = json.loads(file.read_text())
-    return {"estimated": estimate["workers"], "unknown": estimate["unknown"]}
 
 
 def _print(document: dict[str, Any], title: str) -> None:

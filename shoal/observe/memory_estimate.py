@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.rows import num_rows, take_rows
+from shoal.errors import BadInput
 from shoal.observe.capture import StopTraining
 from shoal.observe.loop_sizes import loop_sizes, other_bytes
 from shoal.observe.model_sizes import activation_bytes, parameters_without_memory, sizes_of
@@ -76,6 +77,14 @@ def memory_of(
         for sizes, held in zip(stages, activations, strict=True)
         for _ in range(layout.ep * layout.cp * layout.tp)
     ]
+
+
+def servers_of(strategy: Strategy, workers: int, stages: Sequence[ModelSizes]) -> list[int]:
+    """Bytes of each server process, where there are some; each has a part of every stage."""
+    replicas = strategy.layout(workers).replicas
+    plan = plan_for(strategy.sync_for(replicas))
+    held = [plan.server_memory(sizes, replicas) for sizes in stages]
+    return [sum(parts) for parts in zip(*held, strict=True)]
 
 
 def _divide(memory: SyncMemory, activations: int | None, layout: Layout) -> WorkerMemory:
@@ -147,6 +156,7 @@ class EstimateJob(Job):
         self._strategy = strategy
         self._workers = workers
         self._estimates: list[list[WorkerMemory]] = []
+        self._servers: list[list[int]] = []
         self._whys: list[str] = []
         self._is_own_loop = False
 
@@ -176,6 +186,7 @@ class EstimateJob(Job):
             strategy = replace(strategy, sync=strategy.sync.in_own_loop())
         sizes = loop_sizes(models, [o for o in objects if not isinstance(o, nn.Module)])
         self._estimates += [memory_of(strategy, self._workers, [s], [None]) for s in sizes]
+        self._servers += [servers_of(strategy, self._workers, [s]) for s in sizes]
         others = WorkerMemory(other_bytes(models, sizes), gradients=0, optimizer=0, activations=0)
         self._estimates.append([others] * self._workers)
         self._whys = ["the script computes the loss in a loop of its own"]
@@ -228,6 +239,7 @@ class EstimateJob(Job):
         if virtual is not None:
             activations = stage_activations(virtual, pp, microbatches)
         self._estimates.append(memory_of(self._strategy, self._workers, stages, activations))
+        self._servers.append(servers_of(self._strategy, self._workers, stages))
 
     def _activations(
         self,
@@ -244,14 +256,18 @@ class EstimateJob(Job):
             self._whys.append(f"{type(error).__name__}: {text}")
             return None
 
-    def write(self, folder: Path) -> None:
+    def document(self) -> dict[str, Any] | None:
+        """What was found; None where the script made no training step."""
         if not self._estimates:
-            return
+            return None
         total = self._estimates[0]
         for more in self._estimates[1:]:
             total = [a.plus(b) for a, b in zip(total, more, strict=True)]
-        document = {"workers": [asdict(memory) for memory in total], "unknown": self._whys}
-        (folder / "estimate.json").write_text(json.dumps(document))
+        return {
+            "workers": [asdict(memory) for memory in total],
+            "servers": [sum(parts) for parts in zip(*self._servers, strict=True)],
+            "unknown": self._whys,
+        }
 
 
 def _first_rows(batch: Tree, parts: int) -> Tree:
@@ -265,16 +281,35 @@ def estimate_memory(
     config: MemoryEstimateConfig, train: Callable[[Job], Any], make: Callable[[type[Job]], Job]
 ) -> bool:
     """Whether this run is only an estimate; it is then done."""
-    folder = config.folder
-    if folder is None:
+    if config.folder is None:
         return False
+    texts = config.strategy.splitlines()
+    found = [
+        _estimated(text, config.workers, train, make, is_only=len(texts) == 1) for text in texts
+    ]
+    if None not in found:
+        (config.folder / "estimate.json").write_text(json.dumps(found))
+    return True
+
+
+def _estimated(
+    strategy: str,
+    workers: int,
+    train: Callable[[Job], Any],
+    make: Callable[[type[Job]], Job],
+    is_only: bool,
+) -> dict[str, Any] | None:
+    """One of several strategies that cannot train this model does not end the others."""
     job = make(EstimateJob)
     assert isinstance(job, EstimateJob)
-    job.prepare(as_strategy(config.strategy), config.workers)
+    job.prepare(as_strategy(strategy), workers)
     try:
         with parameters_without_memory():
             train(job)
     except StopTraining:
         pass
-    job.write(folder)
-    return True
+    except BadInput as error:
+        if is_only:
+            raise
+        return {"refused": str(error)}
+    return job.document()

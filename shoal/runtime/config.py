@@ -93,7 +93,7 @@ class MemoryEstimateConfig:
     """What `shoal memory` asks of a script; off without a folder."""
 
     folder: Path | None = variable("SHOAL_ESTIMATE_DIR", PATH)
-    strategy: str = variable("SHOAL_ESTIMATE_STRATEGY", TEXT, "single")
+    strategy: str = variable("SHOAL_ESTIMATE_STRATEGY", TEXT, "single")  # one a line
     workers: int = variable("SHOAL_ESTIMATE_WORKERS", POSITIVE, 1)
 
 

@@ -265,6 +265,10 @@ class SyncPlan(Generic[T]):
             optimizer=sum(sizes.state.values()),
         )
 
+    def server_memory(self, sizes: ModelSizes, replicas: int) -> list[int]:
+        """Bytes of each server process for this model, or for this stage of it."""
+        return []
+
     def build(self, replica: Replica) -> Sync:
         """The sync; called once, when a step is built."""
         raise NotImplementedError

@@ -90,7 +90,15 @@ class PsPlan(SyncPlan[Ps]):
         hosts = {"servers": False, "rank0": rank == 0, "workers": True}[self.term.placement]
         if not hosts:
             return 0
-        held = self._slices(sizes, replicas)[rank]
+        return self._server_bytes(sizes, self._slices(sizes, replicas)[rank], replicas)
+
+    def server_memory(self, sizes: ModelSizes, replicas: int) -> list[int]:
+        if self.term.placement != "servers":
+            return []
+        slices = self._slices(sizes, replicas)
+        return [self._server_bytes(sizes, held, replicas) for held in slices]
+
+    def _server_bytes(self, sizes: ModelSizes, held: ServerSlice, replicas: int) -> int:
         slice_bytes = (held.stop - held.start) * sizes.width
         buffers = 1 if self._shares_weights(sizes) else 2
         if self.term.compress is not None:
