@@ -87,7 +87,7 @@ _BF16 = ("llama", "mistral", "mixtral")  # trained so by those who published the
 def is_transformer(text: str) -> bool:
     """Whether it is meant as the name or the sizes of a transformer, and not as a script."""
     first = text.split(",")[0].strip()
-    return _known(first) is not None or "=" in first
+    return _known(first) is not None or ("=" in first and not text.endswith(".py"))
 
 
 def transformer_named(text: str) -> Transformer:
