@@ -11,9 +11,11 @@ import typer
 from shoal import __version__
 from shoal.commands import bench, cluster, collectives, pipeline
 from shoal.commands.compare import compare
+from shoal.commands.default_group import DEFAULT, DefaultGroup
 from shoal.commands.memory import memory
 from shoal.commands.msccl import export, import_file
 from shoal.commands.plan import plan
+from shoal.commands.plan_validate import validate
 from shoal.commands.predict import predict
 from shoal.commands.run import run
 from shoal.commands.train import evaluate, train
@@ -41,7 +43,10 @@ app.command()(compare)
 collectives.app.command()(export)
 collectives.app.command("import")(import_file)
 app.command()(predict)
-app.command()(plan)
+plans = typer.Typer(cls=DefaultGroup, help="Find the fastest strategies for a model on a cluster.")
+plans.command(DEFAULT)(plan)
+plans.command("validate")(validate)
+app.add_typer(plans, name="plan")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(collectives.app, name="collectives")

@@ -90,17 +90,24 @@ def _print(console: Console, found: Validation, title: str, worst: int) -> None:
     if found.rank_correlation is not None:
         console.print(f"rank correlation     {found.rank_correlation:7.3f}")
     if found.regret is not None:
-        most = max(found.regrets, key=lambda one: one.regret)
-        console.print(
-            f"regret               {found.regret:7.1%}   mean of {len(found.regrets)} choices; the "
-            f"most is {most.regret:.1%}: {most.picked} for {most.best}, {most.model} on "
-            f"{most.workers}"
-        )
+        console.print(f"regret               {found.regret:7.1%}   {_choices(found)}")
     _print_worst(console, found, worst)
     if found.fitted:
         console.print("fitted on all rows:")
         for name, value in found.fitted.items():
             console.print(f"  {name:<22} {_show(name, value)}")
+
+
+def _choices(found: Validation) -> str:
+    most = max(found.regrets, key=lambda one: one.regret)
+    right = sum(one.regret == 0 for one in found.regrets)
+    text = f"the best plan was picked in {right} of {len(found.regrets)} choices"
+    if not most.regret:
+        return text
+    return (
+        f"{text}\n{'':31}{most.regret:.1%} at most: {most.picked} for {most.best}, "
+        f"{most.model} on {most.workers}"
+    )
 
 
 def _how(found: Validation) -> str:
@@ -115,13 +122,12 @@ def _how(found: Validation) -> str:
 def _print_worst(console: Console, found: Validation, worst: int) -> None:
     if worst < 1:
         return
-    table = plain_table(
-        "worst rows", ["line", "strategy", "workers", "measured", "predicted", "error"]
-    )
+    heads = ["strategy", "line", "workers", "measured", "predicted", "error"]
+    table = plain_table("worst rows", heads, left=1)
     for row in found.worst(worst):
         table.add_row(
-            str(row.line),
             row.strategy,
+            str(row.line),
             str(row.workers),
             show_seconds(row.measured_s),
             show_seconds(row.predicted_s),

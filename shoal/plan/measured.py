@@ -96,8 +96,10 @@ class TableDefaults:
 def read_table(path: Path, defaults: TableDefaults) -> list[MeasuredRow]:
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"cannot read {path}: {error}") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"cannot read {path}: it is not text") from None
     reader = csv.DictReader(text.splitlines())
     columns = _columns(path, reader.fieldnames or ())
     rows = [
