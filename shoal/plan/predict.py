@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
@@ -108,6 +109,22 @@ def predict(
     """One prediction; a `Predictor` is faster for many."""
     predictor = Predictor(workload, cluster.of_size(workers))
     return predictor.predict(as_strategy(strategy), workers, settings)
+
+
+class ResolvedStep(NamedTuple):
+    """How a strategy divides a step."""
+
+    layout: Layout
+    split: Split
+    microbatches: int
+    shape: PipelineShape
+
+
+def resolve_step(strategy: Strategy, workers: int, settings: StepSettings) -> ResolvedStep:
+    layout = strategy.layout(workers)
+    microbatch, microbatches = _micro_batches(strategy, layout, settings)
+    split = _split(strategy, layout, settings, microbatch)
+    return ResolvedStep(layout, split, microbatches, _shape(strategy, settings))
 
 
 def _micro_batches(strategy: Strategy, layout: Layout, settings: StepSettings) -> tuple[int, int]:

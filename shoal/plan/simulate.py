@@ -24,7 +24,10 @@ from shoal.plan.task_graph import TaskTimes
 
 @dataclass(frozen=True)
 class StepRun:
-    """Simulated steps. `step_s` is one step's time once the pipeline of steps is filled."""
+    """Simulated steps. In `step_s` all ranks together do one step's work.
+
+    Where ranks wait for each other it is a step's time; else the harmonic mean of theirs.
+    """
 
     seconds: float
     steps: int
@@ -60,8 +63,8 @@ def _result(builder: StepTasks, times: TaskTimes, steps: int) -> StepRun:
     ends = [
         tuple(times.end_s[task] for _, task in sorted(by_rank.items())) for by_rank in builder.ends
     ]
-    lasts = [max(one) for one in ends]
-    step_s = lasts[0] if steps == 1 else (lasts[-1] - lasts[0]) / (steps - 1)
+    paces = [steps / end_s if end_s else math.inf for end_s in ends[-1]]
+    step_s = len(paces) / sum(paces)
     return StepRun(
         times.seconds,
         steps,

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.plan.simulate_collective import message_table
 from shoal.plan.simulated_work import Agreeing
 from shoal.plan.task_graph import Task, TaskGraph
+from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.gossip.mixing import mixing_for
 
 
@@ -27,6 +29,33 @@ def all_reduce(
     done = [ring(graph, node, num_bytes, after, 1) for node in nodes]
     done = [ring(graph, column, share, done, 2) for column in slices]
     return graph.join([ring(graph, node, num_bytes, done, 1) for node in nodes])
+
+
+def in_rounds(
+    graph: TaskGraph, collective: Collective, ranks: Sequence[int], num_bytes: float, begin: int
+) -> int:
+    """Every message of a schedule; a rank's next round comes when it is through with this one."""
+    table = message_table(collective)
+    chunk = collective.chunk_bytes(num_bytes)
+    through = [begin] * len(ranks)
+    for number in range(table.num_rounds):
+        rows = table.of_round(number)
+        of_rank: dict[int, list[int]] = {}
+        columns = (table.src[rows].tolist(), table.dst[rows].tolist(), table.chunks[rows].tolist())
+        for src, dst, chunks in zip(*columns, strict=True):
+            sent = _reduced(ranks[src], ranks[dst], chunks * chunk, collective.name, 1)
+            message = graph.add(sent, {through[src], through[dst]})
+            of_rank.setdefault(src, []).append(message)
+            of_rank.setdefault(dst, []).append(message)
+        for rank, messages in of_rank.items():
+            through[rank] = graph.join(messages)
+    return graph.join(set(through))
+
+
+def _reduced(src: int, dst: int, num_bytes: float, detail: str, repeats: int) -> Task:
+    return Task(
+        src, "reduce", "comm", detail, src=src, dst=dst, num_bytes=num_bytes, repeats=repeats
+    )
 
 
 def half(
@@ -52,20 +81,9 @@ def ring(
         return begin
     rounds = trips * (size - 1)
     detail = f"{'all_reduce' if trips == 2 else 'reduce_scatter or all_gather'} ring"
+    size_bytes = rounds / size * num_bytes
     streams = [
-        graph.add(
-            Task(
-                src,
-                "reduce",
-                "comm",
-                detail,
-                src=src,
-                dst=dst,
-                num_bytes=rounds / size * num_bytes,
-                repeats=rounds,
-            ),
-            [begin],
-        )
+        graph.add(_reduced(src, dst, size_bytes, detail, rounds), [begin])
         for src, dst in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
     ]
     return graph.join(streams)

@@ -94,6 +94,14 @@ class ReplicaPricer:
             self._dealt[key] = stages
         return _assemble(stages, pp.size, microbatches, pipeline)
 
+    def dealt(
+        self, layout: Layout, split: Split, pipeline: PipelineShape
+    ) -> tuple[LayerTable, list[Stage]]:
+        """The layers' times, and how many of each run are on every stage."""
+        inside, pp, _ = self._groups_of(layout)
+        table = self._clock.table(split, inside)
+        return table, self._stages(table, pp.size, pipeline)
+
     def _groups_of(self, layout: Layout) -> tuple[AxisGroups, RankGroup, RankGroup]:
         found = self._groups.get(layout)
         if found is None:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.plan.flows import Longs
-from shoal.plan.simulate_sync import Servers, all_reduce, gossip, half
+from shoal.plan.simulate_sync import Servers, all_reduce, gossip, half, in_rounds
 from shoal.plan.simulated_work import MOST_BUCKETS, Agreeing, StepWork, Unevenness
 from shoal.plan.task_graph import Task, TaskGraph
+from shoal.schedules.collectives.catalog import build as build_collective
 from shoal.schedules.pipelines.actions import Action, ActionKind
 
 
@@ -163,7 +164,7 @@ class StepTasks:
 
     def _reduce(self, group: _Group) -> None:
         """Buckets one after the other; zero reduce-scatters, and gathers weights at the end."""
-        reduce = half if self._how.way == "zero" else all_reduce
+        reduce = half if self._how.way == "zero" else self._all_reduce
         inside = self._how.node_devices
         pieces = [self._gradients(rank) for rank in group.ranks]
         size = group.gradient_bytes / self._buckets
@@ -176,6 +177,19 @@ class StepTasks:
             updates = [gathered] * len(updates)
         for rank, update in zip(group.ranks, updates, strict=True):
             self._ready[rank] = [update]
+
+    def _all_reduce(
+        self,
+        graph: TaskGraph,
+        ranks: Sequence[int],
+        num_bytes: float,
+        after: Sequence[int],
+        inside: int,
+    ) -> int:
+        if self._how.algorithm in ("auto", "ring", "hierarchical"):
+            return all_reduce(graph, ranks, num_bytes, after, inside)
+        schedule = build_collective("all_reduce", self._how.algorithm, len(ranks))
+        return in_rounds(graph, schedule, ranks, num_bytes, graph.join(after))
 
     def _serve(self, group: _Group) -> None:
         size = group.gradient_bytes / self._buckets

@@ -1,0 +1,230 @@
+"""Simulates steps of a strategy: the work of each stage from the workload, and its cluster's links.
+
+The steady state of a pipeline is not simulated at length: of more micro-batches than
+`MOST_MICROBATCHES` for each stage, the rest is added with the time that the slowest stage needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.topology import Topology
+from shoal.plan.layer_time import LayerTable, LayerTime
+from shoal.plan.predict import Predictor, ResolvedStep, StepSettings, resolve_step
+from shoal.plan.simulate import StepRun, simulate_step
+from shoal.plan.simulated_work import Agreeing, StepWork, Unevenness, rank_grid
+from shoal.plan.stages import Stage, weight_of
+from shoal.plan.step_price import ReplicaPricer
+from shoal.plan.sync_price.base import DEFAULT_BUCKET_BYTES, SyncQuestion, update_part
+from shoal.plan.sync_price.catalog import price_of
+from shoal.plan.sync_price.overlap import idle_share
+from shoal.plan.workload import Workload
+from shoal.strategy.strategy import Strategy, as_strategy
+
+MOST_MICROBATCHES = 3  # of each stage
+_SOME_STEPS = 8  # of strategies whose workers do not wait for each other
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """`step_s` as a prediction has it: the time in which all workers do one global batch."""
+
+    step_s: float
+    run: StepRun
+    left_out: int = 0  # micro-batches that were added and not simulated
+
+
+def simulate_strategy(
+    workload: Workload,
+    cluster: Cluster,
+    strategy: Strategy | str,
+    workers: int,
+    settings: StepSettings,
+    seed: int | None = None,
+    steps: int | None = None,
+) -> SimulatedStep:
+    """Simulate a strategy; with a seed, workers are as unequal as the cluster's noise says."""
+    value = as_strategy(strategy)
+    pricer = Predictor(workload, cluster.of_size(workers)).pricer(workers)
+    resolved = resolve_step(value, workers, settings)
+    term: Any = value.sync_for(resolved.layout.replicas)
+    question = _question(pricer, resolved, workers, settings)
+    size = cluster.of_size(workers)
+    agreeing = _WAYS[term.name](term, question)
+    if agreeing.way == "servers":
+        agreeing = replace(agreeing, servers=_hosts(term, question))
+        shards = question.workers if term.placement == "workers" else term.servers
+        agreeing = replace(agreeing, apply_s=update_part(question).seconds / shards)
+        size = size.of_size(1 + max(agreeing.servers))
+    agreeing = replace(agreeing, is_overlapped=settings.overlap and idle_share(question) > 0)
+    work = _work(pricer, resolved, question, agreeing, _compression(term, question))
+    kept = min(work.microbatches, MOST_MICROBATCHES * work.stages)
+    uneven = Unevenness() if seed is None else Unevenness(cluster.noise, seed)
+    run = simulate_step(
+        replace(work, microbatches=kept),
+        agreeing,
+        rank_grid(resolved.layout, pricer.order.axes),
+        Topology(size),
+        uneven,
+        steps or _steps(agreeing),
+    )
+    slowest_s = max(map(sum, zip(work.forward_s, work.backward_s, strict=True)))
+    left_out = work.microbatches - kept
+    return SimulatedStep(run.step_s + left_out * slowest_s, run, left_out)
+
+
+def _question(
+    pricer: ReplicaPricer, resolved: ResolvedStep, workers: int, settings: StepSettings
+) -> SyncQuestion:
+    layout, split, microbatches, shape = resolved
+    replica = pricer.price(layout, split, microbatches, shape)
+    return SyncQuestion(
+        pricer.network,
+        pricer.group(layout, "dp"),
+        replica.parameters,
+        pricer.workload.precision,
+        replica.seconds,
+        replica.backward_s if settings.overlap else 0.0,
+        microbatches,
+        workers,
+    )
+
+
+def _work(
+    pricer: ReplicaPricer,
+    resolved: ResolvedStep,
+    question: SyncQuestion,
+    agreeing: Agreeing,
+    compression: float,
+) -> StepWork:
+    table, stages = pricer.dealt(resolved.layout, resolved.split, resolved.shape)
+    precision = pricer.workload.precision
+    held = [weight_of(stage, table.parameters) for stage in stages]
+    share = 1 / question.replicas if agreeing.way == "zero" else 1.0
+    repeats = 3 if resolved.split.recompute == "full" else 2  # trips of messages inside a layer
+    return StepWork(
+        tuple(_sum(stage, table, lambda t: _forward_s(t, repeats)) for stage in stages),
+        tuple(_sum(stage, table, lambda t: t.seconds - _forward_s(t, repeats)) for stage in stages),
+        tuple(_sum(stage, table, lambda t: t.weight_s) for stage in stages),
+        resolved.microbatches,
+        resolved.shape.schedule,
+        resolved.shape.chunks if resolved.shape.chunks > 1 else None,
+        max(table.output_bytes[:-1] or table.output_bytes),
+        tuple(parameters * precision.gradient_bytes * compression for parameters in held),
+        tuple(float(parameters * precision.parameter_bytes) for parameters in held),
+        update_part(question, share).seconds + pricer.cluster.device.step_s,
+    )
+
+
+def _forward_s(time: LayerTime, repeats: int) -> float:
+    """Of the messages inside a layer each trip takes an equal part."""
+    return time.forward.seconds + sum(one.seconds for one in time.messages) / repeats
+
+
+def _sum(stage: Stage, table: LayerTable, of: Callable[[LayerTime], float]) -> float:
+    return sum(n * of(time) for n, time in zip(stage, table.times, strict=True))
+
+
+def _steps(agreeing: Agreeing) -> int:
+    if agreeing.way == "average":
+        return agreeing.every
+    waits = not agreeing.is_async and agreeing.staleness is None and agreeing.quorum is None
+    return 1 if waits else _SOME_STEPS
+
+
+def _compression(term: Any, question: SyncQuestion) -> float:
+    """What is sent of the gradients' bytes, where the term compresses them."""
+    if getattr(term, "compress", None) is None:
+        return 1.0
+    plain = price_of(replace(term, compress=None), question).sent_bytes
+    return price_of(term, question).sent_bytes / plain if plain else 1.0
+
+
+def _hosts(term: Any, question: SyncQuestion) -> tuple[int, ...]:
+    """Where servers run: on workers, or on nodes of their own behind the workers'.
+
+    A server that has a node of its own receives through all NICs of it, so it is a host by NIC.
+    """
+    if term.placement == "rank0":
+        return (0,)
+    if term.placement == "workers":
+        return tuple(range(question.workers))
+    devices = question.cluster.node.devices
+    if question.workers <= devices:
+        return tuple(server % question.workers for server in range(term.servers))
+    nodes = -(-question.workers // devices)
+    nics = min(question.cluster.node.nics, devices)
+    firsts = [(nodes + server) * devices for server in range(term.servers)]
+    return tuple(first + nic * devices // nics for first in firsts for nic in range(nics))
+
+
+# ---- terms, by name
+
+
+def _buckets(question: SyncQuestion, bucket_bytes: float) -> int:
+    return max(1, math.ceil(question.gradient_bytes / bucket_bytes))
+
+
+def _single(term: Any, question: SyncQuestion) -> Agreeing:
+    return Agreeing()
+
+
+def _ddp(term: Any, question: SyncQuestion) -> Agreeing:
+    algorithm = term.collective_algorithm or "auto"
+    return Agreeing(
+        "all_reduce",
+        _buckets(question, term.bucket_mb * (1 << 20)),
+        node_devices=1 if algorithm == "ring" else question.cluster.node.devices,
+        algorithm=algorithm,
+    )
+
+
+def _zero(term: Any, question: SyncQuestion) -> Agreeing:
+    buckets = _buckets(question, DEFAULT_BUCKET_BYTES)
+    inside = question.cluster.node.devices
+    return Agreeing("zero", buckets, stage=term.stage, node_devices=inside)
+
+
+def _ps(term: Any, question: SyncQuestion) -> Agreeing:
+    quorum = term.quorum
+    if quorum is not None:
+        quorum = math.ceil(quorum * question.replicas) if quorum <= 1 else int(quorum)
+    return Agreeing(
+        "servers",
+        _buckets(question, 4 << 20),
+        is_async=term.mode == "async",
+        quorum=quorum,
+        staleness=term.staleness,
+    )
+
+
+def _gossip(term: Any, question: SyncQuestion) -> Agreeing:
+    return Agreeing("gossip", graph=term.graph, is_async=term.mode == "async")
+
+
+def _hogwild(term: Any, question: SyncQuestion) -> Agreeing:
+    return Agreeing(is_async=True)
+
+
+def _mapreduce(term: Any, question: SyncQuestion) -> Agreeing:
+    return Agreeing("all_reduce", node_devices=question.cluster.node.devices)
+
+
+def _localsgd(term: Any, question: SyncQuestion) -> Agreeing:
+    return Agreeing("average", every=term.every, node_devices=question.cluster.node.devices)
+
+
+_WAYS: dict[str, Callable[[Any, SyncQuestion], Agreeing]] = {
+    "single": _single,
+    "ddp": _ddp,
+    "zero": _zero,
+    "ps": _ps,
+    "gossip": _gossip,
+    "hogwild": _hogwild,
+    "mapreduce": _mapreduce,
+    "localsgd": _localsgd,
+}
