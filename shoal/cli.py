@@ -9,7 +9,7 @@ from typing import cast
 import typer
 
 from shoal import __version__
-from shoal.commands import bench, cluster, collectives, pipeline
+from shoal.commands import bench, cluster, collectives, pipeline, trace
 from shoal.commands.compare import compare
 from shoal.commands.default_group import DEFAULT, DefaultGroup
 from shoal.commands.memory import memory
@@ -51,6 +51,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(collectives.app, name="collectives")
 app.add_typer(pipeline.app, name="pipeline")
+app.add_typer(trace.app, name="trace")
 
 
 @app.callback(invoke_without_command=True)

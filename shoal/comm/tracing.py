@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.comm.call import Call
 from shoal.comm.executor import Executor
-from shoal.observe.trace import WAIT, Tracer
+from shoal.observe.trace import ISSUED, WAIT, Tracer
 from shoal.transport.transport import Work
 
 
@@ -66,10 +66,13 @@ class TracedWork:
 class Traced(Executor):
     """Passes calls on and records them with `tracer`."""
 
-    def __init__(self, executor: Executor, tracer: Tracer):
+    def __init__(self, executor: Executor, tracer: Tracer, members: Sequence[int] | None = None):
+        """`members` are the ranks of a group of some, in the numbers of all; None: all of them."""
         executor.record_times()
         self._executor = executor
         self._tracer = tracer
+        self._members = range(executor.size) if members is None else members
+        self._among = "" if members is None else f" among {','.join(map(str, members))}"
         self.rank = executor.rank
         self.size = executor.size
         self.any_source = executor.any_source
@@ -77,29 +80,36 @@ class Traced(Executor):
     def submit(self, call: Call) -> Work:
         start_ns = time.monotonic_ns()
         work = self._executor.submit(call)
-        return TracedWork(
-            work, self._tracer, "reduce", lambda: self._executor.describe(call), start_ns
-        )
+        return TracedWork(work, self._tracer, "reduce", lambda: self.describe(call), start_ns)
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
+        detail = f"send {data.nbytes} bytes to {self._members[dst]}"
+        self._mark("send", detail)
         work = self._executor.send(data, dst, tag)
-        detail = f"send {data.nbytes} bytes to {dst}"
         return TracedWork(work, self._tracer, "send", lambda: detail, 0)
 
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
+        detail = f"receive {into.nbytes} bytes from {self._members[src]}"
+        self._mark("receive", detail)
         work = self._executor.recv(into, src, tag)
-        detail = f"receive {into.nbytes} bytes from {src}"
         return TracedWork(work, self._tracer, "receive", lambda: detail, 0)
 
     def split(self, ranks: Sequence[int]) -> Traced | None:
         child = self._executor.split(ranks)
-        return None if child is None else Traced(child, self._tracer)
+        is_part = len(ranks) < self.size or bool(self._among)
+        members = [self._members[rank] for rank in ranks] if is_part else None
+        return None if child is None else Traced(child, self._tracer, members)
+
+    def _mark(self, kind: str, detail: str) -> None:
+        """The moment at which a message is handed over."""
+        now_ns = time.monotonic_ns()
+        self._tracer.add(kind, now_ns, now_ns, ISSUED, detail)
 
     def close(self) -> None:
         self._executor.close()
 
     def describe(self, call: Call) -> str:
-        return self._executor.describe(call)
+        return self._executor.describe(call) + self._among
 
     def bytes_sent(self, call: Call) -> int | None:
         return self._executor.bytes_sent(call)

@@ -1,0 +1,1 @@
+"""Chakra execution traces (MLCommons), which ASTRA-sim and other simulators read."""
