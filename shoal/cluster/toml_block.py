@@ -55,8 +55,8 @@ class TomlBlock:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, f"a number is expected, not {_words(value)}")
-        if not math.isfinite(value) or value < least:
-            self.refuse(key, f"a number of at least {least:g} is expected, not {value:g}")
+        if not _is_finite(value) or value < least:
+            self.refuse(key, f"a number of at least {least:g} is expected, not {_short(value)}")
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -115,8 +115,11 @@ class TomlBlock:
         try:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 return Curve(((1.0, float(value)),))
-            return Curve(tuple((float(size), float(share)) for size, share in value))
-        except (BadInput, TypeError, ValueError) as error:
+            points = tuple((float(size), float(share)) for size, share in value)
+            if not all(math.isfinite(size) for size, _ in points):
+                raise ValueError(points)
+            return Curve(points)
+        except (BadInput, TypeError, ValueError, OverflowError) as error:
             reason = f": {error}" if isinstance(error, BadInput) else ""
             self.refuse(
                 key, f"a share, or points [size, share] of increasing size, are expected{reason}"
@@ -139,7 +142,7 @@ class TomlBlock:
 
     def _pair(self, key: str, value: Any, unit: float) -> tuple[float, float]:
         two = isinstance(value, list) and len(value) == 2
-        if not two or not all(type(one) in (int, float) for one in value):
+        if not two or not all(type(one) in (int, float) and _is_finite(one) for one in value):
             self.refuse(key, f"the lowest and the highest value are expected, not {value!r}")
         low = float(value[0])
         high = float(value[1])
@@ -168,6 +171,18 @@ def suggestion(name: str, known: list[str]) -> str:
     """The known name that is closest, as a question; all of them where none is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number with hundreds of digits
+        return False
+
+
+def _short(value: float) -> str:
+    text = str(value)
+    return text if len(text) <= 30 else f"{text[:27]}…"
 
 
 def _words(value: object) -> str:

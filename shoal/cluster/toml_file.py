@@ -56,7 +56,7 @@ LINK_UNITS = {
 def read_cluster(path: Path) -> Cluster:
     """The cluster that a file describes."""
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -110,6 +110,7 @@ def test_presets_are_there() -> None:
         ("launch_us = 4", 'launch_us = "4"', "[device] launch_us: a number is expected, not '4'"),
         ("launch_us = 4", "launch_us = -4", "[device] launch_us: a number of at least 0"),
         ("launch_us = 4", "launch_us = nan", "[device] launch_us: a number of at least 0"),
+        ("launch_us = 4", f"launch_us = 1{'0' * 400}", "[device] launch_us: a number of at least"),
         ("launch_us = 4", "launch_us = true", "[device] launch_us: a number is expected"),
         ("GB_per_s = 300", "GB_per_s = 0", "[link.nvlink] GB_per_s: a number above 0"),
         ("GB_per_s = 300", "", "[link.nvlink] GB_per_s: give either GB_per_s (bytes) or"),
