@@ -1,7 +1,8 @@
 """A table of real models under strategies: `python -m tests.models [--models bert,t5] [--json F]`.
 
 Each cell is one `shoal verify` with 3 steps. It is "equal"; or "refused", and the sentence stands
-below the table; all else is "WRONG" and the exit status is 1.
+below the table; all else is "WRONG" and the exit status is 1. With `--quick` ranks are threads and
+a cell takes seconds (`quick.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from shoal.errors import StrategyError
 from shoal.strategy.strategy import Strategy, parse
 from tests.models.catalog import CATALOG
+from tests.models.quick import run_forked
 
 STRATEGIES = ["ddp", "zero(3)", "ps", "pp(2)", "tp(2)", "ddp + tp(2) + pp(2)"]
 SCRIPT = Path(__file__).with_name("train.py")
@@ -63,6 +65,11 @@ def verify(model: str, strategy: str, timeout_s: float) -> Cell:
     return Cell(model, strategy, "WRONG" if done.returncode == 1 else "CRASH", last)
 
 
+def quick(model: str, strategy: str, timeout_s: float) -> Cell:
+    verdict, sentence = run_forked(model, strategy, workers(strategy), timeout_s)
+    return Cell(model, strategy, verdict, sentence)
+
+
 def table(cells: list[Cell]) -> str:
     strategies = list(dict.fromkeys(cell.strategy for cell in cells))
     by_key = {(cell.model, cell.strategy): cell.verdict for cell in cells}
@@ -89,13 +96,14 @@ def main() -> int:
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     parser.add_argument("--jobs", type=int, default=1, help="how many run at the same time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one of them")
+    parser.add_argument("--quick", action="store_true", help="ranks are threads of one process")
     parser.add_argument("--json", type=Path, help="a file for the cells")
     args = parser.parse_args()
     models = args.models.split(",") if args.models else list(CATALOG)
     pairs = [(model, str(parse(text))) for model in models for text in args.strategies]
 
     def run(pair: tuple[str, str]) -> Cell:
-        cell = verify(*pair, args.timeout)
+        cell = (quick if args.quick else verify)(*pair, args.timeout)
         print(f"{cell.model}, {cell.strategy}: {cell.verdict}", file=sys.stderr, flush=True)
         return cell
 
