@@ -114,12 +114,26 @@ def _matrix(name: str, left: str, right: str) -> Callable[[dict[str, Any], Any],
 def _grouped(arguments: dict[str, Any], out: Any) -> OpCost:
     """Products of several groups of rows, each with its own matrix: experts."""
     a, b = list(arguments.values())[:2]
-    groups = b.shape[0] if b.dim() == 3 else a.shape[0] if a.dim() == 3 else 1
+    groups = b.shape[0] if b.dim() == 3 else len(arguments["offs"])
     rows = a.shape[-2] if a.dim() == 3 or b.dim() == 2 else math.ceil(a.shape[-2] / groups)
     inner = a.shape[-1] if b.dim() == 3 else math.ceil(a.shape[-1] / groups)
     sizes = _Product(rows, b.shape[-1], inner, groups)
     kernel = sizes.kernel("grouped_mm", bytes_of([a, b]) + bytes_of(out))
     return OpCost((kernel,), sizes.flops)
+
+
+def grouped_shape(
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[int, ...] | None:
+    """The shape of a grouped product's result; None of other operations."""
+    if func.overloadpacket is not getattr(aten, "_grouped_mm", None):
+        return None
+    arguments = named_arguments(func, args, kwargs)
+    a, b = list(arguments.values())[:2]
+    if a.dim() == 2 and b.dim() == 2:  # groups of the inner size: gradients of weights
+        return (len(arguments["offs"]), a.shape[0], b.shape[1])
+    rows = a.shape[:-1] if a.dim() == 2 or b.dim() == 3 else (a.shape[-2],)
+    return (*rows, b.shape[-1])
 
 
 # ------------------------------------------------------------------------------ convolutions

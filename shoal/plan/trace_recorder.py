@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.plan.saved_tensors import SavedTensors
-from shoal.plan.trace_ops import bytes_of, cost_of, named_arguments
+from shoal.plan.trace_ops import bytes_of, cost_of, grouped_shape, named_arguments
 from shoal.plan.traced_workload import Divided, Phase
 from shoal.plan.workload import Kernel
 from shoal.pytree import tensors_of
@@ -301,7 +301,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        grouped = grouped_shape(func, args, kwargs or {})
+        # torch's own rule for fake tensors takes bf16 alone
+        out = func(*args, **(kwargs or {})) if grouped is None else args[0].new_empty(grouped)
         self._recorder.note(func, args, kwargs or {}, out)
         return out
 

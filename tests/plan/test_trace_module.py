@@ -163,3 +163,18 @@ def test_groups_of_a_convolution_divide_it() -> None:
 def test_a_module_that_is_not_traced_with_two_batches_is_refused() -> None:
     with pytest.raises(BadInput, match="batches of 2 sizes, not 1"):
         trace_module(nn.Linear(2, 2), torch.sum, {4: torch.zeros(4, 2)})
+
+
+def test_experts_in_one_product_count_their_tokens() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 8, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.arange(1, 5, dtype=torch.int32) * (len(x) // 4)
+            return torch._grouped_mm(x, self.weight, offs=ends)
+
+    cost = workload_of(Experts(), torch.zeros(32, 8)).cost(0, Split(microbatch=32))
+    assert [kernel[3:] for kernel in cost.forward if kernel.flops] == [(8, 16, 8, 4)]
+    assert products(cost.backward_weight) == products(cost.forward) == 2 * 32 * 8 * 16
