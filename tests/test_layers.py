@@ -54,7 +54,7 @@ LAYERS = [
     ["observe.memory_estimate"],
     ["observe.workload_trace"],
     ["observe.memory_probe"],
-    ["launch.run", "launch.worker"],
+    ["launch.auto", "launch.run", "launch.worker"],
     ["integrations"],
     ["examples"],
     ["bench"],

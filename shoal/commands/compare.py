@@ -20,10 +20,11 @@ import typer
 
 from shoal.cluster.units import show_bytes
 from shoal.commands import options
-from shoal.commands.launching import command_for, config_for, discard_lines, strategy_for
+from shoal.commands.launching import command_for, config_for, strategy_for
 from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import LaunchSpec, launch
+from shoal.launch.output import discard_lines
 from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome_of
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores

@@ -9,12 +9,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_workers import tolerance_of
-from shoal.launch.output import OnProgress, Write, print_lines
+from shoal.launch.output import OnProgress, Write, discard_lines, print_lines
 from shoal.launch.report import run_report
 from shoal.observe.progress import ProgressBar
 from shoal.runtime.config import RunConfig
@@ -79,6 +80,23 @@ def strategy_for(text: str | None, workers: int, to_run: bool = True) -> Strateg
     return strategy
 
 
+def resolve_auto(
+    text: str | None, command: Sequence[str], workers: int, device: str | None
+) -> str | None:
+    """The strategy that `-s auto` stands for; any other text as it is."""
+    if text != "auto":
+        return text
+    from shoal.launch.auto import choose_strategy  # only where it is needed
+
+    config = config_for(as_strategy("single"), device=device)
+    run = partial(run_quietly, command, 1)
+    return str(choose_strategy(workers, config, run, _say))
+
+
+def _say(text: str) -> None:
+    print(f"shoal: {text}", file=sys.stderr, flush=True)
+
+
 def config_for(
     strategy: Strategy, seed: int | None = None, device: str | None = None, gpus: str | None = None
 ) -> RunConfig:
@@ -140,10 +158,6 @@ def check_trained(file: Path) -> None:
 def run_quietly(command: Sequence[str], workers: int, config: RunConfig) -> None:
     """Run workers without showing their output; a failure is raised with its report."""
     _launch(command, workers, config, discard_lines)
-
-
-def discard_lines(text: str, is_stderr: bool) -> None:
-    """A `Write` that shows nothing."""
 
 
 def _launch(

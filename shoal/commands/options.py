@@ -14,7 +14,7 @@ Strategy = Annotated[
     typer.Option(
         "--strategy",
         "-s",
-        help='How to train on the workers, such as "ddp(bucket_mb=4)".',
+        help='How to train on the workers, such as "ddp(bucket_mb=4)"; run and train take auto.',
         show_default="ddp, or single for one worker",
     ),
 ]

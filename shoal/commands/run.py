@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.commands import options
-from shoal.commands.launching import WorkersOptions, command_for, run_shown, traced
+from shoal.commands.launching import WorkersOptions, command_for, resolve_auto, run_shown, traced
 
 
 def run(
@@ -23,6 +23,7 @@ def run(
 ) -> None:
     """Run a training script on several workers of this host."""
     command = command_for(script, args)
+    strategy = resolve_auto(strategy, command, workers, device)
     asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill, timeout, grace)
     with traced(asked.to_config(), trace) as config:
         run_shown(command, workers, config, report)

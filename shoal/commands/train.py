@@ -11,7 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from shoal.commands import options
-from shoal.commands.launching import EXAMPLES, WorkersOptions, command_for, run_shown, traced
+from shoal.commands.launching import (
+    EXAMPLES,
+    WorkersOptions,
+    command_for,
+    resolve_auto,
+    run_shown,
+    traced,
+)
 from shoal.errors import BadInput, CheckpointError
 from shoal.train.checkpoint_folder import MANIFEST
 
@@ -41,6 +48,7 @@ def train(
     out = out or Path("runs") / example
     extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
     command = command_for(example, extra)
+    strategy = resolve_auto(strategy, command, workers, device)
     asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill, timeout, grace)
     config = asked.to_config()
     start_s = time.monotonic()

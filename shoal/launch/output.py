@@ -25,6 +25,10 @@ _TAIL_LINES = 100
 _LEFTOVER_CHUNKS = 16  # a pipe holds one chunk; an enlarged pipe holds up to 16
 
 
+def discard_lines(text: str, is_stderr: bool) -> None:
+    """A `Write` that shows nothing."""
+
+
 def print_lines(text: str, is_stderr: bool) -> None:
     """Write the output of workers to stdout and stderr."""
     stream = sys.stderr if is_stderr else sys.stdout

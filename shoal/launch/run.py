@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import BadInput
+from shoal.launch.auto import AUTO, choose_strategy
 from shoal.launch.environment import Placement, detect
 from shoal.launch.failures import report_failure
 from shoal.launch.fork import ForkSpec, fork
 from shoal.launch.local import LaunchSpec, launch
 from shoal.launch.lost_workers import tolerance_of
+from shoal.launch.output import Write, discard_lines, print_lines
 from shoal.launch.uncaught import end_with_sentence
 from shoal.launch.worker import Train, Worker
 from shoal.runtime.config import RunConfig
@@ -49,7 +52,8 @@ def run(
     With one worker it runs in this process and returns what `train` returns. With `workers`
     above 1 the script is started again as that many processes; returns None when they have
     finished. Options of a launcher (`shoal run -n 4 -s ddp --seed 1`, `SHOAL_STRATEGY`, …)
-    override the arguments here.
+    override the arguments here. `strategy="auto"` measures this machine once, plans for the
+    model, says what it chose and why, and runs that.
     """
     global _calls
     if _replacement is not None:
@@ -69,6 +73,8 @@ def run(
         seed=seed if config.seed is None else config.seed,
         device=config.device or device,
     )
+    if chosen == AUTO:
+        chosen = _choose(train, size, placement, config)
     if placement is None and size > 1:
         return _launch_self(train, as_strategy(chosen), size, config)
 
@@ -113,7 +119,31 @@ def _reporting_failures(work: Callable[[], Any], config: RunConfig) -> Any:
         sys.exit(2 if isinstance(error, BadInput) else 1)
 
 
-def _launch_self(train: Train, strategy: Strategy, workers: int, config: RunConfig) -> None:
+def _choose(train: Train, workers: int, placement: Placement | None, config: RunConfig) -> Strategy:
+    """What `strategy="auto"` stands for."""
+    if placement is None:
+        return choose_strategy(workers, config, partial(_trace_self, train), _say)
+    if placement.rank == 0:
+        _say("auto: ddp, for workers of another launcher have to start with a strategy")
+    return as_strategy("ddp" if workers > 1 else "single")
+
+
+def _say(text: str) -> None:
+    print(f"shoal: {text}", file=sys.stderr, flush=True)
+
+
+def _trace_self(train: Train, config: RunConfig) -> None:
+    """Run the script once in a process of its own, without its output."""
+    _launch_self(train, as_strategy("single"), 1, config, discard_lines)
+
+
+def _launch_self(
+    train: Train,
+    strategy: Strategy,
+    workers: int,
+    config: RunConfig,
+    write: Write = print_lines,
+) -> None:
     strategy.require_built()
     strategy.layout(workers)
     config = replace(config, strategy=str(strategy), call=_calls)
@@ -121,7 +151,7 @@ def _launch_self(train: Train, strategy: Strategy, workers: int, config: RunConf
     tolerance = tolerance_of(strategy, workers)
     command = _command_of_script()
     if command is not None:
-        launch(LaunchSpec(command, workers, config, servers, tolerance=tolerance))
+        launch(LaunchSpec(command, workers, config, servers, tolerance=tolerance), write)
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise BadInput(

@@ -5,7 +5,8 @@
     variant    a shape with a way to synchronize, a schedule of the pipeline, and recompute
 
 Left out because another one is never slower and never larger: gpipe, inter-op and bfs (1f1b and
-interleaved have their bubble and keep fewer activations), and recompute of what fits without.
+interleaved have their bubble and keep fewer activations), gossip over a complete graph (it is ddp
+that sends everything to all), and recompute of what fits without.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from shoal.strategy.strategy import Layout, Strategy, as_strategy
 from shoal.strategy.terms import Cp, Ep, Pp, Single, Tp
 
 _STEP_BETWEEN_SIZES = 1.5  # of micro-batches: sizes that are closer are not worth a try
+_LEFT_OUT = ('gossip(graph="complete")',)
 MAX_CHUNKS = 8
 
 
@@ -126,6 +128,7 @@ def candidate(
     return Candidate(strategy, chosen)
 
 
+@lru_cache(maxsize=1000)
 def _strategy(
     shape: Shape, sync: SyncTerm | None, schedule: str, chunks: int, recompute: bool
 ) -> Strategy:
@@ -164,6 +167,7 @@ def _all_syncs() -> tuple[SyncTerm, ...]:
         and term.name in PRICERS
         and term.collective_algorithm is None
         and term.batches is not Batches.WHOLE_DATASET
+        and str(term) not in _LEFT_OUT
     )
 
 

@@ -21,6 +21,7 @@ _NAMES = {
     "weights": "the all-gather of weights",
     "servers": "the parameter servers",
     "update": "the update of the optimizer",
+    "fixed": "what every step costs beside its kernels",
 }
 _ON_DEVICE = ("compute", "memory", "launch", "pipeline", "host", "")
 _NOTABLE = 0.01  # of a step: a smaller difference explains nothing

@@ -97,7 +97,7 @@ class _Found:
     """The best of every layout and way to synchronize."""
 
     def __init__(self) -> None:
-        self.fits: dict[tuple[Layout, str], Priced] = {}
+        self.fits: dict[tuple[Layout, SyncTerm | None], Priced] = {}
         self.larger: dict[Layout, Priced] = {}
         self._best: dict[Layout, float] = {}
         self.limit_s = math.inf  # slower layouts are not among the best ones
@@ -108,8 +108,7 @@ class _Found:
             if layout not in self.larger or _order(found) < _order(self.larger[layout]):
                 self.larger[layout] = found
             return
-        sync = found.candidate.strategy.sync
-        key = (layout, str(sync))
+        key = (layout, found.candidate.strategy.sync)
         if key not in self.fits or _order(found) < _order(self.fits[key]):
             self.fits[key] = found
         if found.seconds < self._best.get(layout, math.inf):
@@ -262,7 +261,7 @@ def merge(found: Iterable[Priced]) -> list[Priced]:
         if place is None:
             same.append(one)
         else:
-            names = (*same[place].merged, str(one.candidate.strategy))
+            names = (*same[place].merged, one.prediction.strategy)
             same[place] = replace(same[place], merged=names)
     return sorted((one for group in kept.values() for one in group), key=_order)
 
@@ -281,8 +280,7 @@ def _faster(found: Iterable[Priced], limit_s: float) -> list[Priced]:
 def _order(one: Priced) -> tuple[float, float, int]:
     """Equal times, up to a thousandth, are ordered by memory and by the length of the notation."""
     time = round(math.log(max(one.seconds, 1e-12)) / math.log(_EQUAL))
-    text = str(one.candidate.strategy)
-    return time, one.prediction.memory.total, len(text)
+    return time, one.prediction.memory.total, len(one.prediction.strategy)
 
 
 def _without_bubble(one: Priced) -> float:

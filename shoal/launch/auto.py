@@ -1,0 +1,79 @@
+"""`strategy="auto"`: measure this machine once, plan for the script's own model, and choose.
+
+What is chosen equals one device's result, and is one that the notation alone can say.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.calibration.cache import calibrated_cluster
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.units import show_seconds
+from shoal.errors import BadInput, ShoalError
+from shoal.plan.explain import nothing_fits, why_first
+from shoal.plan.predict import StepSettings
+from shoal.plan.search import Priced, SearchOptions, search
+from shoal.plan.traced_workload import TracedWorkload
+from shoal.plan.workload import Workload
+from shoal.runtime.config import RunConfig, WorkloadTraceConfig
+from shoal.strategy.strategy import Strategy, as_strategy
+
+AUTO = "auto"
+_AS_FAST = 1.02
+Say = Callable[[str], None]
+TraceRun = Callable[[RunConfig], None]  # runs the script in one process, without its output
+
+
+def choose_strategy(workers: int, config: RunConfig, run: TraceRun, say: Say) -> Strategy:
+    """The fastest strategy for the script on this machine; ddp where its model cannot be traced."""
+    if workers == 1:
+        say("auto: single, for there is one worker")
+        return as_strategy("single")
+    try:
+        workload, batch = traced(config, run)
+    except ShoalError as error:
+        say(f"auto: ddp, for the model could not be traced: {error}")
+        return as_strategy("ddp")
+    cluster = calibrated_cluster(say=say, device=config.device).of_size(workers)
+    return planned(workload, batch, cluster, workers, say)
+
+
+def traced(config: RunConfig, run: TraceRun) -> tuple[TracedWorkload, int]:
+    """The model of the script and the samples of its batch."""
+    with tempfile.TemporaryDirectory(prefix="shoal-auto-") as name:
+        folder = Path(name)
+        trace = WorkloadTraceConfig(folder)
+        run(replace(config, strategy="single", device="cpu", workload_trace=trace))
+        file = folder / "workload.json"
+        if not file.is_file():
+            raise BadInput("the script has ended without a training step")
+        document = json.loads(file.read_text())
+    if "error" in document:
+        raise BadInput(document["error"])
+    return TracedWorkload.from_json(document["workload"].encode()), int(document["batch"])
+
+
+def planned(workload: Workload, batch: int, cluster: Cluster, workers: int, say: Say) -> Strategy:
+    options = SearchOptions(StepSettings(batch), notation_only=True)
+    result = search(workload, cluster, workers, options)
+    if not result.ranked:
+        raise BadInput(nothing_fits(result.least, result.least_workers))
+    best = simplest(result.ranked)
+    prediction = best.prediction
+    spread = f"{show_seconds(prediction.low_s)} to {show_seconds(prediction.high_s)}"
+    say(
+        f"auto: {best.candidate.strategy}, {show_seconds(best.seconds)} a step ({spread}): "
+        f"{why_first(prediction)}"
+    )
+    return best.candidate.strategy
+
+
+def simplest(ranked: Sequence[Priced]) -> Priced:
+    """Of those that are as fast as the first, up to what predictions can tell, the plainest."""
+    equal = [one for one in ranked if one.seconds <= ranked[0].seconds * _AS_FAST]
+    return min(equal, key=lambda one: len(one.candidate.strategy.splits))

@@ -1,0 +1,55 @@
+"""What `strategy="auto"` chooses, without a machine that is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.launch import auto
+from shoal.runtime.config import RunConfig
+from tests.plan.test_search import cluster, found
+
+
+def write(config: RunConfig, document: dict[str, object]) -> None:
+    assert config.workload_trace.folder is not None
+    file = Path(config.workload_trace.folder) / "workload.json"
+    file.write_text(json.dumps(document))
+
+
+def test_one_worker_is_single_without_a_trace() -> None:
+    said: list[str] = []
+    chosen = auto.choose_strategy(1, RunConfig(), lambda config: None, said.append)
+    assert str(chosen) == "single" and len(said) == 1
+
+
+def test_a_model_that_cannot_be_traced_gets_ddp_and_a_sentence() -> None:
+    said: list[str] = []
+
+    def run(config: RunConfig) -> None:
+        write(config, {"error": "no such operation"})
+
+    assert str(auto.choose_strategy(2, RunConfig(), run, said.append)) == "ddp"
+    assert said == ["auto: ddp, for the model could not be traced: no such operation"]
+
+
+def test_a_script_without_a_step_gets_ddp() -> None:
+    said: list[str] = []
+    assert str(auto.choose_strategy(2, RunConfig(), lambda config: None, said.append)) == "ddp"
+    assert "without a training step" in said[0]
+
+
+def test_the_plainest_of_equally_fast_strategies_is_chosen() -> None:
+    ranked = found(80).ranked
+    chosen = auto.simplest(ranked)
+    assert chosen.seconds <= ranked[0].seconds * 1.02
+    assert chosen.candidate.strategy.is_synchronous
+
+
+def test_nothing_that_fits_is_refused() -> None:
+    from shoal.plan.transformer import Transformer, TransformerSizes
+
+    model = Transformer("large", TransformerSizes(4, 1024, 4, sequence=512))
+    with pytest.raises(auto.BadInput, match="nothing fits 1 MB on 2 workers"):
+        auto.planned(model, 16, cluster(0.001), 2, lambda text: None)
