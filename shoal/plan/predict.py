@@ -14,7 +14,7 @@ from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.workload import Recompute, Split, Workload
 from shoal.schedules.pipelines.catalog import schedule
-from shoal.strategy.base import SyncTerm
+from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
 
 
@@ -62,7 +62,8 @@ class Predictor:
 
     def predict(self, strategy: Strategy, workers: int, settings: StepSettings) -> Prediction:
         layout, term, text = self._read(strategy, workers)
-        microbatch, microbatches = _micro_batches(strategy, layout, settings)
+        turns = layout.replicas if term.batches is Batches.IN_TURNS else 1
+        microbatch, microbatches = _micro_batches(strategy, layout, settings, turns)
         split = _split(strategy, layout, settings, microbatch)
         pricer = self.pricer(workers)
         replica = pricer.price(layout, split, microbatches, _shape(strategy, settings))
@@ -76,11 +77,13 @@ class Predictor:
             overlapped_s,
             microbatches,
             workers,
+            layer_parameters=replica.layer_parameters,
+            is_stage=layout.pp > 1,
         )
         sync = price_of(term, question)
         fixed_s = pricer.cluster.device.step_s
         fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
-        parts = (*replica.parts, *sync.parts, *fixed)
+        parts = _per_batch((*replica.parts, *sync.parts, *fixed), turns)
         step_s = sum(part.seconds for part in parts)
         return Prediction(
             strategy=text,
@@ -127,9 +130,18 @@ def resolve_step(strategy: Strategy, workers: int, settings: StepSettings) -> Re
     return ResolvedStep(layout, split, microbatches, _shape(strategy, settings))
 
 
-def _micro_batches(strategy: Strategy, layout: Layout, settings: StepSettings) -> tuple[int, int]:
+def _per_batch(parts: tuple[Part, ...], turns: int) -> tuple[Part, ...]:
+    """Where replicas take batches in turns, each step of all of them is so many batches."""
+    if turns == 1:
+        return parts
+    return tuple(Part(name, seconds / turns, bound) for name, seconds, bound in parts)
+
+
+def _micro_batches(
+    strategy: Strategy, layout: Layout, settings: StepSettings, turns: int = 1
+) -> tuple[int, int]:
     """Samples of a micro-batch, and how many micro-batches a replica has in a step."""
-    of_replica = -(-settings.batch // (layout.replicas * layout.ep))
+    of_replica = -(-turns * settings.batch // (layout.replicas * layout.ep))
     if settings.microbatch is not None:
         if settings.microbatch > of_replica:
             raise BadInput(

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.cluster.cluster import Noise
-from shoal.plan.stragglers import Floats, is_even, step_times
+from shoal.plan.stragglers import Floats, expected_max, is_even, step_times
 from shoal.schedules.gossip.mixing import mixing_for
 
 _STEPS = 400
@@ -43,6 +43,17 @@ def _draws(noise: Noise, workers: int, each: int) -> Floats:
     return slowest
 
 
+def _corrected(pace: float, draws: Floats, noise: Noise, each: int) -> float:
+    """What these draws have more or less than theirs: the maximum is known exactly."""
+    own = float(draws.mean())
+    most = float(draws.max(axis=1).mean())
+    known_own = own_pace(noise, each)
+    known_most = expected_max(noise, draws.shape[1] * each)
+    if most <= own:
+        return pace
+    return known_own + (pace - own) / (most - own) * (known_most - known_own)
+
+
 def _pace(finished: Floats) -> float:
     """Seconds a step, from the time at which each step was finished."""
     steps = len(finished) - 1 - _SETTLE
@@ -52,8 +63,8 @@ def _pace(finished: Floats) -> float:
 @lru_cache(maxsize=1024)
 def quorum_pace(noise: Noise, workers: int, quorum: int, each: int = 1) -> float:
     """Seconds a step over its compute, where the first `quorum` pushes make it."""
-    if is_even(noise):
-        return 1.0
+    if is_even(noise) or quorum >= workers:
+        return expected_max(noise, workers * each)
     draws = _draws(noise, workers, each)
     ready = draws[0]  # when each worker finishes what it computes now
     is_late = np.zeros(workers, dtype=bool)  # what it computes now is of an earlier step
@@ -72,8 +83,8 @@ def quorum_pace(noise: Noise, workers: int, quorum: int, each: int = 1) -> float
 @lru_cache(maxsize=1024)
 def staleness_pace(noise: Noise, workers: int, staleness: int, each: int = 1) -> float:
     """Seconds a step over its compute, where no worker is more than so many steps ahead."""
-    if is_even(noise):
-        return 1.0
+    if is_even(noise) or staleness == 0:
+        return expected_max(noise, workers * each)
     draws = _draws(noise, workers, each)
     finished = np.zeros((len(draws) + 1, workers))
     for step, times in enumerate(draws):
@@ -81,7 +92,7 @@ def staleness_pace(noise: Noise, workers: int, staleness: int, each: int = 1) ->
         if step >= staleness:
             begin = np.maximum(begin, finished[step - staleness].max())
         finished[step + 1] = begin + times
-    return _pace(finished.mean(axis=1))
+    return _corrected(_pace(finished.mean(axis=1)), draws, noise, each)
 
 
 @lru_cache(maxsize=256)
@@ -96,7 +107,7 @@ def neighbours_pace(noise: Noise, graph: str, workers: int, each: int = 1) -> fl
         computed = finished[step] + times
         starts, order = heard[step % len(heard)]
         finished[step + 1] = np.maximum.reduceat(computed[order], starts)
-    return _pace(finished.mean(axis=1))
+    return _corrected(_pace(finished.mean(axis=1)), draws, noise, each)
 
 
 def _heard(matrix: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -110,9 +121,7 @@ def own_pace(noise: Noise, each: int = 1) -> float:
     """Seconds a step over its compute, where a replica waits for its own workers only."""
     if is_even(noise):
         return 1.0
-    if each == 1:
-        return step_times(noise).mean
-    return float(_draws(noise, 1, each).mean())
+    return step_times(noise).mean if each == 1 else expected_max(noise, each)
 
 
 @lru_cache(maxsize=4096)

@@ -45,6 +45,7 @@ class ReplicaPrice:
     seconds: float
     activation_bytes: float = 0.0  # of the stage that keeps most
     recompute_bytes: float = 0.0  # of one layer, while it is computed again
+    layer_parameters: float = 0.0  # of the largest layer on the device
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class _Stages:
     weight_s: float
     backward_s: float
     parameters: float
+    layer_parameters: float
     activation_bytes: tuple[float, ...]  # of each stage, one micro-batch
     recompute_bytes: float
     transfer: CollectiveTime
@@ -130,6 +132,7 @@ class ReplicaPricer:
                 n * t.backward.seconds for n, t in zip(stages[slowest], table.times, strict=True)
             ),
             parameters=max(held),
+            layer_parameters=max(table.parameters),
             activation_bytes=tuple(weight_of(stage, table.activation_bytes) for stage in stages),
             recompute_bytes=table.recompute_bytes,
             transfer=self._transfer(table, tp, pp, pipeline.scatter_sends),
@@ -190,6 +193,7 @@ def _assemble(
         busy_s,
         max(n * size for n, size in zip(kept, stages.activation_bytes, strict=True)),
         stages.recompute_bytes,
+        layer_parameters=stages.layer_parameters,
     )
 
 

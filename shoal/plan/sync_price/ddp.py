@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from shoal.plan.collective_time import CollectiveTime, hops
@@ -62,8 +63,13 @@ def all_reduce_time(
     narrow = min(way, key=lambda hop: hop.bytes_per_s)
     link = Link(max(hop.alpha_s for hop in way), 1 / narrow.bytes_per_s)
     assert algorithm is not None
-    seconds = predicted_s("all_reduce", algorithm, group.size, max(1, round(num_bytes)), link)
+    seconds = _schedule_s(algorithm, group.size, max(1, round(num_bytes)), link)
     return CollectiveTime(seconds, narrow.words)
+
+
+@lru_cache(maxsize=4096)
+def _schedule_s(algorithm: str, ranks: int, num_bytes: int, link: Link) -> float:
+    return predicted_s("all_reduce", algorithm, ranks, num_bytes, link)
 
 
 def _compressed(term: Any, question: SyncQuestion) -> tuple[Part, float]:

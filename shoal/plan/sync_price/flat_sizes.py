@@ -252,10 +252,13 @@ class TensorSizes:
         return root + max(pairs, default=0)
 
     @property
-    def last_unit(self) -> float:
-        """Elements that backward begins with under zero(3): the root unit and the last block."""
+    def first_units(self) -> float:
+        """Elements of the root unit and of the first block, which zero(3) gathers once.
+
+        The backward of a first layer needs its input alone.
+        """
         units = self.units or (tuple(range(len(self.shapes))),)
-        kept = {units[0], units[-1]}
+        kept = set(units[:2])
         return sum(self._round_up(self.sizes[i]) for unit in kept for i in unit)
 
     def factors(self, rank: int) -> Factors:

@@ -65,14 +65,16 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
         parts,
         _memory(term, question, mixing),
         steps_per_batch=float(question.replicas) if is_async else 1.0,
-        convergence=convergence_of(mixing),
+        convergence=convergence_of(term.graph, question.replicas),
         sent_bytes=question.buffer_bytes * (1.0 if is_async else exchange.sent),
         spread_s=(0.0, 0.0) if is_async else synchronous_spread(question),
     )
 
 
-def convergence_of(mixing: Mixing) -> str:
-    """By how many steps consensus takes, in units of what an all-reduce gives in one."""
+@lru_cache(maxsize=256)
+def convergence_of(graph: str, replicas: int) -> str:
+    """How fast replicas agree, in a sentence."""
+    mixing = mixing_of(graph, replicas)
     second = mixing.second_eigenvalue
     if second == 0:
         return mixing.expectation

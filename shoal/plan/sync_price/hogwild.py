@@ -25,17 +25,16 @@ _READS = 2  # of the shared weights in a step: forward and backward
 
 @prices("hogwild")
 def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
-    """A step is the time in which all workers together finish one global batch."""
+    """One worker's step, in which the others finish a batch each as well."""
     replicas = question.replicas
     pace = own_pace(question.cluster.noise, question.each)
     update = update_part(question)
-    own_s = question.compute_s * replicas * pace + update.seconds  # of a worker's whole batch
-    bus_s = _bus_s(question)
-    waits_s = max(0.0, bus_s - own_s / replicas)
+    own_s = question.compute_s * pace + update.seconds
+    waits_s = max(0.0, replicas * _bus_s(question) - own_s)
     parts = some(
         Part("stragglers", (pace - 1) * question.compute_s, "noise of workers"),
         Part("shared weights", waits_s, "memory of the host"),
-        Part("update", update.seconds / replicas, "memory"),
+        update,
     )
     behind = f"a gradient is about {replicas - 1} updates old when it is used" * (replicas > 1)
     return SyncPrice(parts, plain_memory(question), convergence=behind)

@@ -33,6 +33,7 @@ from shoal.plan.sync_price.ps_links import (
     pull,
     push,
     server_count,
+    server_hosts,
     step_traffic,
 )
 from shoal.plan.sync_price.ps_memory import ps_memory, shares_weights
@@ -94,7 +95,8 @@ def _exposed_push(term: Any, question: SyncQuestion, up: Way) -> float:
 def _server_update_s(term: Any, question: SyncQuestion) -> float:
     """Servers update at the same time, each its slice."""
     moved = question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
-    return question.each * moved / host_rate(term, question)
+    hosts = server_hosts(term, question)
+    return question.each * moved / (hosts * host_rate(term, question))
 
 
 def _lockstep(term: Any, question: SyncQuestion, up: Way, down: Way) -> tuple[Part, ...]:

@@ -82,10 +82,18 @@ def _bus(cluster: Cluster) -> float:
     return cluster.device.memory_bytes_per_s * cluster.node.devices
 
 
+def server_hosts(term: Any, question: SyncQuestion) -> int:
+    """Hosts that servers are on: that of the workers, or one for each server, or all."""
+    devices = question.cluster.node.devices
+    if question.workers <= devices or term.placement == "rank0":
+        return 1
+    return int(term.servers) if term.placement == "servers" else -(-question.workers // devices)
+
+
 def host_rate(term: Any, question: SyncQuestion) -> float:
-    """Bytes a second at which all servers of one host work: a core each, one bus for all."""
+    """Bytes a second at which the servers of one host work: a core each, one bus for all."""
     cluster = question.cluster
-    servers = server_count(term, question)
+    servers = math.ceil(server_count(term, question) / server_hosts(term, question))
     core = _bus(cluster)
     if computes_on_cores(question):
         core = cluster.device.memory_bytes_per_s

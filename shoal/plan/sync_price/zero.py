@@ -58,7 +58,7 @@ def bucket_bytes(question: SyncQuestion) -> float:
 
 
 def _largest_shard(question: SyncQuestion) -> float:
-    ranks = range(min(question.replicas, _MOST_RANKS))
+    ranks = range(min(question.replicas, _MOST_RANKS)) if question.tensors else range(1)
     return max(question.sizes.owned(question.replicas, rank) for rank in ranks)
 
 
@@ -98,7 +98,7 @@ def _gathered(question: SyncQuestion) -> Part:
 
 
 def _sent(stage: int, question: SyncQuestion) -> float:
-    """Gradients to their owners, weights to the others; zero(3) keeps what backward begins with."""
+    """Gradients to their owners, weights to the others; zero(3) gathers all but the first twice."""
     p = question.replicas
     sizes = question.sizes
     width = question.precision.gradient_bytes
@@ -112,10 +112,10 @@ def _sent(stage: int, question: SyncQuestion) -> float:
 
 
 def _kept_unit(question: SyncQuestion) -> float:
-    """Elements that are gathered for forward and still there when backward begins."""
+    """Elements that are gathered for forward and that backward does not need."""
     sizes = question.sizes
     if isinstance(sizes, TensorSizes):
-        return sizes.last_unit
+        return sizes.first_units
     return question.layer_parameters
 
 

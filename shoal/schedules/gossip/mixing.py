@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import networkx as nx
 import numpy as np
@@ -94,17 +94,23 @@ def mixing_for(graph: str, workers: int) -> Mixing:
         return Mixing("gossip of one", (np.ones((1, 1)),))
     if graph.startswith(INLINE) or graph.endswith((".txt", ".csv", ".edges")):
         mixing = _of_edges(read_edges(graph), graph, workers)
-    elif graph == "one-peer":
-        mixing = Mixing(f"a one-peer exponential graph of {workers}", _one_peer(workers))
     else:
-        name, undirected = _named(graph, workers)
-        mixing = Mixing(name, (metropolis_weights(undirected.to_directed()),))
+        mixing = _of_name(graph, workers)
     if mixing.second_eigenvalue > 1 - 1e-9:
         raise StrategyError(
             f"gossip over {mixing.name} cannot converge: its second eigenvalue is 1, so workers "
             "would swap their weights forever; let them keep a share of their own"
         )
     return mixing
+
+
+@lru_cache(maxsize=64)
+def _of_name(graph: str, workers: int) -> Mixing:
+    """Remembered: a planner asks for the same graph again and again."""
+    if graph == "one-peer":
+        return Mixing(f"a one-peer exponential graph of {workers}", _one_peer(workers))
+    name, undirected = _named(graph, workers)
+    return Mixing(name, (metropolis_weights(undirected.to_directed()),))
 
 
 def metropolis_weights(graph: nx.DiGraph) -> Matrix:

@@ -1,0 +1,196 @@
+"""Prices of ways to agree: worked examples, and what grows with what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shoal.cluster.cluster import Cluster, Node, Noise
+from shoal.cluster.hardware import LinkSpec
+from shoal.plan.prediction import Part
+from shoal.plan.price import price
+from shoal.plan.sync_price.base import SyncPrice, SyncQuestion
+from shoal.plan.sync_price.catalog import price_of
+from shoal.plan.sync_price.gossip import consensus_steps, mixing_of
+from shoal.schedules.collectives.catalog import build
+from shoal.strategy.strategy import parse
+from tests.plan.sync_questions import GPU, NIC, NVLINK, ask, cluster_of
+
+ONE_EACH = Cluster("one device a node", GPU, Node(1, fabric=NVLINK, nic=NIC), 64)
+
+
+def cost(text: str, question: SyncQuestion) -> SyncPrice:
+    return price_of(parse(text).sync_for(question.replicas), question)
+
+
+def part(found: SyncPrice, *names: str) -> float:
+    return sum(one.seconds for one in found.parts if one.name in names)
+
+
+def alone(replicas: int, parameters: float = 1e9, **options: Any) -> SyncQuestion:
+    """On nodes of one device, where nothing hides communication."""
+    return ask(ONE_EACH, replicas, parameters, backward_s=0.0, **options)
+
+
+# ---- the seeds' examples ------------------------------------------------------------------------
+
+
+def test_175_billion_float32_parameters_are_700_gb_of_gradients() -> None:
+    question = alone(3, 175e9)
+    assert question.gradient_bytes == 700e9
+
+
+def test_three_replicas_send_1400_gb_up_and_as_much_down_through_a_server() -> None:
+    found = cost('ps(placement="rank0")', alone(3, 175e9))
+    assert found.server_bytes == pytest.approx(1.4e12)
+    assert part(found, "push") == pytest.approx(1.4e12 / 25e9, rel=1e-3)
+    assert part(found, "pull") == pytest.approx(1.4e12 / 25e9, rel=1e-3)
+
+
+def test_server_time_grows_with_workers_where_the_rings_stays() -> None:
+    served = [part(cost("ps", alone(n)), "push") for n in (8, 16, 32)]
+    ringed = [part(cost("ddp", alone(n)), "gradients") for n in (8, 16, 32)]
+    assert served[1] / served[0] == pytest.approx(2, rel=1e-3)
+    assert served[2] / served[0] == pytest.approx(4, rel=1e-3)
+    assert ringed[2] / ringed[0] < 1.3
+
+
+def test_naive_all_reduce_sends_p_times_p_minus_one_vectors() -> None:
+    for ranks in (2, 4, 7):
+        one = price(build("all_reduce", "naive", ranks), 100, 0.0, 1e-9)
+        assert one.sent_total_bytes == ranks * (ranks - 1) * 100
+
+
+def test_reduce_scatter_in_place_holds_p_minus_one_redundant_vectors() -> None:
+    for ranks in (2, 4, 7):
+        one = price(build("reduce_scatter", "ring", ranks), 100, 0.0, 1e-9)
+        assert one.redundant_bytes == (ranks - 1) * 100
+
+
+def test_two_servers_into_one_uplink_take_twice_as_long() -> None:
+    """1 TB over 200 Gb/s is 40 s; two nodes that share one such uplink need 80 s."""
+    rack = replace(ONE_EACH, nodes_per_rack=2, oversubscription=2.0, nodes=4)
+    flat = replace(ONE_EACH, nodes=4)
+    wide, narrow = (
+        part(cost('ps(placement="workers")', ask(where, 4, 250e9, backward_s=0.0)), "push")
+        for where in (flat, rack)
+    )
+    assert wide == pytest.approx(0.75 * 40, rel=1e-3)
+    assert narrow == pytest.approx(40, rel=1e-3)  # half of it crosses, at half the rate
+
+
+# ---- parameter servers --------------------------------------------------------------------------
+
+
+def test_more_servers_divide_the_incast_and_placement_on_workers_removes_it() -> None:
+    one, four = (part(cost(f"ps(servers={n})", alone(16)), "push") for n in (1, 4))
+    spread = part(cost('ps(placement="workers")', alone(16)), "push")
+    assert one / four == pytest.approx(4, rel=1e-3)
+    assert spread == pytest.approx(one / 16 * 15 / 16, rel=1e-2)
+
+
+def test_async_is_the_sum_of_rates_until_the_servers_are_busy() -> None:
+    few, many = (alone(n, 1e6, compute_s=0.3) for n in (2, 64))
+    assert part(cost('ps(mode="async")', few), "servers") < 0.01 * 0.3
+    busy = alone(64, 1e9, compute_s=0.3)
+    found = cost('ps(mode="async")', busy)
+    cycle_s = 0.3 + sum(one.seconds for one in found.parts)
+    assert cycle_s >= 64 * 2 * 4e9 / 25e9  # all pushes and pulls pass the server's NIC
+    assert cost('ps(mode="async")', many).steps_per_batch == 64
+
+
+def test_stragglers_cost_the_synchronous_rule_most() -> None:
+    noisy = replace(ONE_EACH, noise=Noise(0.1, 0.05, 4.0))
+    question = ask(noisy, 16, 1e6)
+    sync, quorum, stale, free = (
+        part(cost(text, question), "stragglers")
+        for text in ("ps", "ps(quorum=0.75)", "ps(staleness=3)", 'ps(mode="async")')
+    )
+    assert sync > stale > free > 0 and sync > quorum
+    low, high = cost("ddp", question).spread_s
+    assert low > 0 and high > 0
+
+
+def test_compressed_pushes_are_smaller_and_pulls_are_not() -> None:
+    plain, packed = (cost(text, alone(8)) for text in ("ps", 'ps(compress="int8")'))
+    assert plain.sent_bytes / packed.sent_bytes == pytest.approx(4, rel=0.05)
+    assert part(packed, "pull") == part(plain, "pull")
+
+
+# ---- overlap ------------------------------------------------------------------------------------
+
+
+def test_backward_hides_all_but_the_last_bucket_of_ddp() -> None:
+    exposed = [
+        part(cost("ddp", ask(ONE_EACH, 8, 1e9, backward_s=s, compute_s=9)), "gradients")
+        for s in (0.0, 0.1, 5.0)
+    ]
+    assert exposed[0] - exposed[1] == pytest.approx(0.1, rel=0.01)
+    whole, last = exposed[0], exposed[2]
+    assert 0 < last < 0.02 * whole
+
+
+def test_cpus_without_idle_cores_hide_nothing() -> None:
+    device = replace(GPU, synchronous=True, threads=1)
+    shared = LinkSpec("shared memory", 5e9, 1e-6)
+    node = Node(4, fabric=shared, cores=4, memory_bytes_per_s=2e10)
+    host = Cluster("host", device, node)
+    hidden = part(cost("ddp", ask(host, 4, 1e8)), "gradients")
+    none = part(cost("ddp", ask(host, 4, 1e8, backward_s=0.0)), "gradients")
+    roomy = replace(host, node=replace(node, cores=8))
+    assert hidden == none
+    assert part(cost("ddp", ask(roomy, 4, 1e8)), "gradients") < none
+
+
+def test_zero_3_gathers_beside_computation() -> None:
+    slow, fast = (
+        ask(ONE_EACH, 8, 1e9, compute_s=s, backward_s=s * 2 / 3, layer_parameters=1e7)
+        for s in (0.03, 30.0)
+    )
+    assert part(cost("zero(3)", slow), "weights") > 10 * part(cost("zero(3)", fast), "weights")
+    assert part(cost("zero(3)", fast), "weights") > 0
+
+
+def test_zero_2_reduces_every_microbatch() -> None:
+    question = alone(8, microbatches=4)
+    one, two = (part(cost(f"zero({stage})", question), "gradients") for stage in (1, 2))
+    assert two == pytest.approx(4 * one)
+
+
+# ---- racks --------------------------------------------------------------------------------------
+
+
+def test_hierarchical_all_reduce_beats_a_flat_ring_on_nodes_of_eight() -> None:
+    racks = cluster_of(16, nodes_per_rack=4, oversubscription=4.0)
+    question = ask(racks, 128, 1e9, backward_s=0.0)
+    ring = part(cost('ddp(algorithm="ring")', question), "gradients")
+    hierarchical = part(cost("ddp", question), "gradients")
+    assert hierarchical <= ring
+
+
+def test_gossip_over_racks_pays_for_the_messages_that_leave_them() -> None:
+    racks = replace(ONE_EACH, nodes_per_rack=8, oversubscription=8.0)
+    near = part(cost("gossip", ask(racks, 32, 1e9)), "neighbours")
+    far = part(cost('gossip(graph="complete")', ask(racks, 32, 1e9)), "neighbours")
+    assert far > 10 * near
+
+
+def test_the_convergence_factor_is_the_second_eigenvalue() -> None:
+    assert consensus_steps(mixing_of("complete", 8)) == 0
+    assert consensus_steps(mixing_of("ring", 16)) > 3 * consensus_steps(mixing_of("ring", 8))
+    assert "second eigenvalue" in cost("gossip", alone(8)).convergence
+
+
+def test_local_sgd_divides_its_all_reduce_over_its_steps() -> None:
+    often, rarely = (cost(f"localsgd(every={n})", alone(8)) for n in (1, 16))
+    assert part(often, "weights") == pytest.approx(16 * part(rarely, "weights"))
+    assert often.sent_bytes == 16 * rarely.sent_bytes
+
+
+def test_hogwild_is_bound_by_the_hosts_memory() -> None:
+    narrow = Cluster("host", GPU, Node(8, fabric=NVLINK, memory_bytes_per_s=1e10))
+    found = cost("hogwild", ask(narrow, 8, 1e9, compute_s=0.01))
+    assert part(found, "shared weights") > 1
+    assert all(isinstance(one, Part) for one in found.parts)
