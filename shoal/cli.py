@@ -18,6 +18,7 @@ from shoal.commands.plan import plan
 from shoal.commands.plan_validate import validate
 from shoal.commands.predict import predict
 from shoal.commands.run import run
+from shoal.commands.simulate import simulate
 from shoal.commands.train import evaluate, train
 from shoal.commands.verify import verify
 from shoal.errors import BadInput, ShoalError, WorkersFailed
@@ -43,6 +44,7 @@ app.command()(compare)
 collectives.app.command()(export)
 collectives.app.command("import")(import_file)
 app.command()(predict)
+app.command()(simulate)
 plans = typer.Typer(cls=DefaultGroup, help="Find the fastest strategies for a model on a cluster.")
 plans.command(DEFAULT)(plan)
 plans.command("validate")(validate)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.topology import Topology
@@ -22,11 +22,19 @@ from shoal.plan.step_price import ReplicaPricer
 from shoal.plan.sync_price.base import DEFAULT_BUCKET_BYTES, SyncQuestion, update_part
 from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.sync_price.overlap import idle_share
+from shoal.plan.sync_price.ps import quorum_count
+from shoal.plan.sync_price.ps_links import host_rate
 from shoal.plan.workload import Workload
 from shoal.strategy.strategy import Strategy, as_strategy
 
 MOST_MICROBATCHES = 3  # of each stage
 _SOME_STEPS = 8  # of strategies whose workers do not wait for each other
+
+
+class BusyLink(NamedTuple):
+    name: str
+    bytes_per_s: float
+    carried_bytes: float
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class SimulatedStep:
     step_s: float
     run: StepRun
     left_out: int = 0  # micro-batches that were added and not simulated
+    busiest_link: BusyLink | None = None
 
 
 def simulate_strategy(
@@ -44,10 +53,10 @@ def simulate_strategy(
     strategy: Strategy | str,
     workers: int,
     settings: StepSettings,
-    seed: int | None = None,
+    uneven: Unevenness | None = None,
     steps: int | None = None,
 ) -> SimulatedStep:
-    """Simulate a strategy; with a seed, workers are as unequal as the cluster's noise says."""
+    """Simulate a strategy; without `uneven` all workers are equally fast."""
     value = as_strategy(strategy)
     pricer = Predictor(workload, cluster.of_size(workers)).pricer(workers)
     resolved = resolve_step(value, workers, settings)
@@ -57,24 +66,34 @@ def simulate_strategy(
     agreeing = _WAYS[term.name](term, question)
     if agreeing.way == "servers":
         agreeing = replace(agreeing, servers=_hosts(term, question))
-        shards = question.workers if term.placement == "workers" else term.servers
-        agreeing = replace(agreeing, apply_s=update_part(question).seconds / shards)
+        agreeing = replace(agreeing, apply_s=_apply_s(term, question))
         size = size.of_size(1 + max(agreeing.servers))
     agreeing = replace(agreeing, is_overlapped=settings.overlap and idle_share(question) > 0)
     work = _work(pricer, resolved, question, agreeing, _compression(term, question))
     kept = min(work.microbatches, MOST_MICROBATCHES * work.stages)
-    uneven = Unevenness() if seed is None else Unevenness(cluster.noise, seed)
+    topology = Topology(size)
     run = simulate_step(
         replace(work, microbatches=kept),
         agreeing,
         rank_grid(resolved.layout, pricer.order.axes),
-        Topology(size),
+        topology,
         uneven,
         steps or _steps(agreeing),
     )
     slowest_s = max(map(sum, zip(work.forward_s, work.backward_s, strict=True)))
     left_out = work.microbatches - kept
-    return SimulatedStep(run.step_s + left_out * slowest_s, run, left_out)
+    step_s = run.step_s + left_out * slowest_s
+    return SimulatedStep(step_s, run, left_out, _busiest(topology, run))
+
+
+def _busiest(topology: Topology, run: StepRun) -> BusyLink | None:
+    """The link that would take longest for what it carried."""
+    links = [
+        BusyLink(link.name, link.bytes_per_s, num_bytes)
+        for link, num_bytes in zip(topology.links, run.link_bytes, strict=True)
+        if num_bytes > 0
+    ]
+    return max(links, key=lambda link: link.carried_bytes / link.bytes_per_s, default=None)
 
 
 def _question(
@@ -144,6 +163,12 @@ def _compression(term: Any, question: SyncQuestion) -> float:
     return price_of(term, question).sent_bytes / plain if plain else 1.0
 
 
+def _apply_s(term: Any, question: SyncQuestion) -> float:
+    """Servers update at the same time, each its slice, in their hosts' memory."""
+    moved = question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
+    return moved / host_rate(term, question)
+
+
 def _hosts(term: Any, question: SyncQuestion) -> tuple[int, ...]:
     """Where servers run: on workers, or on nodes of their own behind the workers'.
 
@@ -190,9 +215,7 @@ def _zero(term: Any, question: SyncQuestion) -> Agreeing:
 
 
 def _ps(term: Any, question: SyncQuestion) -> Agreeing:
-    quorum = term.quorum
-    if quorum is not None:
-        quorum = math.ceil(quorum * question.replicas) if quorum <= 1 else int(quorum)
+    quorum = None if term.quorum is None else quorum_count(term, question.replicas)
     return Agreeing(
         "servers",
         _buckets(question, 4 << 20),

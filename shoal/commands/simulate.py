@@ -1,0 +1,138 @@
+"""`shoal simulate`: the steps of a strategy event by event on a cluster, with a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cluster.cluster import Noise
+from shoal.cluster.units import show_bytes, show_rate, show_seconds
+from shoal.commands import options
+from shoal.commands.launching import check_folder, strategy_for
+from shoal.commands.output import wide_console
+from shoal.commands.predict import MicroBatch, RecomputeOption, as_recompute
+from shoal.commands.subject import (
+    Batch,
+    ClusterName,
+    FlashAttention,
+    Gpt,
+    Model,
+    Network,
+    cluster_of,
+    subject_of,
+)
+from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.simulate_strategy import SimulatedStep, simulate_strategy
+from shoal.plan.simulated_work import Unevenness
+from shoal.runtime.faults import read_slow
+
+_MOST_SHOWN = 16  # ranks whose time is divided in a table
+NoiseSeed = Annotated[
+    int | None,
+    typer.Option(
+        "--noise-seed", help="Workers are as unequal as the cluster's noise says, by this seed."
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, help="Steps to simulate.", show_default="as many as the strategy needs"),
+]
+
+
+def simulate(
+    model: Model = None,
+    args: options.ScriptArgs = None,
+    workers: options.Workers = 1,
+    strategy: options.Strategy = None,
+    cluster: ClusterName = "this-machine",
+    gpt: Gpt = None,
+    network: Network = None,
+    batch: Batch = None,
+    microbatch: MicroBatch = None,
+    recompute: RecomputeOption = "none",
+    flash_attention: FlashAttention = False,
+    slow: options.Slow = None,
+    noise_seed: NoiseSeed = None,
+    steps: Steps = None,
+    trace: options.Trace = None,
+    as_json: options.Json = False,
+) -> None:
+    """Simulate training steps on a cluster: computation, messages that share links, waits.
+
+    Beside the closed form of `shoal predict`. `--trace` writes the Chrome trace of a run.
+    """
+    if trace is not None:
+        check_folder(trace, "a trace")
+    value = strategy_for(strategy, workers)
+    subject = subject_of(model, args, gpt, None, batch, workers)
+    settings = StepSettings(subject.batch, microbatch, as_recompute(recompute), flash_attention)
+    hardware = cluster_of(cluster, network, None, workers)
+    workload = subject.workload
+    closed = Predictor(workload, hardware).predict(value, workers, settings)
+    noise = Noise() if noise_seed is None else hardware.noise
+    uneven = Unevenness(noise, noise_seed or 0, read_slow(slow or (), workers))
+    found = simulate_strategy(workload, hardware, value, workers, settings, uneven, steps)
+    if trace is not None:
+        _write(found, trace)
+    if as_json:
+        typer.echo(json.dumps(_document(found, closed.step_s, str(value), workers)))
+        return
+    console = wide_console()
+    console.print(
+        f"{workload.name} under {value} on {workers} workers of {hardware.name}, batch "
+        f"{subject.batch}: {show_seconds(found.step_s)} a step simulated, "
+        f"{show_seconds(closed.step_s)} by the closed form",
+        style="bold",
+        soft_wrap=True,
+    )
+    console.print(_busiest(found), soft_wrap=True)
+    _show_shares(found, trace)
+
+
+def _write(found: SimulatedStep, trace: Path) -> None:
+    from shoal.observe.time_shares import write_chrome
+
+    write_chrome(found.run.spans_by_rank, trace)
+
+
+def _show_shares(found: SimulatedStep, trace: Path | None) -> None:
+    from shoal.observe.time_shares import print_shares
+
+    spans = found.run.spans_by_rank
+    print_shares(dict(list(spans.items())[:_MOST_SHOWN]))
+    if len(spans) > _MOST_SHOWN:
+        print(f"and {len(spans) - _MOST_SHOWN} more ranks")
+    if found.left_out:
+        print(f"{found.left_out} micro-batches of the steady state are added, not simulated")
+    if trace is not None:
+        print(f"trace: {trace} (open it in chrome://tracing or ui.perfetto.dev)")
+
+
+def _busiest(found: SimulatedStep) -> str:
+    if found.busiest_link is None:
+        return "no message leaves a device"
+    name, rate, num_bytes = found.busiest_link
+    busy = num_bytes / rate / found.run.seconds
+    return (
+        f"busiest link: {name}, {show_rate(rate)}, carries {show_bytes(num_bytes)} "
+        f"and is full {busy:.1%} of the time"
+    )
+
+
+def _document(
+    found: SimulatedStep, closed_s: float, strategy: str, workers: int
+) -> dict[str, object]:
+    return {
+        "strategy": strategy,
+        "workers": workers,
+        "step_s": found.step_s,
+        "closed_form_s": closed_s,
+        "steps": found.run.steps,
+        "simulated_s": found.run.seconds,
+        "left_out_microbatches": found.left_out,
+        "rank_end_s": found.run.rank_end_s[-1],
+        "busiest_link": found.busiest_link._asdict() if found.busiest_link else None,
+    }
