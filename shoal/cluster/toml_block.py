@@ -15,6 +15,8 @@ from shoal.cluster.hardware import Curve
 from shoal.errors import BadInput
 
 SOURCES = ("spec", "measured", "fit")
+MOST = 10_000_000  # of anything that is counted
+LARGEST = 1e18
 
 
 class TomlBlock:
@@ -57,6 +59,8 @@ class TomlBlock:
             self.refuse(key, f"a number is expected, not {_words(value)}")
         if not _is_finite(value) or value < least:
             self.refuse(key, f"a number of at least {least:g} is expected, not {_short(value)}")
+        if value > LARGEST:
+            self.refuse(key, f"{_short(value)} is more than any machine has")
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -76,7 +80,9 @@ class TomlBlock:
         if isinstance(value, bool) or not isinstance(value, int):
             self.refuse(key, f"a whole number is expected, not {_words(value)}")
         if value < 1:
-            self.refuse(key, f"a whole number of at least 1 is expected, not {value}")
+            self.refuse(key, f"a whole number of at least 1 is expected, not {_short(value)}")
+        if value > MOST:
+            self.refuse(key, f"at most {MOST} are expected, not {_short(value)}")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -109,6 +110,8 @@ def resized(
     resized = replace(cluster, nodes=total, nodes_per_rack=per_rack)
     if oversubscription is None:
         return resized
+    if not math.isfinite(oversubscription):
+        raise BadInput("--oversubscription: a number is expected, such as 4 for 1:4")
     if resized.racks == 1:
         raise BadInput("--oversubscription is between racks, and there is one rack: give --racks 2")
     return replace(resized, oversubscription=oversubscription)
