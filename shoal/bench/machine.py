@@ -20,7 +20,14 @@ from shoal.bench.machine_calls import CallBench
 from shoal.bench.machine_kernels import KernelBench
 from shoal.bench.sampling import Synchronize, sample_rounds
 
-_SHARES = {"products": 0.3, "memory": 0.15, "launches": 0.1, "updates": 0.15, "calls": 0.3}
+_SHARES = {
+    "products": 0.35,
+    "memory": 0.1,
+    "named": 0.1,
+    "launches": 0.05,
+    "updates": 0.1,
+    "calls": 0.3,
+}
 _STEPS = 50
 
 
@@ -38,7 +45,7 @@ def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
         "memory_bytes": _memory(job.device),
         "products": {dtype: _together(job, bench.products, dtype, each_s) for dtype in dtypes},
     }
-    for name in ("memory", "launches", "updates"):
+    for name in ("memory", "named", "launches", "updates"):
         found[name] = _together(job, getattr(bench, name), _SHARES[name] * scale * seconds)
     found["step"] = tiny_step(job)
     if not alone:

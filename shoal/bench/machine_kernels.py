@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.bench.named_kernels import named_cases
 from shoal.bench.sampling import Sample, Synchronize, sample
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,15 +55,39 @@ class KernelBench:
         shapes = SHAPES + (LARGE_SHAPES if self.device.type == "cuda" else ())
         found = []
         for m, n, k in shapes:
-            took = self._product(m, n, k, DTYPES[dtype], seconds / len(shapes))
-            found.append({"m": m, "n": n, "k": k, **took._asdict()})
+            for way, call in self._products(m, n, k, DTYPES[dtype]).items():
+                with torch.no_grad():
+                    took = self._sample(call, seconds / 3 / len(shapes))
+                found.append({"way": way, "m": m, "n": n, "k": k, **took._asdict()})
         return found
 
-    def _product(self, m: int, n: int, k: int, dtype: torch.dtype, seconds: float) -> Sample:
+    def _products(
+        self, m: int, n: int, k: int, dtype: torch.dtype
+    ) -> dict[str, Callable[[], Tensor]]:
+        """As a linear layer has them: x W^T + b, the input's gradient g W, that of W g^T x."""
         left = torch.ones(m, k, dtype=dtype, device=self.device)
         right = torch.ones(k, n, dtype=dtype, device=self.device)
-        with torch.no_grad():
-            return self._sample(lambda: left @ right, seconds)
+        weight = torch.ones(n, k, dtype=dtype, device=self.device)
+        bias = torch.ones(n, dtype=dtype, device=self.device)
+        gradient = torch.ones(k, m, dtype=dtype, device=self.device)
+        return {
+            "forward": partial(nn.functional.linear, left, weight, bias),
+            "input": partial(torch.mm, left, right),
+            "weight": partial(torch.mm, gradient.t(), right),
+        }
+
+    def named(self, seconds: float) -> list[dict[str, Any]]:
+        """Kernels that take longer than their bytes say, forward and backward."""
+        cases = named_cases(self.device)
+        found = []
+        for case in cases:
+            out = case.call()
+            gradient = torch.ones_like(out)
+            backward = partial(_gradient, out, case.inputs, gradient)
+            forward_s = self._sample(case.call, seconds / 2 / len(cases))
+            backward_s = self._sample(backward, seconds / 2 / len(cases))
+            found.append(case.document(forward_s, backward_s))
+        return found
 
     def memory(self, seconds: float) -> list[dict[str, Any]]:
         """Kernels that read one tensor and write another one, with the allocation of it."""
@@ -120,3 +146,7 @@ class KernelBench:
 def _step(model: nn.Module, data: Tensor) -> None:
     model.zero_grad()
     model(data).sum().backward()
+
+
+def _gradient(out: Tensor, inputs: list[Tensor], gradient: Tensor) -> None:
+    torch.autograd.grad(out, inputs, gradient, retain_graph=True)

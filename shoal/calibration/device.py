@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
@@ -26,23 +27,28 @@ def device_of(found: Found, memory_bytes: float) -> Device:
     """`found` is what `shoal.bench.machine` has written."""
     synchronous = found["device"] == "cpu"
     launch_s = found["launches"]["forward"]["median_s"]
-    rates = {dtype: _product_rates(rows, synchronous) for dtype, rows in found["products"].items()}
+    products = found["products"]
+    rates = {dtype: _product_rates(rows, synchronous) for dtype, rows in products.items()}
     peaks = {dtype: max(rate for _, rate, _ in rows) for dtype, rows in rates.items()}
     widest = max(peaks, key=lambda dtype: peaks[dtype])
     moved = _memory_rates(found["memory"], synchronous)
     bandwidth = max(rate for _, rate, _ in moved)
-    update, update_spread, tensor_s = _update(found["updates"])
-    return Device(
+    (adam, adam_spread), (momentum, momentum_spread), tensor_s = _update(found["updates"])
+    forward = [row for row in products[widest] if row["way"] == "forward"]
+    backward = [row for row in products[widest] if row["way"] != "forward"]
+    device = Device(
         name=_name(found),
         memory_bytes=memory_bytes,
         memory_bytes_per_s=bandwidth,
         peak_flops=peaks,
-        matmul_efficiency=_curve(rates[widest], peaks[widest]),
+        matmul_efficiency=_curve(_product_rates(forward, synchronous), peaks[widest]),
+        backward_matmul_efficiency=_curve(_product_rates(backward, synchronous), peaks[widest]),
         memory_efficiency=_curve(moved, bandwidth),
         launch_s=launch_s,
         backward_launch_s=found["launches"]["backward"]["median_s"],
         synchronous=synchronous,
-        update_bytes_per_s=update,
+        update_bytes_per_s=adam,
+        momentum_bytes_per_s=momentum,
         update_launch_s=tensor_s,
         step_s=_step_s(found, tensor_s),
         threads=found["threads"] if synchronous else None,
@@ -52,10 +58,32 @@ def device_of(found: Found, memory_bytes: float) -> Device:
             "memory_bytes_per_s": _spread_of_best(moved),
             "launch_s": _quartiles(found["launches"]["forward"]),
             "backward_launch_s": _quartiles(found["launches"]["backward"]),
-            "update_bytes_per_s": update_spread,
+            "update_bytes_per_s": adam_spread,
+            "momentum_bytes_per_s": momentum_spread,
             "step_s": _around(_step_s(found, tensor_s), found["step"]),
         },
     )
+    return replace(device, kernel_factors=_factors(found["named"], device, widest))
+
+
+def _factors(rows: list[Found], device: Device, dtype: str) -> dict[str, float]:
+    """Measured seconds over those that bytes, operations and a launch give."""
+    factors = {}
+    for row in rows:
+        for number, way in enumerate(("forward", "backward")):
+            is_backward = way == "backward"
+            size = row["bytes"][number]
+            flops = row["flops"][number]
+            share = device.memory_efficiency.at(size)
+            plain_s = size / (device.memory_bytes_per_s * share)
+            curve = device.backward_matmul_efficiency if is_backward else device.matmul_efficiency
+            if flops and curve is not None:
+                plain_s = max(plain_s, flops / (device.peak_flops[dtype] * curve.at(flops)))
+            launch_s = device.backward_launch_s if is_backward else device.launch_s
+            took_s = row[way]["median_s"]
+            left_s = max(_LEAST * took_s, took_s - (launch_s or 0.0) * device.synchronous)
+            factors[row["names"][number]] = left_s / plain_s
+    return factors
 
 
 def _name(found: Found) -> str:
@@ -119,24 +147,21 @@ def _around(value: float, sample: Found) -> Pair:
     return value * low / sample["median_s"], value * high / sample["median_s"]
 
 
-def _update(rows: Iterable[Found]) -> tuple[float, Pair, float]:
-    """Bytes a second of large tensors with quartiles, and seconds of one kernel of a small one."""
+Rate = tuple[float, Pair]
+
+
+def _update(rows: Iterable[Found]) -> tuple[Rate, Rate, float]:
+    """Bytes a second of Adam and of momentum, and seconds of one kernel of a small tensor."""
     by_name: dict[str, list[Found]] = {}
     for row in rows:
         by_name.setdefault(row["optimizer"], []).append(row)
     rates = []
     kernels = []
-    spreads = []
     for name, width in (("adam", _ADAM_BYTES), ("sgd", _MOMENTUM_BYTES)):
         small, large = sorted(by_name[name], key=lambda row: row["numel"])
         kernels.append(small["median_s"] / UPDATE_KERNELS[name])
-        rate, spread = _rate(large["numel"] * width, large, small["median_s"])
-        rates.append(rate)
-        spreads.append((spread[0] / rate, spread[1] / rate))
-    mean = math.sqrt(rates[0] * rates[1])
-    low = mean * fmean(one[0] for one in spreads)
-    high = mean * fmean(one[1] for one in spreads)
-    return mean, (low, high), fmean(kernels)
+        rates.append(_rate(large["numel"] * width, large, small["median_s"]))
+    return rates[0], rates[1], fmean(kernels)
 
 
 def _step_s(found: Found, tensor_s: float) -> float:

@@ -30,7 +30,7 @@ def machine_of(documents: Sequence[Found], cores: int, memory_bytes: float) -> C
         crowded=tuple(sorted(devices.items())) if is_cpu else (),
         measured=measured,
     )
-    noise = Noise(jitter=_jitter(documents[-1]["step"]))
+    noise = Noise(jitter=_jitter(documents[-1]["products"]["fp32"][-1]))
     return Cluster(platform.node() or "host", devices[most], node, noise=noise, source="measured")
 
 

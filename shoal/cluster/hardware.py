@@ -63,10 +63,24 @@ class Device:
     backward_launch_s: float | None = None  # the same through autograd; None: as `launch_s`
     synchronous: bool = False  # launches add to kernels, as on a CPU: nothing runs ahead
     update_bytes_per_s: float | None = None  # of the optimizer; None: as other kernels
-    update_launch_s: float = 0.0  # of the optimizer, for each tensor that it updates
+    momentum_bytes_per_s: float | None = None  # the same with one state or none, as SGD has
+    update_launch_s: float = 0.0  # one kernel of the optimizer, for each tensor that it updates
+    # products of backward, whose operands lie the other way round; None: as in forward
+    backward_matmul_efficiency: Curve | None = None
+    # how much longer kernels of a name take than their bytes or operations say: gelu, softmax, …
+    kernel_factors: Mapping[str, float] = field(default_factory=dict, hash=False)
     threads: int | None = None  # cores that it computes on, where it is a CPU
     source: str = "spec"
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+
+    def factor_of(self, name: str) -> float:
+        """The factor of a kernel, by the last words of its name."""
+        if not self.kernel_factors:
+            return 1.0
+        words = name.split()
+        last = words[-1] if words else ""
+        two = " ".join(words[-2:])
+        return self.kernel_factors.get(two, self.kernel_factors.get(last, 1.0))
 
     def flops_of(self, dtype: str) -> float:
         """The peak rate of a data type; the nearest wider one where it has none of its own."""

@@ -41,7 +41,9 @@ DEVICE_UNITS = {
     "wait_us": ("wait_s", 1e-6),
     "step_us": ("step_s", 1e-6),
     "update_GB_per_s": ("update_bytes_per_s", 1e9),
+    "momentum_GB_per_s": ("momentum_bytes_per_s", 1e9),
     "update_launch_us": ("update_launch_s", 1e-6),
+    "backward_matmul_efficiency": ("backward_matmul_efficiency", 1.0),
     "matmul_efficiency": ("matmul_efficiency", 1.0),
     "memory_efficiency": ("memory_efficiency", 1.0),
 } | {f"peak_TFLOP_per_s.{dtype}": (f"peak_flops.{dtype}", 1e12) for dtype in DTYPES}
@@ -124,13 +126,25 @@ def _device(block: TomlBlock) -> Device:
         step_s=block.number("step_us", 0.0) * 1e-6,
         synchronous=block.flag("synchronous", False),
         update_bytes_per_s=_optional(block, "update_GB_per_s"),
+        momentum_bytes_per_s=_optional(block, "momentum_GB_per_s"),
         update_launch_s=block.number("update_launch_us", 0.0) * 1e-6,
+        backward_matmul_efficiency=(
+            block.curve("backward_matmul_efficiency")
+            if block.has("backward_matmul_efficiency")
+            else None
+        ),
+        kernel_factors=_factors(block.block("kernel_factors")),
         threads=block.count("threads") if block.has("threads") else None,
         source=block.source(),
         spread=block.spread(DEVICE_UNITS),
     )
     block.finish()
     return device
+
+
+def _factors(block: TomlBlock) -> dict[str, float]:
+    """How much longer than a plain one a kernel takes, by the end of its name."""
+    return {name: block.positive(name) for name in block.table}
 
 
 def _links(block: TomlBlock) -> dict[str, LinkSpec]:

@@ -55,6 +55,7 @@ def _device(device: Device) -> dict[str, Any]:
         "name": device.name,
         **_in_units(device, DEVICE_UNITS),
         "peak_TFLOP_per_s": peaks,
+        "kernel_factors": dict(device.kernel_factors),
         "synchronous": device.synchronous or None,
         "threads": device.threads,
         "source": device.source,
@@ -156,7 +157,7 @@ def _number(value: float) -> str:
 
 
 def _key(key: str) -> str:
-    return f'"{key}"' if "." in key else key
+    return f'"{key}"' if "." in key or " " in key else key
 
 
 def _quoted(text: str) -> str:

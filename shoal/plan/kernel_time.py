@@ -40,24 +40,34 @@ class KernelModel:
         self.device = device
         self.dtype = dtype
         self._peak = device.flops_of(dtype)
-        self._known: dict[tuple[float, float], tuple[float, float]] = {}
+        self._known: dict[tuple[float, float, float, bool], tuple[float, float]] = {}
+        self._factors: dict[str, float] = {}
 
-    def busy(self, kernel: Kernel) -> tuple[float, float]:
+    def busy(self, kernel: Kernel, backward: bool = False) -> tuple[float, float]:
         """Seconds of one kernel on the device: (bound by compute, bound by memory)."""
-        key = (kernel.flops, kernel.bytes)
+        factor = self._factors.get(kernel.name)
+        if factor is None:
+            factor = self.device.factor_of(kernel.name)
+            self._factors[kernel.name] = factor
+        key = (kernel.flops, kernel.bytes, factor, backward)
         found = self._known.get(key)
         if found is None:
             found = self._busy(*key)
             self._known[key] = found
         return found
 
-    def _busy(self, flops: float, num_bytes: float) -> tuple[float, float]:
+    def _busy(
+        self, flops: float, num_bytes: float, factor: float, backward: bool
+    ) -> tuple[float, float]:
         device = self.device
+        curve = device.matmul_efficiency
+        if backward and device.backward_matmul_efficiency is not None:
+            curve = device.backward_matmul_efficiency
         share = device.memory_efficiency.at(max(1.0, num_bytes))
-        memory_s = num_bytes / (device.memory_bytes_per_s * share)
+        memory_s = factor * num_bytes / (device.memory_bytes_per_s * share)
         if not flops:
             return 0.0, memory_s
-        compute_s = flops / (self._peak * device.matmul_efficiency.at(flops))
+        compute_s = factor * flops / (self._peak * curve.at(flops))
         return (compute_s, 0.0) if compute_s >= memory_s else (0.0, memory_s)
 
     def time(
@@ -72,7 +82,7 @@ class KernelModel:
         memory_s = 0.0
         count = messages
         for kernel in kernels:
-            computing, moving = self.busy(kernel)
+            computing, moving = self.busy(kernel, backward)
             compute_s += computing
             memory_s += moving
             count += 1

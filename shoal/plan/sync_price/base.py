@@ -123,6 +123,8 @@ def update_part(question: SyncQuestion, share: float = 1.0) -> Part:
         question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
     )
     rate = device.update_bytes_per_s
+    if question.precision.state_bytes <= 4 and device.momentum_bytes_per_s is not None:
+        rate = device.momentum_bytes_per_s
     if rate is None:
         rate = device.memory_bytes_per_s * device.memory_efficiency.at(max(1.0, moved))
     return Part("update", moved / rate, "memory")

@@ -1,0 +1,139 @@
+"""A machine from what its workers measured, and predictions held against measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.bench.predicted import PredictedRun, Verdict, median_error
+from shoal.calibration import cache
+from shoal.calibration.machine import machine_of
+from shoal.calibration.measure import CalibrationOptions, calibrate, worker_counts
+from shoal.cluster.toml_file import parse_cluster
+from shoal.cluster.toml_writer import cluster_text
+from shoal.errors import BadInput
+from shoal.plan.kernel_time import KernelModel
+from shoal.plan.spread import at_quartile
+from shoal.plan.workload import Kernel
+
+FLOPS_PER_S = 40e9
+BYTES_PER_S = 10e9
+LAUNCH_S = 2e-6
+
+
+def around(seconds: float) -> dict[str, float]:
+    return {"median_s": seconds, "low_s": 0.9 * seconds, "high_s": 1.1 * seconds}
+
+
+def product(size: int, way: str) -> dict[str, Any]:
+    rate = FLOPS_PER_S if way == "forward" else FLOPS_PER_S / 2
+    seconds = LAUNCH_S + 2 * size**3 / rate
+    return {"way": way, "m": size, "n": size, "k": size, **around(seconds)}
+
+
+def measured(workers: int) -> dict[str, Any]:
+    """What a worker writes that has exactly these rates."""
+    ways = ("forward", "input", "weight")
+    document: dict[str, Any] = {
+        "workers": workers,
+        "threads": 1,
+        "device": "cpu",
+        "memory_bytes": None,
+        "products": {"fp32": [product(size, way) for size in (4, 128, 1024) for way in ways]},
+        "memory": [
+            {"bytes": size, **around(LAUNCH_S + size / BYTES_PER_S)} for size in (64, 1 << 20)
+        ],
+        "launches": {"forward": around(5e-6), "backward": around(8e-6)},
+        "updates": [
+            {"optimizer": name, "numel": numel, **around(kernels * 1e-6 + numel * 4e-9)}
+            for name, kernels in (("adam", 8), ("sgd", 3))
+            for numel in (1, 1 << 20)
+        ],
+        "named": [
+            {
+                "names": ("gelu", "gelu_backward"),
+                "bytes": (2 << 20, 3 << 20),
+                "flops": (0.0, 0.0),
+                "forward": around(5e-6 + 7 * (2 << 20) / BYTES_PER_S),
+                "backward": around(8e-6 + 9 * (3 << 20) / BYTES_PER_S),
+            }
+        ],
+        "step": around(500e-6),
+    }
+    if workers > 1:
+        points = [{"bytes": 1 << 8, **around(1e-5)}, {"bytes": 1 << 24, **around(1e-2)}]
+        call = {"executor": "shm", "kind": "all_reduce", "ranks": workers, "points": points}
+        document["calls"] = [call]
+    return document
+
+
+MACHINE = machine_of([measured(1), measured(2)], 2, 8e9)
+
+
+def test_the_rates_of_kernels_come_back() -> None:
+    model = KernelModel(MACHINE.device_of(2), "fp32")
+    kernel = Kernel("mlp.up addmm", 2.0 * 1024**3, 1.0, 1024, 1024, 1024)
+    assert sum(model.busy(kernel)) == pytest.approx(kernel.flops / FLOPS_PER_S, rel=1e-3)
+    slower = sum(model.busy(kernel, backward=True))
+    assert slower == pytest.approx(2 * kernel.flops / FLOPS_PER_S, rel=1e-3)
+
+
+def test_kernels_that_are_slower_than_their_bytes_have_a_factor() -> None:
+    device = MACHINE.device_of(2)
+    assert device.factor_of("blocks.0 mlp gelu") == pytest.approx(7, rel=0.01)
+    assert device.factor_of("mlp gelu_backward") == pytest.approx(9, rel=0.01)
+    assert device.factor_of("add") == 1
+
+
+def test_the_file_of_a_machine_reads_back() -> None:
+    again = parse_cluster(cluster_text(MACHINE), "file", "other")
+    assert cluster_text(again) == cluster_text(MACHINE)
+    assert again.device_of(1).kernel_factors["gelu"] == pytest.approx(7, rel=0.01)
+    assert again.node.calls("all_reduce", 2) is not None
+
+
+def test_quartiles_make_a_machine_faster_and_slower() -> None:
+    fast = at_quartile(MACHINE, fast=True).device_of(2)
+    slow = at_quartile(MACHINE, fast=False).device_of(2)
+    assert fast.launch_s < MACHINE.device_of(2).launch_s < slow.launch_s
+    assert fast.peak_flops["fp32"] > slow.peak_flops["fp32"]
+
+
+def test_workers_are_measured_in_powers_of_two_and_all_at_once() -> None:
+    assert worker_counts(1) == [1]
+    assert worker_counts(12) == [1, 2, 4, 8, 12]
+    with pytest.raises(BadInput, match="at least 1"):
+        calibrate(CalibrationOptions(workers=0), print)
+
+
+def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measurements = []
+
+    def measure(options: CalibrationOptions, say: object) -> object:
+        measurements.append(options)
+        return MACHINE
+
+    monkeypatch.setattr(cache, "calibrate", measure)
+    monkeypatch.setattr(cache, "cache_file", lambda device=None: tmp_path / "shoal" / "m.toml")
+    first = cache.calibrated_cluster()
+    second = cache.calibrated_cluster()
+    assert cluster_text(first) == cluster_text(second)
+    assert len(measurements) == 1
+    (tmp_path / "shoal" / "m.toml").write_text("nodes = ")
+    cache.calibrated_cluster()
+    assert len(measurements) == 2
+
+
+def test_a_verdict_says_whether_the_predicted_best_is_the_best() -> None:
+    ddp = PredictedRun("ddp", 2, 1.0, 0.9, 1.1, 1.25, 1.2, 1.3)
+    gossip = replace(ddp, strategy="gossip", predicted_s=1.2, measured_s=1.2)
+    verdict = Verdict("mlp", (ddp, gossip))
+    assert verdict.median_error == pytest.approx(0.1)
+    assert verdict.picked is ddp
+    assert verdict.best is gossip
+    assert verdict.regret == pytest.approx(1.25 / 1.2 - 1)
+    assert verdict.to_json()["is_best_or_close"]
+    assert median_error([verdict, verdict]) == pytest.approx(0.1)
