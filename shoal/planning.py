@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.presets import load_cluster
 from shoal.cluster.units import parse_bytes
 from shoal.commands.script_workload import workload_of_script
+from shoal.commands.subject import named_cluster
 from shoal.errors import BadInput
 from shoal.plan.explain import nothing_fits, options_of, why
 from shoal.plan.models import default_batch, named_workload
@@ -123,7 +123,7 @@ def _planned(found: tuple[Priced, ...]) -> tuple[PlannedStrategy, ...]:
 
 
 def as_cluster(cluster: str | Path | Cluster) -> Cluster:
-    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    return cluster if isinstance(cluster, Cluster) else named_cluster(cluster)
 
 
 def limited(cluster: Cluster, limit: str | float | None) -> Cluster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
-from shoal.commands.launching import strategy_for
+from shoal.commands.launching import check_folder, strategy_for
 from shoal.commands.output import plain_table, wide_console
 from shoal.commands.subject import (
     Batch,
@@ -28,6 +29,7 @@ from shoal.errors import BadInput
 from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic
 from shoal.plan.predict import Predictor, StepSettings
 from shoal.plan.prediction import Prediction
+from shoal.plan.simulate_strategy import SimulatedStep, simulate_strategy
 from shoal.plan.workload import Recompute, Workload
 
 RECOMPUTES = ("none", "selective", "full")
@@ -41,6 +43,14 @@ MicroBatch = Annotated[
 ]
 RecomputeOption = Annotated[
     str, typer.Option("--recompute", help="Of activations: none, selective or full.")
+]
+
+Simulate = Annotated[
+    bool, typer.Option("--simulate", help="Also simulate the step, message by message.")
+]
+Timeline = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Simulate, and write the timeline as a Chrome trace here."),
 ]
 
 
@@ -58,6 +68,8 @@ def predict(
     precision: Precision = None,
     flash_attention: FlashAttention = False,
     limit: Limit = None,
+    simulate: Simulate = False,
+    trace: Timeline = None,
     as_json: options.Json = False,
 ) -> None:
     """Predict how long a training step takes, and how much memory it needs.
@@ -71,11 +83,38 @@ def predict(
     hardware = cluster_of(cluster, network, limit, workers)
     prediction = Predictor(subject.workload, hardware).predict(value, workers, settings)
     traffic = gradient_traffic(subject.workload, value.layout(workers).replicas)
-    if as_json:
-        document = {"model": subject.workload.name, "traffic": traffic, **prediction.as_dict()}
-        print(json.dumps(document))
-    else:
+    document = {"model": subject.workload.name, "traffic": traffic, **prediction.as_dict()}
+    if not as_json:
         _print(prediction, subject.workload, traffic)
+    if simulate or trace is not None:
+        check_folder(trace, "a trace")
+        simulated = simulate_strategy(subject.workload, hardware, value, workers, settings)
+        document["simulated_s"] = simulated.step_s
+        if not as_json:
+            _print_simulated(prediction, simulated)
+        if trace is not None:
+            _write_timeline(simulated, trace, as_json)
+    if as_json:
+        print(json.dumps(document))
+
+
+def _print_simulated(prediction: Prediction, simulated: SimulatedStep) -> None:
+    more = simulated.step_s / prediction.step_s - 1
+    print(
+        f"simulated with links that flows share: {show_seconds(simulated.step_s)} a step, "
+        f"{abs(more):.1%} {'more' if more >= 0 else 'less'} than the closed form"
+    )
+
+
+def _write_timeline(simulated: SimulatedStep, file: Path, quiet: bool) -> None:
+    from shoal.observe.time_shares import write_chrome  # only where it is needed
+
+    try:
+        write_chrome(simulated.run.spans_by_rank, file)
+    except OSError as error:
+        raise BadInput(f"cannot write a trace to {file}: {error.strerror}") from error
+    if not quiet:
+        print(f"trace: {file} (open it in chrome://tracing or ui.perfetto.dev)")
 
 
 def as_recompute(text: str) -> Recompute:

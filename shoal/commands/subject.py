@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec
-from shoal.cluster.presets import load_cluster
+from shoal.cluster.presets import THIS_MACHINE, load_cluster
 from shoal.cluster.units import parse_bytes, parse_s_per_byte
 from shoal.commands.script_workload import workload_of_script
 from shoal.errors import BadInput
@@ -89,9 +90,18 @@ def _of_script(script: str, args: Sequence[str] | None, batch: int | None) -> Su
     return Subject(found.workload, batch or found.batch)
 
 
+def named_cluster(name: str | Path) -> Cluster:
+    """A preset or a file; this machine as it was calibrated, where that was done."""
+    if str(name) == THIS_MACHINE:
+        from shoal.calibration.cache import cached_cluster  # only where it is needed
+
+        return cached_cluster() or load_cluster(name)
+    return load_cluster(name)
+
+
 def cluster_of(name: str, network: str | None, limit: str | None, workers: int) -> Cluster:
     """The cluster with what the options change of it."""
-    cluster = load_cluster(name)
+    cluster = named_cluster(name)
     if network is not None:
         rate = parse_s_per_byte(network)
         if rate <= 0:

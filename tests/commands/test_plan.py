@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +70,13 @@ def test_bad_input_is_one_sentence(
     status, out, err = run(capsys, *words)
     assert (status, out) == (2, "")
     assert sentence in err and err.count("\n") == 1
+
+
+def test_a_simulated_step_leaves_a_timeline(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "step.json"
+    words = ("predict", *SMALL, "-n", "4", "-s", "ddp", "--trace", str(trace))
+    shown = document(capsys, *words)
+    assert shown["simulated_s"] > 0
+    assert json.loads(trace.read_text())["traceEvents"]
