@@ -89,8 +89,19 @@ def trace_step(model: nn.Module, loss: Loss, content: Tree, precision: Precision
         inputs, targets = ForwardSignature(model).arguments(batch, num_rows(batch))
         return loss(call_model(model, inputs), targets)
 
-    traced = trace_module(model, loss_of, batches, precision, tp_roles(model))
+    roles = tp_roles(model)
+    experts = expert_parameters(model)
+    traced = trace_module(model, loss_of, batches, precision, roles, experts=experts)
     return replace(traced, limits=split_limits(model))
+
+
+def expert_parameters(model: nn.Module) -> dict[str, frozenset[str]]:
+    """Names of the parameters of experts, by the module that gets their tokens."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {
+        mixture.name: frozenset(names[id(p)] for p in mixture.parameters)
+        for mixture in mixtures_of(model)
+    }
 
 
 def split_limits(model: nn.Module) -> SplitLimits:

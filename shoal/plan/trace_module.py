@@ -20,7 +20,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from shoal.errors import BadInput
 from shoal.plan.trace_layers import layer_names
-from shoal.plan.trace_recorder import Recorded, TraceRecorder
+from shoal.plan.trace_recorder import Recorded, Splits, TraceRecorder
 from shoal.plan.traced_workload import (
     Line,
     TracedKernel,
@@ -47,17 +47,19 @@ def trace_module(
     precision: Precision | None = None,
     roles: Mapping[str, str] | None = None,
     name: str = "",
+    experts: Mapping[str, frozenset[str]] | None = None,
 ) -> TracedWorkload:
     """Trace a step of two batches, given by their numbers of samples.
 
     `loss_of` calls the model, whose parameters are fake meanwhile, on one of the batches.
-    `roles` are those of modules under tp, by name.
+    `roles` are those of modules under tp, by name; `experts` are names of modules that send tokens
+    to experts, each with the names of the experts' parameters.
     """
     if len(batches) != 2:
         raise BadInput(f"a module is traced with batches of 2 sizes, not {len(batches)}")
     chosen = precision or precision_of(model)
     small, large = (
-        _trace(model, loss_of, batches[rows], chosen.compute, roles or {})
+        _trace(model, loss_of, batches[rows], chosen.compute, Splits(roles or {}, experts or {}))
         for rows in sorted(batches)
     )
     rows = (min(batches), max(batches))
@@ -115,7 +117,7 @@ def precision_of(model: nn.Module, state_bytes: int = 8) -> Precision:
 
 
 def _trace(
-    model: nn.Module, loss_of: LossOf, batch: Tree, compute: str, roles: Mapping[str, str]
+    model: nn.Module, loss_of: LossOf, batch: Tree, compute: str, splits: Splits
 ) -> Recorded:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     with ExitStack() as stack:
@@ -125,7 +127,7 @@ def _trace(
         fake = {name: _fake(t).requires_grad_(t.requires_grad) for name, t in tensors}
         content = map_tensors(_fake, batch)
         stack.enter_context(_reparametrize_module(model, fake, tie_weights=True))
-        recorder = TraceRecorder(model, layer_names(model), roles)
+        recorder = TraceRecorder(model, layer_names(model), splits)
         stack.enter_context(recorder.watching())
         with _autocast(compute, tensors):
             loss = loss_of(content)

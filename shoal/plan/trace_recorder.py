@@ -28,6 +28,7 @@ _INSIDE: dict[str, Divided] = {  # what is divided of the kernels in a module, b
     "between": "all",
     "whole": "all",
 }
+_EXPERTS_A_TOKEN = 2  # where the arguments do not say it
 _SUMMED = ("row", "vocabulary", "whole")  # outputs are summed over ranks
 _COPIED = ("column", "gathered", "whole")  # gradients of inputs are
 _VIEWS = (
@@ -88,6 +89,13 @@ class Recorded(NamedTuple):
     layers: dict[str, RecordedLayer]  # in the order of forward
 
 
+class Splits(NamedTuple):
+    """What tp and ep would split of a model."""
+
+    roles: Mapping[str, str]  # of modules under tp
+    experts: Mapping[str, frozenset[str]]  # parameters of experts, by the module that calls them
+
+
 class _Position(NamedTuple):
     """Where an operation happens."""
 
@@ -99,10 +107,11 @@ class _Position(NamedTuple):
 class TraceRecorder:
     """Follows one forward and backward of a model."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], roles: Mapping[str, str]):
+    def __init__(self, model: nn.Module, layers: Sequence[str], splits: Splits):
         self._model = model
         self._units = set(layers)
-        self._roles = roles
+        self._roles = splits.roles
+        self._experts = splits.experts
         self._layers: dict[str, RecordedLayer] = {}
         self._before_first = RecordedLayer()
         self._stack: list[str] = []
@@ -162,7 +171,20 @@ class TraceRecorder:
             )
         if role in _COPIED:
             self._send("all_reduce", bytes_of(tensors_of((args, kwargs))[:1]), "input")
+        if name in self._experts:
+            self._send_tokens(tensors_of((args, kwargs)))
         self._mark()
+
+    def _send_tokens(self, given: list[Tensor]) -> None:
+        """Each token goes to the workers of its experts and comes back, in both directions."""
+        tokens = next(iter(given), None)
+        chosen = [t for t in given if not t.is_floating_point() and t.dim() > 1]
+        if tokens is None:
+            return
+        copies = chosen[0].shape[-1] if chosen else _EXPERTS_A_TOKEN
+        phases: tuple[Phase, ...] = ("forward", "forward", "input", "input")
+        for phase in phases:
+            self._send("all_to_all", copies * bytes_of(tokens), phase, "ep")
 
     def _enter_layer(self, name: str, num_bytes: float) -> None:
         if self._layer is not None and num_bytes and not self._is_backward:
@@ -187,9 +209,10 @@ class TraceRecorder:
             self._layers[name].output_bytes = bytes_of(outputs[:1])
         self._mark()
 
-    def _send(self, kind: str, num_bytes: float, phase: Phase) -> None:
+    def _send(self, kind: str, num_bytes: float, phase: Phase, axis: str = "tp") -> None:
         if self._layer is not None:
-            self._layers[self._layer].messages.append(RecordedMessage(kind, "tp", num_bytes, phase))
+            message = RecordedMessage(kind, axis, num_bytes, phase)
+            self._layers[self._layer].messages.append(message)
 
     def _mark(self) -> None:
         """From here on autograd nodes belong to this position."""
@@ -253,6 +276,7 @@ class TraceRecorder:
     # -------------------------------------------------------------------------- parameters
 
     def _count_parameters(self) -> None:
+        of_experts = set().union(*self._experts.values())
         homes: dict[int, str] = {}  # the layer that a parameter is counted in
         first = next(iter(self._layers))
         for name, module in self._in_order():
@@ -267,6 +291,8 @@ class TraceRecorder:
                 is_whole = self._divides(name, own) == ""
                 kind = "parameters" if is_whole else "divided_parameters"
                 setattr(layer, kind, getattr(layer, kind) + parameter.numel())
+                if f"{name}.{own}".strip(".") in of_experts:
+                    layer.expert_parameters += parameter.numel()
 
     def _in_order(self) -> list[tuple[str, nn.Module]]:
         """Modules in the order in which forward first reached their layers."""

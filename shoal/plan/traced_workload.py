@@ -65,7 +65,7 @@ class TracedLayer:
     flops: Line  # forward and backward, as papers count them
     parameters: float = 0.0
     divided_parameters: float = 0.0
-    expert_parameters: float = 0.0  # of either, what ranks of ep share
+    expert_parameters: float = 0.0  # of all, what ranks of ep share
     shared_parameters: float = 0.0  # of an earlier layer
     activations: Line = _ZERO
     divided_activations: Line = _ZERO
@@ -139,6 +139,8 @@ class _Cost:
         forward = self._kernels("forward")
         is_full = self.split.recompute == "full" and bool(forward)
         experts = layer.expert_parameters * (1 - 1 / self.split.ep)
+        if layer.divided_parameters >= layer.expert_parameters:
+            experts /= self.split.tp
         return LayerCost(
             forward=forward,
             backward_input=self._kernels("input"),

@@ -178,3 +178,15 @@ def test_experts_in_one_product_count_their_tokens() -> None:
     cost = workload_of(Experts(), torch.zeros(32, 8)).cost(0, Split(microbatch=32))
     assert [kernel[3:] for kernel in cost.forward if kernel.flops] == [(8, 16, 8, 4)]
     assert products(cost.backward_weight) == products(cost.forward) == 2 * 32 * 8 * 16
+
+
+def test_ep_divides_experts_and_sends_tokens() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    batches = {rows: torch.zeros(rows, 8) for rows in (2, 4)}
+    experts = {"1": frozenset({"1.weight"})}
+    workload = trace_module(model, lambda x: model(x).sum(), batches, experts=experts)
+    cost = workload.cost(1, Split(microbatch=4, ep=4))
+    assert cost.parameters == 8 * 8 / 4
+    tokens = ("all_to_all", "ep", 2 * 4 * 4 * 8)  # to two experts each
+    assert [tuple(message) for message in cost.forward_messages] == [tokens, tokens]
+    assert workload.cost(1, Split(microbatch=4)).forward_messages == ()
