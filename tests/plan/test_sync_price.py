@@ -9,6 +9,7 @@ import pytest
 
 from shoal.cluster.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import LinkSpec
+from shoal.errors import BadInput
 from shoal.plan.prediction import Part
 from shoal.plan.price import price
 from shoal.plan.sync_price.base import SyncPrice, SyncQuestion
@@ -187,6 +188,12 @@ def test_local_sgd_divides_its_all_reduce_over_its_steps() -> None:
     often, rarely = (cost(f"localsgd(every={n})", alone(8)) for n in (1, 16))
     assert part(often, "weights") == pytest.approx(16 * part(rarely, "weights"))
     assert often.sent_bytes == 16 * rarely.sent_bytes
+
+
+@pytest.mark.parametrize("text", ["hogwild", 'gossip(mode="async")'])
+def test_shared_memory_of_several_hosts_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="memory of one host"):
+        cost(text, alone(8))
 
 
 def test_hogwild_is_bound_by_the_hosts_memory() -> None:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from shoal.cluster.cluster import Cluster
+from shoal.errors import BadInput
 from shoal.plan.collective_time import Network
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.rank_order import RankGroup
@@ -150,6 +151,16 @@ def synchronous_spread(question: SyncQuestion) -> tuple[float, float]:
     low = quantile_of_max(noise, question.workers, _LOW_SHARE)
     high = quantile_of_max(noise, question.workers, 1 - _LOW_SHARE)
     return max(0.0, mean - low) * question.compute_s, max(0.0, high - mean) * question.compute_s
+
+
+def refuse_several_hosts(name: str, question: SyncQuestion) -> None:
+    """What goes through the memory of one host has no price on several."""
+    devices = question.cluster.node.devices
+    if question.workers > devices:
+        raise BadInput(
+            f"{name} goes through the memory of one host, and {question.workers} workers need "
+            f"several nodes of {question.cluster.name}, which have {devices} devices each"
+        )
 
 
 def some(*parts: Part) -> tuple[Part, ...]:

@@ -28,6 +28,7 @@ from shoal.plan.sync_price.base import (
     memory_pass_s,
     plain_memory,
     prices,
+    refuse_several_hosts,
     some,
     synchronous_spread,
     update_part,
@@ -59,6 +60,8 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     mixing = mixing_of(term.graph, question.replicas)
     exchange = exchange_of(term.graph, question.group, question.cluster)
     is_async = term.mode == "async"
+    if is_async:
+        refuse_several_hosts('gossip(mode="async")', question)
     mixed = _shared_pages(question, exchange) if is_async else _messages(question, exchange)
     parts = some(mixed, _waiting(term, question), update_part(question))
     return SyncPrice(

@@ -16,6 +16,7 @@ from shoal.plan.sync_price.base import (
     SyncQuestion,
     plain_memory,
     prices,
+    refuse_several_hosts,
     some,
     update_part,
 )
@@ -26,6 +27,7 @@ _READS = 2  # of the shared weights in a step: forward and backward
 @prices("hogwild")
 def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
     """One worker's step, in which the others finish a batch each as well."""
+    refuse_several_hosts("hogwild", question)
     replicas = question.replicas
     pace = own_pace(question.cluster.noise, question.each)
     update = update_part(question)
