@@ -56,3 +56,11 @@ def test_levels_are_those_of_the_cluster() -> None:
     shuffled = machines.price(build("all_reduce", "ring", 32), GB, AT_RANDOM)
     words = explain_racks(machines, [found, ring, shuffled])
     assert words.startswith("One ring leaves a node through one of its 8 NICs")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["dgx-a100", "rack-1-4"])
+def test_1024_workers_are_simulated_as_the_closed_form_says(name: str) -> None:
+    network = ClusterNetwork(load_cluster(name), 1024)
+    found = network.price(hierarchical(network.cluster, 1024), GB)
+    assert found.simulated_s == pytest.approx(found.closed_form_s, rel=1e-3)
