@@ -16,7 +16,8 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_seconds
 from shoal.errors import BadInput, ShoalError
 from shoal.plan.explain import nothing_fits, why_first
-from shoal.plan.predict import StepSettings
+from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.prediction import Prediction
 from shoal.plan.search import Priced, SearchOptions, search
 from shoal.plan.traced_workload import TracedWorkload
 from shoal.plan.workload import Workload
@@ -64,13 +65,30 @@ def planned(workload: Workload, batch: int, cluster: Cluster, workers: int, say:
     if not result.ranked:
         raise BadInput(nothing_fits(result.least, result.least_workers))
     best = simplest(result.ranked)
-    prediction = best.prediction
+    plain = _ddp(workload, batch, cluster, workers)
+    if plain is not None and plain.step_s <= best.seconds * _AS_FAST:
+        return _chosen(as_strategy("ddp"), plain, say)
+    return _chosen(best.candidate.strategy, best.prediction, say)
+
+
+def _ddp(workload: Workload, batch: int, cluster: Cluster, workers: int) -> Prediction | None:
+    """What people know, where it fits."""
+    try:
+        plain = Predictor(workload, cluster).predict(
+            as_strategy("ddp"), workers, StepSettings(batch)
+        )
+    except BadInput:
+        return None
+    return plain if plain.fits else None
+
+
+def _chosen(strategy: Strategy, prediction: Prediction, say: Say) -> Strategy:
     spread = f"{show_seconds(prediction.low_s)} to {show_seconds(prediction.high_s)}"
     say(
-        f"auto: {best.candidate.strategy}, {show_seconds(best.seconds)} a step ({spread}): "
+        f"auto: {strategy}, {show_seconds(prediction.step_s)} a step ({spread}): "
         f"{why_first(prediction)}"
     )
-    return best.candidate.strategy
+    return strategy
 
 
 def simplest(ranked: Sequence[Priced]) -> Priced:

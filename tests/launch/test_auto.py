@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.errors import BadInput
 from shoal.launch import auto
 from shoal.runtime.config import RunConfig
-from tests.plan.test_search import cluster, found
+from tests.plan.test_search import MODEL, cluster, found
 
 
 def write(config: RunConfig, document: dict[str, object]) -> None:
@@ -47,9 +48,16 @@ def test_the_plainest_of_equally_fast_strategies_is_chosen() -> None:
     assert chosen.candidate.strategy.is_synchronous
 
 
+def test_what_is_chosen_is_said_in_one_line() -> None:
+    said: list[str] = []
+    chosen = auto.planned(MODEL, 16, cluster(80), 4, said.append)
+    assert chosen.is_synchronous and len(said) == 1
+    assert said[0].startswith(f"auto: {chosen}, ") and " a step (" in said[0]
+
+
 def test_nothing_that_fits_is_refused() -> None:
     from shoal.plan.transformer import Transformer, TransformerSizes
 
     model = Transformer("large", TransformerSizes(4, 1024, 4, sequence=512))
-    with pytest.raises(auto.BadInput, match="nothing fits 1 MB on 2 workers"):
+    with pytest.raises(BadInput, match="nothing fits 1 MB on 2 workers"):
         auto.planned(model, 16, cluster(0.001), 2, lambda text: None)
