@@ -73,6 +73,7 @@ def test_a_limit_is_a_size() -> None:
         _ = MemoryQuestion(1, (), "0").limit_bytes
 
 
+@pytest.mark.whole
 def test_measuring_is_for_one_strategy(tmp_path: Path) -> None:
     write_script(tmp_path)
     done = shoal("memory", "big.py", "--limit", "10GB", "--measure", cwd=tmp_path)

@@ -124,10 +124,14 @@ class Recurrent(nn.Module):
     ("model", "inputs"),
     [
         (Branches(), torch.zeros(4, 3, 16, 16)),
-        (Recurrent(), torch.zeros(4, 7, dtype=torch.long)),
+        pytest.param(Recurrent(), torch.zeros(4, 7, dtype=torch.long), marks=pytest.mark.whole),
         (nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)), torch.zeros(4, 8)),
         (nn.Linear(8, 2), torch.zeros(1, 8)),
-        (nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), torch.zeros(4, 5, 32)),
+        pytest.param(
+            nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True),
+            torch.zeros(4, 5, 32),
+            marks=pytest.mark.whole,
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
