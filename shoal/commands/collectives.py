@@ -88,6 +88,8 @@ def table(
     console = wide_console()
     for name, prices in prices_by_kind.items():
         console.print(_grid(name, prices, num_bytes, cost))
+        if prices[0].redundant_bytes:
+            console.print(_redundant(prices[0]), soft_wrap=True)
     if prove_all:
         console.print(f"All of them are proven for {ranks} ranks.")
     if "all_reduce" in prices_by_kind and ranks > 1:
@@ -170,6 +172,13 @@ def _link(cost: Cost) -> str:
     if gamma_s_per_byte:
         words.append(f"adding at {show_rate(1 / gamma_s_per_byte)}")
     return ", ".join(words)
+
+
+def _redundant(price: Price) -> str:
+    return (
+        f"Redundant memory: when the {price.kind} is done, in place, all ranks together hold "
+        f"{show_bytes(price.redundant_bytes)} beyond one copy of the result."
+    )
 
 
 def _ring_against_star(prices: list[Price]) -> str:
