@@ -80,7 +80,8 @@ def ring(
     if size == 1:
         return begin
     rounds = trips * (size - 1)
-    detail = f"{'all_reduce' if trips == 2 else 'reduce_scatter or all_gather'} ring"
+    kind = "all_reduce" if trips == 2 else "reduce_scatter or all_gather"
+    detail = f"{kind} ring {round(num_bytes)} bytes"
     size_bytes = rounds / size * num_bytes
     streams = [
         graph.add(_reduced(src, dst, size_bytes, detail, rounds), [begin])

@@ -142,6 +142,11 @@ class _RankNodes:
                 f"rank {self._rank} pushes to and pulls from parameter servers, which have no "
                 "trace of their own, so Chakra's nodes cannot tell what happens"
             )
+        if span.track == "comm" and span.kind == "send" and not _MESSAGE.fullmatch(span.detail):
+            raise BadInput(
+                f"rank {self._rank} sends {span.detail}, and the trace does not say to which rank: "
+                "simulated pipelines cannot be exported"
+            )
         is_collective = span.track == "comm" and span.kind == "reduce"
         return is_collective or message_of(self._rank, span) is not None
 
