@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -143,5 +143,5 @@ class KernelBench:
         return sample(call, seconds, self._synchronize)
 
 
-def _gradient(out: Tensor, inputs: list[Tensor], gradient: Tensor) -> None:
+def _gradient(out: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> None:
     torch.autograd.grad(out, inputs, gradient, retain_graph=True)
