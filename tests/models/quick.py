@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput, NotBuilt, StrategyError
+from shoal.observe.grouped_mm import grouped_mm
 from shoal.observe.random_draws import switch_off_dropout
 from shoal.pytree import map_tensors
 from tests.conftest import run_world
@@ -52,6 +53,7 @@ def run_forked(model: str, strategy: str, workers: int, timeout_s: float) -> tup
 
 def compare(model: str, strategy: str, workers: int) -> tuple[str, str]:
     torch.set_num_threads(1)
+    torch._grouped_mm = grouped_mm  # in this process alone: torch's refuses double precision
     entry = CATALOG[model]
     strategy = 'ps(placement="rank0")' if strategy == "ps" else strategy
     try:
