@@ -20,7 +20,7 @@ from shoal.commands.subject import named_cluster
 from shoal.errors import BadInput
 from shoal.plan.explain import nothing_fits, options_of, why
 from shoal.plan.models import default_batch, named_workload
-from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.search import Priced, SearchOptions, SearchResult, search
 from shoal.plan.workload import Recompute, Workload
@@ -76,7 +76,7 @@ def predict(
     value.require_built()
     workload, samples = model_and_batch(model, batch, workers)
     hardware = as_cluster(cluster).of_size(workers)
-    settings = StepSettings(samples, microbatch, recompute)
+    settings = PlanSettings(samples, microbatch, recompute)
     return Predictor(workload, hardware).predict(value, workers, settings)
 
 
@@ -95,7 +95,7 @@ def plan(
     `limit` is the memory of a device where it is not the cluster's: bytes, or text such as "10GB".
     """
     workload, samples = model_and_batch(model, batch, workers)
-    options = SearchOptions(StepSettings(samples), top, include_async)
+    options = SearchOptions(PlanSettings(samples), top, include_async)
     return as_plan(search(workload, limited(as_cluster(cluster), limit), workers, options))
 
 

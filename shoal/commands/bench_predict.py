@@ -21,7 +21,7 @@ from shoal.commands.output import plain_table, wide_console
 from shoal.commands.script_workload import workload_of_script
 from shoal.errors import BadInput
 from shoal.observe.comparison import ComparedRun, RunOutcome
-from shoal.plan.predict import StepSettings
+from shoal.plan.predict import PlanSettings
 from shoal.plan.prediction import Prediction
 from shoal.plan.spread import SpreadPredictor
 from shoal.plan.workload import Workload
@@ -54,7 +54,7 @@ class PredictBench:
         runs = self.check()
         traced = workload_of_script(SCRIPT, ["--model", model])
         predictor = SpreadPredictor(cast(Workload, traced.workload), cluster)
-        settings = StepSettings(batch=traced.batch)
+        settings = PlanSettings(batch=traced.batch)
         predictions = [
             predictor.predict(as_strategy(strategy), workers, settings)
             for strategy, workers in runs

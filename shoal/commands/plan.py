@@ -29,7 +29,7 @@ from shoal.commands.subject import (
     subject_of,
 )
 from shoal.plan.explain import nothing_fits, options_of, why
-from shoal.plan.predict import StepSettings
+from shoal.plan.predict import PlanSettings
 from shoal.plan.search import OnPriced, Priced, SearchOptions, SearchResult, search
 
 Top = Annotated[int, typer.Option(min=1, help="How many strategies to show.")]
@@ -65,7 +65,7 @@ def plan(
     """
     hardware = cluster_of(cluster, network, limit, workers)
     subject = subject_of(model, args, gpt, precision, batch, workers)
-    settings = StepSettings(subject.batch, microbatch, flash_attention=flash_attention)
+    settings = PlanSettings(subject.batch, microbatch, flash_attention=flash_attention)
     wanted = SearchOptions(settings, top, include_async)
     with _progress(as_json) as on_priced:
         result = search(subject.workload, hardware, workers, wanted, on_priced)

@@ -27,7 +27,7 @@ from shoal.commands.subject import (
 )
 from shoal.errors import BadInput
 from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic
-from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.simulate_strategy import SimulatedStep, simulate_strategy
 from shoal.plan.workload import Recompute, Workload
@@ -79,7 +79,7 @@ def predict(
     """
     value = strategy_for(strategy, workers)
     subject = subject_of(model, args, gpt, precision, batch, workers)
-    settings = StepSettings(subject.batch, microbatch, as_recompute(recompute), flash_attention)
+    settings = PlanSettings(subject.batch, microbatch, as_recompute(recompute), flash_attention)
     hardware = cluster_of(cluster, network, limit, workers)
     prediction = Predictor(subject.workload, hardware).predict(value, workers, settings)
     traffic = gradient_traffic(subject.workload, value.layout(workers).replicas)

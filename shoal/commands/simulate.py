@@ -24,7 +24,7 @@ from shoal.commands.subject import (
     cluster_of,
     subject_of,
 )
-from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.simulate_strategy import SimulatedStep, simulate_strategy
 from shoal.plan.simulated_work import Unevenness
 from shoal.runtime.faults import read_slow
@@ -68,7 +68,7 @@ def simulate(
         check_folder(trace, "a trace")
     value = strategy_for(strategy, workers)
     subject = subject_of(model, args, gpt, None, batch, workers)
-    settings = StepSettings(subject.batch, microbatch, as_recompute(recompute), flash_attention)
+    settings = PlanSettings(subject.batch, microbatch, as_recompute(recompute), flash_attention)
     hardware = cluster_of(cluster, network, None, workers)
     workload = subject.workload
     closed = Predictor(workload, hardware).predict(value, workers, settings)

@@ -16,7 +16,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_seconds
 from shoal.errors import BadInput, ShoalError
 from shoal.plan.explain import nothing_fits, why_first
-from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.search import Priced, SearchOptions, search
 from shoal.plan.traced_workload import TracedWorkload
@@ -60,7 +60,7 @@ def traced(config: RunConfig, run: TraceRun) -> tuple[TracedWorkload, int]:
 
 
 def planned(workload: Workload, batch: int, cluster: Cluster, workers: int, say: Say) -> Strategy:
-    options = SearchOptions(StepSettings(batch), notation_only=True)
+    options = SearchOptions(PlanSettings(batch), notation_only=True)
     result = search(workload, cluster, workers, options)
     if not result.ranked:
         raise BadInput(nothing_fits(result.least, result.least_workers))
@@ -75,7 +75,7 @@ def _ddp(workload: Workload, batch: int, cluster: Cluster, workers: int) -> Pred
     """What people know, where it fits."""
     try:
         plain = Predictor(workload, cluster).predict(
-            as_strategy("ddp"), workers, StepSettings(batch)
+            as_strategy("ddp"), workers, PlanSettings(batch)
         )
     except BadInput:
         return None

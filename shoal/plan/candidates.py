@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
-from shoal.plan.predict import StepSettings
+from shoal.plan.predict import PlanSettings
 from shoal.plan.sync_price.base import PRICERS
 from shoal.plan.workload import Recompute, SplitLimits, Workload
 from shoal.strategy.base import TERMS, Batches, SyncTerm
@@ -43,7 +43,7 @@ class Shape:
 @dataclass(frozen=True)
 class Candidate:
     strategy: Strategy
-    settings: StepSettings
+    settings: PlanSettings
 
 
 def divisors(number: int) -> list[int]:
@@ -74,7 +74,7 @@ def _sizes(workers: int, numbers: Sequence[int]) -> list[int]:
     return [size for size in divisors(workers) if all(n % size == 0 for n in numbers)]
 
 
-def shapes(layout: Layout, limits: SplitLimits, settings: StepSettings) -> Iterator[Shape]:
+def shapes(layout: Layout, limits: SplitLimits, settings: PlanSettings) -> Iterator[Shape]:
     """Micro-batches that divide a replica's samples; the given one only, where it is given."""
     samples = -(-settings.batch // (layout.replicas * layout.ep))
     given = settings.microbatch
@@ -115,7 +115,7 @@ def candidate(
     sync: SyncTerm | None,
     pipeline: tuple[str, int],
     recompute: Recompute,
-    settings: StepSettings,
+    settings: PlanSettings,
 ) -> Candidate:
     """What pp can say is said in the notation; the rest are settings."""
     in_notation = shape.layout.pp > 1

@@ -27,7 +27,7 @@ class CollectiveTime(NamedTuple):
     bound: str  # the narrowest link, in words
 
 
-class Hop(NamedTuple):
+class RingHop(NamedTuple):
     """One hop of a ring at its level of the cluster: the rate that one group gets."""
 
     level: str
@@ -65,7 +65,7 @@ def ranks_in_node(cluster: Cluster, group: RankGroup) -> int:
     return max(1, min(group.size, cluster.node.devices // group.stride))
 
 
-def hops(cluster: Cluster, group: RankGroup) -> tuple[Hop, ...]:
+def hops(cluster: Cluster, group: RankGroup) -> tuple[RingHop, ...]:
     """The kinds of hops that a ring in rank order makes, from the innermost level outwards."""
     inside = ranks_in_node(cluster, group)
     found = []
@@ -78,16 +78,16 @@ def hops(cluster: Cluster, group: RankGroup) -> tuple[Hop, ...]:
     return tuple(found)
 
 
-def _inside(cluster: Cluster, group: RankGroup, inside: int) -> Hop:
+def _inside(cluster: Cluster, group: RankGroup, inside: int) -> RingHop:
     node = cluster.node
     if node.fabric is not None:
         rate = node.fabric.rate
         if node.fabric.shared:
             rate /= max(1, node.devices // inside)
-        return Hop(node.fabric.name, rate, node.fabric.alpha_s)
+        return RingHop(node.fabric.name, rate, node.fabric.alpha_s)
     if node.pcie is None:
         raise BadInput(f"cluster {cluster.name}: its node has neither a fabric nor pcie")
-    return Hop(node.pcie.name, node.pcie.rate / node.devices_per_pcie, node.pcie.alpha_s)
+    return RingHop(node.pcie.name, node.pcie.rate / node.devices_per_pcie, node.pcie.alpha_s)
 
 
 def _nic(cluster: Cluster) -> LinkSpec:
@@ -96,13 +96,13 @@ def _nic(cluster: Cluster) -> LinkSpec:
     return cluster.node.nic
 
 
-def _between_nodes(cluster: Cluster, inside: int) -> Hop:
+def _between_nodes(cluster: Cluster, inside: int) -> RingHop:
     nic = _nic(cluster)
     groups = max(1, cluster.node.devices // inside)
     rate = cluster.node.nics * nic.rate / groups
     if cluster.node.fabric is None and cluster.node.pcie is not None:
         rate = min(rate, cluster.node.pcie.rate / cluster.node.devices_per_pcie)
-    return Hop(nic.name, rate, nic.alpha_s)
+    return RingHop(nic.name, rate, nic.alpha_s)
 
 
 def _spans_racks(cluster: Cluster, group: RankGroup) -> bool:
@@ -110,7 +110,7 @@ def _spans_racks(cluster: Cluster, group: RankGroup) -> bool:
     return group.size * group.stride > per_rack
 
 
-def _between_racks(cluster: Cluster, group: RankGroup, inside: int) -> Hop:
+def _between_racks(cluster: Cluster, group: RankGroup, inside: int) -> RingHop:
     """Flows that leave a rack share its uplinks; a ring in rank order leaves it once a group."""
     nic = _nic(cluster)
     nodes = cluster.nodes_per_rack or cluster.nodes
@@ -119,7 +119,7 @@ def _between_racks(cluster: Cluster, group: RankGroup, inside: int) -> Hop:
     per_group = max(1, min(group.size, devices // group.stride))  # its ranks in one rack
     groups = max(1, devices // per_group)
     words = f"spine uplink 1:{cluster.oversubscription:g}"
-    return Hop(words, uplinks / groups, nic.alpha_s + cluster.uplink_alpha_s)
+    return RingHop(words, uplinks / groups, nic.alpha_s + cluster.uplink_alpha_s)
 
 
 def collective_time(

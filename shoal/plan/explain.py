@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.cluster.units import show_bytes, show_seconds
-from shoal.plan.predict import StepSettings
+from shoal.plan.predict import PlanSettings
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.search import Priced
 from shoal.plan.workload import Split, Workload
@@ -87,7 +87,7 @@ def largest_kind(memory: DeviceMemory) -> tuple[str, float]:
     return name, getattr(memory, most)
 
 
-def options_of(settings: StepSettings) -> str:
+def options_of(settings: PlanSettings) -> str:
     """The options of `shoal predict` that give what is not in the notation."""
     words = []
     if settings.microbatch is not None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shoal.plan.collective_time import Network
 from shoal.plan.kernel_time import KernelModel, KernelTime
 from shoal.plan.rank_order import RankGroup
-from shoal.plan.workload import Kernel, LayerCost, Message, Split, Workload
+from shoal.plan.workload import Kernel, LayerCost, LayerMessage, Split, Workload
 
 MESSAGE_AXES = ("tp", "cp", "ep")
 AxisGroups = tuple[RankGroup, RankGroup, RankGroup]  # of MESSAGE_AXES
@@ -114,7 +114,7 @@ class LayerClock:
         sending_s = sum(one.seconds for one in messages)
         return self._kernels.time(kernels, backward, sending_s, count)
 
-    def _messages(self, messages: tuple[Message, ...], groups: AxisGroups) -> list[AxisTime]:
+    def _messages(self, messages: tuple[LayerMessage, ...], groups: AxisGroups) -> list[AxisTime]:
         spent = [AxisTime(0.0, "")] * len(MESSAGE_AXES)
         for message in messages:
             axis = MESSAGE_AXES.index(message.axis)

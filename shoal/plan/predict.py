@@ -19,7 +19,7 @@ from shoal.strategy.strategy import Layout, Strategy, as_strategy
 
 
 @dataclass(frozen=True)
-class StepSettings:
+class PlanSettings:
     """What a step has beside its strategy."""
 
     batch: int  # samples of the global batch
@@ -60,7 +60,7 @@ class Predictor:
             self._last = (strategy, workers, said)
         return self._last[2]
 
-    def predict(self, strategy: Strategy, workers: int, settings: StepSettings) -> Prediction:
+    def predict(self, strategy: Strategy, workers: int, settings: PlanSettings) -> Prediction:
         layout, term, text = self._read(strategy, workers)
         turns = layout.replicas if term.batches is Batches.IN_TURNS else 1
         microbatch, microbatches = _micro_batches(strategy, layout, settings, turns)
@@ -107,7 +107,7 @@ def predict(
     cluster: Cluster,
     strategy: Strategy | str,
     workers: int,
-    settings: StepSettings,
+    settings: PlanSettings,
 ) -> Prediction:
     """One prediction; a `Predictor` is faster for many."""
     predictor = Predictor(workload, cluster.of_size(workers))
@@ -123,7 +123,7 @@ class ResolvedStep(NamedTuple):
     shape: PipelineShape
 
 
-def resolve_step(strategy: Strategy, workers: int, settings: StepSettings) -> ResolvedStep:
+def resolve_step(strategy: Strategy, workers: int, settings: PlanSettings) -> ResolvedStep:
     layout = strategy.layout(workers)
     microbatch, microbatches = _micro_batches(strategy, layout, settings)
     split = _split(strategy, layout, settings, microbatch)
@@ -138,7 +138,7 @@ def _per_batch(parts: tuple[Part, ...], turns: int) -> tuple[Part, ...]:
 
 
 def _micro_batches(
-    strategy: Strategy, layout: Layout, settings: StepSettings, turns: int = 1
+    strategy: Strategy, layout: Layout, settings: PlanSettings, turns: int = 1
 ) -> tuple[int, int]:
     """Samples of a micro-batch, and how many micro-batches a replica has in a step."""
     of_replica = -(-turns * settings.batch // (layout.replicas * layout.ep))
@@ -156,7 +156,7 @@ def _micro_batches(
     return -(-of_replica // count), count
 
 
-def _split(strategy: Strategy, layout: Layout, settings: StepSettings, microbatch: int) -> Split:
+def _split(strategy: Strategy, layout: Layout, settings: PlanSettings, microbatch: int) -> Split:
     recompute = settings.recompute
     if strategy.pp is not None and strategy.pp.recompute:
         recompute = "full"
@@ -171,7 +171,7 @@ def _split(strategy: Strategy, layout: Layout, settings: StepSettings, microbatc
     )
 
 
-def _shape(strategy: Strategy, settings: StepSettings) -> PipelineShape:
+def _shape(strategy: Strategy, settings: PlanSettings) -> PipelineShape:
     if strategy.pp is None:
         return PipelineShape()
     pp = strategy.pp

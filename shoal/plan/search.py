@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.candidates import Candidate, Shape, candidate, layouts, pipelines, shapes, syncs
-from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.workload import Recompute, Workload
 from shoal.strategy.base import SyncTerm
@@ -33,7 +33,7 @@ _DOUBLINGS = 12  # how far a search for more workers goes
 class SearchOptions:
     """What is searched. `settings.microbatch` of None: every micro-batch is tried."""
 
-    settings: StepSettings
+    settings: PlanSettings
     top: int = 10
     include_async: bool = False
     notation_only: bool = False  # only what `-s` can say: no recompute or micro-batches without pp

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.topology import Topology
 from shoal.plan.layer_time import LayerTable, LayerTime
-from shoal.plan.predict import Predictor, ResolvedStep, StepSettings, resolve_step
+from shoal.plan.predict import PlanSettings, Predictor, ResolvedStep, resolve_step
 from shoal.plan.simulate import StepRun, simulate_step
 from shoal.plan.simulated_work import Agreeing, StepWork, Unevenness, rank_grid
 from shoal.plan.stages import Stage, weight_of
@@ -52,7 +52,7 @@ def simulate_strategy(
     cluster: Cluster,
     strategy: Strategy | str,
     workers: int,
-    settings: StepSettings,
+    settings: PlanSettings,
     uneven: Unevenness | None = None,
     steps: int | None = None,
 ) -> SimulatedStep:
@@ -97,7 +97,7 @@ def _busiest(topology: Topology, run: StepRun) -> BusyLink | None:
 
 
 def _question(
-    pricer: ReplicaPricer, resolved: ResolvedStep, workers: int, settings: StepSettings
+    pricer: ReplicaPricer, resolved: ResolvedStep, workers: int, settings: PlanSettings
 ) -> SyncQuestion:
     layout, split, microbatches, shape = resolved
     replica = pricer.price(layout, split, microbatches, shape)

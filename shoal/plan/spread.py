@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
-from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.workload import Workload
 from shoal.strategy.strategy import Strategy
@@ -24,7 +24,7 @@ class SpreadPredictor:
         self._fast = Predictor(workload, at_quartile(cluster, fast=True))
         self._slow = Predictor(workload, at_quartile(cluster, fast=False))
 
-    def predict(self, strategy: Strategy, workers: int, settings: StepSettings) -> Prediction:
+    def predict(self, strategy: Strategy, workers: int, settings: PlanSettings) -> Prediction:
         middle = self._middle.predict(strategy, workers, settings)
         fast_s = self._fast.predict(strategy, workers, settings).step_s
         slow_s = self._slow.predict(strategy, workers, settings).step_s

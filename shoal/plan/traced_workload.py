@@ -18,8 +18,8 @@ from shoal.plan.workload import (
     UNSPLIT,
     Kernel,
     LayerCost,
+    LayerMessage,
     LayerRun,
-    Message,
     Precision,
     Split,
     SplitLimits,
@@ -180,18 +180,18 @@ class _Cost:
             return kernel._replace(bytes=kernel.bytes / self._sequence_parts)
         return kernel
 
-    def _messages(self, phases: tuple[Phase, ...]) -> tuple[Message, ...]:
+    def _messages(self, phases: tuple[Phase, ...]) -> tuple[LayerMessage, ...]:
         sizes = {"tp": self.split.tp, "cp": self.split.cp, "ep": self.split.ep}
-        found: list[Message] = []
+        found: list[LayerMessage] = []
         for kind, axis, line, phase in self.layer.messages:
             if phase not in phases or sizes[axis] == 1:
                 continue
             num_bytes = self._line(line)
             if kind == "all_reduce" and self.split.sequence_parallel:
-                found.append(Message("all_gather", axis, num_bytes))
-                found.append(Message("reduce_scatter", axis, num_bytes))
+                found.append(LayerMessage("all_gather", axis, num_bytes))
+                found.append(LayerMessage("reduce_scatter", axis, num_bytes))
             else:
-                found.append(Message(kind, axis, num_bytes))
+                found.append(LayerMessage(kind, axis, num_bytes))
         return tuple(found)
 
 

@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from shoal.errors import BadInput
-from shoal.plan.workload import Kernel, LayerCost, LayerRun, Message, Precision, Split, SplitLimits
+from shoal.plan.workload import (
+    Kernel,
+    LayerCost,
+    LayerMessage,
+    LayerRun,
+    Precision,
+    Split,
+    SplitLimits,
+)
 
 MIXED = Precision("fp16", 2, 2, 4, 8)
 
@@ -213,30 +221,32 @@ def _pointwise(
     )
 
 
-def _tp_messages(split: Split, num_bytes: float) -> tuple[Message, ...]:
+def _tp_messages(split: Split, num_bytes: float) -> tuple[LayerMessage, ...]:
     """Two a direction; under sequence parallelism an all-gather and a reduce-scatter each."""
     if split.tp == 1:
         return ()
     if split.sequence_parallel:
         pair = (
-            Message("all_gather", "tp", num_bytes),
-            Message("reduce_scatter", "tp", num_bytes),
+            LayerMessage("all_gather", "tp", num_bytes),
+            LayerMessage("reduce_scatter", "tp", num_bytes),
         )
         return pair + pair
-    return (Message("all_reduce", "tp", num_bytes),) * 2
+    return (LayerMessage("all_reduce", "tp", num_bytes),) * 2
 
 
-def _gathered_again(split: Split, num_bytes: float) -> tuple[Message, ...]:
+def _gathered_again(split: Split, num_bytes: float) -> tuple[LayerMessage, ...]:
     """Inputs of QKV and of the MLP are kept in parts; their weights' gradients need the whole."""
     if split.tp == 1 or not split.sequence_parallel:
         return ()
-    return (Message("all_gather", "tp", num_bytes),) * 2
+    return (LayerMessage("all_gather", "tp", num_bytes),) * 2
 
 
-def _ep_messages(sizes: TransformerSizes, split: Split, num_bytes: float) -> tuple[Message, ...]:
+def _ep_messages(
+    sizes: TransformerSizes, split: Split, num_bytes: float
+) -> tuple[LayerMessage, ...]:
     if split.ep == 1 or sizes.experts == 1:
         return ()
-    return (Message("all_to_all", "ep", num_bytes * sizes.top_k),) * 2
+    return (LayerMessage("all_to_all", "ep", num_bytes * sizes.top_k),) * 2
 
 
 def _block_parameters(sizes: TransformerSizes, split: Split) -> float:
@@ -276,7 +286,7 @@ def _embedding(model: Transformer, split: Split) -> LayerCost:
     tokens = split.microbatch * sizes.sequence / split.cp
     out = width * tokens * sizes.hidden
     positions = sizes.sequence * sizes.hidden if sizes.learned_positions else 0
-    messages = (Message("all_reduce", "tp", out),) if split.tp > 1 else ()
+    messages = (LayerMessage("all_reduce", "tp", out),) if split.tp > 1 else ()
     rows = out / (split.tp if split.sequence_parallel else 1)
     return LayerCost(
         forward=(moving("embedding", 3 * out),),
@@ -302,8 +312,8 @@ def _head(model: Transformer, split: Split) -> LayerCost:
     to_input, to_weight = _gradients(logits, width)
     table = tokens * columns
     hidden_bytes = width * tokens * sizes.hidden
-    messages = (Message("all_reduce", "tp", 4 * tokens),) * 3 if split.tp > 1 else ()
-    back = (Message("all_reduce", "tp", hidden_bytes),) if split.tp > 1 else ()
+    messages = (LayerMessage("all_reduce", "tp", 4 * tokens),) * 3 if split.tp > 1 else ()
+    back = (LayerMessage("all_reduce", "tp", hidden_bytes),) if split.tp > 1 else ()
     own = 0.0 if sizes.tied else sizes.vocab * sizes.hidden / split.tp
     return LayerCost(
         forward=(moving("norm", 2 * hidden_bytes), logits, moving("softmax", (width + 8) * table)),

@@ -15,7 +15,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.fit import Fitted, fit
 from shoal.plan.measured import MeasuredRow
-from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.rank_order import IN_MEGATRONS_ORDER, RankOrder
 from shoal.plan.transformer import Transformer, TransformerSizes
@@ -178,9 +178,9 @@ class PricedTable:
         fitting = [one for one in found if one.fits]
         return min(fitting or found, key=lambda one: one.step_s)
 
-    def _settings(self, row: MeasuredRow, microbatch: int | None) -> StepSettings:
+    def _settings(self, row: MeasuredRow, microbatch: int | None) -> PlanSettings:
         runs_as = self._runs_as
-        return StepSettings(
+        return PlanSettings(
             row.batch,
             microbatch,
             row.recompute,

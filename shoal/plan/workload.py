@@ -26,7 +26,7 @@ class Kernel(NamedTuple):
     batch: int = 1
 
 
-class Message(NamedTuple):
+class LayerMessage(NamedTuple):
     """A collective inside a replica, while a layer computes."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, ring_attention
@@ -55,8 +55,8 @@ class LayerCost:
     backward_input: tuple[Kernel, ...]
     backward_weight: tuple[Kernel, ...]
     recompute: tuple[Kernel, ...]  # of the forward, before backward
-    forward_messages: tuple[Message, ...]
-    backward_messages: tuple[Message, ...]
+    forward_messages: tuple[LayerMessage, ...]
+    backward_messages: tuple[LayerMessage, ...]
     parameters: float  # numbers on one device
     activation_bytes: float  # kept between forward and backward
     output_bytes: float  # what the next layer gets: sent where a pipeline is cut behind it

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.cluster.presets import load_cluster
 from shoal.plan.measured import MeasuredRow, TableDefaults, read_table
-from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory
 from shoal.plan.transformer import Transformer, TransformerSizes
 from shoal.plan.validate import MEGATRON, RunsAs, validate
@@ -87,7 +87,7 @@ def memory_of(model: int, recompute: Recompute, sequence_parallel: bool) -> Devi
     predictor = Predictor(
         Transformer("gpt", sizes, MEGATRON), load_cluster("dgx-a100").of_size(workers)
     )
-    settings = StepSettings(batch, microbatch, recompute, even_stages=True)
+    settings = PlanSettings(batch, microbatch, recompute, even_stages=True)
     return predictor.predict(strategy, workers, settings).memory
 
 

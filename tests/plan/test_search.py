@@ -9,13 +9,13 @@ from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.plan.candidates import candidate, divisors, layouts, pipelines, shapes, syncs
 from shoal.plan.explain import nothing_fits, options_of, why
-from shoal.plan.predict import Predictor, StepSettings
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.search import SearchOptions, SearchResult, search
 from shoal.plan.transformer import Transformer, TransformerSizes
 from shoal.strategy.strategy import parse
 
 MODEL = Transformer("small", TransformerSizes(layers=4, hidden=1024, heads=4, sequence=512))
-BATCH = StepSettings(batch=16)
+BATCH = PlanSettings(batch=16)
 
 
 def cluster(memory_gb: float, devices: int = 2) -> Cluster:
@@ -94,7 +94,7 @@ def test_every_ranked_strategy_has_a_sentence() -> None:
 
 
 def test_what_is_not_in_the_notation_is_an_option() -> None:
-    settings = StepSettings(16, microbatch=2, recompute="selective")
+    settings = PlanSettings(16, microbatch=2, recompute="selective")
     assert options_of(settings) == "--microbatch 2 --recompute selective"
 
 

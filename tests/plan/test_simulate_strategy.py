@@ -4,7 +4,7 @@ import pytest
 
 from shoal.cluster.presets import load_cluster
 from shoal.plan.models import named_workload
-from shoal.plan.predict import StepSettings, predict
+from shoal.plan.predict import PlanSettings, predict
 from shoal.plan.simulate_strategy import _WAYS, simulate_strategy
 from shoal.strategy.base import TERMS, SyncTerm
 
@@ -15,7 +15,7 @@ CLUSTER = load_cluster("dgx-a100")
 def seconds(strategy: str, workers: int = 8, batch: int = 64) -> tuple[float, float]:
     """Simulated and in closed form."""
     assert MODEL is not None
-    settings = StepSettings(batch)
+    settings = PlanSettings(batch)
     closed_s = predict(MODEL, CLUSTER, strategy, workers, settings).step_s
     return simulate_strategy(MODEL, CLUSTER, strategy, workers, settings).step_s, closed_s
 
@@ -43,7 +43,7 @@ def test_ways_that_differ_are_simulated_and_never_faster_than_one_worker(strateg
 
 def test_many_micro_batches_are_added_and_not_simulated() -> None:
     assert MODEL is not None
-    settings = StepSettings(64, microbatch=1)
+    settings = PlanSettings(64, microbatch=1)
     found = simulate_strategy(MODEL, CLUSTER, "pp(2)", 2, settings)
     assert found.left_out == 64 - 6
     closed_s = predict(MODEL, CLUSTER, "pp(2)", 2, settings).step_s

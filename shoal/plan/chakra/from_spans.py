@@ -29,7 +29,7 @@ _MESSAGE = re.compile(r"(send|receive) (\d+) bytes (?:to|from) (\d+)")
 SERVERS = ("push", "pull")
 
 
-class RankGroup(NamedTuple):
+class TracedGroup(NamedTuple):
     """Ranks that have a name of their own in the trace."""
 
     name: str
@@ -39,7 +39,7 @@ class RankGroup(NamedTuple):
 @dataclass
 class ChakraTrace:
     nodes_by_rank: dict[int, list[ChakraNode]] = field(default_factory=dict)
-    groups: list[RankGroup] = field(default_factory=list)
+    groups: list[TracedGroup] = field(default_factory=list)
     lonely: int = 0  # messages with one end in the trace; left out
 
 
@@ -57,7 +57,7 @@ def to_chakra(spans_by_rank: dict[int, list[Span]], step: int | None = None) -> 
     for rank, spans in spans_by_rank.items():
         builder = _RankNodes(rank, len(spans_by_rank), messages, names)
         trace.nodes_by_rank[rank] = builder.build(spans)
-    trace.groups = [RankGroup(name, ranks) for ranks, name in names.items()]
+    trace.groups = [TracedGroup(name, ranks) for ranks, name in names.items()]
     return trace
 
 
