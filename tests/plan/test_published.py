@@ -1,5 +1,7 @@
-"""Predictions on the DGX-A100 preset against published tables. Nothing here was fitted to them,
-but for the efficiency of matrix products, which the preset takes from Korthikanti's layer times.
+"""Predictions on the DGX-A100 preset against published tables.
+
+The preset's efficiency of matrix products was chosen by Korthikanti's layer times, in view of the
+errors on these tables, so they are no blind test of it; nothing else was fitted to them.
 """
 
 from __future__ import annotations
