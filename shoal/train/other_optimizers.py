@@ -5,6 +5,7 @@ Such an optimizer would update one worker's weights alone, or with a part of the
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -29,7 +30,9 @@ class OtherOptimizers:
         self._steps = steps
         self._own = own
         guard = weakref.ref(self)
-        _GUARDS.add(self)
+        with _guards_lock:
+            _guards.append(guard)
+            _guards[:] = [one for one in _guards if one() is not None]
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             alive = guard()
@@ -41,12 +44,12 @@ class OtherOptimizers:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `BadInput` if it updates what it must not."""
-        if any(guard._knows(optimizer) for guard in list(_GUARDS)):
-            return  # of this job, or of a later one that trains the same model
+        if self._knows(optimizer):
+            return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for step in self._steps:
             for name, p in step.flat.named:
-                if id(p) in held:
+                if id(p) in held and not _is_known_elsewhere(optimizer):
                     raise BadInput(
                         f"an optimizer ({type(optimizer).__name__}) that the job does not know "
                         f"updates {name}, which job.setup or job.step manages under {step.term}: "
@@ -60,4 +63,12 @@ class OtherOptimizers:
         )
 
 
-_GUARDS: weakref.WeakSet[OtherOptimizers] = weakref.WeakSet()
+_guards: list[weakref.ref[OtherOptimizers]] = []
+_guards_lock = threading.Lock()
+
+
+def _is_known_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a later job trains the same model by it."""
+    with _guards_lock:
+        alive = [guard() for guard in _guards]
+    return any(guard._knows(optimizer) for guard in alive if guard is not None)
