@@ -176,7 +176,7 @@ def _link(cost: Cost) -> str:
 
 def _redundant(price: Price) -> str:
     return (
-        f"Redundant memory: when the {price.kind} is done, in place, all ranks together hold "
+        f"\nRedundant memory: when the {price.kind} is done, in place, all ranks together hold "
         f"{show_bytes(price.redundant_bytes)} beyond one copy of the result."
     )
 
