@@ -32,15 +32,7 @@ class OtherOptimizers:
         guard = weakref.ref(self)
         with _guards_lock:
             _guards.append(guard)
-            _guards[:] = [one for one in _guards if one() is not None]
-
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            alive = guard()
-            if alive is not None:
-                alive.check(optimizer)
-
-        handle = register_optimizer_step_pre_hook(before_step)
-        self.end = weakref.finalize(self, handle.remove)
+        self.end = weakref.finalize(self, _forget, guard)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `BadInput` if it updates what it must not."""
@@ -64,11 +56,29 @@ class OtherOptimizers:
 
 
 _guards: list[weakref.ref[OtherOptimizers]] = []
-_guards_lock = threading.Lock()
+_guards_lock = threading.RLock()  # the garbage collector may call `_forget` while it is held
+
+
+def _forget(guard: weakref.ref[OtherOptimizers]) -> None:
+    with _guards_lock:
+        _guards.remove(guard)
+
+
+def _alive() -> list[OtherOptimizers]:
+    with _guards_lock:
+        found = [guard() for guard in _guards]
+    return [guard for guard in found if guard is not None]
 
 
 def _is_known_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a later job trains the same model by it."""
-    with _guards_lock:
-        alive = [guard() for guard in _guards]
-    return any(guard._knows(optimizer) for guard in alive if guard is not None)
+    return any(guard._knows(optimizer) for guard in _alive())
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for guard in _alive():
+        guard.check(optimizer)
+
+
+# once, before anything steps: torch iterates over its hooks while ranks that are threads train
+register_optimizer_step_pre_hook(_before_step)
