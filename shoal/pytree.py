@@ -29,6 +29,25 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     return tree
 
 
+def map_leaves(is_leaf: Callable[[Any], bool], function: Callable[[Any], Any], tree: Tree) -> Tree:
+    """The same dicts, tuples and lists with `function` applied where `is_leaf` holds."""
+    if is_leaf(tree):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_leaves(is_leaf, function, value) for key, value in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)(map_leaves(is_leaf, function, item) for item in tree)
+    return tree
+
+
+def is_marked(leaf: Any, mark: str) -> bool:
+    """Whether it is a tensor that was packed with what describes it, for a message."""
+    match leaf:
+        case (str(found), Tensor(), [*_]):
+            return found == mark
+    return False
+
+
 def is_record(tree: Tree) -> bool:
     """Whether it is an instance of a dataclass."""
     return is_dataclass(tree) and not isinstance(tree, type)

@@ -280,6 +280,3 @@ def _pcie(node: int, index: int) -> str:
 
 def _socket(node: int, index: int) -> str:
     return f"socket {index} of node {node}"
-
-
-Topology = ClusterTopology  # the short name, where no other topology is near

@@ -33,7 +33,7 @@ _HEADS = {  # short, so that the columns fit 80 characters
     "in_flight": "in\nflight",
 }
 _MOST_COLUMNS = 6
-_UNEVEN = 1.25  # the largest shard over the smallest one, from which on it is told why
+_UNEVEN = 1.25  # the largest shard over the smallest one, from which on a line says why
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 FURTHER = ("copies", "residuals", "in_flight", "shared", "server")  # shown where there are some
 

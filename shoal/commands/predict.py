@@ -77,6 +77,8 @@ def predict(
     The step is shown by its parts, each with what bounds it: compute, memory, launches of kernels
     or the link. Nothing is trained.
     """
+    if trace is not None:
+        check_folder(trace, "a trace")
     value = strategy_for(strategy, workers)
     subject = subject_of(model, args, gpt, precision, batch, workers)
     settings = PlanSettings(subject.batch, microbatch, as_recompute(recompute), flash_attention)
@@ -87,7 +89,6 @@ def predict(
     if not as_json:
         _print(prediction, subject.workload, traffic)
     if simulate or trace is not None:
-        check_folder(trace, "a trace")
         simulated = simulate_strategy(subject.workload, hardware, value, workers, settings)
         document["simulated_s"] = simulated.step_s
         if not as_json:

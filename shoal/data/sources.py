@@ -30,7 +30,7 @@ from shoal.strategy.base import Batches
 class Feed:
     """What a source knows of the replica that gets its batches.
 
-    `skipped(loop, batches)` is told of batches that were left out. `check_same(batch, total)`
+    `skipped(loop, batches)` is called with batches that were left out. `check_same(batch, total)`
     compares a global batch with that of the other replicas.
     """
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.topology import Topology
+from shoal.cluster.topology import ClusterTopology
 from shoal.plan.layer_time import LayerTable, LayerTime
 from shoal.plan.predict import PlanSettings, Predictor, ResolvedStep, resolve_step
 from shoal.plan.simulate import StepRun, simulate_step
@@ -71,7 +71,7 @@ def simulate_strategy(
     agreeing = replace(agreeing, is_overlapped=settings.overlap and idle_share(question) > 0)
     work = _work(pricer, resolved, question, agreeing, _compression(term, question))
     kept = min(work.microbatches, MOST_MICROBATCHES * work.stages)
-    topology = Topology(size)
+    topology = ClusterTopology(size)
     run = simulate_step(
         replace(work, microbatches=kept),
         agreeing,
@@ -86,7 +86,7 @@ def simulate_strategy(
     return SimulatedStep(step_s, run, left_out, _busiest(topology, run))
 
 
-def _busiest(topology: Topology, run: StepRun) -> BusyLink | None:
+def _busiest(topology: ClusterTopology, run: StepRun) -> BusyLink | None:
     """The link that would take longest for what it carried."""
     links = [
         BusyLink(link.name, link.bytes_per_s, num_bytes)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
+from shoal.schedules.shards import shard_edges
 
 ALIGN_BYTES = 64  # a parameter starts on a cache line, in every process alike
 
@@ -81,14 +82,7 @@ class FlatLayout:
         A shard may be empty when there are fewer parameters than shards.
         """
         boundaries = [self.offset, *(param.start for param in self.ranges[1:]), self.size]
-        span = self.size - self.offset
-        edges = [self.offset]
-        for k in range(1, n):
-            target = self.offset + span * k / n
-            nearest = min(boundaries, key=lambda b: abs(b - target))
-            edges.append(max(nearest, edges[-1]))
-        edges.append(self.size)
-        return [slice(a, b) for a, b in itertools.pairwise(edges)]
+        return [slice(a, b) for a, b in itertools.pairwise(shard_edges(boundaries, n))]
 
     def params_in(self, where: slice) -> list[int]:
         """The indices of the parameters in a slice that is split at their boundaries."""

@@ -59,7 +59,7 @@ class BoundLoss:
 
 
 def sum_of_samples(function: LossFunction | None) -> str | None:
-    """The name of a loss of torch that was told to add its samples up; None for any other."""
+    """The name of a loss of torch with reduction="sum"; None for any other."""
     if isinstance(function, functools.partial):
         is_sum = function.keywords.get("reduction") == "sum"
         called = function.func

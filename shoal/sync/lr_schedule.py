@@ -51,19 +51,19 @@ class Schedule:
         self._scheduler = None
 
     def common_lr(self, ratios: Sequence[float]) -> float:
-        """The one learning rate of all groups, but for their ratios: what a server can be told."""
+        """The one learning rate of all groups, but for their ratios: what servers receive."""
         groups = self.optimizer.param_groups
         for group, initial in zip(groups, self._initial, strict=True):
             changed = [k for k, v in initial.items() if k != "lr" and group[k] != v]
             if changed:
                 raise BadInput(
-                    f"the scheduler changes {changed[0]} of the optimizer, which servers are not "
-                    'told in a step: use ps(update="worker")'
+                    f"the scheduler changes {changed[0]} of the optimizer, which servers do not "
+                    'receive in a step: use ps(update="worker")'
                 )
         rates = [float(g["lr"]) / r for g, r in zip(groups, ratios, strict=True) if r]
         if any(abs(rate - rates[0]) > 1e-9 * abs(rates[0]) for rate in rates):
             raise BadInput(
-                "the scheduler gives parameter groups schedules of their own, and servers are told "
+                "the scheduler gives parameter groups schedules of their own, and servers receive "
                 'one learning rate a step: use ps(update="worker")'
             )
         return rates[0] if rates else 0.0

@@ -102,7 +102,7 @@ def coupling(
     state = torch.get_rng_state()
     try:
         return _Trial(optimizer, pieces, named, factory).result()
-    except Exception:
+    except Exception:  # whatever an optimizer of another package does on small tensors
         return Coupling.UNKNOWN
     finally:
         if not torch.equal(torch.get_rng_state(), state):

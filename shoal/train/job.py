@@ -318,7 +318,7 @@ class Job(LoopMethods):
         self._is_log_shown = True
         values = {name: float(value) for name, value in self._logged.items()}
         for name, value in values.items():
-            if not math.isfinite(value) and self._loss_watch.told is None:
+            if not math.isfinite(value) and self._loss_watch.reported is None:
                 self._say_once(f"{name} is not a finite number any more")
         total = self._stream.total_steps
         speeds = self._throughput.progress(self._logged_step, total)

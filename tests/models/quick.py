@@ -60,7 +60,7 @@ def compare(model: str, strategy: str, workers: int) -> tuple[str, str]:
         return _compare(entry, strategy, workers)
     except (BadInput, NotBuilt, StrategyError) as refusal:
         return "refused", str(refusal)
-    except BaseException as error:
+    except Exception as error:  # that is the verdict
         return "CRASH", f"{type(error).__name__}: {error}\n{traceback.format_exc()[-3000:]}"
 
 

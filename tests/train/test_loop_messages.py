@@ -63,7 +63,7 @@ def test_the_last_loss_is_shown_where_the_number_of_steps_is_not_known() -> None
     assert shown.steps == [1, 7]
 
 
-def test_a_loss_that_is_not_finite_is_told_once_with_its_step(
+def test_a_loss_that_is_not_finite_is_reported_once_with_its_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = _job()
@@ -73,7 +73,7 @@ def test_a_loss_that_is_not_finite_is_told_once_with_its_step(
         job.log(loss=step(batch))
     job.close()
     assert capsys.readouterr().err.count("finite") == 1
-    assert job._loss_watch.told == 3
+    assert job._loss_watch.reported == 3
 
 
 def test_steps_without_any_backward_are_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+from shoal.schedules.shards import shard_edges
+
 ALIGN_BYTES = 64
 FIRST_BUCKET_BYTES = 1 << 20
 LARGE_BYTES = 1 << 20  # a gradient of this size stays where backward has put it
@@ -226,13 +228,7 @@ class TensorSizes:
 
     def shards(self, replicas: int) -> list[Extent]:
         boundaries = [self.header, *self.starts[1:], self.elements]
-        span = self.elements - self.header
-        edges = [self.header]
-        for k in range(1, replicas):
-            target = self.header + span * k / replicas
-            nearest = min(boundaries, key=lambda edge: abs(edge - target))
-            edges.append(max(nearest, edges[-1]))
-        edges.append(self.elements)
+        edges = shard_edges(boundaries, replicas)
         return [Extent(a, b) for a, b in itertools.pairwise(edges)]
 
     def shard(self, replicas: int, rank: int) -> Extent:

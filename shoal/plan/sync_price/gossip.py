@@ -3,7 +3,7 @@
 Messages between the same two levels of the cluster share its links: a node's NICs carry what its
 workers send to other nodes, a rack's uplinks what its nodes send to other racks. Nothing of it is
 hidden. Asynchronous replicas read their neighbours' last weights from shared memory and wait for
-none. What gossip costs in progress is told by the second eigenvalue of its mixing matrix.
+none. The second eigenvalue of the mixing matrix gives what gossip costs in progress.
 """
 
 from __future__ import annotations

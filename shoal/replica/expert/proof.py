@@ -106,7 +106,7 @@ def _run_noting(
         out = spread.experts.model(*call.args, **call.kwargs)
     except (ShoalError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a forward does with other experts than it was built for
         raise _refusal(spread, "", f"fails with {type(error).__name__}: {error}") from error
     finally:
         for handle in hooks:
@@ -144,7 +144,7 @@ def _compare(spread: SpreadModel, name: str, call: RoutedCall, with_gradients: b
         actual = _compute(spread, part, local, call, with_gradients)
     except (ShoalError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # the same
         raise _refusal(spread, name, f"fails with {type(error).__name__}: {error}") from error
     _check(spread, name, expected, actual, leaves)
 

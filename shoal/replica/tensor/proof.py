@@ -133,7 +133,7 @@ def _compare(split: TensorSplit, name: str, call: _Call, with_gradients: bool) -
 
     try:
         expected = _compute(split, whole, run_whole, leaves, rows, call, with_gradients)
-    except Exception as error:
+    except Exception as error:  # whatever a forward does in evaluation mode
         if whole.training or isinstance(error, (ShoalError, torch.OutOfMemoryError)):
             raise
         raise _FailsInEvaluation from error
