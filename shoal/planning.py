@@ -5,7 +5,7 @@
     print(found.best.strategy, found.best.why)
 
 A model is the name of a transformer, a script, or a `Workload`: `workload_of(module, inputs)` of
-`shoal.plan.trace_module` makes one from any module.
+`shoal.plan.tracing.module` makes one from any module.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shoal.commands.script_workload import workload_of_script
 from shoal.commands.subject import named_cluster
 from shoal.errors import BadInput
 from shoal.plan.explain import nothing_fits, options_of, why
-from shoal.plan.models import default_batch, named_workload
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.search import Priced, SearchOptions, SearchResult, search
-from shoal.plan.workload import Recompute, Workload
+from shoal.plan.workloads.models import default_batch, named_workload
+from shoal.plan.workloads.workload import Recompute, Workload
 from shoal.strategy.base import Term
 from shoal.strategy.strategy import Strategy, as_strategy
 

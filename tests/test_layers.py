@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -150,3 +152,14 @@ def test_planner_and_runtime_do_not_know_each_other() -> None:
             and {s.split(".")[0], t.split(".")[0]} & right
         ]
         assert not crossing
+
+
+def test_the_planner_runs_without_torch() -> None:
+    hidden = "import sys; sys.modules['torch'] = None\n"
+    planner = [
+        name
+        for name in sorted(modules())
+        if name.split(".")[0] in ("plan", "cluster") and not name.startswith("plan.tracing")
+    ]
+    imports = "\n".join(f"import shoal.{name}" for name in planner)
+    subprocess.run([sys.executable, "-c", hidden + imports], check=True)

@@ -24,7 +24,7 @@ from shoal.observe.comparison import ComparedRun, RunOutcome
 from shoal.plan.predict import PlanSettings
 from shoal.plan.prediction import Prediction
 from shoal.plan.spread import SpreadPredictor
-from shoal.plan.workload import Workload
+from shoal.plan.workloads.workload import Workload
 from shoal.strategy.strategy import as_strategy
 
 STRATEGIES = ("single", "ddp", "ps", 'ps(mode="async")', "gossip", "zero(2)", "pp(2)", "tp(2)")

@@ -12,7 +12,7 @@ from rich.table import Table as Grid
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands.output import plain_table, wide_console
-from shoal.plan.contention import AT_RANDOM, ClusterNetwork, ContendedPrice, explain_racks
+from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, ContendedPrice, explain_racks
 
 
 def show_on_cluster(

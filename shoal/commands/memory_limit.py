@@ -23,8 +23,8 @@ from shoal.commands.launching import (
 from shoal.commands.output import plain_table, wide_console
 from shoal.commands.script_workload import workload_of_script
 from shoal.errors import BadInput, CheckFailed, ShoalError
-from shoal.plan.traced_workload import TracedWorkload
-from shoal.plan.workload import Split
+from shoal.plan.workloads.traced_workload import TracedWorkload
+from shoal.plan.workloads.workload import Split
 from shoal.runtime.config import MemoryEstimateConfig
 from shoal.strategy.strategy import Strategy, as_strategy
 

@@ -17,11 +17,11 @@ from shoal.cluster.units import show_seconds
 from shoal.commands import options
 from shoal.commands.output import plain_table, wide_console, write_text
 from shoal.errors import BadInput
-from shoal.plan.measured import TableDefaults, read_table
-from shoal.plan.rank_order import IN_MEGATRONS_ORDER, IN_SHOALS_ORDER
-from shoal.plan.validate import RunsAs, Validation
-from shoal.plan.validate import validate as compare
-from shoal.plan.workload import Recompute
+from shoal.plan.step.rank_order import IN_MEGATRONS_ORDER, IN_SHOALS_ORDER
+from shoal.plan.validation.measured import TableDefaults, read_table
+from shoal.plan.validation.validate import RunsAs, Validation
+from shoal.plan.validation.validate import validate as compare
+from shoal.plan.workloads.workload import Recompute
 
 _ORDERS = {"megatron": IN_MEGATRONS_ORDER, "shoal": IN_SHOALS_ORDER}
 _RECOMPUTE = ("none", "selective", "full")

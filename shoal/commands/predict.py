@@ -29,8 +29,8 @@ from shoal.errors import BadInput
 from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.simulate_strategy import SimulatedStep, simulate_strategy
-from shoal.plan.workload import Recompute, Workload
+from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
+from shoal.plan.workloads.workload import Recompute, Workload
 
 RECOMPUTES = ("none", "selective", "full")
 MicroBatch = Annotated[

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from shoal.commands.launching import check_trained, command_for, config_for, run_quietly
 from shoal.errors import BadInput
-from shoal.plan.traced_workload import TracedWorkload
-from shoal.plan.workload import Precision
+from shoal.plan.workloads.traced_workload import TracedWorkload
+from shoal.plan.workloads.workload import Precision
 from shoal.runtime.config import WorkloadTraceConfig
 from shoal.strategy.strategy import as_strategy
 

@@ -25,8 +25,8 @@ from shoal.commands.subject import (
     subject_of,
 )
 from shoal.plan.predict import PlanSettings, Predictor
-from shoal.plan.simulate_strategy import SimulatedStep, simulate_strategy
-from shoal.plan.simulated_work import Unevenness
+from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
+from shoal.plan.simulator.work import Unevenness
 from shoal.runtime.faults import read_slow
 
 _MOST_SHOWN = 16  # ranks whose time is divided in a table

@@ -15,8 +15,8 @@ from shoal.cluster.presets import THIS_MACHINE, load_cluster
 from shoal.cluster.units import parse_bytes, parse_s_per_byte
 from shoal.commands.script_workload import workload_of_script
 from shoal.errors import BadInput
-from shoal.plan.models import default_batch, named_workload
-from shoal.plan.workload import Workload
+from shoal.plan.workloads.models import default_batch, named_workload
+from shoal.plan.workloads.workload import Workload
 
 Model = Annotated[
     str | None,

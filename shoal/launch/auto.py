@@ -19,8 +19,8 @@ from shoal.plan.explain import nothing_fits, why_first
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.search import Priced, SearchOptions, search
-from shoal.plan.traced_workload import TracedWorkload
-from shoal.plan.workload import Workload
+from shoal.plan.workloads.traced_workload import TracedWorkload
+from shoal.plan.workloads.workload import Workload
 from shoal.runtime.config import RunConfig, WorkloadTraceConfig
 from shoal.strategy.strategy import Strategy, as_strategy
 

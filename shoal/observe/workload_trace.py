@@ -21,9 +21,9 @@ from shoal.errors import ShoalError
 from shoal.observe.capture import StopTraining
 from shoal.observe.memory_estimate import EstimateJob
 from shoal.observe.model_sizes import parameters_without_memory, sizes_of
-from shoal.plan.trace_module import precision_of, trace_module
-from shoal.plan.traced_workload import TracedWorkload
-from shoal.plan.workload import Precision, SplitLimits
+from shoal.plan.tracing.module import precision_of, trace_module
+from shoal.plan.workloads.traced_workload import TracedWorkload
+from shoal.plan.workloads.workload import Precision, SplitLimits
 from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_of
 from shoal.replica.microbatch import Loss, call_model

@@ -20,7 +20,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings
 from shoal.plan.sync_price.base import PRICERS
-from shoal.plan.workload import Recompute, SplitLimits, Workload
+from shoal.plan.workloads.workload import Recompute, SplitLimits, Workload
 from shoal.strategy.base import TERMS, Batches, SyncTerm
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
 from shoal.strategy.terms import Cp, Ep, Pp, Single, Tp

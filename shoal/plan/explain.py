@@ -6,7 +6,7 @@ from shoal.cluster.units import show_bytes, show_seconds
 from shoal.plan.predict import PlanSettings
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.search import Priced
-from shoal.plan.workload import Split, Workload
+from shoal.plan.workloads.workload import Split, Workload
 
 _NAMES = {
     "forward": "the forward",

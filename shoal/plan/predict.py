@@ -8,11 +8,11 @@ from typing import NamedTuple
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
-from shoal.plan.rank_order import IN_SHOALS_ORDER, RankOrder
-from shoal.plan.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
+from shoal.plan.step.rank_order import IN_SHOALS_ORDER, RankOrder
+from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
 from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.catalog import price_of
-from shoal.plan.workload import Recompute, Split, Workload
+from shoal.plan.workloads.workload import Recompute, Split, Workload
 from shoal.schedules.pipelines.catalog import schedule
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Layout, Strategy, as_strategy

@@ -18,7 +18,7 @@ from shoal.errors import BadInput
 from shoal.plan.candidates import Candidate, Shape, candidate, layouts, pipelines, shapes, syncs
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.workload import Recompute, Workload
+from shoal.plan.workloads.workload import Recompute, Workload
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.strategy import Layout
 

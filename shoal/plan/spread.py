@@ -10,7 +10,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.workload import Workload
+from shoal.plan.workloads.workload import Workload
 from shoal.strategy.strategy import Strategy
 
 _Spec = TypeVar("_Spec", Device, LinkSpec)

@@ -6,10 +6,10 @@ from typing import Any
 
 from shoal.cluster.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Device, LinkSpec
-from shoal.plan.collective_time import Network
-from shoal.plan.rank_order import RankGroup
+from shoal.plan.step.collective_time import Network
+from shoal.plan.step.rank_order import RankGroup
 from shoal.plan.sync_price.base import SyncQuestion
-from shoal.plan.workload import Precision
+from shoal.plan.workloads.workload import Precision
 
 FP32 = Precision("fp32", 4, 4, 0, 8)
 GPU = Device("gpu", 80e9, 2e12, {"fp32": 1e14})

@@ -15,9 +15,9 @@ from shoal.calibration.measure import CalibrationOptions, calibrate, worker_coun
 from shoal.cluster.toml_file import parse_cluster
 from shoal.cluster.toml_writer import cluster_text
 from shoal.errors import BadInput
-from shoal.plan.kernel_time import KernelModel
 from shoal.plan.spread import at_quartile
-from shoal.plan.workload import Kernel
+from shoal.plan.step.kernel_time import KernelModel
+from shoal.plan.workloads.workload import Kernel
 
 FLOPS_PER_S = 40e9
 BYTES_PER_S = 10e9

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
-from shoal.plan.contention import AT_RANDOM, ClusterNetwork, explain_racks, hierarchical
+from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, explain_racks, hierarchical
 from shoal.schedules.collectives.catalog import build
 from shoal.schedules.collectives.proof import prove
 

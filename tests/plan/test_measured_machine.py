@@ -9,10 +9,10 @@ import pytest
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
 from shoal.errors import BadInput
-from shoal.plan.collective_time import collective_time
-from shoal.plan.kernel_time import KernelModel
-from shoal.plan.rank_order import RankGroup
-from shoal.plan.workload import Kernel
+from shoal.plan.step.collective_time import collective_time
+from shoal.plan.step.kernel_time import KernelModel
+from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.workloads.workload import Kernel
 
 CORE = Device("core", 1e9, 1e10, {"fp32": 1e10}, launch_s=5e-6, synchronous=True)
 CALLS = MeasuredCalls("shm", "all_reduce", "", 2, ((1e3, 1e-5), (1e6, 1e-3)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import BadInput
-from shoal.plan.model_presets import PRESETS, is_transformer, transformer_named
-from shoal.plan.workload import Split
+from shoal.plan.workloads.model_presets import PRESETS, is_transformer, transformer_named
+from shoal.plan.workloads.workload import Split
 
 
 def parameters(text: str) -> float:

@@ -12,12 +12,12 @@ from statistics import fmean
 import pytest
 
 from shoal.cluster.presets import load_cluster
-from shoal.plan.measured import MeasuredRow, TableDefaults, read_table
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory
-from shoal.plan.transformer import Transformer, TransformerSizes
-from shoal.plan.validate import MEGATRON, RunsAs, validate
-from shoal.plan.workload import Recompute
+from shoal.plan.validation.measured import MeasuredRow, TableDefaults, read_table
+from shoal.plan.validation.validate import MEGATRON, RunsAs, validate
+from shoal.plan.workloads.transformer import Transformer, TransformerSizes
+from shoal.plan.workloads.workload import Recompute
 from shoal.strategy.strategy import as_strategy
 
 # Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC'21, table 1

@@ -11,7 +11,7 @@ from shoal.plan.candidates import candidate, divisors, layouts, pipelines, shape
 from shoal.plan.explain import nothing_fits, options_of, why
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.search import SearchOptions, SearchResult, search
-from shoal.plan.transformer import Transformer, TransformerSizes
+from shoal.plan.workloads.transformer import Transformer, TransformerSizes
 from shoal.strategy.strategy import parse
 
 MODEL = Transformer("small", TransformerSizes(layers=4, hidden=1024, heads=4, sequence=512))

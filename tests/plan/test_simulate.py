@@ -9,9 +9,9 @@ import pytest
 from shoal.cluster.cluster import Noise
 from shoal.errors import BadInput
 from shoal.observe.time_shares import time_shares, write_chrome
-from shoal.plan.messages import OnePort
-from shoal.plan.simulate import StepRun, simulate_step
-from shoal.plan.simulated_work import Agreeing, StepWork, Unevenness, rank_grid
+from shoal.plan.simulator.messages import OnePort
+from shoal.plan.simulator.simulate import StepRun, simulate_step
+from shoal.plan.simulator.work import Agreeing, StepWork, Unevenness, rank_grid
 from shoal.plan.timeline import Times, simulate
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Layout

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from shoal.plan.messages import OnePort, Routes
 from shoal.plan.price import price
-from shoal.plan.simulate_collective import simulate_collective
+from shoal.plan.simulator.collectives import simulate_collective
+from shoal.plan.simulator.messages import OnePort, Routes
 from shoal.schedules.collectives.catalog import CATALOG, build
 from tests.plan.wires import RackWires
 

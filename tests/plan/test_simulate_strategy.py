@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from shoal.cluster.presets import load_cluster
-from shoal.plan.models import named_workload
 from shoal.plan.predict import PlanSettings, predict
-from shoal.plan.simulate_strategy import _WAYS, simulate_strategy
+from shoal.plan.simulator.strategies import _WAYS, simulate_strategy
+from shoal.plan.workloads.models import named_workload
 from shoal.strategy.base import TERMS, SyncTerm
 
 MODEL = named_workload(None, "layers=8,hidden=1024,heads=16,sequence=512")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.plan.stages import by_device, deal_evenly, deal_layers, in_flight
+from shoal.plan.step.stages import by_device, deal_evenly, deal_layers, in_flight
 from shoal.schedules.pipelines.catalog import build
 from shoal.schedules.pipelines.proof import prove
 

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
 from shoal.observe.workload_trace import tp_roles
-from shoal.plan.trace_module import trace_module, workload_of
-from shoal.plan.traced_workload import TracedWorkload
-from shoal.plan.transformer import Transformer, TransformerSizes
-from shoal.plan.workload import Kernel, LayerCost, Split
+from shoal.plan.tracing.module import trace_module, workload_of
+from shoal.plan.workloads.traced_workload import TracedWorkload
+from shoal.plan.workloads.transformer import Transformer, TransformerSizes
+from shoal.plan.workloads.workload import Kernel, LayerCost, Split
 
 SIZE = SIZES["small"]
 

@@ -10,10 +10,10 @@ import pytest
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
-from shoal.plan.fit import BOUNDS, constants_of, fit, with_constants
-from shoal.plan.measured import MeasuredRow, TableDefaults, read_table
-from shoal.plan.transformer import TransformerSizes
-from shoal.plan.validate import PricedTable, RunsAs, validate
+from shoal.plan.validation.fit import BOUNDS, constants_of, fit, with_constants
+from shoal.plan.validation.measured import MeasuredRow, TableDefaults, read_table
+from shoal.plan.validation.validate import PricedTable, RunsAs, validate
+from shoal.plan.workloads.transformer import TransformerSizes
 
 HEAD = "gpus,global batch,micro batch,hidden size,attention heads,layers,tp,pp,iteration_ms\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.plan.messages import PortLink, WireLink
+from shoal.plan.simulator.messages import PortLink, WireLink
 
 
 @dataclass(frozen=True)

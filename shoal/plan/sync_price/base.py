@@ -13,12 +13,12 @@ from typing import Any
 
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
-from shoal.plan.collective_time import Network
 from shoal.plan.prediction import DeviceMemory, Part
-from shoal.plan.rank_order import RankGroup
-from shoal.plan.stragglers import expected_max, quantile_of_max
+from shoal.plan.step.collective_time import Network
+from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.step.stragglers import expected_max, quantile_of_max
 from shoal.plan.sync_price.flat_sizes import EvenSizes, FlatSizes, TensorSizes
-from shoal.plan.workload import Precision
+from shoal.plan.workloads.workload import Precision
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 _LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as many are above it

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from shoal.plan.collective_time import CollectiveTime, hops
 from shoal.plan.prediction import DeviceMemory, Part
+from shoal.plan.step.collective_time import CollectiveTime, hops
 from shoal.plan.sync_price.base import (
     SyncPrice,
     SyncQuestion,

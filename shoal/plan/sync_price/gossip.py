@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.cluster.cluster import Cluster
-from shoal.plan.collective_time import hops
 from shoal.plan.prediction import DeviceMemory, Part
-from shoal.plan.rank_order import RankGroup
-from shoal.plan.relaxed_rules import neighbours_pace, own_pace
+from shoal.plan.step.collective_time import hops
+from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.step.relaxed_rules import neighbours_pace, own_pace
 from shoal.plan.sync_price.base import (
     SyncPrice,
     SyncQuestion,

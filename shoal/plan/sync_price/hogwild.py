@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.plan.prediction import Part
-from shoal.plan.relaxed_rules import own_pace
+from shoal.plan.step.relaxed_rules import own_pace
 from shoal.plan.sync_price.base import (
     SyncPrice,
     SyncQuestion,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shoal.plan.collective_time import CollectiveTime
+from shoal.plan.step.collective_time import CollectiveTime
 from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.flat_sizes import Buckets
 

@@ -14,7 +14,7 @@ import math
 from typing import Any
 
 from shoal.plan.prediction import Part
-from shoal.plan.relaxed_rules import own_pace, queue_cycle_s, quorum_pace, staleness_pace
+from shoal.plan.step.relaxed_rules import own_pace, queue_cycle_s, quorum_pace, staleness_pace
 from shoal.plan.sync_price.base import (
     SyncPrice,
     SyncQuestion,

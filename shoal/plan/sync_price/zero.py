@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal.plan.collective_time import CollectiveTime
 from shoal.plan.prediction import DeviceMemory, Part
+from shoal.plan.step.collective_time import CollectiveTime
 from shoal.plan.sync_price.base import (
     DEFAULT_BUCKET_BYTES,
     SyncPrice,

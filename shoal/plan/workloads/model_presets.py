@@ -11,8 +11,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from shoal.errors import BadInput
-from shoal.plan.transformer import MIXED, Transformer, TransformerSizes
-from shoal.plan.workload import Precision
+from shoal.plan.workloads.transformer import MIXED, Transformer, TransformerSizes
+from shoal.plan.workloads.workload import Precision
 
 _PRECISIONS = {
     "fp16": MIXED,

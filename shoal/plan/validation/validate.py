@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
-from shoal.plan.fit import Fitted, fit
-from shoal.plan.measured import MeasuredRow
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.rank_order import IN_MEGATRONS_ORDER, RankOrder
-from shoal.plan.transformer import Transformer, TransformerSizes
-from shoal.plan.workload import Precision
+from shoal.plan.step.rank_order import IN_MEGATRONS_ORDER, RankOrder
+from shoal.plan.validation.fit import Fitted, fit
+from shoal.plan.validation.measured import MeasuredRow
+from shoal.plan.workloads.transformer import Transformer, TransformerSizes
+from shoal.plan.workloads.workload import Precision
 from shoal.strategy.strategy import Strategy, as_strategy
 
 MEGATRON = Precision("fp16", 2, 4, 4, 8)  # gradients are summed in fp32: 18 bytes a parameter

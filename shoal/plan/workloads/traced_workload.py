@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from shoal.plan.workload import (
+from shoal.plan.workloads.workload import (
     UNSPLIT,
     Kernel,
     LayerCost,

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from shoal.cluster.hardware import Device
-from shoal.plan.workload import Kernel
+from shoal.plan.workloads.workload import Kernel
 
 
 class KernelTime(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.errors import BadInput
-from shoal.plan.model_presets import is_transformer, transformer_named
-from shoal.plan.transformer import MIXED, Transformer
-from shoal.plan.workload import Precision, Workload
+from shoal.plan.workloads.model_presets import is_transformer, transformer_named
+from shoal.plan.workloads.transformer import MIXED, Transformer
+from shoal.plan.workloads.workload import Precision, Workload
 
 PRECISIONS = {"mixed": MIXED, "fp32": Precision("fp32", 4, 4, 0, 8)}
 _TOKENS = 4 * 2**20  # of a batch: GPT-3 had 3.2 million, Llama 2 and 3 had 4 million

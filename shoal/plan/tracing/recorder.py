@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.plan.saved_tensors import SavedTensors
-from shoal.plan.trace_ops import bytes_of, cost_of, grouped_shape, named_arguments
-from shoal.plan.traced_workload import Divided, Phase
-from shoal.plan.workload import Kernel
+from shoal.plan.tracing.ops import bytes_of, cost_of, grouped_shape, named_arguments
+from shoal.plan.tracing.saved_tensors import SavedTensors
+from shoal.plan.workloads.traced_workload import Divided, Phase
+from shoal.plan.workloads.workload import Kernel
 from shoal.pytree import tensors_of
 
 _INSIDE: dict[str, Divided] = {  # what is divided of the kernels in a module, by its role

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.errors import BadInput
-from shoal.plan.messages import MessageNetwork, Routes
+from shoal.plan.simulator.messages import MessageNetwork, Routes
 
 
 class Task(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.cluster.cluster import Noise
-from shoal.plan.stragglers import Floats, expected_max, is_even, step_times
+from shoal.plan.step.stragglers import Floats, expected_max, is_even, step_times
 from shoal.schedules.gossip.mixing import mixing_for
 
 _STEPS = 400

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
-from shoal.plan.layer_time import LayerTable, LayerTime
 from shoal.plan.predict import PlanSettings, Predictor, ResolvedStep, resolve_step
-from shoal.plan.simulate import StepRun, simulate_step
-from shoal.plan.simulated_work import Agreeing, StepWork, Unevenness, rank_grid
-from shoal.plan.stages import Stage, weight_of
-from shoal.plan.step_price import ReplicaPricer
+from shoal.plan.simulator.simulate import StepRun, simulate_step
+from shoal.plan.simulator.work import Agreeing, StepWork, Unevenness, rank_grid
+from shoal.plan.step.layer_time import LayerTable, LayerTime
+from shoal.plan.step.stages import Stage, weight_of
+from shoal.plan.step.step_price import ReplicaPricer
 from shoal.plan.sync_price.base import DEFAULT_BUCKET_BYTES, SyncQuestion, update_part
 from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.sync_price.overlap import idle_share
 from shoal.plan.sync_price.ps import quorum_count
 from shoal.plan.sync_price.ps_links import host_rate
-from shoal.plan.workload import Workload
+from shoal.plan.workloads.workload import Workload
 from shoal.strategy.strategy import Strategy, as_strategy
 
 MOST_MICROBATCHES = 3  # of each stage

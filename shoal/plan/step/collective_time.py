@@ -19,7 +19,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec, MeasuredCalls
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
-from shoal.plan.rank_order import RankGroup
+from shoal.plan.step.rank_order import RankGroup
 
 
 class CollectiveTime(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shoal.plan.flows import Floats, FlowNetwork, Longs
+from shoal.plan.simulator.flows import Floats, FlowNetwork, Longs
 
 
 class WireLink(Protocol):

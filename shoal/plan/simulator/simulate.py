@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from shoal.errors import BadInput
 from shoal.observe.trace import STEP, WAIT, Span
-from shoal.plan.flows import Longs
-from shoal.plan.messages import Routes, Wires
-from shoal.plan.simulated_work import Agreeing, StepWork, Unevenness
-from shoal.plan.step_tasks import StepTasks
-from shoal.plan.task_graph import TaskTimes
+from shoal.plan.simulator.flows import Longs
+from shoal.plan.simulator.messages import Routes, Wires
+from shoal.plan.simulator.step_tasks import StepTasks
+from shoal.plan.simulator.task_graph import TaskTimes
+from shoal.plan.simulator.work import Agreeing, StepWork, Unevenness
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
-from shoal.plan.collective_time import CollectiveTime, Network
-from shoal.plan.kernel_time import KernelTime
-from shoal.plan.layer_time import MESSAGE_AXES, AxisGroups, LayerClock, LayerTable
 from shoal.plan.prediction import Part
-from shoal.plan.rank_order import IN_SHOALS_ORDER, RankGroup, RankOrder
-from shoal.plan.stages import Stage, by_device, deal_evenly, deal_layers, in_flight, weight_of
-from shoal.plan.workload import Split, Workload
+from shoal.plan.step.collective_time import CollectiveTime, Network
+from shoal.plan.step.kernel_time import KernelTime
+from shoal.plan.step.layer_time import MESSAGE_AXES, AxisGroups, LayerClock, LayerTable
+from shoal.plan.step.rank_order import IN_SHOALS_ORDER, RankGroup, RankOrder
+from shoal.plan.step.stages import Stage, by_device, deal_evenly, deal_layers, in_flight, weight_of
+from shoal.plan.workloads.workload import Split, Workload
 from shoal.strategy.strategy import Layout
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from shoal.errors import BadInput
-from shoal.plan.transformer import TransformerSizes
-from shoal.plan.workload import Recompute
+from shoal.plan.workloads.transformer import TransformerSizes
+from shoal.plan.workloads.workload import Recompute
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "workers": ("gpus", "# gpus", "workers", "devices"),

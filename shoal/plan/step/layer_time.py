@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shoal.plan.collective_time import Network
-from shoal.plan.kernel_time import KernelModel, KernelTime
-from shoal.plan.rank_order import RankGroup
-from shoal.plan.workload import Kernel, LayerCost, LayerMessage, Split, Workload
+from shoal.plan.step.collective_time import Network
+from shoal.plan.step.kernel_time import KernelModel, KernelTime
+from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.workloads.workload import Kernel, LayerCost, LayerMessage, Split, Workload
 
 MESSAGE_AXES = ("tp", "cp", "ep")
 AxisGroups = tuple[RankGroup, RankGroup, RankGroup]  # of MESSAGE_AXES

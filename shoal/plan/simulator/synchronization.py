@@ -2,7 +2,7 @@
 
 A collective among many ranks is simulated as streams: in a ring each rank sends its 2(p-1)/p V to
 the next one while it receives, with the alphas of all rounds before. That is the time of the rounds
-where links are equal, and the slowest link's where they are not. `simulate_collective` has every
+where links are equal, and the slowest link's where they are not. `collectives.py` has every
 round of every algorithm.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.plan.simulate_collective import message_table
-from shoal.plan.simulated_work import Agreeing
-from shoal.plan.task_graph import Task, TaskGraph
+from shoal.plan.simulator.collectives import message_table
+from shoal.plan.simulator.task_graph import Task, TaskGraph
+from shoal.plan.simulator.work import Agreeing
 from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.gossip.mixing import mixing_for
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shoal.cluster.cluster import Noise
-from shoal.plan.flows import Longs
-from shoal.plan.rank_order import SHOAL_ORDER, axis_sizes
+from shoal.plan.simulator.flows import Longs
+from shoal.plan.step.rank_order import SHOAL_ORDER, axis_sizes
 from shoal.schedules.pipelines.actions import Pipeline
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Layout
@@ -48,7 +48,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class Agreeing:
-    """How replicas agree, as the simulator knows it; see `simulate_sync`."""
+    """How replicas agree, as the simulator knows it; see `synchronization.py`."""
 
     way: str = "none"  # none, all_reduce, zero, servers, gossip, average
     buckets: int = 1

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
 from shoal.errors import BadInput
-from shoal.plan.trace_layers import layer_names
-from shoal.plan.trace_recorder import Recorded, Splits, TraceRecorder
-from shoal.plan.traced_workload import (
+from shoal.plan.tracing.layers import layer_names
+from shoal.plan.tracing.recorder import Recorded, Splits, TraceRecorder
+from shoal.plan.workloads.traced_workload import (
     Line,
     TracedKernel,
     TracedLayer,
@@ -29,7 +29,7 @@ from shoal.plan.traced_workload import (
     TracedWorkload,
     group_equal,
 )
-from shoal.plan.workload import Precision
+from shoal.plan.workloads.workload import Precision
 from shoal.pytree import Tree, map_tensors, tensors_of
 
 # How tp splits a module: its outputs, or its inputs, by features; outputs that are gathered again;

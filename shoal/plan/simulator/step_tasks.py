@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.plan.flows import Longs
-from shoal.plan.simulate_sync import Servers, all_reduce, gossip, half, in_rounds
-from shoal.plan.simulated_work import MOST_BUCKETS, Agreeing, StepWork, Unevenness
-from shoal.plan.task_graph import Task, TaskGraph
+from shoal.plan.simulator.flows import Longs
+from shoal.plan.simulator.synchronization import Servers, all_reduce, gossip, half, in_rounds
+from shoal.plan.simulator.task_graph import Task, TaskGraph
+from shoal.plan.simulator.work import MOST_BUCKETS, Agreeing, StepWork, Unevenness
 from shoal.schedules.collectives.catalog import build as build_collective
 from shoal.schedules.pipelines.actions import Action, ActionKind
 

@@ -16,10 +16,10 @@ import numpy as np
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
 from shoal.errors import BadInput
-from shoal.plan.flows import Floats
-from shoal.plan.messages import Routes
 from shoal.plan.price import price
-from shoal.plan.simulate_collective import MessageTable, message_table, simulate_collective
+from shoal.plan.simulator.collectives import MessageTable, message_table, simulate_collective
+from shoal.plan.simulator.flows import Floats
+from shoal.plan.simulator.messages import Routes
 from shoal.schedules.collectives.catalog import algorithms, build
 from shoal.schedules.collectives.collective import Collective
 

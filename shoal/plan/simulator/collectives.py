@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.plan.flows import Floats, Longs
-from shoal.plan.messages import MessageNetwork, Routes, Wires
+from shoal.plan.simulator.flows import Floats, Longs
+from shoal.plan.simulator.messages import MessageNetwork, Routes, Wires
 from shoal.schedules.collectives.collective import Collective
 
 

@@ -1,0 +1,1 @@
+"""Events of a step: compute on devices, flows that share links."""

@@ -1,0 +1,1 @@
+"""How long a replica's step takes: kernels, layers, collectives, stages, stragglers."""

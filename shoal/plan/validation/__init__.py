@@ -1,0 +1,1 @@
+"""The planner against tables of measured times."""
