@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, Block, Size
 from shoal.replica.pipeline.balance import balanced_split
 from shoal.replica.pipeline.stages import Stages
+from tests.conftest import World
+from tests.models import samples
+from tests.splitting import assert_equal, train
 
 
 def gpt(layers: int = 4) -> GPT:
@@ -212,3 +217,51 @@ class Optional(nn.Module):
 
 def test_a_forward_that_some_optional_argument_makes_untraceable_is_split_between_modules() -> None:
     assert Stages(Optional(), 2).replays
+
+
+class _ByType(nn.Module):
+    """It asks for the type of its input, or of what a module returns."""
+
+    def __init__(self, question: Callable[[Any], bool]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+        self.question = question
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+            if self.question(x):
+                x = torch.tanh(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("question", [torch.is_tensor, lambda x: isinstance(x, Tensor)])
+def test_a_forward_that_asks_for_types_is_split_between_modules(
+    world: World, question: Callable[[Any], bool]
+) -> None:
+    assert Stages(_ByType(question), 2).replays
+    assert_equal(world, 2, "pp(2)", lambda: _ByType(question), samples(16))
+
+
+def test_a_question_whose_answer_changes_nothing_does_not_matter() -> None:
+    assert not Stages(_ByType(lambda x: isinstance(x, int | str)), 2).replays
+    assert isinstance(1, int) and isinstance.__module__ == "builtins"
+
+
+class _Nested(nn.Module):
+    """A traced value has every attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(x.tensors if hasattr(x, "tensors") else x)
+
+
+def test_a_trace_that_does_not_fit_the_batch_is_refused(world: World) -> None:
+    models = [_Nested() for _ in range(2)]
+    with pytest.raises(BadInput, match=r"_Nested, traced .* \(AttributeError: .* 'tensors'"):
+        world(2, lambda group: train(group, "pp(2)", models[group.rank], samples(16), 8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from shoal.replica.pipeline.traced_forward import (
 
 _DEEPEST = 3  # levels of blocks to look into
 MUCH_CHEAPER = 0.85
+_WRONG_TYPE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 _SLACK = 0.02  # how much more a stage may cost where fewer values cross the split points
 
 
@@ -57,6 +58,21 @@ class GraphSplit:
         points = [self._split_point(traced, name) for name in self.cuts]
         edges = [0, *points, len(traced.nodes)]
         return traced.segment(edges[virtual], edges[virtual + 1])
+
+    def compute(self, segment: Callable[..., Tree], values: tuple[Any, ...]) -> Tree:
+        """What a segment makes of its values; torch.fx would print the error a second time."""
+        assert isinstance(segment, nn.Module)
+        try:
+            return nn.Module.__call__(segment, *values)
+        except _WRONG_TYPE as error:
+            if not _is_in_graph(error):
+                raise
+            raise BadInput(
+                f"the forward of {type(self.model).__name__}, traced by torch.fx to split it, "
+                f"fails on this batch between its modules ({type(error).__name__}: {error}): if "
+                "the batch is right on one device, the forward depends on its input; put that "
+                "code into a module of its own"
+            ) from error
 
     def tensors_of(self, virtual: int) -> Iterator[Tensor]:
         """The tensors that a virtual stage uses, as training is now."""
@@ -164,3 +180,11 @@ class GraphSplit:
             )
         cuts = tuple(names[index] for index in points)
         return _Choice(largest_cost(costs, points), cuts, self._opened)
+
+
+def _is_in_graph(error: BaseException) -> bool:
+    """Whether an operation between modules has failed, not code inside of one."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and "eval_with_key" in frame.tb_frame.f_code.co_filename

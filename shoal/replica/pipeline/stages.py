@@ -88,10 +88,10 @@ class Stages:
         segment = self.segment(virtual, given)
         arguments = self._sharded(arguments)
         values = self._unpacked(values) if virtual else self._sharded(values)
-        if self.replays:
-            outputs = segment(arguments) if virtual == 0 else segment(arguments, *values)
+        if isinstance(self._split, GraphSplit):
+            outputs = self._split.compute(segment, values)
         else:
-            outputs = segment(*values)
+            outputs = segment(arguments) if virtual == 0 else segment(arguments, *values)
         return outputs if virtual == self.virtual_stages - 1 else self._packed(outputs)
 
     def _sharded(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -26,11 +26,12 @@ from torch.overrides import TorchFunctionMode
 from shoal.errors import BadInput
 from shoal.replica.attributes import BufferValues
 from shoal.replica.deferred_init import full_name
-from shoal.replica.fx_tracing import ThreadTracer, tracing
+from shoal.replica.fx_tracing import ThreadTracer, TypeAsked, TypeQuestions, tracing
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 _ATTEMPTS = 3
+_TYPES = (torch.Tensor, tuple, list, dict)  # what values of a forward may be
 _RANDOM = {
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
     *("bernoulli", "multinomial", "normal", "poisson"),
@@ -266,9 +267,27 @@ def _traced_without_draws(
 ) -> fx.Graph:
     for _ in range(_ATTEMPTS - 1):  # another thread may have drawn Python's numbers meanwhile
         with suppress(_DrewNumbers), tracing, _NothingRandom():
-            return _Tracer(opened).trace(model, fixed)
+            return _traced_for_any_type(model, opened, fixed)
     with tracing, _NothingRandom():
-        return _Tracer(opened).trace(model, fixed)
+        return _traced_for_any_type(model, opened, fixed)
+
+
+def _traced_for_any_type(
+    model: nn.Module, opened: set[str], fixed: dict[str, Any] | None
+) -> fx.Graph:
+    """Where the forward asks for types (`isinstance`), each answer has to give the same trace."""
+    with TypeQuestions() as questions:
+        graph = _Tracer(opened).trace(model, fixed)
+    for answer in _TYPES if questions.asked else ():
+        with TypeQuestions(answer):
+            other = _Tracer(opened).trace(model, fixed)
+        if _operations(other) != _operations(graph):
+            raise TypeAsked(f"it asks for the type of {questions.asked}")
+    return graph
+
+
+def _operations(graph: fx.Graph) -> list[str]:
+    return [f"{n.op} {n.target} {n.args} {n.kwargs}" for n in graph.nodes]
 
 
 class _NothingRandom(TorchFunctionMode):
