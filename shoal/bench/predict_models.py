@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import shoal
 from shoal.bench.step import WORKLOADS
 
-BATCHES = {"gpt": 16, "mlp": 64, "mlp-small": 64}
+BATCHES = {"gpt": 16, "gpt-medium": 16, "gpt-large": 16, "mlp": 64, "mlp-small": 64}
 EPOCHS = 1000  # a run is stopped after its steps
 _DATASET = 8  # batches
 
@@ -28,10 +28,10 @@ def train(job: shoal.Job, model_name: str, batch_size: int) -> None:
         step(batch)
 
 
+_ADAMW = partial(torch.optim.AdamW, lr=1e-4)
+_MOMENTUM = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
 OPTIMIZERS: dict[str, Any] = {
-    "gpt": partial(torch.optim.AdamW, lr=1e-4),
-    "mlp": partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
-    "mlp-small": partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
+    name: _ADAMW if name.startswith("gpt") else _MOMENTUM for name in BATCHES
 }
 
 

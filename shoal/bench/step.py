@@ -45,10 +45,10 @@ def digits(batch_size: int) -> Workload:
     )
 
 
-def gpt(batch_size: int) -> Workload:
+def gpt(size_name: str, batch_size: int) -> Workload:
     from shoal.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
 
-    size = SIZES["small"]
+    size = SIZES[size_name]
     tokens = torch.randint(0, VOCABULARY, (batch_size, size.context))
     return GPT(size), next_token_loss, tokens, tokens.roll(-1, 1)
 
@@ -57,7 +57,9 @@ WORKLOADS: dict[str, Callable[[int], Workload]] = {
     "mlp": partial(mlp, 2048),
     "mlp-small": partial(mlp, 256),
     "digits": digits,
-    "gpt": gpt,
+    "gpt": partial(gpt, "small"),
+    "gpt-medium": partial(gpt, "medium"),
+    "gpt-large": partial(gpt, "large"),
 }
 
 

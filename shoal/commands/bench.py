@@ -128,7 +128,9 @@ def ps(
 
 @app.command()
 def predict(
-    models: Annotated[str, typer.Option(help="gpt, mlp or mlp-small, with commas.")] = "gpt,mlp",
+    models: Annotated[
+        str, typer.Option(help="gpt, gpt-medium, gpt-large, mlp, mlp-small, with commas.")
+    ] = "gpt,mlp",
     workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Number of workers.")] = 2,
     strategies: Annotated[
         list[str] | None,

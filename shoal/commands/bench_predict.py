@@ -28,7 +28,7 @@ from shoal.plan.workloads.workload import Workload
 from shoal.strategy.strategy import as_strategy
 
 STRATEGIES = ("single", "ddp", "ps", 'ps(mode="async")', "gossip", "zero(2)", "pp(2)", "tp(2)")
-STEPS = {"gpt": 40, "mlp": 25, "mlp-small": 200}
+STEPS = {"gpt": 40, "gpt-medium": 20, "gpt-large": 20, "mlp": 25, "mlp-small": 200}
 SCRIPT = str(Path(predict_models.__file__))
 
 
