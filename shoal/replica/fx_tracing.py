@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import sys
 import threading
 from typing import Any
 
@@ -38,42 +36,3 @@ class ThreadTracer(fx.Tracer):
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
-
-
-class TypeAsked(Exception):
-    """A forward does something else for another type of a value, and a trace has no types."""
-
-
-class TypeQuestions:
-    """Answers `isinstance` about traced values, in this thread: each has the type `answer`.
-
-    torch.fx alone says that no value is a tensor, a tuple or a dict. What torch itself asks keeps
-    that answer. Other threads are not concerned; the lock `tracing` is held.
-    """
-
-    def __init__(self, answer: type | None = None):
-        self.answer = answer
-        self.asked = ""  # the first value whose type was asked for
-        self._thread = threading.get_ident()
-        self._isinstance = builtins.isinstance
-
-    def __enter__(self) -> TypeQuestions:
-        builtins.isinstance = self._ask
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        builtins.isinstance = self._isinstance
-
-    def _ask(self, value: Any, kinds: Any) -> bool:
-        found = self._isinstance(value, kinds)
-        if found or type(value) is not fx.Proxy or threading.get_ident() != self._thread:
-            return found
-        if _is_inside_torch(sys._getframe(1)):
-            return found
-        self.asked = self.asked or value.node.name
-        return self.answer is not None and issubclass(self.answer, kinds)
-
-
-def _is_inside_torch(frame: Any) -> bool:
-    """`torch.is_tensor` is a question of its caller; what else torch asks is its own affair."""
-    return str(frame.f_globals.get("__name__", "")).startswith("torch.")

@@ -51,6 +51,7 @@ from shoal.sync.registry import plan_for
 from shoal.train.arguments import ForwardSignature
 from shoal.train.cut_batch import BatchCutter
 from shoal.train.known_parameters import KnownParameters
+from shoal.train.model_checks import check_modules
 from shoal.train.options import StepFunctions, StepOptions
 from shoal.train.step import Step
 from shoal.train.user_schedules import check_user_schedules
@@ -120,7 +121,8 @@ def prepare_model(
     """What is done once for a model, whatever trains it. `optimizer` is that of embeddings."""
     if context.faults is not None:
         context.faults.at_start()
-    _check_compiled(model, term, context)
+    is_sharded = context.mesh.dp.size > 1 and term.with_whole_parameters() != term
+    check_modules(model, context.strategy if is_sharded or context.is_split else None)
     for change in context.before_build:
         change(model)
     mesh = context.mesh
@@ -328,20 +330,6 @@ def _replica(
         replica_group=context.mesh.replica_group,
         config=context.config,
     )
-
-
-def _check_compiled(model: nn.Module, term: SyncTerm, context: StepContext) -> None:
-    """What torch.compile has made calls the layers as they were, with their own parameters."""
-    is_sharded = context.mesh.dp.size > 1 and term.with_whole_parameters() != term
-    if not is_sharded and not context.is_split:
-        return
-    for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule":
-            raise BadInput(
-                f"{name or 'the model'} is compiled by torch.compile, and {context.strategy} "
-                "changes layers or parameters of a model: leave torch.compile out, or take ddp, ps "
-                "or zero(2)"
-            )
 
 
 def _check_embeddings(term: SyncTerm, options: StepOptions, context: StepContext) -> None:

@@ -265,3 +265,47 @@ def test_a_trace_that_does_not_fit_the_batch_is_refused(world: World) -> None:
     models = [_Nested() for _ in range(2)]
     with pytest.raises(BadInput, match=r"_Nested, traced .* \(AttributeError: .* 'tensors'"):
         world(2, lambda group: train(group, "pp(2)", models[group.rank], samples(16), 8))
+
+
+class _FixedFeatures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            x = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def test_modules_that_a_forward_calls_without_gradients_stay_as_they_are(world: World) -> None:
+    assert Stages(_FixedFeatures(), 2).replays
+    assert_equal(world, 2, "pp(2)", _FixedFeatures, samples(16))
+
+
+class _Mapped(_FixedFeatures):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = torch.func.vmap(layer)(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_Mapped, "calls layers.0 inside a transform of torch.func"),
+        (lambda: nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(3)), "1 is a LazyLinear whose shape"),
+        (lambda: nn.Sequential(*(torch.jit.script(nn.Linear(6, 6)) for _ in "ab")), "torch.jit"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_pp_cannot_split_is_refused(
+    world: World, make: Callable[[], nn.Module], said: str
+) -> None:
+    models = [make() for _ in range(2)]
+    with pytest.raises(BadInput, match=said):
+        world(2, lambda group: train(group, "pp(2)", models[group.rank], samples(16), 8))

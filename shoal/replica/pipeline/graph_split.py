@@ -12,10 +12,10 @@ from shoal.pytree import Tree
 from shoal.replica.deferred_init import tensor_slots
 from shoal.replica.microbatch import preserve_modes
 from shoal.replica.pipeline.balance import balanced_split, largest_cost
+from shoal.replica.pipeline.faithful_trace import Untraceable
 from shoal.replica.pipeline.kept_tensors import Slot, hidden, refusal
 from shoal.replica.pipeline.traced_forward import (
     TracedForward,
-    Untraceable,
     modules_to_open,
     required_arguments,
 )

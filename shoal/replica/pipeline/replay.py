@@ -150,6 +150,8 @@ class Replay:
                 result = original(*args, **kwargs)
         finally:
             self._is_inside = False
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise self._plan.refused(f"calls {self._name(module)} inside a transform of torch.func")
         packed = pack_result(result, module, self._name(module))
         self.records.append(CallRecord(call[0], packed, self._drawn(before)))
         if call in self._modified_before or self._learned is None:

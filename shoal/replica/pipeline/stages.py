@@ -16,11 +16,11 @@ from shoal.replica.context.sequence_shard import SequenceContext
 from shoal.replica.context.stage import shard_inputs
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch import call_arguments, preserve_modes
+from shoal.replica.pipeline.faithful_trace import Untraceable
 from shoal.replica.pipeline.graph_split import MUCH_CHEAPER, GraphSplit
 from shoal.replica.pipeline.kept_tensors import Slot, hide
 from shoal.replica.pipeline.module_split import ModuleSplit
 from shoal.replica.pipeline.traced_forward import (
-    Untraceable,
     optional_calls,
     required_arguments,
 )

@@ -11,36 +11,19 @@ A value that is computed before a split point and used behind it goes from stage
 
 from __future__ import annotations
 
-import inspect
-import random
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 
 from shoal.errors import BadInput
-from shoal.replica.attributes import BufferValues
 from shoal.replica.deferred_init import full_name
-from shoal.replica.fx_tracing import ThreadTracer, TypeAsked, TypeQuestions, tracing
+from shoal.replica.pipeline.faithful_trace import arguments_of, traced
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-_ATTEMPTS = 3
-_TYPES = (torch.Tensor, tuple, list, dict)  # what values of a forward may be
-_RANDOM = {
-    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
-    *("bernoulli", "multinomial", "normal", "poisson"),
-    *("uniform_", "normal_", "random_", "bernoulli_", "exponential_"),
-}
-
-
-class Untraceable(BadInput):
-    """A forward that torch.fx cannot follow."""
 
 
 class TracedForward:
@@ -48,7 +31,7 @@ class TracedForward:
 
     def __init__(self, model: nn.Module, opened: set[str], given: tuple[str, ...]):
         self.model = model
-        graph = _trace(model, opened, given)
+        graph = traced(model, opened, given)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.inputs = [node for node in placeholders if node.target in given]
         if len(self.inputs) != len(given):
@@ -139,7 +122,7 @@ class TracedForward:
 
 def required_arguments(model: nn.Module) -> tuple[str, ...]:
     """The arguments of a model's forward that have no default; if none has, the first one."""
-    arguments = _arguments(model)
+    arguments = arguments_of(model)
     required = tuple(p.name for p in arguments if p.default is p.empty)
     return required or tuple(p.name for p in arguments[:1])
 
@@ -149,15 +132,10 @@ def optional_calls(model: nn.Module) -> list[tuple[str, ...]]:
 
     Which of them a batch has is not known yet, and all of these calls have to be traceable.
     """
-    arguments = _arguments(model)
+    arguments = arguments_of(model)
     if any(p.default is p.empty for p in arguments):
         return []
     return [(arguments[0].name, p.name) for p in arguments[1:] if p.default is None]
-
-
-def _arguments(model: nn.Module) -> list[inspect.Parameter]:
-    arguments = inspect.signature(model.forward).parameters.values()
-    return [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def modules_to_open(
@@ -210,118 +188,6 @@ def _has_blocks(container: nn.Module) -> bool:
     return any(count > 1 for count in kinds.values())
 
 
-class _Tracer(ThreadTracer):
-    def __init__(self, opened: set[str]):
-        super().__init__()
-        self._opened = opened
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name not in self._opened
-
-
-def _trace(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Graph:
-    fixed = {p.name: p.default for p in _arguments(model) if p.name not in given}
-    if any(default is inspect.Parameter.empty for default in fixed.values()):
-        missing = [name for name, value in fixed.items() if value is inspect.Parameter.empty]
-        raise BadInput(f"the model takes {', '.join(missing)}, which the batch does not have")
-    try:
-        with _nothing_kept(model):
-            return _traced_without_draws(model, opened, fixed or None)
-    except Exception as error:
-        raise Untraceable(
-            f"the forward of {type(model).__name__} cannot be split into stages, since it "
-            f"depends on its input ({_first_line(error)}): put that code into a module of its own, "
-            "or make the model an nn.Sequential, or one with an nn.ModuleList of like blocks"
-        ) from error
-
-
-@contextmanager
-def _nothing_kept(model: nn.Module) -> Iterator[None]:
-    """What the forward keeps as attributes while it is traced are no values."""
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    buffers = BufferValues(model)
-    try:
-        yield
-        for now, _ in before:
-            for key, value in now.items():
-                if isinstance(value, fx.Proxy):
-                    raise ValueError(f"it sets {key}")
-        for name in buffers.restore():
-            raise ValueError(f"it changes {name}")
-    finally:
-        buffers.restore()
-        for now, earlier in before:
-            for key in [key for key, value in now.items() if isinstance(value, fx.Proxy)]:
-                now.pop(key)
-                if key in earlier:
-                    now[key] = earlier[key]
-
-
-class _DrewNumbers(Exception):
-    def __init__(self) -> None:
-        super().__init__("it draws random numbers outside of its modules")
-
-
-def _traced_without_draws(
-    model: nn.Module, opened: set[str], fixed: dict[str, Any] | None
-) -> fx.Graph:
-    for _ in range(_ATTEMPTS - 1):  # another thread may have drawn Python's numbers meanwhile
-        with suppress(_DrewNumbers), tracing, _NothingRandom():
-            return _traced_for_any_type(model, opened, fixed)
-    with tracing, _NothingRandom():
-        return _traced_for_any_type(model, opened, fixed)
-
-
-def _traced_for_any_type(
-    model: nn.Module, opened: set[str], fixed: dict[str, Any] | None
-) -> fx.Graph:
-    """Where the forward asks for types (`isinstance`), each answer has to give the same trace."""
-    with TypeQuestions() as questions:
-        graph = _Tracer(opened).trace(model, fixed)
-    for answer in _TYPES if questions.asked else ():
-        with TypeQuestions(answer):
-            other = _Tracer(opened).trace(model, fixed)
-        if _operations(other) != _operations(graph):
-            raise TypeAsked(f"it asks for the type of {questions.asked}")
-    return graph
-
-
-def _operations(graph: fx.Graph) -> list[str]:
-    return [f"{n.op} {n.target} {n.args} {n.kwargs}" for n in graph.nodes]
-
-
-class _NothingRandom(TorchFunctionMode):
-    """Numbers that the forward draws while it is traced would be the same for all batches."""
-
-    def __enter__(self) -> Any:
-        self._state = random.getstate()
-        self._numpy = _numpy_state()
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, kind: Any, *rest: Any) -> None:
-        super().__exit__(kind, *rest)  # type: ignore[no-untyped-call]
-        if kind is None and (random.getstate(), _numpy_state()) != (self._state, self._numpy):
-            raise _DrewNumbers
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in _RANDOM and not _has_proxy((args, kwargs)):
-            raise _DrewNumbers
-        return func(*args, **(kwargs or {}))
-
-
-def _has_proxy(values: Any) -> bool:
-    found: list[Any] = []
-    fx.node.map_aggregate(values, lambda leaf: found.append(isinstance(leaf, fx.Proxy)))
-    return any(found)
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else repr(numpy.random.get_state(legacy=False))
-
-
 def weights_of(module: nn.Module) -> Iterator[int]:
     """The sizes of what a position is multiplied with."""
     for inner in module.modules():
@@ -331,8 +197,3 @@ def weights_of(module: nn.Module) -> Iterator[int]:
 
 def _is_in(name: str, module: str) -> bool:
     return name == module or name.startswith(module + ".")
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__

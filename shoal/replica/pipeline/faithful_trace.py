@@ -1,0 +1,215 @@
+"""A trace that computes what a forward does, or a reason why there is none.
+
+torch.fx runs the forward once, with stand-ins for its values. What it does not follow by itself is
+noticed here: random numbers, contexts such as torch.no_grad, questions for types, attributes set.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.errors import BadInput
+from shoal.replica.attributes import BufferValues
+from shoal.replica.fx_tracing import ThreadTracer, tracing
+
+_ATTEMPTS = 3
+_TYPES = (torch.Tensor, tuple, list, dict)  # what values of a forward may be
+_RANDOM = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("bernoulli", "multinomial", "normal", "poisson"),
+    *("uniform_", "normal_", "random_", "bernoulli_", "exponential_"),
+}
+
+
+class Untraceable(BadInput):
+    """A forward that torch.fx cannot follow."""
+
+
+class _Tracer(ThreadTracer):
+    def __init__(self, opened: set[str]):
+        super().__init__()
+        self._opened = opened
+        self._modes = _modes()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A trace does not record contexts: all of its operations are computed in one."""
+        if threading.get_ident() == self._thread and _modes() != self._modes:
+            raise ValueError("it enters torch.no_grad, autocast or the like between its modules")
+        return super().create_node(*args, **kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name not in self._opened
+
+
+def traced(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Graph:
+    fixed = {p.name: p.default for p in arguments_of(model) if p.name not in given}
+    if any(default is inspect.Parameter.empty for default in fixed.values()):
+        missing = [name for name, value in fixed.items() if value is inspect.Parameter.empty]
+        raise BadInput(f"the model takes {', '.join(missing)}, which the batch does not have")
+    try:
+        with _nothing_kept(model):
+            return _traced_without_draws(model, opened, fixed or None)
+    except Exception as error:
+        raise Untraceable(
+            f"the forward of {type(model).__name__} cannot be split into stages, since it "
+            f"depends on its input ({_first_line(error)}): put that code into a module of its own, "
+            "or make the model an nn.Sequential, or one with an nn.ModuleList of like blocks"
+        ) from error
+
+
+@contextmanager
+def _nothing_kept(model: nn.Module) -> Iterator[None]:
+    """What the forward keeps as attributes while it is traced are no values."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    buffers = BufferValues(model)
+    try:
+        yield
+        for now, _ in before:
+            for key, value in now.items():
+                if isinstance(value, fx.Proxy):
+                    raise ValueError(f"it sets {key}")
+        for name in buffers.restore():
+            raise ValueError(f"it changes {name}")
+    finally:
+        buffers.restore()
+        for now, earlier in before:
+            for key in [key for key, value in now.items() if isinstance(value, fx.Proxy)]:
+                now.pop(key)
+                if key in earlier:
+                    now[key] = earlier[key]
+
+
+class _DrewNumbers(Exception):
+    def __init__(self) -> None:
+        super().__init__("it draws random numbers outside of its modules")
+
+
+def _traced_without_draws(
+    model: nn.Module, opened: set[str], fixed: dict[str, Any] | None
+) -> fx.Graph:
+    for _ in range(_ATTEMPTS - 1):  # another thread may have drawn Python's numbers meanwhile
+        with suppress(_DrewNumbers), tracing, _NothingRandom():
+            return _traced_for_any_type(model, opened, fixed)
+    with tracing, _NothingRandom():
+        return _traced_for_any_type(model, opened, fixed)
+
+
+def _traced_for_any_type(
+    model: nn.Module, opened: set[str], fixed: dict[str, Any] | None
+) -> fx.Graph:
+    """Where the forward asks for types (`isinstance`), each answer has to give the same trace."""
+    with TypeQuestions() as questions:
+        graph = _Tracer(opened).trace(model, fixed)
+    for answer in _TYPES if questions.asked else ():
+        with TypeQuestions(answer):
+            other = _Tracer(opened).trace(model, fixed)
+        if _operations(other) != _operations(graph):
+            raise TypeAsked(f"it asks for the type of {questions.asked}")
+    return graph
+
+
+def _operations(graph: fx.Graph) -> list[str]:
+    return [f"{n.op} {n.target} {n.args} {n.kwargs}" for n in graph.nodes]
+
+
+class _NothingRandom(TorchFunctionMode):
+    """Numbers that the forward draws while it is traced would be the same for all batches."""
+
+    def __enter__(self) -> Any:
+        self._state = random.getstate()
+        self._numpy = _numpy_state()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        super().__exit__(kind, *rest)  # type: ignore[no-untyped-call]
+        if kind is None and (random.getstate(), _numpy_state()) != (self._state, self._numpy):
+            raise _DrewNumbers
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _RANDOM and not _has_proxy((args, kwargs)):
+            raise _DrewNumbers
+        return func(*args, **(kwargs or {}))
+
+
+def _has_proxy(values: Any) -> bool:
+    found: list[Any] = []
+    fx.node.map_aggregate(values, lambda leaf: found.append(isinstance(leaf, fx.Proxy)))
+    return any(found)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else repr(numpy.random.get_state(legacy=False))
+
+
+def _modes() -> tuple[Any, ...]:
+    """What `with` statements of a forward change about the operations inside of them."""
+    devices = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *(torch.is_autocast_enabled(device) for device in devices),
+        *(torch.get_autocast_dtype(device) for device in devices),
+    )
+
+
+class TypeAsked(Exception):
+    """A forward does something else for another type of a value, and a trace has no types."""
+
+
+class TypeQuestions:
+    """Answers `isinstance` about traced values, in this thread: each has the type `answer`.
+
+    torch.fx alone says that no value is a tensor, a tuple or a dict. What torch itself asks keeps
+    that answer. Other threads are not concerned; the lock `tracing` is held.
+    """
+
+    def __init__(self, answer: type | None = None):
+        self.answer = answer
+        self.asked = ""  # the first value whose type was asked for
+        self._thread = threading.get_ident()
+        self._isinstance = builtins.isinstance
+
+    def __enter__(self) -> TypeQuestions:
+        builtins.isinstance = self._ask
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        builtins.isinstance = self._isinstance
+
+    def _ask(self, value: Any, kinds: Any) -> bool:
+        found = self._isinstance(value, kinds)
+        if found or type(value) is not fx.Proxy or threading.get_ident() != self._thread:
+            return found
+        if _is_inside_torch(sys._getframe(1)):
+            return found
+        self.asked = self.asked or value.node.name
+        return self.answer is not None and issubclass(self.answer, kinds)
+
+
+def _is_inside_torch(frame: Any) -> bool:
+    """`torch.is_tensor` is a question of its caller; what else torch asks is its own affair."""
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.")
+
+
+def arguments_of(model: nn.Module) -> list[inspect.Parameter]:
+    arguments = inspect.signature(model.forward).parameters.values()
+    return [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
