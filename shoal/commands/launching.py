@@ -16,6 +16,7 @@ from shoal.errors import BadInput
 from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_workers import tolerance_of
 from shoal.launch.output import OnProgress, Write, discard_lines, print_lines
+from shoal.launch.processes import Forks
 from shoal.launch.report import run_report
 from shoal.observe.progress import ProgressBar
 from shoal.runtime.config import RunConfig
@@ -155,9 +156,11 @@ def check_trained(file: Path) -> None:
         )
 
 
-def run_quietly(command: Sequence[str], workers: int, config: RunConfig) -> None:
+def run_quietly(
+    command: Sequence[str], workers: int, config: RunConfig, forks: Forks | None = None
+) -> None:
     """Run workers without showing their output; a failure is raised with its report."""
-    _launch(command, workers, config, discard_lines)
+    _launch(command, workers, config, discard_lines, forks=forks)
 
 
 def _launch(
@@ -166,11 +169,12 @@ def _launch(
     config: RunConfig,
     write: Write,
     on_progress: OnProgress | None = None,
+    forks: Forks | None = None,
 ) -> RunResult:
     strategy = as_strategy(config.strategy or "single")
     servers = strategy.servers(workers)
     tolerance = tolerance_of(strategy, workers)
-    spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance)
+    spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance, forks=forks)
     return launch(spec, write, on_progress)
 
 

@@ -6,28 +6,20 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.commands import options
-from shoal.commands.launching import (
-    check_trained,
-    command_for,
-    config_for,
-    run_quietly,
-    strategy_for,
-)
-from shoal.errors import BadInput, ShoalError
-from shoal.runtime.config import CaptureConfig, RunConfig
+from shoal.commands.launching import command_for, config_for, strategy_for
+from shoal.commands.verify_runs import RunPair, ScriptRuns
+from shoal.errors import BadInput
 from shoal.strategy.base import Batches
 
 if TYPE_CHECKING:
     from shoal.observe.captured_run import CapturedRun
-    from shoal.observe.double_check import DoubleCheck
     from shoal.observe.verify import Verification
 
 DRAWS = (
@@ -47,7 +39,6 @@ UNCOUNTED = (
     "job.step(..., count=lambda batch: (batch[1] != -100).sum()) or job.backward(loss, count=n)"
 )
 SAME_RATIO = 0.02  # parts of a batch may differ by a row
-DOUBLE_STEPS = 3  # in double precision, which takes longer
 
 
 def verify(
@@ -75,9 +66,9 @@ def verify(
     from shoal.observe.verify import judge  # torch: only after the options were checked
 
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
-        runs = _Runs(command, steps, Path(folder), quiet=as_json)
-        alone = runs.capture("alone", single, 1, early=DOUBLE_STEPS)
-        pair = _Pair(runs, single, config_for(value, seed, device), str(value), workers)
+        runs = ScriptRuns(command, steps, Path(folder), quiet=as_json)
+        pair = RunPair(runs, single, config_for(value, seed, device), str(value), workers)
+        alone = pair.alone()
         together = pair.together()
         double = None if alone.exact and together.exact else pair.in_double(alone)
         verdict = judge(alone, together, pair.again, double)
@@ -114,71 +105,6 @@ def _parts_of_sum(alone: CapturedRun, together: CapturedRun) -> int | None:
     if not math.isfinite(ratio) or ratio < 1.5:
         return None
     return round(ratio) if abs(ratio / round(ratio) - 1) < SAME_RATIO else None
-
-
-class _Runs:
-    """Runs the script for a capture, and prints that it does, since each run takes a while."""
-
-    def __init__(self, command: Sequence[str], steps: int, folder: Path, quiet: bool):
-        self.command = command
-        self.steps = steps
-        self.folder = folder
-        self.quiet = quiet
-        self.count = 0
-
-    def capture(self, name: str, config: RunConfig, workers: int, **options: Any) -> CapturedRun:
-        """`options` are those of CaptureConfig."""
-        from shoal.observe.captured_run import CapturedRun
-
-        steps = min(self.steps, DOUBLE_STEPS) if options.get("double") else self.steps
-        self.say(f"running {name}: up to {steps} steps")
-        self.count += 1
-        folder = self.folder / str(self.count)
-        folder.mkdir()
-        capture = CaptureConfig(folder, steps, **options)
-        run_quietly(self.command, workers, replace(config, capture=capture))
-        check_trained(folder / "capture.json")
-        return CapturedRun.read(folder)
-
-    def say(self, sentence: str) -> None:
-        if not self.quiet:
-            print(sentence, file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """The two sides of a comparison: one worker, and several under a strategy."""
-
-    runs: _Runs
-    single: RunConfig
-    several: RunConfig
-    strategy: str
-    workers: int
-
-    def together(self, **options: Any) -> CapturedRun:
-        where = " in double precision" if options.get("double") else ""
-        name = f"{self.strategy} on {self.workers}{where}"
-        return self.runs.capture(name, self.several, self.workers, **options)
-
-    def again(self, **options: Any) -> CapturedRun:
-        name = "alone, added up in another order"
-        return self.runs.capture(name, self.single, 1, pieces=max(2, self.workers), **options)
-
-    def in_double(self, narrow: CapturedRun) -> DoubleCheck | None:
-        """None if the script does not run in double precision."""
-        from shoal.observe.double_check import check
-
-        try:
-            alone = self.runs.capture("alone in double precision", self.single, 1, double=True)
-            return check(narrow, alone, self.together(double=True), lambda: self.again(double=True))
-        except ShoalError as error:
-            self.runs.say(f"the script does not run in double precision: {_last_line(error)}")
-            return None
-
-
-def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
 
 
 def steps_taken(taken: int, asked: int, of_everything: bool) -> str:

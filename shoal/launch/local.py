@@ -31,7 +31,7 @@ from shoal.launch.output import (
     print_lines,
 )
 from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
-from shoal.launch.processes import Processes, Role
+from shoal.launch.processes import Forks, Processes, Role
 from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import SignalEvents, Supervisor
 from shoal.runtime.config import RunConfig
@@ -53,6 +53,7 @@ class LaunchSpec:
     server_command: Sequence[str] = SERVER_COMMAND
     tolerance: Tolerance | None = None
     threads: int | None = None
+    forks: Forks | None = None
 
     def check(self) -> None:
         if self.workers < 1:
@@ -103,7 +104,10 @@ def launch(
         with OutputPump(put) as pump, _messages(pump, write) as say:
             policy = LossPolicy(run_dir, spec.workers, spec.tolerance, say)
             starter = _Starter(spec, run_dir, pump, write, on_progress)
-            with Processes(put, "server") as servers, Processes(put) as workers:
+            with (
+                Processes(put, "server", spec.forks) as servers,
+                Processes(put, forks=spec.forks) as workers,
+            ):
                 stderr = starter.start_all(workers, servers)
                 with StoppedProcesses(
                     spec.config.wait, lambda: [*workers.running(), *servers.running()], say

@@ -16,12 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from shoal.errors import BadInput
+from shoal.launch.python_fork import PythonFork, can_fork, fork
 from shoal.runtime.parent_death import in_child
 
 Role = Literal["worker", "server"]
+Process = subprocess.Popen[bytes] | PythonFork
 _KILL_S = 2.5  # after SIGKILL only a process that hangs in the kernel is still there
 
 
@@ -34,13 +37,26 @@ class ProcessExit(NamedTuple):
     role: Role = "worker"
 
 
+class Forks(NamedTuple):
+    """Processes are forks of the launcher; the first one that ends writes what it has imported."""
+
+    modules_file: Path | None = None
+
+
 class Processes:
     """Use as a block: at its end every process and the rest of its group are killed."""
 
-    def __init__(self, on_exit: Callable[[ProcessExit], None], role: Role = "worker"):
+    def __init__(
+        self,
+        on_exit: Callable[[ProcessExit], None],
+        role: Role = "worker",
+        forks: Forks | None = None,
+    ):
+        """With `forks`, Python programs are forks of this process, where it can be forked."""
         self._on_exit = on_exit
         self._role = role
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._forks = forks
+        self._processes: list[Process] = []
         self._waiters: list[threading.Thread] = []
 
     def __enter__(self) -> Processes:
@@ -67,16 +83,7 @@ class Processes:
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         try:
-            process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out_end,
-                stderr=err_end,
-                pass_fds=inherited,
-                start_new_session=True,
-                preexec_fn=in_child(os.getpid()),
-            )
+            process = self._start(command, env, (out_end, err_end), inherited)
         except OSError as error:
             os.close(out)
             os.close(err)
@@ -86,6 +93,26 @@ class Processes:
             os.close(err_end)
         self._processes.append(process)
         return out, err
+
+    def _start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        streams: tuple[int, int],
+        inherited: Sequence[int],
+    ) -> Process:
+        if self._forks is not None and can_fork(command):
+            return fork(command, env, streams, inherited, self._forks.modules_file)
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=streams[0],
+            stderr=streams[1],
+            pass_fds=inherited,
+            start_new_session=True,
+            preexec_fn=in_child(os.getpid()),
+        )
 
     def watch(self) -> None:
         """From now on `on_exit` is called, from a thread, for each process that exits."""
@@ -121,12 +148,12 @@ class Processes:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
 
-    def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _wait(self, rank: int, process: Process) -> None:
         returncode = _wait_unreaped(process)
         self._on_exit(ProcessExit(rank, returncode, time.monotonic_ns(), self._role))
 
 
-def _wait_unreaped(process: subprocess.Popen[bytes]) -> int:
+def _wait_unreaped(process: Process) -> int:
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return process.wait()
     end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -184,6 +184,16 @@ class RunConfig:
         return read_secret_file(self.secret_file)
 
 
+def environment_of_process() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def replace_environment(environ: Mapping[str, str]) -> None:
+    """This process is one that was started with these variables, and no others."""
+    os.environ.clear()
+    os.environ.update(environ)
+
+
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch takes it from the environment only
 
 

@@ -1,6 +1,6 @@
 """A cell of the table in seconds: ranks are threads of one forked process, in double precision.
 
-`shoal verify` starts six processes; this trains 3 steps by SGD beside one worker and compares every
+`shoal verify` trains six times; this trains 3 steps by SGD beside one worker and compares every
 tensor with what the steps have changed. It finds what is wrong or crashes, not what processes do.
 """
 

@@ -1,0 +1,108 @@
+"""The runs of `shoal verify`: a script again and again, in forks of one process.
+
+A new process would spend seconds on imports for a second of training. So this process loads torch,
+and after the first run also what the script imports, and each worker of each run is a fork of it,
+in which the script runs from its start. Where that cannot be, workers are new processes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.commands.launching import check_trained, run_quietly
+from shoal.errors import ShoalError
+from shoal.launch.processes import Forks
+from shoal.launch.python_fork import can_fork, load, modules_to_load
+from shoal.runtime.config import CaptureConfig, RunConfig
+
+if TYPE_CHECKING:
+    from shoal.observe.captured_run import CapturedRun
+    from shoal.observe.double_check import DoubleCheck
+
+DOUBLE_STEPS = 3  # in double precision, which takes longer
+
+
+class ScriptRuns:
+    """Runs the script for a capture, and prints that it does, since each run takes a while."""
+
+    def __init__(self, command: Sequence[str], steps: int, folder: Path, quiet: bool):
+        self.command = command
+        self.steps = steps
+        self.folder = folder
+        self.quiet = quiet
+        self.count = 0
+        load()
+        self._forks = Forks(folder / "modules.json") if can_fork(command) else None
+
+    def first(self, name: str, config: RunConfig, **options: Any) -> CapturedRun:
+        """On one worker. What it has imported need not be imported by the others."""
+        run = self.capture(name, config, 1, **options)
+        if self._forks is None or self._forks.modules_file is None:
+            return run
+        load(modules_to_load(self._forks.modules_file))
+        if can_fork(self.command):
+            self._forks = Forks()
+            return run
+        self._forks = None  # all runs in forks or none: Python orders sets by a seed of the process
+        return self.capture(name, config, 1, **options)
+
+    def capture(self, name: str, config: RunConfig, workers: int, **options: Any) -> CapturedRun:
+        """`options` are those of CaptureConfig."""
+        from shoal.observe.captured_run import CapturedRun
+
+        steps = min(self.steps, DOUBLE_STEPS) if options.get("double") else self.steps
+        self.say(f"running {name}: up to {steps} steps")
+        self.count += 1
+        folder = self.folder / str(self.count)
+        folder.mkdir()
+        capture = CaptureConfig(folder, steps, **options)
+        run_quietly(self.command, workers, replace(config, capture=capture), self._forks)
+        check_trained(folder / "capture.json")
+        return CapturedRun.read(folder)
+
+    def say(self, sentence: str) -> None:
+        if not self.quiet:
+            print(sentence, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class RunPair:
+    """The two sides of a comparison: one worker, and several under a strategy."""
+
+    runs: ScriptRuns
+    single: RunConfig
+    several: RunConfig
+    strategy: str
+    workers: int
+
+    def alone(self) -> CapturedRun:
+        return self.runs.first("alone", self.single, early=DOUBLE_STEPS)
+
+    def together(self, **options: Any) -> CapturedRun:
+        where = " in double precision" if options.get("double") else ""
+        name = f"{self.strategy} on {self.workers}{where}"
+        return self.runs.capture(name, self.several, self.workers, **options)
+
+    def again(self, **options: Any) -> CapturedRun:
+        name = "alone, added up in another order"
+        return self.runs.capture(name, self.single, 1, pieces=max(2, self.workers), **options)
+
+    def in_double(self, narrow: CapturedRun) -> DoubleCheck | None:
+        """None if the script does not run in double precision."""
+        from shoal.observe.double_check import check
+
+        try:
+            alone = self.runs.capture("alone in double precision", self.single, 1, double=True)
+            return check(narrow, alone, self.together(double=True), lambda: self.again(double=True))
+        except ShoalError as error:
+            self.runs.say(f"the script does not run in double precision: {_last_line(error)}")
+            return None
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
