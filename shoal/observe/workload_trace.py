@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from shoal.observe.memory_estimate import EstimateJob
 from shoal.observe.model_sizes import parameters_without_memory, sizes_of
 from shoal.plan.tracing.module import precision_of, trace_module
 from shoal.plan.workloads.traced_workload import TracedWorkload
-from shoal.plan.workloads.workload import Precision, SplitLimits
+from shoal.plan.workloads.workload import HeldTensor, Precision, SplitLimits
 from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_of
+from shoal.replica.fsdp.wrapping import wrap_modules
 from shoal.replica.microbatch import Loss, call_model
 from shoal.replica.tensor.planning.plan import plan_of
 from shoal.replica.tensor.planning.roles import Role
@@ -92,7 +93,18 @@ def trace_step(model: nn.Module, loss: Loss, content: Tree, precision: Precision
     roles = tp_roles(model)
     experts = expert_parameters(model)
     traced = trace_module(model, loss_of, batches, precision, roles, experts=experts)
-    return replace(traced, limits=split_limits(model))
+    held = tuple(in_units(model, traced.held))
+    return replace(traced, limits=split_limits(model), held=held)
+
+
+def in_units(model: nn.Module, held: Iterable[HeldTensor]) -> Iterator[HeldTensor]:
+    """Tensors with the units in which zero(3) would gather them."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    units = wrap_modules(model, trained)
+    unit_of = {names[id(p)]: number for number, unit in enumerate(units) for p in unit.params}
+    for tensor in held:
+        yield tensor._replace(unit=unit_of.get(tensor.name, 0))
 
 
 def expert_parameters(model: nn.Module) -> dict[str, frozenset[str]]:

@@ -9,9 +9,11 @@ from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.step.rank_order import IN_SHOALS_ORDER, RankOrder
+from shoal.plan.step.stages import Stage
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
 from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.catalog import price_of
+from shoal.plan.sync_price.flat_sizes import TensorSizes
 from shoal.plan.workloads.workload import Recompute, Split, Workload
 from shoal.schedules.pipelines.catalog import schedule
 from shoal.strategy.base import Batches, SyncTerm
@@ -31,6 +33,20 @@ class PlanSettings:
     scatter_sends: bool = False  # ranks of tp send a part each of what a stage sends, and gather it
 
 
+class _Held(NamedTuple):
+    sizes: TensorSizes
+    untrained: float  # numbers
+
+
+class ResolvedStep(NamedTuple):
+    """How a strategy divides a step."""
+
+    layout: Layout
+    split: Split
+    microbatches: int
+    shape: PipelineShape
+
+
 class Predictor:
     """Predicts strategies for one workload on one cluster."""
 
@@ -40,6 +56,7 @@ class Predictor:
         self._order = order
         self._pricers: dict[int, ReplicaPricer] = {}
         self._last: tuple[Strategy, int, tuple[Layout, SyncTerm, str]] | None = None
+        self._held: dict[tuple[Stage, int, int], _Held | None] = {}
         self._flops = workload.model_flops(1)
         self._peak = cluster.device.flops_of(workload.precision.compute)
 
@@ -60,27 +77,52 @@ class Predictor:
             self._last = (strategy, workers, said)
         return self._last[2]
 
+    def question(
+        self, pricer: ReplicaPricer, resolved: ResolvedStep, replica: ReplicaPrice, overlap: bool
+    ) -> SyncQuestion:
+        """What the replicas of a step have to agree on."""
+        layout = resolved.layout
+        held = self._tensors(replica.fullest, resolved.split)
+        precision = self.workload.precision
+        return SyncQuestion(
+            pricer.network,
+            pricer.group(layout, "dp"),
+            replica.parameters,
+            precision,
+            replica.seconds,
+            replica.backward_s if overlap else 0.0,
+            resolved.microbatches,
+            layout.workers,
+            None if held is None else held.sizes,
+            replica.layer_parameters,
+            0.0 if held is None else held.untrained * precision.parameter_bytes,
+            is_stage=layout.pp > 1,
+            adds_up=layout.ep > 1,
+            adjacent_parameters=replica.adjacent_parameters,
+            largest_tensor=replica.largest_tensor,
+        )
+
+    def _tensors(self, stage: Stage, split: Split) -> _Held | None:
+        """The tensors of the fullest device, where the model is known."""
+        key = (stage, split.tp, split.ep)
+        if key not in self._held:
+            found = self.workload.tensors(stage, split)
+            width = self.workload.precision.gradient_bytes
+            self._held[key] = None
+            if found is not None and found.shapes:
+                sizes = TensorSizes(found.shapes, found.units, width)
+                self._held[key] = _Held(sizes, found.untrained)
+        return self._held[key]
+
     def predict(self, strategy: Strategy, workers: int, settings: PlanSettings) -> Prediction:
         layout, term, text = self._read(strategy, workers)
         turns = layout.replicas if term.batches is Batches.IN_TURNS else 1
         microbatch, microbatches = _micro_batches(strategy, layout, settings, turns)
         split = _split(strategy, layout, settings, microbatch)
         pricer = self.pricer(workers)
-        replica = pricer.price(layout, split, microbatches, _shape(strategy, settings))
-        overlapped_s = replica.backward_s if settings.overlap else 0.0
-        question = SyncQuestion(
-            pricer.network,
-            pricer.group(layout, "dp"),
-            replica.parameters,
-            self.workload.precision,
-            replica.seconds,
-            overlapped_s,
-            microbatches,
-            workers,
-            layer_parameters=replica.layer_parameters,
-            is_stage=layout.pp > 1,
-        )
-        sync = price_of(term, question)
+        resolved = ResolvedStep(layout, split, microbatches, _shape(strategy, settings))
+        replica = pricer.price(*resolved)
+        sync = price_of(term, self.question(pricer, resolved, replica, settings.overlap))
         fixed_s = pricer.cluster.device.step_s
         fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
         parts = _per_batch((*replica.parts, *sync.parts, *fixed), turns)
@@ -112,15 +154,6 @@ def predict(
     """One prediction; a `Predictor` is faster for many."""
     predictor = Predictor(workload, cluster.of_size(workers))
     return predictor.predict(as_strategy(strategy), workers, settings)
-
-
-class ResolvedStep(NamedTuple):
-    """How a strategy divides a step."""
-
-    layout: Layout
-    split: Split
-    microbatches: int
-    shape: PipelineShape
 
 
 def resolve_step(strategy: Strategy, workers: int, settings: PlanSettings) -> ResolvedStep:

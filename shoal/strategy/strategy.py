@@ -36,6 +36,10 @@ class Layout:
     ep: int = 1
     cp: int = 1
 
+    @property
+    def workers(self) -> int:
+        return self.replicas * self.tp * self.pp * self.ep * self.cp
+
 
 @dataclass(frozen=True)
 class Strategy:

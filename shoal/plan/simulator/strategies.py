@@ -58,10 +58,11 @@ def simulate_strategy(
 ) -> SimulatedStep:
     """Simulate a strategy; without `uneven` all workers are equally fast."""
     value = as_strategy(strategy)
-    pricer = Predictor(workload, cluster.of_size(workers)).pricer(workers)
+    predictor = Predictor(workload, cluster.of_size(workers))
+    pricer = predictor.pricer(workers)
     resolved = resolve_step(value, workers, settings)
     term: Any = value.sync_for(resolved.layout.replicas)
-    question = _question(pricer, resolved, workers, settings)
+    question = predictor.question(pricer, resolved, pricer.price(*resolved), settings.overlap)
     size = cluster.of_size(workers)
     agreeing = _WAYS[term.name](term, question)
     if agreeing.way == "servers":
@@ -94,23 +95,6 @@ def _busiest(topology: ClusterTopology, run: StepRun) -> BusyLink | None:
         if num_bytes > 0
     ]
     return max(links, key=lambda link: link.carried_bytes / link.bytes_per_s, default=None)
-
-
-def _question(
-    pricer: ReplicaPricer, resolved: ResolvedStep, workers: int, settings: PlanSettings
-) -> SyncQuestion:
-    layout, split, microbatches, shape = resolved
-    replica = pricer.price(layout, split, microbatches, shape)
-    return SyncQuestion(
-        pricer.network,
-        pricer.group(layout, "dp"),
-        replica.parameters,
-        pricer.workload.precision,
-        replica.seconds,
-        replica.backward_s if settings.overlap else 0.0,
-        microbatches,
-        workers,
-    )
 
 
 def _work(

@@ -44,6 +44,7 @@ class LayerTable:
     shared_parameters: tuple[float, ...]
     activation_bytes: tuple[float, ...]
     output_bytes: tuple[float, ...]
+    largest_tensor: float  # numbers
     recompute_bytes: float  # of the layer that is computed again, while it is
 
 
@@ -74,6 +75,7 @@ class LayerClock:
             shared_parameters=tuple(cost.shared_parameters for cost in costs),
             activation_bytes=tuple(cost.activation_bytes for cost in costs),
             output_bytes=tuple(cost.output_bytes for cost in costs),
+            largest_tensor=max(cost.largest_tensor for cost in costs),
             recompute_bytes=self._recompute_bytes(costs, split),
         )
 

@@ -13,6 +13,7 @@ A stage sends an activation or its gradient after every forward and backward, an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -46,6 +47,9 @@ class ReplicaPrice:
     activation_bytes: float = 0.0  # of the stage that keeps most
     recompute_bytes: float = 0.0  # of one layer, while it is computed again
     layer_parameters: float = 0.0  # of the largest layer on the device
+    fullest: Stage = ()  # layers of each run on the device with the most parameters
+    adjacent_parameters: float = 0.0  # of two layers, one after the other
+    largest_tensor: float = 0.0  # numbers
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,9 @@ class _Stages:
     backward_s: float
     parameters: float
     layer_parameters: float
+    fullest: Stage
+    adjacent_parameters: float
+    largest_tensor: float
     activation_bytes: tuple[float, ...]  # of each stage, one micro-batch
     recompute_bytes: float
     transfer: CollectiveTime
@@ -123,6 +130,7 @@ class ReplicaPricer:
         last_shares = pp.size > 1 and weight_of(stages[-1], table.shared_parameters)
         held = [weight_of(stage, table.parameters) for stage in stages]
         held[-1] += last_shares
+        fullest = max(range(len(stages)), key=held.__getitem__)
         return _Stages(
             slowest_s=seconds[slowest],
             others_s=sum(seconds) - seconds[slowest],
@@ -133,6 +141,9 @@ class ReplicaPricer:
             ),
             parameters=max(held),
             layer_parameters=max(table.parameters),
+            fullest=stages[fullest],
+            adjacent_parameters=_adjacent(table, stages[fullest]),
+            largest_tensor=table.largest_tensor,
             activation_bytes=tuple(weight_of(stage, table.activation_bytes) for stage in stages),
             recompute_bytes=table.recompute_bytes,
             transfer=self._transfer(table, tp, pp, pipeline.scatter_sends),
@@ -194,6 +205,9 @@ def _assemble(
         max(n * size for n, size in zip(kept, stages.activation_bytes, strict=True)),
         stages.recompute_bytes,
         layer_parameters=stages.layer_parameters,
+        fullest=stages.fullest,
+        adjacent_parameters=stages.adjacent_parameters,
+        largest_tensor=stages.largest_tensor,
     )
 
 
@@ -205,6 +219,16 @@ def _bubble(stages: _Stages, count: int, microbatches: int, pipeline: PipelineSh
         hidden = 2 if pipeline.schedule == "zb-h1" else 3
         others = max(0.0, others - (count - 1) * hidden * stages.weight_s)
     return others / pipeline.chunks
+
+
+def _adjacent(table: LayerTable, stage: Sequence[int]) -> float:
+    """The most parameters of two layers of a stage, one of which follows the other."""
+    layers = [
+        parameters
+        for number, parameters in zip(stage, table.parameters, strict=True)
+        for _ in range(min(2, number))
+    ]
+    return max(map(sum, itertools.pairwise([0.0, *layers, 0.0])))
 
 
 def _busy_parts(table: LayerTable, stage: Sequence[int]) -> list[Part]:

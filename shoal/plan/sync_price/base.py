@@ -41,6 +41,9 @@ class SyncQuestion:
     layer_parameters: float = 0.0  # numbers of the largest layer on the device
     untrained_bytes: float = 0.0  # buffers and frozen parameters
     is_stage: bool = False  # of a pipeline: gradients are added up at the parameters
+    adds_up: bool = False  # so they are under ep, over its workers
+    adjacent_parameters: float = 0.0  # numbers of two layers, one of which follows the other
+    largest_tensor: float = 0.0  # numbers; 0: not known
 
     @property
     def cluster(self) -> Cluster:
@@ -75,7 +78,13 @@ class SyncQuestion:
     def sizes(self) -> FlatSizes:
         if self.tensors is not None:
             return self.tensors
-        return EvenSizes(self.parameters, self.precision.gradient_bytes, self.layer_parameters)
+        return EvenSizes(
+            self.parameters,
+            self.precision.gradient_bytes,
+            self.layer_parameters,
+            self.adjacent_parameters or 2 * self.layer_parameters,
+            self.largest_tensor,
+        )
 
     @property
     def buffer_bytes(self) -> float:
@@ -84,7 +93,7 @@ class SyncQuestion:
 
     @property
     def accumulates(self) -> bool:
-        return self.microbatches > 1
+        return self.microbatches > 1 or self.adds_up
 
 
 @dataclass(frozen=True)

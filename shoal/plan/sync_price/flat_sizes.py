@@ -60,6 +60,8 @@ class FlatSizes(Protocol):
     def trained(self) -> float: ...  # elements of tensors
     @property
     def tensors(self) -> int: ...
+    @property
+    def largest_tensor(self) -> float: ...
     def buckets(self, num_bytes: float, first_bytes: float | None = None) -> list[Buckets]:
         """In the order in which backward fills them."""
         ...
@@ -93,7 +95,9 @@ class EvenSizes:
 
     parameters: float
     width: float = 4  # bytes of an element
-    layer: float = 0.0  # numbers of the largest layer: what zero(3) gathers at a time
+    layer: float = 0.0  # numbers of the largest layer
+    pair: float = 0.0  # of two layers, one after the other: zero(3) gathers one beside the other
+    largest_tensor: float = 0.0
 
     header = 0.0
     tensors = 0
@@ -134,7 +138,7 @@ class EvenSizes:
         return self.parameters / replicas
 
     def gathered(self, replicas: int, rank: int) -> float:
-        return min(2 * self.layer, self.parameters) * (1 - 1 / replicas)
+        return min(self.pair, self.parameters) * (1 - 1 / replicas)
 
     def factors(self, rank: int) -> Factors:
         """Square matrices: 8 of them in a layer."""
@@ -166,6 +170,10 @@ class TensorSizes:
     @property
     def trained(self) -> float:
         return sum(self.sizes)
+
+    @property
+    def largest_tensor(self) -> float:
+        return max(self.sizes)
 
     @property
     def header(self) -> float:

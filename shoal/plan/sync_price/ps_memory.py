@@ -30,7 +30,10 @@ def ps_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     out = 0.0 if term.compress is None else question.buffer_bytes
     inbox = 0.0 if shares_weights(term, question) else question.buffer_bytes
     is_inside = term.placement != "servers"
-    server = server_bytes(term, question, is_inside and shares_weights(term, question))
+    is_one_host = question.workers <= question.cluster.node.devices
+    server = server_bytes(
+        term, question, (is_inside or is_one_host) and shares_weights(term, question)
+    )
     return replace(
         plain,
         gradients=bucketed_gradients(question, _BUCKET_BYTES),

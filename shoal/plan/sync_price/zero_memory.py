@@ -13,8 +13,12 @@ _ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept
 def even_gradients(
     sizes: FlatSizes, stage: int, bucket_bytes: float, question: SyncQuestion
 ) -> float:
-    """A buffer, or a shard with two buckets on their way, and what waits for a full bucket."""
-    bucket = min(sizes.elements, bucket_bytes / question.precision.gradient_bytes)
+    """A buffer, or a shard with two buckets on their way, and what waits for a full bucket.
+
+    A bucket has whole tensors.
+    """
+    wanted = max(sizes.largest_tensor, bucket_bytes / question.precision.gradient_bytes)
+    bucket = min(sizes.elements, wanted)
     adds_up = question.is_stage or (question.accumulates and stage == 1)
     waits = sizes.trained if adds_up else bucket
     if stage == 1:

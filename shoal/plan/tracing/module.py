@@ -64,7 +64,8 @@ def trace_module(
     )
     rows = (min(batches), max(batches))
     layers = tuple(_merge(one, small, large, rows) for one in large.layers)
-    return TracedWorkload(name or type(model).__name__, chosen, rows, group_equal(layers))
+    called = name or type(model).__name__
+    return TracedWorkload(called, chosen, rows, group_equal(layers), held=large.tensors)
 
 
 def workload_of(

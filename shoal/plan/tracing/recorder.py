@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.plan.tracing.ops import bytes_of, cost_of, grouped_shape, named_arguments
 from shoal.plan.tracing.saved_tensors import SavedTensors
 from shoal.plan.workloads.traced_workload import Divided, Phase
-from shoal.plan.workloads.workload import Kernel
+from shoal.plan.workloads.workload import HeldTensor, Kernel
 from shoal.pytree import tensors_of
 
 _INSIDE: dict[str, Divided] = {  # what is divided of the kernels in a module, by its role
@@ -87,6 +87,7 @@ def _scaled(kernel: Kernel, share: float) -> Kernel:
 
 class Recorded(NamedTuple):
     layers: dict[str, RecordedLayer]  # in the order of forward
+    tensors: tuple[HeldTensor, ...]  # in the order of the model; a shared one for every layer
 
 
 class Splits(NamedTuple):
@@ -156,7 +157,7 @@ class TraceRecorder:
         first.flops += self._before_first.flops
         first.activations += self._before_first.activations
         self._count_parameters()
-        return Recorded(self._layers)
+        return Recorded(self._layers, self._held_tensors())
 
     # -------------------------------------------------------------------------- modules
 
@@ -294,6 +295,28 @@ class TraceRecorder:
                 if f"{name}.{own}".strip(".") in of_experts:
                     layer.expert_parameters += parameter.numel()
 
+    def _held_tensors(self) -> tuple[HeldTensor, ...]:
+        """Every layer that uses a tensor has it; each layer is a unit of zero(3)."""
+        of_experts = set().union(*self._experts.values())
+        places = {name: place for place, name in enumerate(self._layers)}
+        names: dict[int, str] = {}
+        held = []
+        for module_name, own, tensor in _named_tensors(self._model):
+            name = names.setdefault(id(tensor), f"{module_name}.{own}".strip("."))
+            layer = places.get(self._layer_of(module_name) or "", 0)
+            held.append(
+                HeldTensor(
+                    name,
+                    tuple(tensor.shape),
+                    layer,
+                    unit=layer + 1,
+                    is_divided=self._divides(module_name, own) != "",
+                    is_expert=name in of_experts,
+                    is_trained=tensor.requires_grad,
+                )
+            )
+        return tuple(held)
+
     def _in_order(self) -> list[tuple[str, nn.Module]]:
         """Modules in the order in which forward first reached their layers."""
         places = {name: place for place, name in enumerate(self._layers)}
@@ -332,6 +355,16 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {})) if grouped is None else args[0].new_empty(grouped)
         self._recorder.note(func, args, kwargs or {}, out)
         return out
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Parameters, then buffers: the module that has one, its name there, and the tensor."""
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            yield name, own, parameter
+    for name, module in model.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            yield name, own, buffer
 
 
 def _tensors(output: Any) -> list[Tensor]:

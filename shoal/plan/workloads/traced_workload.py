@@ -8,14 +8,17 @@ run whole on every rank. `trace_module.py` makes these values; nothing here need
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from shoal.plan.workloads.held_tensors import stage_tensors
 from shoal.plan.workloads.workload import (
     UNSPLIT,
+    HeldTensor,
     Kernel,
     LayerCost,
     LayerMessage,
@@ -23,6 +26,7 @@ from shoal.plan.workloads.workload import (
     Precision,
     Split,
     SplitLimits,
+    StageTensors,
 )
 
 Phase = Literal["forward", "input", "weight"]  # the last two are of backward
@@ -83,6 +87,7 @@ class TracedWorkload:
     batches: tuple[int, int]  # rows of the two traces, the smaller one first
     layers: tuple[TracedLayer, ...]
     limits: SplitLimits = UNSPLIT  # what divides a module is not known from its operations
+    held: tuple[HeldTensor, ...] = ()
 
     @cached_property
     def runs(self) -> tuple[LayerRun, ...]:
@@ -101,6 +106,17 @@ class TracedWorkload:
     def model_flops(self, samples: int) -> float:
         along = _along(self.batches, samples)
         return sum(layer.count * max(0.0, _at(layer.flops, along)) for layer in self.layers)
+
+    def tensors(self, layers: tuple[int, ...], split: Split) -> StageTensors | None:
+        """The first layers of each run stand for any so many of it: they are equal."""
+        if not self.held:
+            return None
+        return stage_tensors(self.held, self._first_layers(layers), split)
+
+    def _first_layers(self, layers: tuple[int, ...]) -> set[int]:
+        starts = itertools.accumulate((run.count for run in self.layers), initial=0)
+        chosen = zip(starts, layers, strict=False)
+        return {start + i for start, number in chosen for i in range(number)}
 
     @property
     def parameters(self) -> float:

@@ -25,6 +25,7 @@ from shoal.plan.workloads.workload import (
     Precision,
     Split,
     SplitLimits,
+    StageTensors,
 )
 
 MIXED = Precision("fp16", 2, 2, 4, 8)
@@ -104,6 +105,10 @@ class Transformer:
     def cost(self, run: int, split: Split) -> LayerCost:
         return (_embedding, _block, _head)[run](self, split)
 
+    def tensors(self, layers: tuple[int, ...], split: Split) -> StageTensors | None:
+        """None: sizes say how many numbers there are, not how a program lays them out."""
+        return None
+
     def model_flops(self, samples: int) -> float:
         one = Split()
         total = 0.0
@@ -168,6 +173,7 @@ def _block(model: Transformer, split: Split) -> LayerCost:
         parameters=_block_parameters(sizes, split),
         activation_bytes=_kept(sizes, split, width),
         output_bytes=width * tokens * sizes.hidden / (split.tp if split.sequence_parallel else 1),
+        largest_tensor=sizes.hidden * max(sizes.inner, sizes.qkv) / split.tp,
     )
 
 
@@ -298,6 +304,7 @@ def _embedding(model: Transformer, split: Split) -> LayerCost:
         parameters=sizes.vocab * sizes.hidden / split.tp + positions,
         activation_bytes=(rows / width if sizes.dropout else 0.0) + 8 * tokens,
         output_bytes=rows,
+        largest_tensor=sizes.vocab * sizes.hidden / split.tp,
     )
 
 
@@ -326,4 +333,5 @@ def _head(model: Transformer, split: Split) -> LayerCost:
         activation_bytes=2 * hidden_bytes + 4 * table,
         output_bytes=0.0,
         shared_parameters=sizes.vocab * sizes.hidden / split.tp if sizes.tied else 0.0,
+        largest_tensor=own,
     )

@@ -61,6 +61,29 @@ class LayerCost:
     activation_bytes: float  # kept between forward and backward
     output_bytes: float  # what the next layer gets: sent where a pipeline is cut behind it
     shared_parameters: float = 0.0  # of an earlier layer: another stage needs a copy of them
+    largest_tensor: float = 0.0  # numbers of its largest parameter; 0: not known
+
+
+class HeldTensor(NamedTuple):
+    """A parameter or a buffer of a known model, in the order in which the model names them."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int  # which of all layers, one after the other, has it
+    unit: int = 0  # parameters that zero(3) gathers together; 0 is the root unit
+    is_divided: bool = False  # by tp
+    is_expert: bool = False  # divided by ep
+    is_trained: bool = True
+
+
+class StageTensors(NamedTuple):
+    """The tensors of one worker."""
+
+    shapes: tuple[tuple[int, ...], ...]  # of trained ones
+    units: tuple[
+        tuple[int, ...], ...
+    ]  # their places in `shapes`, by what zero(3) gathers; root first
+    untrained: float  # numbers of others
 
 
 @dataclass(frozen=True)
@@ -114,4 +137,8 @@ class Workload(Protocol):
 
     def model_flops(self, samples: int) -> float:
         """Operations of forward and backward without recompute, for the MFU."""
+        ...
+
+    def tensors(self, layers: tuple[int, ...], split: Split) -> StageTensors | None:
+        """What a worker with so many layers of each run holds; None: only how many numbers."""
         ...
