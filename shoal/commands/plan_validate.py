@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.presets import load_cluster
@@ -16,8 +19,10 @@ from shoal.cluster.toml_writer import cluster_text
 from shoal.cluster.units import show_seconds
 from shoal.commands import options
 from shoal.commands.output import plain_table, wide_console, write_text
+from shoal.commands.status_line import status_line
 from shoal.errors import BadInput
 from shoal.plan.step.rank_order import IN_MEGATRONS_ORDER, IN_SHOALS_ORDER
+from shoal.plan.validation.fit import BOUNDS, Fitted
 from shoal.plan.validation.measured import TableDefaults, read_table
 from shoal.plan.validation.validate import RunsAs, Validation
 from shoal.plan.validation.validate import validate as compare
@@ -64,7 +69,9 @@ def validate(
     defaults = replace(defaults, sequence=sequence, vocab=vocab)
     runs_as = RunsAs(_ORDERS[_one_of("order", order, tuple(_ORDERS))], overlap)
     rows = read_table(file, defaults)
-    found = compare(rows, load_cluster(cluster), runs_as, folds if fit else 0)
+    there = load_cluster(cluster)
+    with status_line() as say:
+        found = compare(rows, there, runs_as, folds if fit else 0, partial(_say_fit, say))
     if write is not None:
         write_text(write, _cluster_text(found.cluster, file))
     if as_json:
@@ -92,10 +99,22 @@ def _print(console: Console, found: Validation, title: str, worst: int) -> None:
     if found.regret is not None:
         console.print(f"regret               {found.regret:7.1%}   {_choices(found)}")
     _print_worst(console, found, worst)
-    if found.fitted:
-        console.print("fitted on all rows:")
-        for name, value in found.fitted.items():
-            console.print(f"  {name:<22} {_show(name, value)}")
+    if found.fitted is not None:
+        console.print(_fitted_table(found.fitted))
+
+
+def _say_fit(say: Callable[[str], None], fit: int, of: int, error: float) -> None:
+    say(f"fit {fit} of {of}: mean error {error:.1%}")
+
+
+def _fitted_table(fitted: Fitted) -> Table:
+    heads = ["constant", "fitted", "least", "most", ""]
+    table = plain_table("fitted on all rows, within bounds", heads, left=1)
+    for name, value in fitted.values.items():
+        shown = [_show(name, one) for one in (value, *BOUNDS[name])]
+        end = fitted.at_bound.get(name)
+        table.add_row(name, *shown, f"at its {end}" if end else "")
+    return table
 
 
 def _choices(found: Validation) -> str:

@@ -48,6 +48,21 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str], table: str) ->
     assert document["fitted"] == {}
 
 
+def test_a_fit_says_its_constants_and_their_bounds(
+    capsys: pytest.CaptureFixture[str], table: str
+) -> None:
+    _, out, err = run(capsys, table, "--fit", "--folds", "2")
+    assert "matmul_efficiency" in out
+    assert "least" in out
+    assert not err  # less than 10 s
+    _, out, _ = run(capsys, table, "--fit", "--folds", "2", "--json")
+    document = json.loads(out)
+    assert document["fitted"].keys() == document["bounds"].keys()
+    for name, end in document["at_bound"].items():
+        bound = document["bounds"][name][end == "highest"]
+        assert document["fitted"][name] == pytest.approx(bound, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shoal.cluster.cluster import Cluster
@@ -12,6 +13,7 @@ from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
 from shoal.plan.validation.fit import BOUNDS, constants_of, fit, with_constants
 from shoal.plan.validation.measured import MeasuredRow, TableDefaults, read_table
+from shoal.plan.validation.sloped import Sloped, slopes_of
 from shoal.plan.validation.validate import PricedTable, RunsAs, validate
 from shoal.plan.workloads.transformer import TransformerSizes
 
@@ -88,6 +90,24 @@ def test_a_fit_finds_the_cluster_that_was_measured() -> None:
     for name, value in found.values.items():
         assert BOUNDS[name][0] <= value <= BOUNDS[name][1]
     assert found.cluster.device.source == "fit"
+
+
+def test_slopes_of_prices_are_those_of_differences() -> None:
+    """Every constant of a price reaches it through operations that `Sloped` knows."""
+    cluster = load_cluster("dgx-a100")
+    rows = [row(1, 2, 1), row(2, 8, 2, microbatch=2), replace(row(8, 1, 2), sequence_parallel=True)]
+    table = PricedTable(rows, RunsAs())
+    values = constants_of(slower(cluster))
+    eye = np.eye(len(values))
+    sloped = {name: Sloped(value, eye[n]) for n, (name, value) in enumerate(values.items())}
+    slopes = [slopes_of(one, len(values)) for one in table.predict(with_constants(cluster, sloped))]
+    for n, (name, value) in enumerate(values.items()):
+        there, here = (
+            np.array(table.predict(with_constants(cluster, values | {name: value * factor})))
+            for factor in (1 + 1e-6, 1 - 1e-6)
+        )
+        expected = (there - here) / (2e-6 * value)
+        assert [one[n] for one in slopes] == pytest.approx(expected, rel=1e-3, abs=1e-9)
 
 
 def test_folds_need_rows() -> None:

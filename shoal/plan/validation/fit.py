@@ -5,9 +5,9 @@ what launches, messages, waits and steps cost at least. Efficiencies follow
 
     share(size) = highest * size / (size + half_at)
 
-Constants that the rows do not depend on keep their value. The mean absolute error of the logarithm
-is made small by reweighted Gauss-Newton steps; every constant moves in its logarithm and stays
-within its bounds.
+Constants that the rows do not depend on keep their value. Every constant moves in its logarithm and
+stays within its bounds (`descent.py`). The search starts where the errors, up to one factor that
+all rows share, are smallest: where launches and waits take no time, slopes do not show them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import Curve, LinkSpec
+from shoal.plan.validation.descent import Bounded, Floats, descend
+from shoal.plan.validation.sloped import Sloped, slopes_of
 
-Floats = NDArray[np.float64]
 Predict = Callable[[Cluster], Sequence[float]]  # seconds of the rows, on a cluster
 # name: the least and the most that hardware and its software have
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -38,11 +39,25 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "nic_efficiency": (0.2, 1.0),
     "nic_alpha_s": (1e-6, 2e-4),
 }
-_STEP = 0.02  # of a logarithm, for derivatives
-_FARTHEST = 1.0  # of a logarithm, in one iteration
-_LAUNCHES = (2e-5, 8e-5)  # further starts: where launches take no time, slopes do not show them
-_LEAST_GAIN = 3e-3  # of the error; a smaller one ends the search
-_SMALL = 0.02  # errors below this weigh no more
+# how far from the cluster's own a constant may be, as a logarithm, for the cost of one error of
+# _PRIOR_ERROR: rows that say little about a constant leave it where it was
+WIDTHS: Mapping[str, float] = {
+    "matmul_efficiency": 0.2,
+    "matmul_half_at_flops": 1.0,
+    "memory_efficiency": 0.2,
+    "memory_half_at_bytes": 1.0,
+    "launch_s": 2.0,
+    "wait_s": 2.0,
+    "step_s": 2.0,
+    "fabric_efficiency": 0.2,
+    "fabric_alpha_s": 1.0,
+    "nic_efficiency": 0.5,
+    "nic_alpha_s": 1.0,
+}
+_PRIOR_ERROR = 0.005
+_LAUNCHES = (None, 2e-5, 8e-5)  # further starts; None: as the cluster has it
+_WAITS = (None, 3e-4)
+_AT_BOUND = 1e-3  # of a logarithm
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,16 @@ class Fitted:
     cluster: Cluster
     values: dict[str, float]  # of the constants that the rows depend on
     error: float  # mean absolute error of the logarithm
+
+    @property
+    def at_bound(self) -> dict[str, str]:
+        """The constants that ended at one of their bounds, and at which."""
+        found = {}
+        for name, value in self.values.items():
+            low, high = (abs(math.log(value / bound)) < _AT_BOUND for bound in BOUNDS[name])
+            if low or high:
+                found[name] = "lowest" if low else "highest"
+        return found
 
 
 def saturating(highest: float, half_at: float) -> Curve:
@@ -116,87 +141,59 @@ def _link(link: LinkSpec | None, name: str, values: Mapping[str, float]) -> Link
 
 
 def fit(
-    cluster: Cluster, measured_s: Sequence[float], predict: Predict, rounds: int = 12
+    cluster: Cluster,
+    measured_s: Sequence[float],
+    predict: Predict,
+    rounds: int = 20,
+    on_error: Callable[[float], None] = lambda error: None,
 ) -> Fitted:
-    """Constants for which `predict` is nearest to what was measured, from those of `cluster`."""
-    goal = np.log(np.array(measured_s))
-    starts = [constants_of(cluster)]
-    starts += [starts[0] | {"launch_s": launch_s} for launch_s in _LAUNCHES]
-    searches = [_Search(cluster, goal, predict, start) for start in starts]
-    for search in searches:
-        search.go(rounds // 4)
-    best = min(searches, key=lambda one: one.error)
-    best.go(rounds)
-    values = {name: math.exp(x) for name, x in zip(best.names, best.point, strict=True)}
-    depends = {name: values[name] for name in best.names if name in best.moved}
-    return Fitted(with_constants(cluster, values), depends, best.error)
+    """Constants for which `predict` is nearest to what was measured, from those of `cluster`.
+
+    `on_error` hears the mean absolute error after every round.
+    """
+    table = _Table(cluster, measured_s, predict)
+    start = min(table.starts(), key=lambda point: _common_factor_error(table.residuals(point)))
+    found = descend(table, start, rounds, on_error)
+    values = {name: math.exp(x) for name, x in zip(table.names, found.point, strict=True)}
+    depends = {name: values[name] for name in compress(table.names, found.moved)}
+    return Fitted(with_constants(cluster, values), depends, found.error)
 
 
-class _Search:
-    """A point in the logarithms of constants, and its residuals."""
+def _common_factor_error(residuals: Floats) -> float:
+    """The mean absolute error that one factor on all predictions leaves."""
+    return float(np.abs(residuals - np.median(residuals)).mean())
 
-    def __init__(
-        self, cluster: Cluster, goal: Floats, predict: Predict, start: Mapping[str, float]
-    ):
+
+class _Table(Bounded):
+    """Errors of the logarithms of predictions, by the logarithms of constants."""
+
+    def __init__(self, cluster: Cluster, measured_s: Sequence[float], predict: Predict):
         self.cluster = cluster
-        self.goal = goal
-        self.predict = predict
-        self.names = list(start)
+        self.first = constants_of(cluster)
+        self.names = list(self.first)
         self.low = np.log([BOUNDS[name][0] for name in self.names])
         self.high = np.log([BOUNDS[name][1] for name in self.names])
-        self.point: Floats = np.log(np.array(list(start.values())))
-        self.residuals = self.at(self.point)
-        self.moved: set[str] = set()
-        self.damping = 1e-2
+        self.prior = np.log(np.array(list(self.first.values())))
+        self.stiffness = _PRIOR_ERROR / np.array([WIDTHS[name] for name in self.names]) ** 2
+        self._goal = np.log(np.array(measured_s))
+        self._predict = predict
 
-    @property
-    def error(self) -> float:
-        return float(np.abs(self.residuals).mean())
+    def starts(self) -> list[Floats]:
+        others = product(_LAUNCHES, _WAITS)
+        points = [self.first | _given(launch_s=one, wait_s=two) for one, two in others]
+        return [np.log(np.array(list(point.values()))) for point in points]
 
-    def at(self, point: Floats) -> Floats:
-        values = {name: float(np.exp(x)) for name, x in zip(self.names, point, strict=True)}
-        predicted = self.predict(with_constants(self.cluster, values))
-        return np.asarray(np.log(np.array(predicted)) - self.goal, dtype=np.float64)
+    def residuals(self, point: Floats) -> Floats:
+        values = {name: float(x) for name, x in zip(self.names, np.exp(point), strict=True)}
+        predicted = self._predict(with_constants(self.cluster, values))
+        return np.asarray(np.log(np.array(predicted)) - self._goal, dtype=np.float64)
 
-    def go(self, rounds: int) -> None:
-        for _ in range(rounds):
-            before = self.error
-            self.advance()
-            if self.error > before * (1 - _LEAST_GAIN):
-                return
+    def slopes(self, point: Floats) -> Floats:
+        each = np.diag(np.exp(point))  # the slope of a constant by its logarithm is its value
+        values = {name: Sloped(each[n, n], each[n]) for n, name in enumerate(self.names)}
+        predicted = self._predict(with_constants(self.cluster, values))
+        return np.stack([slopes_of(one, len(self.names)) / float(one) for one in predicted])
 
-    def _move(self, point: Floats) -> bool:
-        """Go there if the error is smaller."""
-        residuals = self.at(point)
-        if np.abs(residuals).mean() >= self.error:
-            return False
-        self.point = point
-        self.residuals = residuals
-        return True
 
-    def advance(self) -> None:
-        """One step that makes the error smaller, if there is one."""
-        slopes = self._slopes()
-        weights = 1 / np.maximum(np.abs(self.residuals), _SMALL)
-        normal = slopes.T @ (slopes * weights[:, None])
-        pull = slopes.T @ (self.residuals * weights)
-        scale = np.diag(normal).copy()
-        scale[scale == 0] = 1.0
-        for _ in range(6):
-            shift = -np.linalg.solve(normal + np.diag(self.damping * scale + 1e-9), pull)
-            point = np.clip(self.point + np.clip(shift, -_FARTHEST, _FARTHEST), self.low, self.high)
-            if self._move(point):
-                self.damping /= 4
-                return
-            self.damping *= 8
-
-    def _slopes(self) -> Floats:
-        columns = []
-        for index, name in enumerate(self.names):
-            point = self.point.copy()
-            point[index] += _STEP if point[index] + _STEP <= self.high[index] else -_STEP
-            change = (self.at(point) - self.residuals) / (point[index] - self.point[index])
-            if np.abs(change).max() > 1e-6:
-                self.moved.add(name)
-            columns.append(change)
-        return np.stack(columns, axis=1)
+def _given(**values: float | None) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}

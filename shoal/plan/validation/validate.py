@@ -6,24 +6,27 @@ then predicted, in turn: no row has a part in its own prediction.
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.step.rank_order import IN_MEGATRONS_ORDER, RankOrder
-from shoal.plan.validation.fit import Fitted, fit
+from shoal.plan.validation.fit import BOUNDS, Fitted, fit
 from shoal.plan.validation.measured import MeasuredRow
 from shoal.plan.workloads.transformer import Transformer, TransformerSizes
 from shoal.plan.workloads.workload import Precision
-from shoal.strategy.strategy import Strategy, as_strategy
+from shoal.strategy.strategy import as_strategy
 
 MEGATRON = Precision("fp16", 2, 4, 4, 8)  # gradients are summed in fp32: 18 bytes a parameter
 _MOST_ROWS = 200  # of a fit of about ten constants
+OnFit = Callable[[int, int, float], None]  # which fit of how many, and its error so far
 _MICROBATCHES = (1, 2, 4, 8, 16)  # tried where a table does not say
 
 
@@ -68,7 +71,7 @@ class Regret:
 class Validation:
     rows: tuple[Compared, ...]
     regrets: tuple[Regret, ...]
-    fitted: dict[str, float]  # on all rows; empty: nothing was fitted
+    fitted: Fitted | None  # on all rows
     in_sample_error: float | None
     folds: int
     cluster: Cluster  # the one given, or with the constants fitted on all rows
@@ -105,14 +108,20 @@ class Validation:
             "rank_correlation": self.rank_correlation,
             "regret": self.regret,
             "regrets": [asdict(one) for one in self.regrets],
-            "fitted": self.fitted,
+            "fitted": self.fitted.values if self.fitted else {},
+            "bounds": {name: BOUNDS[name] for name in self.fitted.values} if self.fitted else {},
+            "at_bound": self.fitted.at_bound if self.fitted else {},
             "in_sample_error": self.in_sample_error,
             "folds": self.folds,
         }
 
 
 def validate(
-    rows: Sequence[MeasuredRow], cluster: Cluster, runs_as: RunsAs, folds: int = 0
+    rows: Sequence[MeasuredRow],
+    cluster: Cluster,
+    runs_as: RunsAs,
+    folds: int = 0,
+    on_fit: OnFit = lambda fit, of, error: None,
 ) -> Validation:
     """Predict every row; with `folds` (2 or more) after fitting to the rows of the other folds."""
     table = PricedTable(rows, runs_as)
@@ -122,24 +131,21 @@ def validate(
         raise BadInput(f"folds={folds} must be 2 or more, and at most the {len(rows)} rows")
     predicted = [0.0] * len(rows)
     for fold in range(folds):
-        kept = [row for n, row in enumerate(rows) if _fold(n, folds) != fold]
+        kept = [n for n in range(len(rows)) if _fold(n, folds) != fold]
         held = [n for n in range(len(rows)) if _fold(n, folds) == fold]
-        fitted = _fit(cluster, kept, runs_as)
-        seconds = PricedTable([rows[n] for n in held], runs_as).predict(fitted.cluster)
-        for n, value in zip(held, seconds, strict=True):
+        fitted = _fit(cluster, table.some(kept), partial(on_fit, fold + 1, folds + 1))
+        for n, value in zip(held, table.some(held).predict(fitted.cluster), strict=True):
             predicted[n] = value
-    whole = _fit(cluster, rows, runs_as)
+    whole = _fit(cluster, table, partial(on_fit, folds + 1, folds + 1))
     inside = _validation(rows, table.predict(whole.cluster), whole.cluster)
-    return _validation(
-        rows, predicted, whole.cluster, whole.values, inside.mean_absolute_error, folds
-    )
+    return _validation(rows, predicted, whole.cluster, whole, inside.mean_absolute_error, folds)
 
 
-def _fit(cluster: Cluster, rows: Sequence[MeasuredRow], runs_as: RunsAs) -> Fitted:
+def _fit(cluster: Cluster, table: PricedTable, on_error: Callable[[float], None]) -> Fitted:
     """A fit to the rows; of many, to some from all over the table, which say as much."""
-    count = min(len(rows), _MOST_ROWS)
-    taken = [rows[n * len(rows) // count] for n in range(count)]
-    return fit(cluster, [row.seconds for row in taken], PricedTable(taken, runs_as).predict)
+    count = min(len(table.rows), _MOST_ROWS)
+    taken = table.some([n * len(table.rows) // count for n in range(count)])
+    return fit(cluster, [row.seconds for row in taken.rows], taken.predict, on_error=on_error)
 
 
 def _fold(index: int, folds: int) -> int:
@@ -148,35 +154,48 @@ def _fold(index: int, folds: int) -> int:
 
 
 class PricedTable:
-    """Rows of measured runs, ready to be predicted on one cluster after the other."""
+    """Rows of measured runs, ready to be predicted on one cluster after the other.
+
+    What a row says without a cluster is read once.
+    """
 
     def __init__(self, rows: Sequence[MeasuredRow], runs_as: RunsAs):
+        self.rows = list(rows)
         self._runs_as = runs_as
-        self._rows = [(row, as_strategy(row.strategy)) for row in rows]
-        self._most = max(row.workers for row in rows)
         self._models = {
             row.sizes: Transformer(name_of(row.sizes), row.sizes, runs_as.precision) for row in rows
         }
+        strategies = {text: as_strategy(text) for text in {row.strategy for row in rows}}
+        self._asked = [(strategies[row.strategy], self._all_settings(row)) for row in rows]
+
+    def some(self, indices: Sequence[int]) -> PricedTable:
+        """The rows of these indices."""
+        taken = copy.copy(self)
+        taken.rows = [self.rows[n] for n in indices]
+        taken._asked = [self._asked[n] for n in indices]
+        return taken
 
     def predict(self, cluster: Cluster) -> list[float]:
         """Seconds of every row."""
         return [one.step_s for one in self.predictions(cluster)]
 
     def predictions(self, cluster: Cluster) -> list[Prediction]:
-        there = cluster.of_size(self._most)
+        there = cluster.of_size(max((row.workers for row in self.rows), default=1))
         predictors = {
-            sizes: Predictor(model, there, self._runs_as.order)
-            for sizes, model in self._models.items()
+            sizes: Predictor(self._models[sizes], there, self._runs_as.order)
+            for sizes in {row.sizes for row in self.rows}
         }
-        return [self._one(predictors[row.sizes], row, strategy) for row, strategy in self._rows]
+        return [
+            _best_that_fits([predictors[row.sizes].predict(strategy, row.workers, s) for s in each])
+            for row, (strategy, each) in zip(self.rows, self._asked, strict=True)
+        ]
 
-    def _one(self, predictor: Predictor, row: MeasuredRow, strategy: Strategy) -> Prediction:
-        sizes = [row.microbatch]
+    def _all_settings(self, row: MeasuredRow) -> list[PlanSettings]:
+        """One for every micro-batch that the row may have had."""
+        sizes: list[int | None] = [row.microbatch]
         if row.microbatch is None:
             sizes = [b for b in _MICROBATCHES if b == 1 or row.batch % (b * row.dp) == 0]
-        found = [predictor.predict(strategy, row.workers, self._settings(row, b)) for b in sizes]
-        fitting = [one for one in found if one.fits]
-        return min(fitting or found, key=lambda one: one.step_s)
+        return [self._settings(row, size) for size in sizes]
 
     def _settings(self, row: MeasuredRow, microbatch: int | None) -> PlanSettings:
         runs_as = self._runs_as
@@ -191,6 +210,11 @@ class PricedTable:
         )
 
 
+def _best_that_fits(found: Sequence[Prediction]) -> Prediction:
+    fitting = [one for one in found if one.fits]
+    return min(fitting or found, key=lambda one: one.step_s)
+
+
 def name_of(sizes: TransformerSizes) -> str:
     return f"{sizes.layers} layers of {sizes.hidden}"
 
@@ -199,7 +223,7 @@ def _validation(
     rows: Sequence[MeasuredRow],
     predicted: Sequence[float],
     cluster: Cluster,
-    fitted: dict[str, float] | None = None,
+    fitted: Fitted | None = None,
     in_sample_error: float | None = None,
     folds: int = 0,
 ) -> Validation:
@@ -207,9 +231,7 @@ def _validation(
         Compared(row.line, row.strategy, row.workers, row.seconds, seconds)
         for row, seconds in zip(rows, predicted, strict=True)
     )
-    return Validation(
-        compared, _regrets(rows, compared), fitted or {}, in_sample_error, folds, cluster
-    )
+    return Validation(compared, _regrets(rows, compared), fitted, in_sample_error, folds, cluster)
 
 
 def _regrets(rows: Sequence[MeasuredRow], compared: Sequence[Compared]) -> tuple[Regret, ...]:
