@@ -152,7 +152,7 @@ def check_trained(file: Path) -> None:
     if not file.is_file():
         raise BadInput(
             "the script has ended without a training step: it has to call shoal.run(train), "
-            "and train has to call the function that job.step returns"
+            "and train has to call the function that job.step returns, and to return"
         )
 
 

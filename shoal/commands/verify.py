@@ -72,6 +72,8 @@ def verify(
         together = pair.together()
         double = None if alone.exact and together.exact else pair.in_double(alone)
         verdict = judge(alone, together, pair.again, double)
+        if not verdict.ok:
+            pair.check_repeats(alone)
     if as_json:
         document = {"script": script, "strategy": str(value), "workers": workers}
         print(json.dumps({**document, **verdict.to_json()}))

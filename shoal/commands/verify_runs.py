@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.commands.launching import check_trained, run_quietly
-from shoal.errors import ShoalError
+from shoal.errors import BadInput, ShoalError
 from shoal.launch.processes import Forks
 from shoal.launch.python_fork import can_fork, load, modules_to_load
 from shoal.runtime.config import CaptureConfig, RunConfig
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from shoal.observe.double_check import DoubleCheck
 
 DOUBLE_STEPS = 3  # in double precision, which takes longer
+NOT_FINITE = (
+    "there is nothing to compare: on one worker {}; take fewer --steps, or a smaller learning rate"
+)
+CHANCE = (
+    "two runs of the script on one worker differ, so there is nothing to compare: {}; what it "
+    "draws has to follow from the seed, not from the time or before `import shoal`"
+)
+GOES_ON = (
+    "the script catches the exception that ends it after {} steps, as a bare `except:` does: "
+    "catch Exception instead"
+)
+SEVERAL_CALLS = "the script calls shoal.run {} times: the first call is compared"
 
 
 class ScriptRuns:
@@ -62,7 +74,12 @@ class ScriptRuns:
         capture = CaptureConfig(folder, steps, **options)
         run_quietly(self.command, workers, replace(config, capture=capture), self._forks)
         check_trained(folder / "capture.json")
-        return CapturedRun.read(folder)
+        run = CapturedRun.read(folder)
+        if not run.losses:
+            check_trained(folder / "loss")
+        if run.goes_on:
+            raise BadInput(GOES_ON.format(steps))
+        return run
 
     def say(self, sentence: str) -> None:
         if not self.quiet:
@@ -80,7 +97,20 @@ class RunPair:
     workers: int
 
     def alone(self) -> CapturedRun:
-        return self.runs.first("alone", self.single, early=DOUBLE_STEPS)
+        """BadInput where it gives nothing that several workers could be compared with."""
+        run = self.runs.first("alone", self.single, early=DOUBLE_STEPS)
+        if run.not_finite is not None:
+            raise BadInput(NOT_FINITE.format(run.not_finite))
+        if run.calls > 1:
+            self.runs.say(SEVERAL_CALLS.format(run.calls))
+        return run
+
+    def check_repeats(self, alone: CapturedRun) -> None:
+        """BadInput where the script on one worker does not do the same again."""
+        again = self.runs.capture("alone once more", self.single, 1)
+        chance = alone.changes_by_chance(again)
+        if chance is not None:
+            raise BadInput(CHANCE.format(chance))
 
     def together(self, **options: Any) -> CapturedRun:
         where = " in double precision" if options.get("double") else ""

@@ -130,11 +130,17 @@ class Worker:
         return self._train(train, job)
 
     def _train(self, train: Train, job: Job) -> Any:
-        capture = Capture.start(self.config.capture, job)
+        capture = Capture.start(self.config.capture, job, self.number)
         probe = Probe.start(self.config.memory_probe, job)
         result = None
+        end: SystemExit | None = None
         with suppress(StopTraining), self._ending_forks():
-            result = train(job)
+            try:
+                result = train(job)
+            except SystemExit as exit:
+                if exit.code or capture is None:
+                    raise
+                end = exit  # what was trained until then is compared
         if capture is not None:
             capture.write()
         if probe is not None:
@@ -144,6 +150,8 @@ class Worker:
         self.mark_finished()
         if job.is_preempted:
             raise SystemExit(EXIT_STATUS)
+        if end is not None:
+            raise end
         return result
 
     @contextmanager

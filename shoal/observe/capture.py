@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from safetensors.torch import save_file
@@ -55,6 +56,8 @@ class Capture:
         self.additions = 0
         self.switched_off: list[str] = []
         self.ignores_targets = False
+        self.is_over = False
+        self.goes_on = False
         self._draws: list[DrawWatch] = []
         self._built: list[Step] = []
         job.on_step.append(self._after_step)
@@ -63,11 +66,14 @@ class Capture:
             job.before_build.append(convert)
 
     @classmethod
-    def start(cls, config: CaptureConfig, job: Job) -> Capture | None:
+    def start(cls, config: CaptureConfig, job: Job, number: int) -> Capture | None:
+        """`number` is that of the call of `shoal.run`; each has a folder."""
         if config.folder is None:
             return None
         job.dry = True
-        return cls(job, config)
+        folder = config.folder if number == 1 else config.folder / str(number)
+        folder.mkdir(exist_ok=True)
+        return cls(job, replace(config, folder=folder))
 
     def _prepare(self, step: Step) -> None:
         if self.config.pieces > 1:
@@ -82,12 +88,14 @@ class Capture:
             save_file(self._tensors(), self.folder / "start.safetensors")
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
+        self.goes_on |= self.is_over
         self.losses.append(float(loss))
         self.additions = max(self.additions, additions_in(step))
         self.ignores_targets |= ignores_targets(step)
         if self.job.steps == self.config.early and self.job.size == 1:
             save_file(self._tensors(), self.folder / "early.safetensors")
         if self.job.steps >= self.config.steps:
+            self.is_over = True
             raise StopTraining
 
     def write(self) -> None:
@@ -120,6 +128,7 @@ class Capture:
             "switched_off": self.switched_off,
             "exact": all(step.options.exact for step in self._built),
             "ignores_targets": self.ignores_targets,
+            "goes_on": self.goes_on,
             "draws": next((d.module for d in self._draws if d.module is not None), None),
         }
         (self.folder / "capture.json").write_text(json.dumps(document))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+SAME_LOSS = 1e-4  # relative; kernels that add in any order change less
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class CapturedRun:
     exact: bool
     ignores_targets: bool = False  # some are -100, the ignore_index, and no `count` was given
     draws: str | None = None  # a module whose forward draws random numbers
+    goes_on: bool = False  # the script has caught what ends it, and trained on
+    calls: int = 1  # of shoal.run; the first one is compared
     start: Tensors = field(default_factory=dict)
     early: Tensors = field(default_factory=dict)
     optimizer: Tensors = field(default_factory=dict)
@@ -38,8 +41,30 @@ class CapturedRun:
             start=_read(folder / "start.safetensors"),
             early=_read(folder / "early.safetensors"),
             optimizer=_read(folder / "optimizer.safetensors"),
+            calls=1 + len(list(folder.glob("*/capture.json"))),
             **document,
         )
+
+    @property
+    def not_finite(self) -> str | None:
+        """The first loss that is not a number, or a tensor; None where there is none."""
+        for i, loss in enumerate(self.losses):
+            if not math.isfinite(loss):
+                return f"the loss of step {i + 1} is {loss}"
+        for name, tensor in self.tensors.items():
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                return f"{name} is nan after {len(self.losses)} steps"
+        return None
+
+    def changes_by_chance(self, again: CapturedRun) -> str | None:
+        """What differs in a second run of the same; None where nothing does."""
+        for name, tensor in self.start.items():
+            if distance(tensor, again.start.get(name)) != 0.0:
+                return f"{name} before the first step"
+        for i, (loss, other) in enumerate(zip(self.losses[:1], again.losses, strict=False)):
+            if abs(loss - other) > SAME_LOSS * max(1.0, abs(loss)):
+                return f"the loss of step {i + 1}, {loss:.6g} and {other:.6g}"
+        return None
 
 
 @dataclass(frozen=True)
