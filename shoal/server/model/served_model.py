@@ -111,6 +111,20 @@ class ServedModel:
             self.log.depart(worker)
         except ModelFailure as failure:
             self.membership.fail(failure)
+        if self.state.counted:
+            self._check_reachable()
+
+    def _check_reachable(self) -> None:
+        """Where every worker has to push, there is no next update without those that have left."""
+        pushed = {push.worker for push in self.state.counted}
+        for worker in sorted(self.membership.departed - pushed):
+            if self.is_leader and self.spec.rule.is_synchronous:
+                steps = self.state.ledger.clocks[worker]
+                reason = (
+                    f"worker {worker} has ended its training after {steps} steps, and others go "
+                    "on: under ps all workers have to take equally many"
+                )
+                self.membership.fail(ModelFailure(reason))
 
     # ------------------------------------------------------------------ pushes
 
@@ -165,6 +179,8 @@ class ServedModel:
         """
         source = self.state.shard.pulled
         with self.lock:
+            if not self._is_ready(request):
+                self._check_reachable()
             self.membership.wait(worker, lambda: self._is_ready(request), self._behind)
             pulls = self.membership.members[worker].pulls
             pulled = self._note_pull(request)

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -220,17 +221,20 @@ class PsWorker(Sync):
         if self._closed:
             return
         self._closed = True
-        has_failed = True
+        has_failed = sys.exc_info()[0] is not None  # a worker that failed does not say goodbye
         try:
-            self._leave()
-            if self._is_lowest_survivor or self.context.servers.has_processes:
-                self._stats = self.client.stats(final=True)
-            has_failed = False
+            if not has_failed:
+                self._finish()
         except ShoalError:
-            pass  # the step has raised the reason already
+            has_failed = True  # the step has raised the reason already
         finally:
             self.client.close()
             self.context.servers.close(has_failed)
+
+    def _finish(self) -> None:
+        self._leave()
+        if self._is_lowest_survivor or self.context.servers.has_processes:
+            self._stats = self.client.stats(final=True)
 
     def _leave(self) -> None:
         self._leader.leave()
