@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -46,12 +47,23 @@ def refuse_released(model: nn.Module, flat: Released) -> None:
             if i is not None and flat.is_released(i):
                 raise BadInput(
                     f"state_dict() has no values of {flat.named[i][0]} here, since zero(3) keeps "
-                    f"them on another worker: {PLAIN}"
+                    f"them on another worker: {PLAIN}; for a target network or averaged weights "
+                    "take job.ema, or zero(2)"
                 )
 
     for module in model.modules():
+        object.__setattr__(module, "__deepcopy__", partial(_refuse_copy, type(module).__name__))
         if any(id(p) in index_of for p in module._parameters.values()):
             module.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+
+
+def _refuse_copy(name: str, memo: Any) -> Any:
+    """The hooks of a copy would compute with the parameters of the original."""
+    raise BadInput(
+        f"copy.deepcopy of {name}, as torch's AveragedModel does it, has no values under zero(3), "
+        "which keeps them on all workers: copy it before job.setup or job.step, take job.ema for "
+        "averaged weights, or take zero(2)"
+    )
 
 
 def tell_of_parts(model: nn.Module, strategy: str, say: Callable[[str], None]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,18 @@ def test_state_dict_of_released_parameters_is_refused_and_saving_works(
         return str(caught.value)
 
     assert all("job.save" in sentence for sentence in world(2, body))
+
+
+def test_a_copy_of_a_sharded_model_is_refused(world: World) -> None:
+    def body(group: Group) -> None:
+        job, model = _job(group, "zero(3)")
+        with pytest.raises(BadInput, match=r"deepcopy of Linear.* job\.ema .* zero\(2\)"):
+            copy.deepcopy(model[0])
+        with pytest.raises(BadInput, match="AveragedModel"):
+            torch.optim.swa_utils.AveragedModel(model)
+        job.close()
+
+    world(2, body)
 
 
 def test_state_dict_of_slices_says_so_once(
