@@ -41,7 +41,7 @@ def test_a_copy_of_a_sharded_model_is_refused(world: World) -> None:
     def body(group: Group) -> None:
         job, model = _job(group, "zero(3)")
         with pytest.raises(BadInput, match=r"deepcopy of Linear.* job\.ema .* zero\(2\)"):
-            copy.deepcopy(model[0])
+            copy.deepcopy(next(model.children()))
         with pytest.raises(BadInput, match="AveragedModel"):
             torch.optim.swa_utils.AveragedModel(model)
         job.close()
