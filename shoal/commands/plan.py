@@ -28,7 +28,7 @@ from shoal.commands.subject import (
     cluster_of,
     subject_of,
 )
-from shoal.plan.explain import nothing_fits, options_of, why
+from shoal.plan.explain import in_script, nothing_fits, options_of, why
 from shoal.plan.predict import PlanSettings
 from shoal.plan.search import OnPriced, Priced, SearchOptions, SearchResult, search
 
@@ -122,10 +122,16 @@ def _print_one(console: Console, mark: str, one: Priced, best: Priced) -> None:
         soft_wrap=True,
     )
     console.print(f"      {why(one, best)}{utilization}", soft_wrap=True)
-    if prediction.convergence:
-        console.print(f"      {prediction.convergence}", soft_wrap=True)
+    for line in (_in_script(one), prediction.convergence):
+        if line:
+            console.print(f"      {line}", soft_wrap=True)
     if one.merged:
         console.print(f"      not better: {', '.join(one.merged)}", soft_wrap=True)
+
+
+def _in_script(one: Priced) -> str:
+    tried = one.candidate
+    return in_script(tried.strategy, tried.settings, one.prediction.microbatches)
 
 
 def _document(subject: Subject, cluster: str, workers: int, result: SearchResult) -> dict[str, Any]:
@@ -148,6 +154,7 @@ def _entry(one: Priced, best: Priced) -> dict[str, Any]:
     return {
         **one.prediction.as_dict(),
         "options": options_of(one.candidate.settings),
+        "in_script": _in_script(one),
         "why": why(one, best),
         "merged": list(one.merged),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -26,7 +27,7 @@ from shoal.commands.subject import (
     subject_of,
 )
 from shoal.errors import BadInput
-from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic
+from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smaller_micro_batches
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
@@ -38,7 +39,7 @@ MicroBatch = Annotated[
     typer.Option(
         min=1,
         help="Samples of a micro-batch of one replica.",
-        show_default="the whole batch of a replica; under pp as many micro-batches as stages",
+        show_default="as the script accumulates; under pp two micro-batches for each stage",
     ),
 ]
 RecomputeOption = Annotated[
@@ -83,7 +84,10 @@ def predict(
     subject = subject_of(model, args, gpt, precision, batch, workers)
     settings = PlanSettings(subject.batch, microbatch, as_recompute(recompute), flash_attention)
     hardware = cluster_of(cluster, network, limit, workers)
-    prediction = Predictor(subject.workload, hardware).predict(value, workers, settings)
+    predictor = Predictor(subject.workload, hardware)
+    prediction = predictor.predict(value, workers, settings)
+    advice = smaller_micro_batches(predictor, value, prediction, settings)
+    prediction = replace(prediction, notes=(*prediction.notes, advice) if advice else ())
     traffic = gradient_traffic(subject.workload, value.layout(workers).replicas)
     document = {"model": subject.workload.name, "traffic": traffic, **prediction.as_dict()}
     if not as_json:

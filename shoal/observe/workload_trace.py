@@ -66,6 +66,7 @@ class WorkloadJob(EstimateJob):
         try:
             precision = precision_for(model, optimizer, options.precision)
             workload = trace_step(model, loss, content, precision)
+            workload = replace(workload, accumulate=options.local_microbatches(1))
         except Exception as error:  # whatever the user's model does with a fake tensor
             text = str(error).splitlines()[0] if str(error) else ""
             self._document = {"error": f"{type(error).__name__}: {text}"}

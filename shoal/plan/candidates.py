@@ -38,6 +38,7 @@ class Shape:
     microbatch: int  # samples
     microbatches: int  # of a replica in a step
     sequence: bool = False
+    is_default: bool = False  # the micro-batches that the script has anyway
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _sizes(workers: int, numbers: Sequence[int]) -> list[int]:
     return [size for size in divisors(workers) if all(n % size == 0 for n in numbers)]
 
 
-def shapes(layout: Layout, limits: SplitLimits, settings: PlanSettings) -> Iterator[Shape]:
+def shapes(layout: Layout, workload: Workload, settings: PlanSettings) -> Iterator[Shape]:
     """Micro-batches that divide a replica's samples; the given one only, where it is given."""
     samples = -(-settings.batch // (layout.replicas * layout.ep))
     given = settings.microbatch
@@ -82,9 +83,11 @@ def shapes(layout: Layout, limits: SplitLimits, settings: PlanSettings) -> Itera
     for size in sizes:
         if size > samples:
             continue
-        yield Shape(layout, size, -(-samples // size))
-        if layout.tp > 1 and limits.sequence_parallel:
-            yield Shape(layout, size, -(-samples // size), True)
+        count = -(-samples // size)
+        is_default = count == min(samples, workload.accumulate)
+        yield Shape(layout, size, count, False, is_default)
+        if layout.tp > 1 and workload.limits.sequence_parallel:
+            yield Shape(layout, size, count, True, is_default)
 
 
 def _thinned(sizes: Sequence[int]) -> list[int]:
@@ -122,7 +125,7 @@ def candidate(
     strategy = _strategy(shape, sync, *pipeline, in_notation and recompute == "full")
     chosen = replace(
         settings,
-        microbatch=None if in_notation or shape.microbatches == 1 else shape.microbatch,
+        microbatch=None if in_notation or shape.is_default else shape.microbatch,
         recompute="none" if in_notation and recompute == "full" else recompute,
     )
     return Candidate(strategy, chosen)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal.cluster.units import show_bytes, show_seconds
-from shoal.plan.predict import PlanSettings
+from shoal.plan.candidates import divisors
+from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.search import Priced
 from shoal.plan.workloads.workload import Split, Workload
+from shoal.strategy.strategy import Strategy
 
 _NAMES = {
     "forward": "the forward",
@@ -97,6 +101,37 @@ def options_of(settings: PlanSettings) -> str:
     if settings.flash_attention:
         words.append("--flash-attention")
     return " ".join(words)
+
+
+def in_script(strategy: Strategy, settings: PlanSettings, microbatches: int) -> str:
+    """What a training script has to say beside the strategy; without pp, `job.step` accumulates."""
+    words = []
+    if strategy.pp is None and settings.microbatch is not None:
+        words.append(f"job.step(…, accumulate={microbatches})")
+    if settings.recompute != "none":
+        part = "the blocks" if settings.recompute == "full" else "attention"
+        words.append(f"torch.utils.checkpoint of {part}")
+    return f"in the script: {' and '.join(words)}" if words else ""
+
+
+def smaller_micro_batches(
+    predictor: Predictor, strategy: Strategy, too_large: Prediction, settings: PlanSettings
+) -> str:
+    """The largest micro-batch of a replica that fits, where its whole batch does not."""
+    if settings.microbatch is not None or strategy.pp is not None or too_large.fits:
+        return ""
+    layout = strategy.layout(too_large.workers)
+    samples = -(-settings.batch // (layout.replicas * layout.ep))
+    for size in reversed(divisors(samples)[:-1]):
+        smaller = replace(settings, microbatch=size)
+        found = predictor.predict(strategy, too_large.workers, smaller)
+        if found.fits:
+            asked = in_script(strategy, replace(smaller, recompute="none"), found.microbatches)
+            return (
+                f"with --microbatch {size} it fits: {show_bytes(found.memory.total)}, "
+                f"{show_seconds(found.step_s)} a step; {asked}"
+            )
+    return ""
 
 
 def nothing_fits(least: Priced | None, larger: Priced | None) -> str:

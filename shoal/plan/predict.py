@@ -18,6 +18,7 @@ from shoal.plan.workloads.workload import Recompute, Split, Workload
 from shoal.schedules.pipelines.catalog import schedule
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
+from shoal.strategy.terms import Pp
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class PlanSettings:
     """What a step has beside its strategy."""
 
     batch: int  # samples of the global batch
-    microbatch: int | None = None  # samples; None: as `microbatches` of pp or 1 micro-batch says
+    microbatch: int | None = None  # samples; None: as pp or the script says
     recompute: Recompute = "none"
     flash_attention: bool = False
     overlap: bool = True  # gradients are sent while backward runs
@@ -116,16 +117,14 @@ class Predictor:
 
     def predict(self, strategy: Strategy, workers: int, settings: PlanSettings) -> Prediction:
         layout, term, text = self._read(strategy, workers)
-        turns = layout.replicas if term.batches is Batches.IN_TURNS else 1
-        microbatch, microbatches = _micro_batches(strategy, layout, settings, turns)
-        split = _split(strategy, layout, settings, microbatch)
+        resolved = _resolve(self.workload, strategy, (layout, term), settings)
         pricer = self.pricer(workers)
-        resolved = ResolvedStep(layout, split, microbatches, _shape(strategy, settings))
         replica = pricer.price(*resolved)
         sync = price_of(term, self.question(pricer, resolved, replica, settings.overlap))
         fixed_s = pricer.cluster.device.step_s
         fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
-        parts = _per_batch((*replica.parts, *sync.parts, *fixed), turns)
+        parts = (*replica.parts, *sync.parts, *fixed)
+        parts = _per_batch(parts, batches_in_turns(layout, term))
         step_s = sum(part.seconds for part in parts)
         return Prediction(
             strategy=text,
@@ -141,6 +140,7 @@ class Predictor:
             samples_per_s=settings.batch / step_s,
             mfu=self._flops * settings.batch / (self._peak * workers * step_s),
             convergence=sync.convergence,
+            microbatches=resolved.microbatches,
         )
 
 
@@ -156,11 +156,29 @@ def predict(
     return predictor.predict(as_strategy(strategy), workers, settings)
 
 
-def resolve_step(strategy: Strategy, workers: int, settings: PlanSettings) -> ResolvedStep:
+def resolve_step(
+    workload: Workload, strategy: Strategy, workers: int, settings: PlanSettings
+) -> ResolvedStep:
     layout = strategy.layout(workers)
-    microbatch, microbatches = _micro_batches(strategy, layout, settings)
+    return _resolve(workload, strategy, (layout, strategy.sync_for(layout.replicas)), settings)
+
+
+def _resolve(
+    workload: Workload,
+    strategy: Strategy,
+    chosen: tuple[Layout, SyncTerm],
+    settings: PlanSettings,
+) -> ResolvedStep:
+    layout, term = chosen
+    turns = batches_in_turns(layout, term)
+    microbatch, microbatches = _micro_batches(workload, strategy, layout, settings, turns)
     split = _split(strategy, layout, settings, microbatch)
     return ResolvedStep(layout, split, microbatches, _shape(strategy, settings))
+
+
+def batches_in_turns(layout: Layout, term: SyncTerm) -> int:
+    """Global batches that all replicas together compute in a step of each."""
+    return layout.replicas if term.batches is Batches.IN_TURNS else 1
 
 
 def _per_batch(parts: tuple[Part, ...], turns: int) -> tuple[Part, ...]:
@@ -171,7 +189,7 @@ def _per_batch(parts: tuple[Part, ...], turns: int) -> tuple[Part, ...]:
 
 
 def _micro_batches(
-    strategy: Strategy, layout: Layout, settings: PlanSettings, turns: int = 1
+    workload: Workload, strategy: Strategy, layout: Layout, settings: PlanSettings, turns: int
 ) -> tuple[int, int]:
     """Samples of a micro-batch, and how many micro-batches a replica has in a step."""
     of_replica = -(-turns * settings.batch // (layout.replicas * layout.ep))
@@ -182,11 +200,18 @@ def _micro_batches(
                 f"{of_replica} of a replica"
             )
         return settings.microbatch, -(-of_replica // settings.microbatch)
-    count = layout.pp
-    if strategy.pp is not None and strategy.pp.microbatches is not None:
-        count = strategy.pp.microbatches
-    count = min(count, of_replica)
+    count = min(_default_count(workload, strategy.pp), of_replica)
     return -(-of_replica // count), count
+
+
+def _default_count(workload: Workload, pp: Pp | None) -> int:
+    """As the runtime chooses: those of pp, or `accumulate` of the script, or two for each stage."""
+    if pp is None or pp.size == 1:
+        return workload.accumulate
+    if pp.microbatches is not None:
+        return pp.microbatches
+    default = 1 if pp.schedule == "inter-op" else 2 * pp.size
+    return workload.accumulate if workload.accumulate > 1 else default
 
 
 def _split(strategy: Strategy, layout: Layout, settings: PlanSettings, microbatch: int) -> Split:

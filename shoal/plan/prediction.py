@@ -49,6 +49,7 @@ class Prediction:
     mfu: float | None = None
     convergence: str = ""  # what an asynchronous or decentralized strategy costs in progress
     notes: tuple[str, ...] = ()
+    microbatches: int = 1  # of a replica in a step
 
     @property
     def fits(self) -> bool:

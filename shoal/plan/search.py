@@ -164,8 +164,9 @@ class _Search:
             chosen = settings
             if self.options.notation_only and layout.pp == 1:
                 samples = -(-settings.batch // (layout.replicas * layout.ep))
-                chosen = replace(settings, microbatch=samples)
-            yield from shapes(layout, self.workload.limits, chosen)
+                count = min(samples, self.workload.accumulate)
+                chosen = replace(settings, microbatch=-(-samples // count))
+            yield from shapes(layout, self.workload, chosen)
 
     def _try(self, found: _Found, shape: Shape, sync: SyncTerm | None) -> None:
         """1f1b first: no schedule keeps fewer activations, or has less than no bubble."""
@@ -222,7 +223,7 @@ class _Search:
         settings = self.options.settings
         found = []
         for layout in layouts(self.workload, workers, settings.batch):
-            tried = list(shapes(layout, self.workload.limits, settings))
+            tried = list(shapes(layout, self.workload, settings))
             smallest = min((shape.microbatch for shape in tried), default=0)
             last = [shape for shape in tried if shape.microbatch == smallest][-1:]
             for shape in last:

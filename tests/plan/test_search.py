@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import shoal
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.plan.candidates import candidate, divisors, layouts, pipelines, shapes, syncs
-from shoal.plan.explain import nothing_fits, options_of, why
-from shoal.plan.predict import PlanSettings, Predictor
+from shoal.plan.explain import in_script, nothing_fits, options_of, smaller_micro_batches, why
+from shoal.plan.predict import PlanSettings, Predictor, resolve_step
 from shoal.plan.search import SearchOptions, SearchResult, search
+from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.transformer import Transformer, TransformerSizes
 from shoal.strategy.strategy import parse
 
 MODEL = Transformer("small", TransformerSizes(layers=4, hidden=1024, heads=4, sequence=512))
 BATCH = PlanSettings(batch=16)
+PARAMETERS = 51200 * 1024 + 4 * 12 * 1024 * 1024
 
 
 def cluster(memory_gb: float, devices: int = 2) -> Cluster:
@@ -34,7 +39,7 @@ def fastest_of_all(memory_gb: float, workers: int) -> float:
     predictor = Predictor(MODEL, cluster(memory_gb))
     times = []
     for layout in layouts(MODEL, workers, BATCH.batch):
-        for shape in shapes(layout, MODEL.limits, BATCH):
+        for shape in shapes(layout, MODEL, BATCH):
             for sync in syncs(layout, cluster(memory_gb), workers, True):
                 for pipeline in pipelines(shape, 6):
                     for recompute in ("none", "selective", "full"):
@@ -96,6 +101,55 @@ def test_every_ranked_strategy_has_a_sentence() -> None:
 def test_what_is_not_in_the_notation_is_an_option() -> None:
     settings = PlanSettings(16, microbatch=2, recompute="selective")
     assert options_of(settings) == "--microbatch 2 --recompute selective"
+
+
+def test_micro_batches_without_a_pipeline_keep_activations_of_one_and_synchronize_once() -> None:
+    predictor = Predictor(MODEL, cluster(80))
+    whole = predictor.predict(parse("ddp"), 2, BATCH)
+    parts = predictor.predict(parse("ddp"), 2, replace(BATCH, microbatch=2))
+    assert (whole.microbatches, parts.microbatches) == (1, 4)
+    assert parts.memory.activations == pytest.approx(whole.memory.activations / 4, rel=0.01)
+    assert parts.memory.gradients >= whole.memory.gradients
+    sent = {part.name: part.seconds for part in parts.parts}
+    once = {part.name: part.seconds for part in whole.parts}
+    most = predictor.pricer(2).network.collective("all_reduce", RankGroup(2, 1), 2 * PARAMETERS)
+    assert once["gradients"] <= sent["gradients"] < 1.1 * most.seconds
+
+
+def test_a_script_that_accumulates_has_the_micro_batches_that_it_asks_for() -> None:
+    script = TracedWorkload("script", MODEL.precision, (1, 2), (), accumulate=4)
+    assert resolve_step(script, parse("ddp"), 2, BATCH)[2] == 4
+    assert resolve_step(script, parse("pp(2)"), 2, BATCH)[2] == 4
+    assert resolve_step(MODEL, parse("pp(2)"), 2, BATCH)[2] == 4  # two for each stage
+    assert resolve_step(MODEL, parse("ddp"), 2, BATCH)[2] == 1
+    assert resolve_step(script, parse("pp(2, microbatches=8)"), 2, BATCH)[2] == 8
+
+
+def test_replicas_that_take_batches_in_turns_compute_whole_batches() -> None:
+    resolved = resolve_step(MODEL, parse("hogwild"), 2, BATCH)
+    assert resolved.split.microbatch * resolved.microbatches == BATCH.batch
+
+
+def test_a_plan_says_what_the_script_has_to_ask_for() -> None:
+    one = found(1.0).ranked[0]
+    asked = replace(one.candidate.settings, microbatch=2, recompute="full")
+    words = in_script(parse("ddp"), asked, 4)
+    assert (
+        words == "in the script: job.step(…, accumulate=4) and torch.utils.checkpoint of the blocks"
+    )
+    assert in_script(parse("pp(2)"), BATCH, 4) == ""
+
+
+def test_where_a_batch_does_not_fit_the_largest_micro_batch_that_does_is_named() -> None:
+    predictor = Predictor(MODEL, cluster(2.5))
+    whole = predictor.predict(parse("ddp"), 2, BATCH)
+    advice = smaller_micro_batches(predictor, parse("ddp"), whole, BATCH)
+    assert not whole.fits
+    size = int(advice.split()[2])
+    assert advice.startswith(f"with --microbatch {size} it fits: ")
+    assert f"job.step(…, accumulate={8 // size})" in advice
+    assert predictor.predict(parse("ddp"), 2, replace(BATCH, microbatch=size)).fits
+    assert not predictor.predict(parse("ddp"), 2, replace(BATCH, microbatch=2 * size)).fits
 
 
 def test_only_notation_leaves_no_option_but_the_whole_batch_of_a_replica() -> None:

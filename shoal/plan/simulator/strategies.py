@@ -60,7 +60,7 @@ def simulate_strategy(
     value = as_strategy(strategy)
     predictor = Predictor(workload, cluster.of_size(workers))
     pricer = predictor.pricer(workers)
-    resolved = resolve_step(value, workers, settings)
+    resolved = resolve_step(workload, value, workers, settings)
     term: Any = value.sync_for(resolved.layout.replicas)
     question = predictor.question(pricer, resolved, pricer.price(*resolved), settings.overlap)
     size = cluster.of_size(workers)

@@ -88,6 +88,7 @@ class TracedWorkload:
     layers: tuple[TracedLayer, ...]
     limits: SplitLimits = UNSPLIT  # what divides a module is not known from its operations
     held: tuple[HeldTensor, ...] = ()
+    accumulate: int = 1
 
     @cached_property
     def runs(self) -> tuple[LayerRun, ...]:

@@ -85,6 +85,8 @@ class Transformer:
     sizes: TransformerSizes
     precision: Precision = MIXED
 
+    accumulate = 1
+
     @cached_property
     def runs(self) -> tuple[LayerRun, ...]:
         blocks = LayerRun("block", self.sizes.layers)
