@@ -50,6 +50,7 @@ LAYERS = [
     ["train.job"],
     ["observe.double_precision", "observe.captured_run", "observe.random_draws"],
     ["observe.double_check"],
+    ["observe.own_precision"],
     ["observe.capture", "observe.comparison", "observe.time_shares", "observe.verify"],
     ["observe.model_sizes"],
     ["observe.loop_sizes"],

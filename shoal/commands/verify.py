@@ -7,6 +7,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,8 +71,11 @@ def verify(
         pair = RunPair(runs, single, config_for(value, seed, device), str(value), workers)
         alone = pair.alone()
         together = pair.together()
-        double = None if alone.exact and together.exact else pair.in_double(alone)
+        is_exact = alone.exact and together.exact
+        double = None if is_exact else pair.in_double(alone)
         verdict = judge(alone, together, pair.again, double)
+        if double is None and not is_exact:
+            verdict = replace(verdict, own=pair.in_own_precision())
         if not verdict.ok:
             pair.check_repeats(alone)
     if as_json:
@@ -158,6 +162,7 @@ def _about_rounding(verdict: Verification) -> Iterator[str]:
             else f"from {verdict.additions:,} additions per gradient element and "
             f"{verdict.steps} steps"
         )
+        yield from _about_own_precision(verdict)
         return
     what, rounding = double.largest_rounding
     yield (
@@ -179,3 +184,22 @@ def _about_rounding(verdict: Verification) -> Iterator[str]:
     elif not double.ok:
         first = next(d.what for d in double.tensors if not d.is_equal)
         yield f"first difference in double precision, which is an error: {first}"
+
+
+def _about_own_precision(verdict: Verification) -> Iterator[str]:
+    """How small an error was looked for, where there is no double precision."""
+    if verdict.own is None or verdict.own.worst is None:
+        return
+    worst = verdict.own.worst
+    yield (
+        f"in its own precision, relative  {worst.difference:.3g} in {worst.what} "
+        f"(tolerance {worst.tolerance:.3g}, measured by adding up in another order)"
+    )
+    least = verdict.own.least
+    if least is not None and math.isfinite(least.tolerance):
+        yield (
+            f"an error of a gradient above {least.tolerance:.1g} of it would have been found "
+            f"(the least in {least.what})"
+        )
+    elif least is not None:
+        yield f"{least.what} is all rounding: an error of its gradient would not have been found"

@@ -22,6 +22,7 @@ from shoal.runtime.config import CaptureConfig, RunConfig
 if TYPE_CHECKING:
     from shoal.observe.captured_run import CapturedRun
     from shoal.observe.double_check import DoubleCheck
+    from shoal.observe.own_precision import OwnCheck
 
 DOUBLE_STEPS = 3  # in double precision, which takes longer
 NOT_FINITE = (
@@ -66,7 +67,8 @@ class ScriptRuns:
         """`options` are those of CaptureConfig."""
         from shoal.observe.captured_run import CapturedRun
 
-        steps = min(self.steps, DOUBLE_STEPS) if options.get("double") else self.steps
+        is_short = options.get("double") or options.get("optimizer")
+        steps = min(self.steps, DOUBLE_STEPS) if is_short else self.steps
         self.say(f"running {name}: up to {steps} steps")
         self.count += 1
         folder = self.folder / str(self.count)
@@ -131,6 +133,13 @@ class RunPair:
         except ShoalError as error:
             self.runs.say(f"the script does not run in double precision: {_last_line(error)}")
             return None
+
+    def in_own_precision(self) -> OwnCheck:
+        """Of the first steps, where the script does not run in double precision."""
+        from shoal.observe.own_precision import check_own
+
+        alone = self.runs.capture("alone, with the optimizer", self.single, 1, optimizer=True)
+        return check_own(alone, self.together(optimizer=True), self.again(optimizer=True))
 
 
 def _last_line(error: Exception) -> str:

@@ -100,7 +100,7 @@ class Capture:
 
     def write(self) -> None:
         """All ranks call it, since it also compares the parameters of the replicas."""
-        if self.config.double:
+        if self.config.double or self.config.optimizer:
             with self._full_weights(optimizer=True):
                 self._write_optimizers()
         with self._full_weights():

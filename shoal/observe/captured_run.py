@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+LAMBDA = 4.0
 SAME_LOSS = 1e-4  # relative; kernels that add in any order change less
 
 
@@ -95,6 +96,13 @@ def distance(a: Tensor, b: Tensor | None) -> float:
     if not a.numel() or torch.equal(a, b):
         return 0.0
     return float((a.double() - b.double()).abs().max())
+
+
+def bound(run: CapturedRun, dtype: torch.dtype, steps: int) -> float:
+    """λ·u·√(n·k), relative to the size of what is summed; exact runs have the same bits."""
+    if run.exact:
+        return 0.0
+    return LAMBDA * torch.finfo(dtype).eps / 2 * math.sqrt(max(1, run.additions) * max(1, steps))
 
 
 def _read(file: Path) -> Tensors:

@@ -92,12 +92,12 @@ def check(
     `again` is called if parts of the model are not computed in double.
     """
     rounding = _rounding_of(narrow, alone)
-    plain = dict(_relative(alone, together, rounding))
+    plain = dict(relative(alone, together, rounding))
     found = [Difference(what, value, SENSITIVITY) for what, value in plain.items()]
     was_reordered = not all(d.is_equal for d in found)
     order = None
     if was_reordered:
-        change = dict(_relative(alone, again(), rounding))
+        change = dict(relative(alone, again(), rounding))
         order = _unexplained(change)
         found = [Difference(n, value, _tolerance(change.get(n))) for n, value in plain.items()]
     losses = [abs(a - b) for a, b in zip(narrow.losses, alone.losses, strict=False)]
@@ -125,7 +125,7 @@ def _rounding_of(narrow: CapturedRun, alone: CapturedRun) -> dict[str, float]:
     return {name: change for name, change in changes.items() if math.isfinite(change)}
 
 
-def _relative(
+def relative(
     alone: CapturedRun, other: CapturedRun, rounding: dict[str, float]
 ) -> Iterator[tuple[str, float]]:
     """What is compared, and how far it is apart relative to its size."""

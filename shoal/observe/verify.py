@@ -18,7 +18,10 @@ precision, where rounding all but vanishes and an error does not (`double_check.
   1e-16 into what the runs differ by there. Ten times that difference, scaled by the ratio of the
   unit roundoffs, is allowed up to 10% instead of 1%.
 
-Where a script does not run in double precision, rounding is bounded like this: a sum of n terms
+Where a script does not run in double precision, its first steps are compared in its own
+(`own_precision.py`): with the rounding that another order of additions shows on one worker, and
+with a sentence about the size of the errors that this would find. Final tensors are bounded like
+this: a sum of n terms
 that are added in another order changes by about λ·u·√n of its size, where u is the unit roundoff
 of the dtype (Higham & Mary, 2019, with λ = 4). A gradient element sums n = samples × positions
 terms, and k steps carry k such errors: tolerance λ·u·√(n·k). If that does not hold, the run in
@@ -37,10 +40,10 @@ from typing import Any
 
 import torch
 
-from shoal.observe.captured_run import CapturedRun, Difference, distance
+from shoal.observe.captured_run import CapturedRun, Difference, bound, distance
 from shoal.observe.double_check import LARGEST, MARGIN, DoubleCheck
+from shoal.observe.own_precision import OwnCheck
 
-LAMBDA = 4.0
 COARSEST = torch.finfo(torch.bfloat16).eps
 LARGEST_CHAOTIC = 0.1
 _ROUNDOFF_RATIO = torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
@@ -58,12 +61,15 @@ class Verification:
     measured_rounding: bool
     switched_off: list[str]
     double: DoubleCheck | None = None
+    own: OwnCheck | None = None  # where the script does not run in double precision
     amplified: list[str] = field(default_factory=list)
     """Tensors that differ by more than rounding alone, which is allowed if `double` is equal."""
 
     @property
     def ok(self) -> bool:
         if self.double is not None and not self.double.ok:
+            return False
+        if self.own is not None and not self.own.ok:
             return False
         return self.is_equal
 
@@ -100,6 +106,7 @@ class Verification:
             "rounding_measured": self.measured_rounding,
             "switched_off": self.switched_off,
             "double": None if self.double is None else self.double.to_json(),
+            "own_precision": None if self.own is None else self.own.to_json(),
             "amplified": self.amplified,
         }
 
@@ -185,13 +192,6 @@ def compare(
         double=double,
         amplified=[d.what for d in tensors if _is_amplified(d, alone, measured)],
     )
-
-
-def bound(run: CapturedRun, dtype: torch.dtype, steps: int) -> float:
-    """λ·u·√(n·k), relative to the size of what is summed; exact runs have the same bits."""
-    if run.exact:
-        return 0.0
-    return LAMBDA * torch.finfo(dtype).eps / 2 * math.sqrt(max(1, run.additions) * max(1, steps))
 
 
 def _losses(alone: CapturedRun, together: CapturedRun, measured: _Measured) -> list[Difference]:

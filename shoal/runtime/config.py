@@ -77,6 +77,7 @@ class CaptureConfig:
     steps: int = variable("SHOAL_CAPTURE_STEPS", POSITIVE, 20)  # the script stops after them
     pieces: int = variable("SHOAL_CAPTURE_PARTS", POSITIVE, 1)  # of each micro-batch
     double: bool = variable("SHOAL_CAPTURE_DOUBLE", FLAG, False)  # compute in float64
+    optimizer: bool = variable("SHOAL_CAPTURE_OPTIMIZER", FLAG, False)  # write its state, too
     early: int | None = variable("SHOAL_CAPTURE_EARLY", POSITIVE)  # write after so many steps, too
 
 

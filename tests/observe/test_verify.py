@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shoal.observe.captured_run import CapturedRun, Difference, distance
+from shoal.observe.captured_run import CapturedRun, Difference, bound, distance
 from shoal.observe.double_check import MARGIN, DoubleCheck
-from shoal.observe.verify import Verification, bound, judge
+from shoal.observe.verify import Verification, judge
 
 LOSSES = [2.0, 1.5, 1.0]
 
