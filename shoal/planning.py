@@ -10,7 +10,7 @@ A model is the name of a transformer, a script, or a `Workload`: `workload_of(mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.cluster import Cluster
@@ -133,7 +133,7 @@ def limited(cluster: Cluster, limit: str | float | None) -> Cluster:
     num_bytes = float(parse_bytes(limit)) if isinstance(limit, str) else float(limit)
     if num_bytes <= 0:
         raise BadInput(f"a limit of memory is above 0 bytes, not {limit}")
-    return replace(cluster, device=replace(cluster.device, memory_bytes=num_bytes))
+    return cluster.with_memory(num_bytes)
 
 
 def model_and_batch(model: Model, batch: int | None, workers: int) -> tuple[Workload, int]:

@@ -121,6 +121,15 @@ class Cluster:
         """The device that each worker has, where so many run on this cluster."""
         return self.node.device_among(min(workers, self.node.devices), self.device)
 
+    def with_memory(self, num_bytes: float) -> Cluster:
+        """The same cluster with devices of so much memory."""
+        crowded = tuple(
+            (workers, replace(device, memory_bytes=num_bytes))
+            for workers, device in self.node.crowded
+        )
+        device = replace(self.device, memory_bytes=num_bytes)
+        return replace(self, device=device, node=replace(self.node, crowded=crowded))
+
     def place(self, rank: int) -> tuple[int, int, int]:
         """The rack, the node and the device in its node of a rank."""
         if not 0 <= rank < self.devices:

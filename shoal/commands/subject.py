@@ -110,6 +110,5 @@ def cluster_of(name: str, network: str | None, limit: str | None, workers: int) 
         node = replace(cluster.node, devices=1, nic=link, nics=1)
         cluster = replace(cluster, node=node, nodes=workers, nodes_per_rack=None)
     if limit is not None:
-        device = replace(cluster.device, memory_bytes=float(parse_bytes(limit)))
-        cluster = replace(cluster, device=device)
+        cluster = cluster.with_memory(float(parse_bytes(limit)))
     return cluster.of_size(workers)

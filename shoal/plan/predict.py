@@ -58,8 +58,7 @@ class Predictor:
         self._pricers: dict[int, ReplicaPricer] = {}
         self._last: tuple[Strategy, int, tuple[Layout, SyncTerm, str]] | None = None
         self._held: dict[tuple[Stage, int, int], _Held | None] = {}
-        self._flops = workload.model_flops(1)
-        self._peak = cluster.device.flops_of(workload.precision.compute)
+        self._flops: dict[tuple[int, bool], float] = {}
 
     def pricer(self, workers: int) -> ReplicaPricer:
         """A pricer for the device that each of so many workers has."""
@@ -77,6 +76,13 @@ class Predictor:
             said = (layout, strategy.sync_for(layout.replicas), str(strategy))
             self._last = (strategy, workers, said)
         return self._last[2]
+
+    def _model_flops(self, settings: PlanSettings) -> float:
+        key = (settings.batch, settings.flash_attention)
+        if key not in self._flops:
+            counted = self.workload.model_flops(*key)
+            self._flops[key] = min(counted, _computed_flops(self.workload, *key))
+        return self._flops[key]
 
     def question(
         self, pricer: ReplicaPricer, resolved: ResolvedStep, replica: ReplicaPrice, overlap: bool
@@ -136,9 +142,9 @@ class Predictor:
             high_s=step_s + sync.spread_s[1],
             parts=parts,
             memory=_with_activations(sync.memory, replica),
-            memory_limit_bytes=self.cluster.device.memory_bytes,
+            memory_limit_bytes=pricer.cluster.device.memory_bytes,
             samples_per_s=settings.batch / step_s,
-            mfu=self._flops * settings.batch / (self._peak * workers * step_s),
+            mfu=self._model_flops(settings) / (pricer.peak_flops * workers * step_s),
             convergence=sync.convergence,
             microbatches=resolved.microbatches,
         )
@@ -154,6 +160,17 @@ def predict(
     """One prediction; a `Predictor` is faster for many."""
     predictor = Predictor(workload, cluster.of_size(workers))
     return predictor.predict(as_strategy(strategy), workers, settings)
+
+
+def _computed_flops(workload: Workload, samples: int, flash_attention: bool) -> float:
+    """What kernels do: papers also count what those of causal attention skip."""
+    split = Split(samples, flash_attention=flash_attention)
+    total = 0.0
+    for index, run in enumerate(workload.runs):
+        cost = workload.cost(index, split)
+        kernels = (*cost.forward, *cost.backward_input, *cost.backward_weight)
+        total += run.count * sum(kernel.flops for kernel in kernels)
+    return total
 
 
 def resolve_step(

@@ -79,6 +79,7 @@ class ReplicaPricer:
         self.workload = workload
         self.cluster = cluster
         self.order = order
+        self.peak_flops = cluster.device.flops_of(workload.precision.compute)
         self.network = Network(cluster)
         self._counts = [run.count for run in workload.runs]
         self._clock = LayerClock(workload, self.network)

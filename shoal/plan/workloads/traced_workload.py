@@ -104,7 +104,8 @@ class TracedWorkload:
             self._costs[key] = _Cost(self.layers[run], self.batches, split).layer_cost()
         return self._costs[key]
 
-    def model_flops(self, samples: int) -> float:
+    def model_flops(self, samples: int, flash_attention: bool = False) -> float:
+        """As papers count them: causal attention as if nothing were skipped."""
         along = _along(self.batches, samples)
         return sum(layer.count * max(0.0, _at(layer.flops, along)) for layer in self.layers)
 

@@ -29,6 +29,7 @@ from shoal.plan.workloads.workload import (
 )
 
 MIXED = Precision("fp16", 2, 2, 4, 8)
+_FLASH_BACKWARD = 2.5  # five products, where forward has two
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,13 @@ class Transformer:
         """None: sizes say how many numbers there are, not how a program lays them out."""
         return None
 
-    def model_flops(self, samples: int) -> float:
-        one = Split()
+    def model_flops(self, samples: int, flash_attention: bool = False) -> float:
+        """Backward has two products for each of forward."""
+        one = Split(flash_attention=flash_attention)
         total = 0.0
         for index, run in enumerate(self.runs):
-            cost = self.cost(index, one)
-            kernels = (*cost.forward, *cost.backward_input, *cost.backward_weight)
-            total += run.count * sum(kernel.flops for kernel in kernels)
+            forward = sum(kernel.flops for kernel in self.cost(index, one).forward)
+            total += run.count * 3 * forward
         return total * samples
 
 
@@ -152,7 +153,7 @@ def _block(model: Transformer, split: Split) -> LayerCost:
     linear = _linear_products(sizes, split, width)
     pointwise = _pointwise(sizes, split, width, hidden_bytes)
     backward = [_gradients(kernel, width) for kernel in linear]
-    core = tuple(_gradients(kernel, width) for kernel in attention if kernel.flops)
+    core = _attention_gradients(attention, split, width)
     forward = (*linear, *attention, *pointwise)
     backward_moves = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in pointwise)
     moved = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in attention if not k.flops)
@@ -162,7 +163,7 @@ def _block(model: Transformer, split: Split) -> LayerCost:
         forward=forward,
         backward_input=(
             *(one for one, _ in backward),
-            *(kernel for pair in core for kernel in pair),
+            *core,
             *backward_moves,
             *moved,
         ),
@@ -177,6 +178,21 @@ def _block(model: Transformer, split: Split) -> LayerCost:
         output_bytes=width * tokens * sizes.hidden / (split.tp if split.sequence_parallel else 1),
         largest_tensor=sizes.hidden * max(sizes.inner, sizes.qkv) / split.tp,
     )
+
+
+def _attention_gradients(
+    attention: tuple[Kernel, ...], split: Split, width: int
+) -> tuple[Kernel, ...]:
+    """Two products for each one; a flash kernel also computes the scores again, on the chip."""
+    if split.flash_attention:
+        (one,) = attention
+        return (
+            one._replace(
+                name="attention backward", flops=_FLASH_BACKWARD * one.flops, bytes=2 * one.bytes
+            ),
+        )
+    pairs = [_gradients(kernel, width) for kernel in attention if kernel.flops]
+    return tuple(kernel for pair in pairs for kernel in pair)
 
 
 def _linear_products(sizes: TransformerSizes, split: Split, width: int) -> tuple[Kernel, ...]:

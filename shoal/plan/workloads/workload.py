@@ -137,7 +137,7 @@ class Workload(Protocol):
         """The cost of one layer of the run of this index."""
         ...
 
-    def model_flops(self, samples: int) -> float:
+    def model_flops(self, samples: int, flash_attention: bool = False) -> float:
         """Operations of forward and backward without recompute, for the MFU."""
         ...
 
