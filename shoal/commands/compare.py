@@ -130,10 +130,17 @@ def _entries(names: Sequence[str], workers: int, folder: Path) -> list[ComparedR
 
 
 def groups_of(entries: Sequence[ComparedRun], apart: bool) -> list[list[ComparedRun]]:
-    """Which runs share their processes."""
-    alone = [e for e in entries if apart or as_strategy(e.strategy).sync_for(e.workers).has_servers]
+    """Which runs share their processes.
+
+    A run on one worker has none beside it: workers that wait for it would take its cores.
+    """
+    alone = [e for e in entries if apart or e.workers == 1 or _has_servers(e)]
     together = [entry for entry in entries if entry not in alone]
     return [*([together] if together else []), *([entry] for entry in alone)]
+
+
+def _has_servers(entry: ComparedRun) -> bool:
+    return as_strategy(entry.strategy).sync_for(entry.workers).has_servers
 
 
 class Comparison:

@@ -18,9 +18,13 @@ class Mark(NamedTuple):
 
 
 class Throughput:
-    """Counts the samples of the job and of this rank, and the steps of the job."""
+    """Counts the samples of the job and of this rank, and the steps of the job.
 
-    def __init__(self) -> None:
+    `sharing` ranks compute the same samples: those of a replica that tp, pp or cp splits.
+    """
+
+    def __init__(self, sharing: int = 1) -> None:
+        self._sharing = sharing
         self._rank_samples = 0
         self._steps = 0
         self._calls = 0
@@ -74,6 +78,7 @@ class Throughput:
     def report(self, origin_ns: int = 0) -> dict[str, Any]:
         """The speeds of this rank, without the first fifth of the steps.
 
+        `samples_per_s` is its share of the replica's, so that the sum over ranks is the job's.
         `measured_ns` is when speeds were measured, on the clock of a trace with that origin.
         """
         first = self._after_warm_up()
@@ -85,7 +90,7 @@ class Throughput:
         return {
             **totals,
             "steps_per_s": (last.steps - first.steps) / seconds,
-            "samples_per_s": (last.samples - first.samples) / seconds,
+            "samples_per_s": (last.samples - first.samples) / self._sharing / seconds,
             "measured_ns": [first.time_ns - origin_ns, last.time_ns - origin_ns],
         }
 

@@ -114,7 +114,7 @@ class Job(LoopMethods):
         self._saved: tuple[Path, dict[str, Any]] | None = None  # where the script saved last
         self.is_preempted = False
         self._stream.kind = strategy.sync_for(self.replicas).batches
-        self._throughput = Throughput()
+        self._throughput = Throughput(group.size // self.mesh.data.size)
         self._loop = OwnLoop(self.mesh, mix(seed, 5), self._step_context, self._end_loop_step)
         self._others: OtherOptimizers | None = None
         self._agreement = Agreement(group, device, self._services.elastic_sum)

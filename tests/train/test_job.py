@@ -63,6 +63,21 @@ def test_a_report_counts_this_rank_s_own_steps_and_samples(world: World) -> None
     assert reports[0]["sync"] == [sent] and json.dumps(reports)
 
 
+@pytest.mark.parametrize("strategy", ["tp(2)", "pp(2)"])
+def test_workers_of_one_replica_share_its_samples(world: World, strategy: str) -> None:
+    def body(group: Group) -> dict[str, Any]:
+        job = Job(parse(strategy), group, device=CPU)
+        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(10), batch_size=5, epochs=2):
+            step(batch)
+        job.close()
+        return job.report()
+
+    for report in world(2, body):
+        assert report["samples_per_s"] == pytest.approx(2.5 * report["steps_per_s"])
+
+
+
 def test_faults_surround_the_computing_of_a_step() -> None:
     moments: list[str] = []
 
