@@ -70,6 +70,10 @@ class Device:
     # how much longer kernels of a name take than their bytes or operations say: gelu, softmax, …
     kernel_factors: Mapping[str, float] = field(default_factory=dict, hash=False)
     threads: int | None = None  # cores that it computes on, where it is a CPU
+    # measured seconds over those from the figures above, where a model was profiled; no file has it
+    forward_pace: float = 1.0
+    backward_pace: float = 1.0
+    update_pace: float = 1.0
     source: str = "spec"
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 

@@ -18,17 +18,19 @@ from shoal.commands.bench_harness import check_names, say
 from shoal.commands.compare import WORKER, Comparison, groups_of, progress_over
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table, wide_console
-from shoal.commands.script_workload import workload_of_script
+from shoal.commands.script_workload import profile_of_script, workload_of_script
 from shoal.errors import BadInput
 from shoal.observe.comparison import ComparedRun, RunOutcome
 from shoal.plan.predict import PlanSettings
 from shoal.plan.prediction import Prediction
+from shoal.plan.profile import profiled
 from shoal.plan.spread import SpreadPredictor
 from shoal.plan.workloads.workload import Workload
 from shoal.strategy.strategy import as_strategy
 
 STRATEGIES = ("single", "ddp", "ps", 'ps(mode="async")', "gossip", "zero(2)", "pp(2)", "tp(2)")
 STEPS = {"gpt": 40, "gpt-medium": 20, "gpt-large": 20, "mlp": 25, "mlp-small": 200}
+PROFILE_S = 3.0
 SCRIPT = str(Path(predict_models.__file__))
 
 
@@ -53,7 +55,8 @@ class PredictBench:
     def verdict(self, model: str, cluster: Cluster) -> Verdict:
         runs = self.check()
         traced = workload_of_script(SCRIPT, ["--model", model])
-        predictor = SpreadPredictor(cast(Workload, traced.workload), cluster)
+        workload = cast(Workload, traced.workload)
+        predictor = SpreadPredictor(workload, self._profiled(cluster, workload, model))
         settings = PlanSettings(batch=traced.batch)
         predictions = [
             predictor.predict(as_strategy(strategy), workers, settings)
@@ -71,6 +74,15 @@ class PredictBench:
                 continue
             rows.append(_compared(prediction, seconds))
         return Verdict(model, tuple(rows), tuple(refused))
+
+    def _profiled(self, cluster: Cluster, workload: Workload, model: str) -> Cluster:
+        """With the pace of the model's passes, alone and beside as many workers as are asked."""
+        counts = sorted({workers for _, workers in self.check()})
+        profiles = [
+            profile_of_script(SCRIPT, ["--model", model], count, PROFILE_S, self.device)
+            for count in counts
+        ]
+        return profiled(cluster, workload, profiles)
 
     def _measure(self, model: str, runs: Sequence[tuple[str, int]]) -> list[RunOutcome]:
         command = [sys.executable, "-m", WORKER, "PLAN", SCRIPT, "--model", model]

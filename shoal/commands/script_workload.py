@@ -9,8 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from shoal.commands.launching import check_trained, command_for, config_for, run_quietly
 from shoal.errors import BadInput
+from shoal.observe.workload_profile import PROFILE
+from shoal.plan.profile import ModelProfile
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Precision
 from shoal.runtime.config import WorkloadTraceConfig
@@ -33,6 +37,25 @@ def workload_of_script(script: str, args: Sequence[str] | None = None) -> Script
         document = _read(folder, script)
     workload = TracedWorkload.from_json(document["workload"].encode())
     return ScriptWorkload(workload, int(document["batch"]), workload.precision)
+
+
+def profile_of_script(
+    script: str,
+    args: Sequence[str] | None,
+    workers: int,
+    seconds: float,
+    device: str | None = None,
+) -> ModelProfile:
+    """Start a script on so many workers, which time the passes of its model for `seconds`."""
+    command = command_for(script, args)
+    strategy = as_strategy("ddp" if workers > 1 else "single")
+    with tempfile.TemporaryDirectory(prefix="shoal-profile-") as name:
+        asked = WorkloadTraceConfig(Path(name), seconds)
+        config = config_for(strategy, device=device)
+        run_quietly(command, workers, replace(config, workload_trace=asked))
+        file = Path(name) / PROFILE
+        check_trained(file)
+        return msgspec.json.decode(file.read_bytes(), type=ModelProfile)
 
 
 def _read(folder: Path, script: str) -> dict[str, str]:

@@ -42,6 +42,7 @@ from shoal.observe.memory_estimate import estimate_memory
 from shoal.observe.memory_probe import Probe
 from shoal.observe.progress import for_worker, open_progress
 from shoal.observe.trace import OFF, Recorder, Tracer
+from shoal.observe.workload_profile import profile_workload
 from shoal.observe.workload_trace import trace_workload
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
@@ -122,7 +123,9 @@ class Worker:
 
     def _run_job(self, train: Train, make_job: Callable[[type[Job]], Job]) -> Any:
         is_estimate = estimate_memory(self.config.memory_estimate, train, make_job)
-        if is_estimate or trace_workload(self.config.workload_trace, train, make_job):
+        asked = self.config.workload_trace
+        is_profile = not is_estimate and profile_workload(asked, train, make_job)
+        if is_estimate or is_profile or trace_workload(asked, train, make_job):
             self.mark_finished()
             return None
         job = make_job(Job)

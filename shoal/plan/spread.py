@@ -49,7 +49,7 @@ def at_quartile(cluster: Cluster, fast: bool) -> Cluster:
 def _moved(spec: _Spec, fast: bool) -> _Spec:
     changes: dict[str, Any] = {}
     for name, (low, high) in spec.spread.items():
-        is_time = name.endswith("_s") and not name.endswith("per_s")
+        is_time = name.endswith(("_s", "_pace")) and not name.endswith("per_s")
         value = low if fast == is_time else high
         attribute, _, key = name.partition(".")
         if not key:

@@ -100,9 +100,13 @@ class MemoryEstimateConfig:
 
 @dataclass(frozen=True)
 class WorkloadTraceConfig:
-    """What `shoal predict` and `shoal plan` ask of a script; off without a folder."""
+    """What `shoal predict` and `shoal plan` ask of a script; off without a folder.
+
+    With `profile_s` workers compute its first batch for so long and write the times of passes.
+    """
 
     folder: Path | None = variable("SHOAL_WORKLOAD_DIR", PATH)
+    profile_s: float = variable("SHOAL_PROFILE_SECONDS", SECONDS, 0.0)
 
 
 @dataclass(frozen=True)

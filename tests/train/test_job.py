@@ -77,7 +77,6 @@ def test_workers_of_one_replica_share_its_samples(world: World, strategy: str) -
         assert report["samples_per_s"] == pytest.approx(2.5 * report["steps_per_s"])
 
 
-
 def test_faults_surround_the_computing_of_a_step() -> None:
     moments: list[str] = []
 

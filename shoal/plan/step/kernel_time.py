@@ -87,10 +87,12 @@ class KernelModel:
             memory_s += moving
             count += 1
         launches_s = count * self._launch_s(backward)
+        pace = self.device.backward_pace if backward else self.device.forward_pace
         if self.device.synchronous:
-            return KernelTime(compute_s, memory_s, launches_s)
+            return KernelTime(pace * compute_s, pace * memory_s, pace * launches_s)
         busy_s = compute_s + memory_s + sending_s
-        return KernelTime(compute_s, memory_s, max(0.0, launches_s - busy_s))
+        exposed_s = max(0.0, launches_s - busy_s)
+        return KernelTime(pace * compute_s, pace * memory_s, pace * exposed_s)
 
     def _launch_s(self, backward: bool) -> float:
         device = self.device

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from shoal.cluster.cluster import Cluster
+from shoal.cluster.hardware import Device
 from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import Network
@@ -129,15 +130,22 @@ def prices(name: str) -> Callable[[Pricer], Pricer]:
 def update_part(question: SyncQuestion, share: float = 1.0) -> Part:
     """The optimizer reads gradients and state and writes state and parameters."""
     device = question.cluster.device
-    moved = share * (
-        question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
+    return Part(
+        "update", update_s(device, question.precision, share * question.parameters), "memory"
     )
+
+
+def update_s(device: Device, precision: Precision, parameters: float) -> float:
+    """Seconds of an update of so many numbers."""
+    states = precision.master_bytes + precision.state_bytes
+    width = precision.gradient_bytes + 2 * states + 2 * precision.parameter_bytes
+    moved = parameters * width
     rate = device.update_bytes_per_s
-    if question.precision.state_bytes <= 4 and device.momentum_bytes_per_s is not None:
+    if precision.state_bytes <= 4 and device.momentum_bytes_per_s is not None:
         rate = device.momentum_bytes_per_s
     if rate is None:
         rate = device.memory_bytes_per_s * device.memory_efficiency.at(max(1.0, moved))
-    return Part("update", moved / rate, "memory")
+    return device.update_pace * moved / rate
 
 
 def memory_pass_s(question: SyncQuestion, num_bytes: float) -> float:
