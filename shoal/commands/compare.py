@@ -132,9 +132,10 @@ def _entries(names: Sequence[str], workers: int, folder: Path) -> list[ComparedR
 def groups_of(entries: Sequence[ComparedRun], apart: bool) -> list[list[ComparedRun]]:
     """Which runs share their processes.
 
-    A run on one worker has none beside it: workers that wait for it would take its cores.
+    A run on fewer workers has no others beside it: while they wait, they would take its cores.
     """
-    alone = [e for e in entries if apart or e.workers == 1 or _has_servers(e)]
+    most = max(entry.workers for entry in entries)
+    alone = [e for e in entries if apart or e.workers < most or _has_servers(e)]
     together = [entry for entry in entries if entry not in alone]
     return [*([together] if together else []), *([entry] for entry in alone)]
 

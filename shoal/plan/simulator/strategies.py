@@ -22,8 +22,7 @@ from shoal.plan.step.step_price import ReplicaPricer
 from shoal.plan.sync_price.base import DEFAULT_BUCKET_BYTES, SyncQuestion, update_part
 from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.sync_price.overlap import idle_share
-from shoal.plan.sync_price.ps import quorum_count
-from shoal.plan.sync_price.ps_links import host_rate
+from shoal.plan.sync_price.ps import quorum_count, server_update_s
 from shoal.plan.workloads.workload import Workload
 from shoal.strategy.strategy import Strategy, as_strategy
 
@@ -67,7 +66,7 @@ def simulate_strategy(
     agreeing = _WAYS[term.name](term, question)
     if agreeing.way == "servers":
         agreeing = replace(agreeing, servers=_hosts(term, question))
-        agreeing = replace(agreeing, apply_s=_apply_s(term, question))
+        agreeing = replace(agreeing, apply_s=server_update_s(term, question))
         size = size.of_size(1 + max(agreeing.servers))
     agreeing = replace(agreeing, is_overlapped=settings.overlap and idle_share(question) > 0)
     work = _work(pricer, resolved, question, agreeing, _compression(term, question))
@@ -145,12 +144,6 @@ def _compression(term: Any, question: SyncQuestion) -> float:
         return 1.0
     plain = price_of(replace(term, compress=None), question).sent_bytes
     return price_of(term, question).sent_bytes / plain if plain else 1.0
-
-
-def _apply_s(term: Any, question: SyncQuestion) -> float:
-    """Servers update at the same time, each its slice, in their hosts' memory."""
-    moved = question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
-    return moved / host_rate(term, question)
 
 
 def _hosts(term: Any, question: SyncQuestion) -> tuple[int, ...]:

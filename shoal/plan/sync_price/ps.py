@@ -23,6 +23,7 @@ from shoal.plan.sync_price.base import (
     some,
     synchronous_spread,
     update_part,
+    update_s,
     waiting_part,
 )
 from shoal.plan.sync_price.overlap import computes_on_cores, hidden_s, idle_share
@@ -92,17 +93,20 @@ def _exposed_push(term: Any, question: SyncQuestion, up: Way) -> float:
     return min(up.seconds, max(up.seconds - hidden, bucket_s))
 
 
-def _server_update_s(term: Any, question: SyncQuestion) -> float:
-    """Servers update at the same time, each its slice."""
+def server_update_s(term: Any, question: SyncQuestion) -> float:
+    """Servers update at the same time, each its slice; on CPUs as fast as a worker would."""
+    if computes_on_cores(question):
+        slices = question.each * question.parameters / server_count(term, question)
+        return update_s(question.cluster.device, question.precision, slices)
     moved = question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
     hosts = server_hosts(term, question)
-    return question.each * moved / (hosts * host_rate(term, question))
+    return question.each * moved / (hosts * host_rate(term, question, moved))
 
 
 def _lockstep(term: Any, question: SyncQuestion, up: Way, down: Way) -> tuple[Part, ...]:
     update = update_part(question)
     if term.update == "server":
-        update = Part("update", _server_update_s(term, question), "memory of the servers")
+        update = Part("update", server_update_s(term, question), "memory of the servers")
     pushes = Part("push", _exposed_push(term, question, up), up.bound)
     return some(pushes, Part("pull", down.seconds, down.bound), waiting_part(question), update)
 
@@ -116,7 +120,7 @@ def _relaxed(
     replicas = question.replicas
     pace, updates = _pace(term, question)
     compute_s = question.compute_s
-    update_s = _server_update_s(term, question)
+    update_s = server_update_s(term, question)
     every_push = 1 if updates > 1 else 1 / replicas  # an update for each push, or for each step
     hidden = min(hidden_s(question), up.alone_s)
     alone_s = pace * compute_s + up.alone_s - hidden + down.alone_s

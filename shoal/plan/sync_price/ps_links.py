@@ -90,19 +90,22 @@ def server_hosts(term: Any, question: SyncQuestion) -> int:
     return int(term.servers) if term.placement == "servers" else -(-question.workers // devices)
 
 
-def host_rate(term: Any, question: SyncQuestion) -> float:
-    """Bytes a second at which the servers of one host work: a core each, one bus for all."""
+def host_rate(term: Any, question: SyncQuestion, num_bytes: float) -> float:
+    """Bytes a second at which the servers of one host work on messages of this size.
+
+    A core each, one bus for all.
+    """
     cluster = question.cluster
     servers = math.ceil(server_count(term, question) / server_hosts(term, question))
-    core = _bus(cluster)
-    if computes_on_cores(question):
-        core = cluster.device.memory_bytes_per_s
-    return min(servers * core, _bus(cluster))
+    if not computes_on_cores(question):
+        return _bus(cluster)
+    share = cluster.device.memory_efficiency.at(max(1.0, num_bytes))
+    return share * min(servers * cluster.device.memory_bytes_per_s, _bus(cluster))
 
 
 def _shared_memory(term: Any, question: SyncQuestion, message_bytes: float, passes: int) -> Way:
     cluster = question.cluster
-    rate = host_rate(term, question)
+    rate = host_rate(term, question, message_bytes)
     service_s = passes * message_bytes / rate
     alpha_s = cluster.node.fabric.alpha_s if cluster.node.fabric is not None else 0.0
     device_s = 0.0
@@ -127,7 +130,10 @@ def _network(term: Any, question: SyncQuestion, message_bytes: float, passes: in
         (traffic.of_worker * workers / node_rate, f"{nic.name} of a worker's node"),
         (into_s, f"{nic.name} of the servers ({show_rate(node_rate)}), incast"),
         (_uplink_s(term, question, message_bytes), f"spine uplink 1:{cluster.oversubscription:g}"),
-        (passes * into_node / host_rate(term, question), "memory of the servers' host"),
+        (
+            passes * into_node / host_rate(term, question, message_bytes),
+            "memory of the servers' host",
+        ),
     ]
     seconds, bound = max(narrow)
     alone_s = nic.alpha_s + traffic.of_worker / node_rate
