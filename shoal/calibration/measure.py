@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.calibration.machine import machine_of
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.discover import this_machine
@@ -39,13 +41,21 @@ def worker_counts(most: int) -> list[int]:
     return [*counts, most]
 
 
+def _most(device: str | None) -> int:
+    """As many workers as there are GPUs, where they train on GPUs; else as there are cores."""
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device is not None and ":" in device:
+        return 1
+    return gpus or cores()
+
+
 def calibrate(options: CalibrationOptions, say: Say) -> Cluster:
     """Measure this machine in about as many seconds as the options say."""
     if options.workers is not None and options.workers < 1:
         raise BadInput(f"cannot measure {options.workers} workers: at least 1 is needed")
     if options.seconds <= 0:
         raise BadInput(f"cannot measure in {options.seconds:g} s: more than 0 is needed")
-    counts = worker_counts(options.workers or cores())
+    counts = worker_counts(options.workers or _most(options.device))
     each_s = max(_LEAST_S, options.seconds / len(counts) - _START_S)
     documents = []
     for number, workers in enumerate(counts, 1):

@@ -30,7 +30,6 @@ from shoal.strategy.strategy import as_strategy
 
 STRATEGIES = ("single", "ddp", "ps", 'ps(mode="async")', "gossip", "zero(2)", "pp(2)", "tp(2)")
 STEPS = {"gpt": 40, "gpt-medium": 20, "gpt-large": 20, "mlp": 25, "mlp-small": 200}
-PROFILE_S = 3.0
 SCRIPT = str(Path(predict_models.__file__))
 
 
@@ -79,8 +78,7 @@ class PredictBench:
         """With the pace of the model's passes, alone and beside as many workers as are asked."""
         counts = sorted({workers for _, workers in self.check()})
         profiles = [
-            profile_of_script(SCRIPT, ["--model", model], count, PROFILE_S, self.device)
-            for count in counts
+            profile_of_script(SCRIPT, ["--model", model], count, self.device) for count in counts
         ]
         return profiled(cluster, workload, profiles)
 

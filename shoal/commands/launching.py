@@ -90,7 +90,7 @@ def resolve_auto(
     from shoal.launch.auto import choose_strategy  # only where it is needed
 
     config = config_for(as_strategy("single"), device=device)
-    run = partial(run_quietly, command, 1)
+    run = partial(run_quietly, command)
     return str(choose_strategy(workers, config, run, _say))
 
 

@@ -6,14 +6,13 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from shoal.commands.launching import check_trained, command_for, config_for, run_quietly
 from shoal.errors import BadInput
-from shoal.observe.workload_profile import PROFILE
+from shoal.launch.model_profile import measure_profile
 from shoal.plan.profile import ModelProfile
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Precision
@@ -40,22 +39,11 @@ def workload_of_script(script: str, args: Sequence[str] | None = None) -> Script
 
 
 def profile_of_script(
-    script: str,
-    args: Sequence[str] | None,
-    workers: int,
-    seconds: float,
-    device: str | None = None,
+    script: str, args: Sequence[str] | None, workers: int, device: str | None = None
 ) -> ModelProfile:
-    """Start a script on so many workers, which time the passes of its model for `seconds`."""
-    command = command_for(script, args)
-    strategy = as_strategy("ddp" if workers > 1 else "single")
-    with tempfile.TemporaryDirectory(prefix="shoal-profile-") as name:
-        asked = WorkloadTraceConfig(Path(name), seconds)
-        config = config_for(strategy, device=device)
-        run_quietly(command, workers, replace(config, workload_trace=asked))
-        file = Path(name) / PROFILE
-        check_trained(file)
-        return msgspec.json.decode(file.read_bytes(), type=ModelProfile)
+    """Start a script on so many workers, which time the passes of its model."""
+    run = partial(run_quietly, command_for(script, args))
+    return measure_profile(run, config_for(as_strategy("single"), device=device), workers)
 
 
 def _read(folder: Path, script: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from shoal.calibration.cache import calibrated_cluster
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_seconds
 from shoal.errors import BadInput, ShoalError
+from shoal.launch.model_profile import ScriptRun, measure_profile
 from shoal.plan.explain import nothing_fits, why_first
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
+from shoal.plan.profile import profiled
 from shoal.plan.search import Priced, SearchOptions, search
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Workload
@@ -27,10 +30,9 @@ from shoal.strategy.strategy import Strategy, as_strategy
 AUTO = "auto"
 _AS_FAST = 1.02
 Say = Callable[[str], None]
-TraceRun = Callable[[RunConfig], None]  # runs the script in one process, without its output
 
 
-def choose_strategy(workers: int, config: RunConfig, run: TraceRun, say: Say) -> Strategy:
+def choose_strategy(workers: int, config: RunConfig, run: ScriptRun, say: Say) -> Strategy:
     """The fastest strategy for the script on this machine; ddp where its model cannot be traced."""
     if workers == 1:
         say("auto: single, for there is one worker")
@@ -41,15 +43,17 @@ def choose_strategy(workers: int, config: RunConfig, run: TraceRun, say: Say) ->
         say(f"auto: ddp, for the model could not be traced: {error}")
         return as_strategy("ddp")
     cluster = calibrated_cluster(say=say, device=config.device).of_size(workers)
+    with suppress(BadInput):  # then the machine's figures alone decide
+        cluster = profiled(cluster, workload, [measure_profile(run, config, workers)])
     return planned(workload, batch, cluster, workers, say)
 
 
-def traced(config: RunConfig, run: TraceRun) -> tuple[TracedWorkload, int]:
+def traced(config: RunConfig, run: ScriptRun) -> tuple[TracedWorkload, int]:
     """The model of the script and the samples of its batch."""
     with tempfile.TemporaryDirectory(prefix="shoal-auto-") as name:
         folder = Path(name)
         trace = WorkloadTraceConfig(folder)
-        run(replace(config, strategy="single", device="cpu", workload_trace=trace))
+        run(1, replace(config, strategy="single", device="cpu", workload_trace=trace))
         file = folder / "workload.json"
         if not file.is_file():
             raise BadInput("the script has ended without a training step")

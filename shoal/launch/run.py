@@ -132,9 +132,9 @@ def _say(text: str) -> None:
     print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
-def _trace_self(train: Train, config: RunConfig) -> None:
-    """Run the script once in a process of its own, without its output."""
-    _launch_self(train, as_strategy("single"), 1, config, discard_lines)
+def _trace_self(train: Train, workers: int, config: RunConfig) -> None:
+    """Run the script once in processes of its own, without its output."""
+    _launch_self(train, as_strategy(config.strategy or "single"), workers, config, discard_lines)
 
 
 def _launch_self(

@@ -21,14 +21,14 @@ def write(config: RunConfig, document: dict[str, object]) -> None:
 
 def test_one_worker_is_single_without_a_trace() -> None:
     said: list[str] = []
-    chosen = auto.choose_strategy(1, RunConfig(), lambda config: None, said.append)
+    chosen = auto.choose_strategy(1, RunConfig(), lambda workers, config: None, said.append)
     assert str(chosen) == "single" and len(said) == 1
 
 
 def test_a_model_that_cannot_be_traced_gets_ddp_and_a_sentence() -> None:
     said: list[str] = []
 
-    def run(config: RunConfig) -> None:
+    def run(workers: int, config: RunConfig) -> None:
         write(config, {"error": "no such operation"})
 
     assert str(auto.choose_strategy(2, RunConfig(), run, said.append)) == "ddp"
@@ -37,7 +37,10 @@ def test_a_model_that_cannot_be_traced_gets_ddp_and_a_sentence() -> None:
 
 def test_a_script_without_a_step_gets_ddp() -> None:
     said: list[str] = []
-    assert str(auto.choose_strategy(2, RunConfig(), lambda config: None, said.append)) == "ddp"
+    assert (
+        str(auto.choose_strategy(2, RunConfig(), lambda workers, config: None, said.append))
+        == "ddp"
+    )
     assert "without a training step" in said[0]
 
 

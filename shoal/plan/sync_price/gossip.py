@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shoal.cluster.cluster import Cluster
 from shoal.plan.prediction import DeviceMemory, Part
-from shoal.plan.step.collective_time import hops
+from shoal.plan.step.collective_time import RingHop, hops
 from shoal.plan.step.rank_order import RankGroup
 from shoal.plan.step.relaxed_rules import neighbours_pace, own_pace
 from shoal.plan.sync_price.base import (
@@ -129,7 +129,7 @@ def _messages(question: SyncQuestion, exchange: Exchange) -> Part:
     message = question.parameter_bytes
     way = hops(cluster, question.group)
     inner = way[0]
-    candidates = [(exchange.of_port * message / inner.bytes_per_s, inner.words)]
+    candidates = [(exchange.of_port * _message_s(question, inner), inner.words)]
     nic = cluster.node.nic
     if exchange.of_node and nic is not None:
         node_s = exchange.of_node * message / (cluster.node.nics * nic.rate)
@@ -140,6 +140,15 @@ def _messages(question: SyncQuestion, exchange: Exchange) -> Part:
     seconds, bound = max(candidates)
     alpha_s = max(hop.alpha_s for hop in way) * exchange.of_port
     return Part("neighbours", alpha_s + seconds + _sum_s(question, exchange), bound)
+
+
+def _message_s(question: SyncQuestion, inner: RingHop) -> float:
+    """All weights to one neighbour: in chunks, where sends were measured on such a host."""
+    message = question.parameter_bytes
+    if not any(calls.kind == "send" for calls in question.cluster.node.measured):
+        return message / inner.bytes_per_s
+    chunk = min(message, float(_CHUNK_BYTES))
+    return message / max(1.0, chunk) * question.network.send(question.group, chunk).seconds
 
 
 def _sum_s(question: SyncQuestion, exchange: Exchange) -> float:

@@ -1,0 +1,51 @@
+"""Workers time the passes of a model on their rows of its first batch, and train nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shoal.comm.group import Group
+from shoal.launch.model_profile import measure_profile
+from shoal.observe.workload_profile import profile_workload
+from shoal.runtime.config import RunConfig, WorkloadTraceConfig
+from shoal.strategy.strategy import as_strategy
+from shoal.train.job import Job
+from tests.conftest import World
+from tests.train.test_job import SGD, mlp, samples
+
+CPU = torch.device("cpu")
+
+
+def train(job: Job) -> None:
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    for batch in job.batches(samples(12), batch_size=12, epochs=3):
+        step(batch)
+
+
+def test_every_worker_has_its_rows(world: World) -> None:
+    def run(workers: int, config: RunConfig) -> None:
+        def body(group: Group) -> bool:
+            strategy = as_strategy(config.strategy or "single")
+            make: Any = partial(_job, strategy, group)
+            return profile_workload(config.workload_trace, train, make)
+
+        assert world(workers, body) == [True] * workers
+
+    for workers in (1, 3):
+        found = measure_profile(run, RunConfig(), workers, seconds=1e-6)
+        assert (found.workers, found.rows) == (workers, 12 // workers)
+        assert min(found.forward_s, found.backward_s, found.update_s) > 0
+        assert set(found.quartiles) == {"forward_s", "backward_s", "update_s"}
+
+
+def test_without_seconds_nothing_is_profiled(tmp_path: Path) -> None:
+    assert not profile_workload(WorkloadTraceConfig(tmp_path), train, lambda kind: None)  # type: ignore[arg-type, return-value]
+
+
+def _job(strategy: Any, group: Group, kind: type[Job]) -> Job:
+    return kind(strategy, group, device=CPU)

@@ -1,0 +1,52 @@
+"""A model's measured passes set the pace of the device that they were measured on."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.plan.predict import PlanSettings, Predictor
+from shoal.plan.prediction import Prediction
+from shoal.plan.profile import ModelProfile, profiled
+from shoal.plan.spread import SpreadPredictor
+from shoal.strategy.strategy import as_strategy
+from tests.plan.test_search import MODEL, cluster
+
+SETTINGS = PlanSettings(8)
+
+
+def predicted(hardware: object, text: str, workers: int) -> Prediction:
+    return Predictor(MODEL, hardware).predict(as_strategy(text), workers, SETTINGS)  # type: ignore[arg-type]
+
+
+def seconds(prediction: Prediction, name: str) -> float:
+    return sum(part.seconds for part in prediction.parts if part.name == name)
+
+
+def test_a_step_on_one_worker_takes_what_its_passes_took() -> None:
+    passes = ModelProfile(1, 8, forward_s=0.25, backward_s=0.5, update_s=0.125)
+    single = predicted(profiled(cluster(80), MODEL, [passes]), "single", 1)
+    assert seconds(single, "forward") == pytest.approx(0.25)
+    assert seconds(single, "backward") == pytest.approx(0.5)
+    assert seconds(single, "update") == pytest.approx(0.125)
+
+
+def test_a_profile_at_twice_the_predicted_time_doubles_every_split() -> None:
+    hardware = cluster(80)
+    plain = predicted(hardware, "single", 1)
+    passes = ModelProfile(
+        1, 8, *(2 * seconds(plain, name) for name in ("forward", "backward", "update"))
+    )
+    paced = profiled(hardware, MODEL, [passes])
+    for text in ("tp(2)", "ddp", "pp(2)"):
+        before, after = (predicted(one, text, 2) for one in (hardware, paced))
+        for name in ("forward", "backward"):
+            assert seconds(after, name) == pytest.approx(2 * seconds(before, name))
+
+
+def test_quartiles_of_the_passes_are_the_spread() -> None:
+    quartiles = {"forward_s": (0.2, 0.3), "backward_s": (0.4, 0.6), "update_s": (0.1, 0.2)}
+    passes = ModelProfile(1, 8, 0.25, 0.5, 0.125, quartiles)
+    paced = profiled(cluster(80), MODEL, [passes])
+    found = SpreadPredictor(MODEL, paced).predict(as_strategy("single"), 1, SETTINGS)
+    assert found.low_s == pytest.approx(found.step_s - 0.05 - 0.1 - 0.025)
+    assert found.high_s == pytest.approx(found.step_s + 0.05 + 0.1 + 0.075)
