@@ -19,6 +19,8 @@ _NAMES = {
     "tp": "the communication of tensor parallelism",
     "cp": "the communication of context parallelism",
     "ep": "the all-to-all of experts",
+    "cp gradients": "the sum of gradients over context parallelism",
+    "ep gradients": "the sum of gradients over expert parallelism",
     "pp": "sending between stages",
     "bubble": "the bubble of the pipeline",
     "gradients": "the reduction of gradients",

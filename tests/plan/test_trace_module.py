@@ -73,8 +73,8 @@ def test_tp_divides_products_and_sends_what_row_layers_sum() -> None:
     assert products(half.backward_weight) == products(whole.backward_weight) / 2
     assert not whole.forward_messages
     message = ("all_reduce", "tp", 4 * 4 * SIZE.context * SIZE.width)
-    assert [tuple(m) for m in half.forward_messages] == [message, message]
-    assert [tuple(m) for m in half.backward_messages] == [message, message]
+    assert [m[:3] for m in half.forward_messages] == [message, message]
+    assert [m[:3] for m in half.backward_messages] == [message, message]
     assert whole.parameters / 2 < half.parameters < 0.52 * whole.parameters
     assert half.activation_bytes < whole.activation_bytes
 
@@ -192,5 +192,5 @@ def test_ep_divides_experts_and_sends_tokens() -> None:
     cost = workload.cost(1, Split(microbatch=4, ep=4))
     assert cost.parameters == 8 * 8 / 4
     tokens = ("all_to_all", "ep", 2 * 4 * 4 * 8)  # to two experts each
-    assert [tuple(message) for message in cost.forward_messages] == [tokens, tokens]
+    assert [message[:3] for message in cost.forward_messages] == [tokens, tokens]
     assert workload.cost(1, Split(microbatch=4)).forward_messages == ()

@@ -44,6 +44,7 @@ class LayerTable:
     shared_parameters: tuple[float, ...]
     activation_bytes: tuple[float, ...]
     output_bytes: tuple[float, ...]
+    expert_parameters: tuple[float, ...]
     largest_tensor: float  # numbers
     recompute_bytes: float  # of the layer that is computed again, while it is
 
@@ -75,6 +76,7 @@ class LayerClock:
             shared_parameters=tuple(cost.shared_parameters for cost in costs),
             activation_bytes=tuple(cost.activation_bytes for cost in costs),
             output_bytes=tuple(cost.output_bytes for cost in costs),
+            expert_parameters=tuple(cost.expert_parameters for cost in costs),
             largest_tensor=max(cost.largest_tensor for cost in costs),
             recompute_bytes=self._recompute_bytes(costs, split),
         )
@@ -121,5 +123,12 @@ class LayerClock:
         for message in messages:
             axis = MESSAGE_AXES.index(message.axis)
             took = self.network.collective(message.kind, groups[axis], message.bytes)
-            spent[axis] = AxisTime(spent[axis].seconds + took.seconds, took.bound)
+            left_s = max(0.0, took.seconds - self._beside_s(message, groups[axis].size))
+            spent[axis] = AxisTime(spent[axis].seconds + left_s, took.bound)
         return spent
+
+    def _beside_s(self, message: LayerMessage, ranks: int) -> float:
+        """What hides a message: all rounds of a ring but the last one send while they compute."""
+        if not message.beside or self.network.cluster.device.synchronous:
+            return 0.0
+        return self._kernels.time(message.beside).seconds * (ranks - 1) / ranks

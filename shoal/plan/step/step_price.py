@@ -14,7 +14,7 @@ A stage sends an activation or its gradient after every forward and backward, an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,6 +70,7 @@ class _Stages:
     recompute_bytes: float
     transfer: CollectiveTime
     tied: CollectiveTime  # the sum of gradients that the first and the last stage share
+    token_sums: tuple[Part, ...]  # of gradients over workers that have other tokens
 
 
 class ReplicaPricer:
@@ -100,7 +101,7 @@ class ReplicaPricer:
         stages = self._dealt.get(key)
         if stages is None:
             table = self._clock.table(split, inside)
-            stages = self._deal(table, inside[0], pp, pipeline)
+            stages = self._deal(table, inside, pp, pipeline)
             self._dealt[key] = stages
         return _assemble(stages, pp.size, microbatches, pipeline)
 
@@ -123,7 +124,7 @@ class ReplicaPricer:
         return found
 
     def _deal(
-        self, table: LayerTable, tp: RankGroup, pp: RankGroup, pipeline: PipelineShape
+        self, table: LayerTable, inside: AxisGroups, pp: RankGroup, pipeline: PipelineShape
     ) -> _Stages:
         stages = self._stages(table, pp.size, pipeline)
         seconds = [weight_of(stage, table.seconds) for stage in stages]
@@ -147,9 +148,26 @@ class ReplicaPricer:
             largest_tensor=table.largest_tensor,
             activation_bytes=tuple(weight_of(stage, table.activation_bytes) for stage in stages),
             recompute_bytes=table.recompute_bytes,
-            transfer=self._transfer(table, tp, pp, pipeline.scatter_sends),
+            transfer=self._transfer(table, inside[0], pp, pipeline.scatter_sends),
             tied=self._tied(pp, last_shares),
+            token_sums=tuple(self._token_sums(table, inside, stages[fullest])),
         )
+
+    def _token_sums(self, table: LayerTable, inside: AxisGroups, stage: Stage) -> Iterator[Part]:
+        """Workers of cp and ep sum the gradients of what they all hold, before replicas agree.
+
+        Backward waits for it, or has ended.
+        """
+        copies = weight_of(stage, table.parameters)
+        experts = weight_of(stage, table.expert_parameters)
+        width = self.workload.precision.gradient_bytes
+        for axis, group, numbers in (
+            ("cp", inside[1], copies),
+            ("ep", inside[2], copies - experts),
+        ):
+            if group.size > 1:
+                took = self.network.collective("all_reduce", group, numbers * width)
+                yield Part(f"{axis} gradients", took.seconds, took.bound)
 
     def _stages(self, table: LayerTable, stages: int, pipeline: PipelineShape) -> list[Stage]:
         if stages == 1:
@@ -197,6 +215,8 @@ def _assemble(
         )
         parts += [part for part in waits if part.seconds]
         busy_s += sum(part.seconds for part in waits)
+    parts += stages.token_sums
+    busy_s += sum(part.seconds for part in stages.token_sums)
     kept = in_flight(pipeline.schedule, count, microbatches, pipeline.chunks)
     return ReplicaPrice(
         tuple(parts),

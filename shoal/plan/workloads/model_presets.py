@@ -78,8 +78,8 @@ PRESETS: dict[str, TransformerSizes] = {
     "mistral-7b": _llama(32, 4096, 32, 8, 14336),
     "mixtral-8x7b": _mixtral(_llama(32, 4096, 32, 8, 14336)),
     "mixtral-8x22b": _mixtral(replace(_llama(56, 6144, 48, 8, 16384), vocab=32768)),
-    "bert-base": TransformerSizes(12, 768, 12, vocab=30522, sequence=512),
-    "bert-large": TransformerSizes(24, 1024, 16, vocab=30522, sequence=512),
+    "bert-base": TransformerSizes(12, 768, 12, vocab=30522, sequence=512, causal=False),
+    "bert-large": TransformerSizes(24, 1024, 16, vocab=30522, sequence=512, causal=False),
 }
 _BF16 = ("llama", "mistral", "mixtral")  # trained so by those who published them
 

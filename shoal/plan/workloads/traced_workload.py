@@ -101,7 +101,7 @@ class TracedWorkload:
     def cost(self, run: int, split: Split) -> LayerCost:
         key = (run, split)
         if key not in self._costs:
-            self._costs[key] = _Cost(self.layers[run], self.batches, split).layer_cost()
+            self._costs[key] = _Cost(self, run, split).layer_cost()
         return self._costs[key]
 
     def model_flops(self, samples: int, flash_attention: bool = False) -> float:
@@ -145,31 +145,54 @@ def _at(line: Line, along: float) -> float:
 class _Cost:
     """One layer's cost under one split."""
 
-    def __init__(self, layer: TracedLayer, batches: tuple[int, int], split: Split):
-        self.layer = layer
+    def __init__(self, workload: TracedWorkload, run: int, split: Split):
+        self.layer = workload.layers[run]
+        self.compute = workload.precision.compute
         self.split = split
         # ranks of cp have some positions of every sample: as many tokens as fewer samples have
         self.rows = split.microbatch / split.cp
-        self.along = _along(batches, self.rows)
+        self.along = _along(workload.batches, self.rows)
 
     def layer_cost(self) -> LayerCost:
         layer = self.layer
         forward = self._kernels("forward")
         is_full = self.split.recompute == "full" and bool(forward)
-        experts = layer.expert_parameters * (1 - 1 / self.split.ep)
-        if layer.divided_parameters >= layer.expert_parameters:
-            experts /= self.split.tp
+        experts = self._experts() * (self.split.ep - 1)  # of others
         return LayerCost(
             forward=forward,
             backward_input=self._kernels("input"),
             backward_weight=self._kernels("weight"),
             recompute=forward if is_full else (),
-            forward_messages=self._messages(("forward",)),
-            backward_messages=self._messages(("input", "weight")),
+            forward_messages=self._messages(("forward",)) + self._ring(forward, False),
+            backward_messages=self._messages(("input", "weight"))
+            + self._ring(self._kernels("input"), True),
             parameters=layer.parameters + layer.divided_parameters / self.split.tp - experts,
             activation_bytes=self._kept(is_full),
             output_bytes=self._line(layer.output_bytes) / self._sequence_parts,
             shared_parameters=layer.shared_parameters,
+            expert_parameters=self._experts(),
+        )
+
+    def _experts(self) -> float:
+        layer = self.layer
+        divided = self.split.tp if layer.divided_parameters >= layer.expert_parameters else 1
+        return layer.expert_parameters / (self.split.ep * divided)
+
+    def _ring(self, kernels: tuple[Kernel, ...], is_backward: bool) -> tuple[LayerMessage, ...]:
+        """Under cp K and V of an attention go round, in backward with gradients in fp32."""
+        if self.split.cp == 1:
+            return ()
+        width = 2 if self.compute in ("bf16", "fp16") else 4
+        name = "attention backward" if is_backward else "attention"
+        return tuple(
+            LayerMessage(
+                "ring_attention",
+                "cp",
+                self.split.cp * 2 * (width + 4 * is_backward) * one.n * one.k * one.batch,
+                (one,),
+            )
+            for one in kernels
+            if one.flops and one.name.endswith(name)
         )
 
     @property

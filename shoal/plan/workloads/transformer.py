@@ -49,6 +49,7 @@ class TransformerSizes:
     dropout: bool = True
     tied: bool = True
     learned_positions: bool = True
+    causal: bool = True
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "sequence", "experts", "top_k"):
@@ -154,11 +155,13 @@ def _block(model: Transformer, split: Split) -> LayerCost:
     pointwise = _pointwise(sizes, split, width, hidden_bytes)
     backward = [_gradients(kernel, width) for kernel in linear]
     core = _attention_gradients(attention, split, width)
+    moved = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in attention if not k.flops)
+    ring_there, ring_back = _cp_messages(sizes, split, width, (attention, (*core, *moved)))
     forward = (*linear, *attention, *pointwise)
     backward_moves = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in pointwise)
-    moved = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in attention if not k.flops)
     message = _tp_messages(split, width * tokens * sizes.hidden)
-    again = {"none": (), "selective": attention, "full": forward}[split.recompute]
+    selective = () if _is_blockwise(split) else attention
+    again = {"none": (), "selective": selective, "full": forward}[split.recompute]
     return LayerCost(
         forward=forward,
         backward_input=(
@@ -169,13 +172,17 @@ def _block(model: Transformer, split: Split) -> LayerCost:
         ),
         backward_weight=tuple(other for _, other in backward),
         recompute=again,
-        forward_messages=message + _ep_messages(sizes, split, width * tokens * sizes.hidden),
+        forward_messages=message
+        + ring_there
+        + _ep_messages(sizes, split, width * tokens * sizes.hidden),
         backward_messages=message
+        + ring_back
         + _gathered_again(split, width * tokens * sizes.hidden)
         + _ep_messages(sizes, split, width * tokens * sizes.hidden),
         parameters=_block_parameters(sizes, split),
         activation_bytes=_kept(sizes, split, width),
         output_bytes=width * tokens * sizes.hidden / (split.tp if split.sequence_parallel else 1),
+        expert_parameters=_expert_parameters(sizes, split),
         largest_tensor=sizes.hidden * max(sizes.inner, sizes.qkv) / split.tp,
     )
 
@@ -183,7 +190,7 @@ def _block(model: Transformer, split: Split) -> LayerCost:
 def _attention_gradients(
     attention: tuple[Kernel, ...], split: Split, width: int
 ) -> tuple[Kernel, ...]:
-    """Two products for each one; a flash kernel also computes the scores again, on the chip."""
+    """Two products for each one; what works in blocks also computes the scores again."""
     if split.flash_attention:
         (one,) = attention
         return (
@@ -191,8 +198,14 @@ def _attention_gradients(
                 name="attention backward", flops=_FLASH_BACKWARD * one.flops, bytes=2 * one.bytes
             ),
         )
-    pairs = [_gradients(kernel, width) for kernel in attention if kernel.flops]
-    return tuple(kernel for pair in pairs for kernel in pair)
+    products = [kernel for kernel in attention if kernel.flops]
+    pairs = [_gradients(kernel, width) for kernel in products]
+    gradients = tuple(
+        gradient._replace(flops=kernel.flops, bytes=kernel.bytes)
+        for kernel, pair in zip(products, pairs, strict=True)
+        for gradient in pair
+    )
+    return (*gradients, *attention[:2]) if split.cp > 1 else gradients
 
 
 def _linear_products(sizes: TransformerSizes, split: Split, width: int) -> tuple[Kernel, ...]:
@@ -218,15 +231,36 @@ def _attention(sizes: TransformerSizes, split: Split, width: int) -> tuple[Kerne
     queries = sizes.sequence / split.cp
     scores = product("scores", queries, sizes.sequence, sizes.head_size, width, heads)
     values = product("values", queries, sizes.head_size, sizes.sequence, width, heads)
-    if split.flash_attention:  # scores stay on the chip, and causal halves are skipped
+    seen = _seen(sizes, split)
+    if split.flash_attention:  # scores stay on the chip
         moved = width * heads * 2 * (queries + sizes.sequence) * sizes.head_size
-        flops = (scores.flops + values.flops) / 2
+        flops = (scores.flops + values.flops) * seen
         dims = scores._replace(name="attention", flops=flops, bytes=moved)
         return (dims,)
-    table = width * heads * queries * sizes.sequence
+    scores = scores._replace(flops=seen * scores.flops, bytes=seen * scores.bytes)
+    values = values._replace(flops=seen * values.flops, bytes=seen * values.bytes)
+    table = seen * width * heads * queries * sizes.sequence
     softmax = moving("mask and softmax", 2 * table)
     drop = (moving("attention dropout", 2 * table + table / width),) if sizes.dropout else ()
     return (scores, softmax, *drop, values)
+
+
+def _is_blockwise(split: Split) -> bool:
+    """Whether attention keeps no scores: flash kernels, and the ring of cp."""
+    return split.flash_attention or split.cp > 1
+
+
+def _seen(sizes: TransformerSizes, split: Split) -> float:
+    """The share of all scores that causal attention computes.
+
+    Flash kernels skip what is masked. Ring attention skips chunks: of 2p chunks a rank has one
+    from each end, and of its 4p pairs of chunks it computes 2p + 1.
+    """
+    if not sizes.causal:
+        return 1.0
+    if split.flash_attention:
+        return 0.5
+    return 1.0 if split.cp == 1 else (2 * split.cp + 1) / (4 * split.cp)
 
 
 def _pointwise(
@@ -265,6 +299,25 @@ def _gathered_again(split: Split, num_bytes: float) -> tuple[LayerMessage, ...]:
     return (LayerMessage("all_gather", "tp", num_bytes),) * 2
 
 
+def _cp_messages(
+    sizes: TransformerSizes,
+    split: Split,
+    width: int,
+    computed: tuple[tuple[Kernel, ...], tuple[Kernel, ...]],
+) -> tuple[tuple[LayerMessage, ...], tuple[LayerMessage, ...]]:
+    """Ring attention: K and V go round, in backward again with their gradients in fp32.
+
+    While a block is on its way, the rank computes with it.
+    """
+    if split.cp == 1:
+        return (), ()
+    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
+    numbers = 2 * split.microbatch * sizes.sequence * kv
+    there = LayerMessage("ring_attention", "cp", width * numbers, computed[0])
+    back = LayerMessage("ring_attention", "cp", (width + 4) * numbers, computed[1])
+    return (there,), (back,)
+
+
 def _ep_messages(
     sizes: TransformerSizes, split: Split, num_bytes: float
 ) -> tuple[LayerMessage, ...]:
@@ -277,11 +330,18 @@ def _block_parameters(sizes: TransformerSizes, split: Split) -> float:
     up = 2 if sizes.gated else 1
     kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
     attention = sizes.hidden * (sizes.hidden / split.tp + 2 * kv) + sizes.hidden**2 / split.tp
-    expert = (up + 1) * sizes.hidden * sizes.inner / split.tp
+    experts = (up + 1) * sizes.hidden * sizes.inner / split.tp * sizes.experts / split.ep
     router = sizes.hidden * sizes.experts if sizes.experts > 1 else 0
     biases = 0.0 if sizes.gated else (3 * sizes.hidden + sizes.inner) / split.tp + 2 * sizes.hidden
     norms = (2 if sizes.gated else 4) * sizes.hidden
-    return attention + expert * sizes.experts / split.ep + router + biases + norms
+    return attention + experts + router + biases + norms
+
+
+def _expert_parameters(sizes: TransformerSizes, split: Split) -> float:
+    if sizes.experts == 1:
+        return 0.0
+    up = 2 if sizes.gated else 1
+    return (up + 1) * sizes.hidden * sizes.inner / split.tp * sizes.experts / split.ep
 
 
 def _kept(sizes: TransformerSizes, split: Split, width: int) -> float:
@@ -297,7 +357,7 @@ def _kept(sizes: TransformerSizes, split: Split, width: int) -> float:
     heads = width * tokens * (2 * sizes.hidden / split.tp + 2 * kv)  # Q, K, V, projection's input
     inner = (3 if sizes.gated else 2) * width * tokens * sizes.top_k * sizes.inner / split.tp
     kept = per_row + heads + inner
-    if split.recompute == "none" and not split.flash_attention:
+    if split.recompute == "none" and not _is_blockwise(split):
         scores = split.microbatch * sizes.heads / split.tp * sizes.sequence**2 / split.cp
         kept += scores * (2 * width + 1 if sizes.dropout else width)
     return kept

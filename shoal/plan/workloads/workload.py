@@ -32,6 +32,7 @@ class LayerMessage(NamedTuple):
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, ring_attention
     axis: str  # tp, ep or cp
     bytes: float  # V, as `plan.price` counts it
+    beside: tuple[Kernel, ...] = ()  # rounds of a ring travel while these compute on its blocks
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class LayerCost:
     output_bytes: float  # what the next layer gets: sent where a pipeline is cut behind it
     shared_parameters: float = 0.0  # of an earlier layer: another stage needs a copy of them
     largest_tensor: float = 0.0  # numbers of its largest parameter; 0: not known
+    expert_parameters: float = 0.0  # of those on the device, what ranks of ep do not have in common
 
 
 class HeldTensor(NamedTuple):
