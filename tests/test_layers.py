@@ -42,6 +42,7 @@ LAYERS = [
         "train.untrained_models",
     ],
     ["train.loop_optimizer", "train.reached_parts", "train.tensor_plans"],
+    ["train.earlier_setups"],
     ["train.setup_loop"],
     ["train.loop_proof"],
     ["train.loop_forwards"],

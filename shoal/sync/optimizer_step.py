@@ -65,6 +65,13 @@ class OptimizerStep:
         self._ratios = ratios(self.optimizer)
         self.schedule = self._make_schedule(scheduler)
 
+    def hand_over(self, factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> None:
+        """Another optimizer updates from now on: these, which may be some of the parameters."""
+        self.named = named
+        self.factory = factory
+        self.optimizer = make_optimizer(factory, named) if named else _idle()
+        self._ratios = ratios(self.optimizer)
+
     def apply(self) -> None:
         with self.tracer.span("update"):
             self.take_settings(self.steps)

@@ -45,7 +45,7 @@ from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Strategy
 from shoal.sync.base import Ownership, Replica, SyncPlan
 from shoal.sync.grad_scaler import SharedGradScaler
-from shoal.sync.optimizer_step import OptimizerFactory, OptimizerStep
+from shoal.sync.optimizer_step import GradNorm, OptimizerFactory, OptimizerStep
 from shoal.sync.optimizer_trial import Coupling, Pieces, coupling, refuse
 from shoal.sync.registry import plan_for
 from shoal.train.arguments import ForwardSignature
@@ -277,15 +277,13 @@ def _optimizer_step(
         tracer=context.tracer,
     )
     functions.check_optimizer(update.optimizer)
-    _check_pieces(update, owned, shard, context)
+    check_pieces(update, shard, context)
     return update
 
 
-def _check_pieces(
-    update: OptimizerStep, owned: Ownership, shard: ReplicaShard, context: StepContext
-) -> None:
+def check_pieces(update: OptimizerStep, shard: ReplicaShard, context: StepContext) -> None:
     """Refuse an optimizer that looks at more than this worker has, on all workers alike."""
-    groups = _sharing_groups(owned, context.mesh)
+    groups = _sharing_groups(update.grad_norm, context.mesh)
     if not groups:
         return
     found = torch.zeros((), device=context.device)
@@ -300,12 +298,11 @@ def _check_pieces(
 
 def _grad_scaler(owned: Ownership, context: StepContext) -> SharedGradScaler:
     """Replicas agree where each of them updates a shard; else all have the same gradients."""
-    return SharedGradScaler(context.device, _sharing_groups(owned, context.mesh))
+    return SharedGradScaler(context.device, _sharing_groups(owned.grad_norm, context.mesh))
 
 
-def _sharing_groups(owned: Ownership, mesh: Mesh) -> list[Group]:
+def _sharing_groups(norm: GradNorm, mesh: Mesh) -> list[Group]:
     """Groups whose workers update other parameters, or other slices of them."""
-    norm = owned.grad_norm
     is_sharded = norm.over_shards is not None or norm.params is not None
     groups = [mesh.tp, mesh.pp, mesh.ep, *([mesh.dp] if is_sharded else [])]
     return [group for group in groups if group.size > 1]

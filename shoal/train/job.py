@@ -305,7 +305,10 @@ class Job(LoopMethods):
     def _add_step(self, step: Step) -> None:
         if self._others is None and self.size > 1:
             self._others = OtherOptimizers(
-                self._steps, lambda: [owner.optimizer for owner in self._loop.optimizers]
+                self._steps,
+                lambda: [
+                    o for owner in self._loop.optimizers for o in (owner.optimizer, *owner.of_parts)
+                ],
             )
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)

@@ -84,6 +84,9 @@ class LoopOptimizer:
     ):
         self.optimizer = optimizer
         self.parts = parts
+        self.of_parts = [part.step.update.optimizer for part in parts]
+        self.steps_beside = False  # it has stepped after another one took over its parameters
+        self._ids = {id(p) for p in params_of(optimizer)}
         self._global_loss = global_loss
         self._after = after
         self._step = optimizer.step
@@ -104,7 +107,13 @@ class LoopOptimizer:
     @property
     def is_alone(self) -> bool:
         """Whether it updates all parameters itself."""
-        return all(part.step.update.optimizer is self.optimizer for part in self.parts)
+        return all(of_part is self.optimizer for of_part in self.of_parts)
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether no other one was set up for its parameters since."""
+        pairs = zip(self.parts, self.of_parts, strict=True)
+        return all(part.step.update.optimizer is of_part for part, of_part in pairs)
 
     def step(self, closure: Closure | None = None) -> Any:
         return self._update(None if closure is None else self._with_global_loss(closure))
@@ -167,6 +176,7 @@ class LoopOptimizer:
         finally:
             self._is_stepping = not is_outer
         if is_outer:
+            self.steps_beside |= not self.is_latest
             for part in self.parts:
                 part.after_update()
             self._after(self.parts[0])
@@ -177,8 +187,8 @@ class LoopOptimizer:
             return
         self._check_separable()
         self.give_settings()
-        for part in self.parts:
-            part.step.update.optimizer.step()
+        for of_part in self.of_parts:
+            of_part.step()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
 
     def _pairs(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -186,10 +196,8 @@ class LoopOptimizer:
         if self.is_alone:
             return []
         group_of = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
-        of_parts = [g for part in self.parts for g in part.step.update.optimizer.param_groups]
-        return [
-            (group_of[id(g["params"][0])], g) for g in of_parts if id(g["params"][0]) in group_of
-        ]
+        groups = [g for of_part in self.of_parts for g in of_part.param_groups]
+        return [(group_of[id(g["params"][0])], g) for g in groups if id(g["params"][0]) in group_of]
 
     def _with_global_loss(self, closure: Closure) -> Closure:
         """All workers have to see the same loss, since LBFGS decides by it."""
@@ -207,10 +215,7 @@ class LoopOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._zero_grad(set_to_none)
         for part in self.parts:
-            for p in part.params:  # under zero, those of other workers
-                if set_to_none:
-                    p.grad = None
-            part.forget()
+            part.forget(self._ids)
 
     def _replace_methods(self) -> None:
         """Attributes of the instance come before methods of its class."""
@@ -252,8 +257,7 @@ class LoopOptimizer:
                     f"{type(self.optimizer).__name__}.{name} acts on all parameters, and under "
                     f"{self.parts[0].step.term} a worker's optimizer has some of them: take ddp"
                 )
-            optimizers = [part.step.update.optimizer for part in self.parts]
-            results = [getattr(o, name)(*args, **kwargs) for o in optimizers]
+            results = [getattr(o, name)(*args, **kwargs) for o in self.of_parts]
             return results[0]
 
         return call

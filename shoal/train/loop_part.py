@@ -82,8 +82,13 @@ class LoopPart:
         """That of the latest backward; the mean over own samples where it is not reduced."""
         return self.sync.loss(local) if self.sync.collects else local
 
-    def forget(self) -> None:
-        """The gradients were set to None or zero."""
+    def forget(self, zeroed: set[int] | None = None) -> None:
+        """The gradients were set to None or zero: all, or those of some parameters (ids)."""
+        if zeroed is not None:
+            self._held = {i: g for i, g in self._held.items() if id(self.params[i]) not in zeroed}
+            others = (p for p in self.params if id(p) not in zeroed)
+            if self._held or any(p.grad is not None for p in others):
+                return
         self._held.clear()
         self._is_reduced = False
         self._is_local = False

@@ -22,6 +22,7 @@ from shoal.data.batch import AnyBatch
 from shoal.errors import BadInput
 from shoal.train.build_step import PreparedModel, StepContext, with_faults
 from shoal.train.cut_batch import BatchCutter
+from shoal.train.earlier_setups import EarlierSetups
 from shoal.train.loop_forwards import LoopForwards
 from shoal.train.loop_optimizer import LoopOptimizer
 from shoal.train.loop_part import LoopPart
@@ -52,12 +53,13 @@ class OwnLoop:
         self.mesh = mesh
         self.seed = seed
         self._device = context().device
-        self.parts: list[LoopPart] = []
+        self._setups = EarlierSetups()
+        self.parts = self._setups.parts
         self.optimizers: list[LoopOptimizer] = []
         self.rows = LoopRows(mesh, seed, self._device, self._cutters)
         self._proof = LoopProof(lambda: self.parts)
         self._forwards = LoopForwards(mesh, seed, self._device, self._proof, lambda: self.parts)
-        self._prepared: list[PreparedModel] = []
+        self._prepared = self._setups.prepared
         self._context = context
         self._on_step = on_step
         self._reduces = True
@@ -80,26 +82,27 @@ class OwnLoop:
                 "job.setup takes models (nn.Module) and their optimizers (torch.optim), such as "
                 "job.setup(model, optimizer)"
             )
-        made = set_up(models, optimizers, self._context, len(self.parts))
-        self._prepared += made.prepared
+        known_optimizers = {id(o.optimizer) for o in self.optimizers}
+        new = [o for o in optimizers if id(o) not in known_optimizers]
+        known = {id(part.step.model) for part in self.parts}
+        made = set_up(models, new, self._context, self._setups)
         for prepared in made.prepared:
             self._forwards.watch(prepared.model, prepared.shard)
-        known = {id(part.step.model) for part in self.parts}
+        for part in made.new_parts:
+            part.step.saves_model = id(part.step.model) not in known
+            known.add(id(part.step.model))
         for optimizer, parts in zip(made.optimizers, made.parts_of, strict=True):
-            for part in parts:
-                part.step.saves_model = id(part.step.model) not in known
-                known.add(id(part.step.model))
-            self.parts += parts
             self.optimizers.append(
                 LoopOptimizer(optimizer, parts, lambda: self._global_loss, self._after_update)
             )
         for part in self.parts:  # a model may have grown since its first setup
             part.step.parameters.remember()
+        self._leader = None
         if self.mesh.world.size > 1:
             clip_for(self)
-        replaced = iter(made.optimizers)
-        returned = [o if isinstance(o, nn.Module) else next(replaced) for o in objects]
-        steps = [part.step for parts in made.parts_of for part in parts]
+        replaced = {id(o): m for o, m in zip(new, made.optimizers, strict=True)}
+        returned = [replaced.get(id(o), o) for o in objects]
+        steps = [part.step for part in made.new_parts]
         return steps, returned[0] if len(returned) == 1 else tuple(returned)
 
     @property
@@ -209,6 +212,11 @@ class OwnLoop:
     def give_settings(self) -> None:
         for optimizer in self.optimizers:
             optimizer.give_settings()
+            if optimizer.steps_beside:
+                self._context().say(
+                    f"a checkpoint has the state of the latest optimizer of a parameter: that of "
+                    f"{type(optimizer.optimizer).__name__}, which steps beside it, is not saved"
+                )
 
     def take_settings(self) -> None:
         for optimizer in self.optimizers:

@@ -28,6 +28,7 @@ from shoal.train.build_step import (
     broadcast_start,
     prepare_model,
 )
+from shoal.train.earlier_setups import EarlierSetups
 from shoal.train.loop_optimizer import PartOptimizers, params_of
 from shoal.train.loop_part import LoopPart
 from shoal.train.options import StepFunctions, StepOptions
@@ -57,8 +58,9 @@ class LoopFunctions(StepFunctions):
 class LoopSetup:
     """What `set_up` has made of models and optimizers."""
 
-    prepared: list[PreparedModel]
+    prepared: list[PreparedModel]  # of models that were not known before
     parts_of: list[list[LoopPart]]  # of each optimizer
+    new_parts: list[LoopPart]
     optimizers: list[torch.optim.Optimizer]
 
 
@@ -80,14 +82,19 @@ def set_up(
     models: list[nn.Module],
     optimizers: list[Any],
     context: Callable[[], StepContext],
-    first_part: int,
+    earlier: EarlierSetups,
 ) -> LoopSetup:
-    """All ranks call it together. `first_part` parts were made before, by earlier calls."""
+    """All ranks call it together. What it makes is added to `earlier`."""
     term = loop_term(context())
     _check_models(models)
     made = _make_optimizers(models, optimizers)
-    models = [*models, *_loose_models(models, made)]
-    names = [_names_of(optimizer, models) for optimizer in made]
+    known = [prepared.model for prepared in earlier.prepared]
+    models = earlier.new_among(models)
+    for optimizer in made:
+        earlier.give_present(optimizer)
+    models = [*models, *_loose_models([*known, *models], made)]
+    names = [_names_of(optimizer, [*known, *models]) for optimizer in made]
+    before = [dict(model.named_parameters()) for model in models]
     ep = context().strategy.ep
     have_experts = [ep is not None and bool(mixtures_of(model, ep.experts)) for model in models]
     tps = tensor_plans(models, [isinstance(m, LooseParameters) for m in models], context())
@@ -101,16 +108,18 @@ def set_up(
         for model, has_experts, tp in zip(models, have_experts, tps, strict=True)
     ]
     for optimizer, of_optimizer in zip(made, names, strict=True):
-        _take_params(optimizer, of_optimizer, models)
+        _take_params(optimizer, of_optimizer, [*known, *models])
+    for of_model, params in zip(prepared, before, strict=True):
+        earlier.add(of_model, params)
+    first = len(earlier.parts)
     parts_of = []
     for optimizer, of_optimizer in zip(made, names, strict=True):
-        builder = _PartBuilder(PartOptimizers(optimizer), context, first_part)
-        parts_of.append(builder.build(prepared, of_optimizer))
-        first_part += len(parts_of[-1])
-    trained = [p for parts in parts_of for part in parts for p in part.params]
+        builder = _PartBuilder(PartOptimizers(optimizer), context, earlier)
+        parts_of.append(builder.build(of_optimizer))
+    trained = [p for part in earlier.parts for p in part.params]
     for model in models:
         broadcast_start(model, trained, context().mesh.dp)
-    return LoopSetup(prepared, parts_of, made)
+    return LoopSetup(prepared, parts_of, earlier.parts[first:], made)
 
 
 def _with_tp(context: StepContext, tp: Tp | None, term: SyncTerm) -> StepContext:
@@ -135,34 +144,36 @@ class _PartBuilder:
     """Builds the parts of one optimizer."""
 
     def __init__(
-        self, factory: PartOptimizers, context: Callable[[], StepContext], first_part: int
+        self, factory: PartOptimizers, context: Callable[[], StepContext], earlier: EarlierSetups
     ):
         self._factory = factory
         self._context = context
-        self._number = first_part
+        self._earlier = earlier
 
-    def build(self, prepared: list[PreparedModel], names: list[tuple[int, str]]) -> list[LoopPart]:
+    def build(self, names: list[tuple[int, str]]) -> list[LoopPart]:
+        """Parts that are there already, and new ones, which are added to the earlier ones."""
         parts: list[LoopPart] = []
-        for i, model in enumerate(prepared):
+        for i, model in enumerate(self._earlier.prepared):
             wanted = {name for index, name in names if index == i}
+            taken = self._earlier.take_over(model.model, self._factory, self._context())
+            has_part = {id(p) for part in taken for p in part.params}
             named = [(name, p) for name, p in model.shard.named if name in wanted and p.numel()]
-            for some in _divided(named):
-                parts.append(
-                    self._part(
-                        model, some, is_first=not parts or parts[-1].step.model is not model.model
-                    )
-                )
+            new = [(name, p) for name, p in named if id(p) not in has_part]
+            parts += taken
+            for some in _divided(new):
+                parts.append(self._part(model, some))
+                self._earlier.parts.append(parts[-1])
         self._factory.is_building = False
         if not parts:
             raise BadInput("an optimizer of job.setup has no parameter of its models")
         return parts
 
-    def _part(self, model: PreparedModel, named: Named, is_first: bool) -> LoopPart:
+    def _part(self, model: PreparedModel, named: Named) -> LoopPart:
         context = self._context()
-        if self._number and context.mesh.dp.size > 1:  # gradients of parts come in any order
+        is_first = all(part.step.model is not model.model for part in self._earlier.parts)
+        if self._earlier.parts and context.mesh.dp.size > 1:  # gradients of parts come in any order
             mesh = replace(context.mesh, dp=context.mesh.dp.duplicate())
             context = replace(context, mesh=mesh)
-        self._number += 1
         shard = copy.copy(model.shard)
         shard.named = named
         functions = LoopFunctions(_no_loss, self._factory)
@@ -210,7 +221,6 @@ def _make_optimizers(
                 "function from (name, parameter) pairs to an optimizer"
             )
         made.append(optimizer)
-    _check_apart(made)
     return made
 
 
@@ -218,15 +228,6 @@ def _pairs_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]
     for i, model in enumerate(models):
         for name, p in model.named_parameters():
             yield (name if len(models) == 1 else f"{i}.{name}"), p
-
-
-def _check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    seen: set[int] = set()
-    for optimizer in optimizers:
-        mine = {id(p) for p in params_of(optimizer)}
-        if mine & seen:
-            raise BadInput("two optimizers of job.setup update the same parameter")
-        seen |= mine
 
 
 def _loose_models(
