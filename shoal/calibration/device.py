@@ -13,14 +13,13 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
-from shoal.cluster.hardware import Curve, Device
+from shoal.cluster.hardware import UPDATE_KERNELS, Curve, Device
 
 Found = Mapping[str, Any]
 Pair = tuple[float, float]
 _LEAST = 0.1  # of a call's time is left for the kernel, however noisy the launch was
 _ADAM_BYTES = 28  # read and written for each number, as the price of an update counts them
 _MOMENTUM_BYTES = 20
-UPDATE_KERNELS = {"adam": 8, "sgd": 3}  # that torch.optim runs for each tensor on a CPU
 
 
 def device_of(found: Found, memory_bytes: float) -> Device:

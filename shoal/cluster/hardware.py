@@ -15,6 +15,8 @@ from itertools import pairwise
 
 from shoal.errors import BadInput
 
+UPDATE_KERNELS = {"adam": 8, "sgd": 3}  # that torch.optim runs for each tensor on a CPU
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -64,7 +66,7 @@ class Device:
     synchronous: bool = False  # launches add to kernels, as on a CPU: nothing runs ahead
     update_bytes_per_s: float | None = None  # of the optimizer; None: as other kernels
     momentum_bytes_per_s: float | None = None  # the same with one state or none, as SGD has
-    update_launch_s: float = 0.0  # one kernel of the optimizer, for each tensor that it updates
+    update_launch_s: float = 0.0  # one of the kernels that update a tensor, on a CPU
     # products of backward, whose operands lie the other way round; None: as in forward
     backward_matmul_efficiency: Curve | None = None
     # how much longer kernels of a name take than their bytes or operations say: gelu, softmax, …

@@ -79,5 +79,7 @@ def _predicted(device: Device, workload: Workload, rows: int) -> dict[str, float
         backward = (*cost.backward_input, *cost.backward_weight)
         backward_s += run.count * model.time(backward, backward=True).seconds
         parameters += run.count * cost.parameters
-    updating_s = update_s(device, workload.precision, parameters)
+    held = workload.tensors(tuple(run.count for run in workload.runs), split)
+    tensors = 0 if held is None else len(held.shapes)
+    updating_s = update_s(device, workload.precision, parameters, tensors)
     return {"forward": forward_s, "backward": backward_s, "update": updating_s}

@@ -19,6 +19,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec, MeasuredCalls
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
+from shoal.plan.step.group_places import GroupPlaces, group_places
 from shoal.plan.step.rank_order import RankGroup
 
 
@@ -60,25 +61,33 @@ class Network:
         return self._sends[key]
 
 
-def ranks_in_node(cluster: Cluster, group: RankGroup) -> int:
-    """How many ranks of a group are in one node."""
-    return max(1, min(group.size, cluster.node.devices // group.stride))
+def on_nodes(cluster: Cluster, group: RankGroup) -> GroupPlaces:
+    """How the groups of an axis lie on nodes."""
+    return group_places(group, cluster.node.devices, cluster.devices)
+
+
+def on_racks(cluster: Cluster, group: RankGroup) -> GroupPlaces:
+    nodes = cluster.nodes_per_rack or cluster.nodes
+    if cluster.racks == 1:
+        return GroupPlaces(group.size, True, 0, 0.0)
+    return group_places(group, nodes * cluster.node.devices, cluster.devices)
 
 
 def hops(cluster: Cluster, group: RankGroup) -> tuple[RingHop, ...]:
     """The kinds of hops that a ring in rank order makes, from the innermost level outwards."""
-    inside = ranks_in_node(cluster, group)
+    places = on_nodes(cluster, group)
     found = []
-    if inside > 1:
-        found.append(_inside(cluster, group, inside))
-    if inside < group.size:
-        found.append(_between_nodes(cluster, inside))
-        if _spans_racks(cluster, group):
-            found.append(_between_racks(cluster, group, inside))
+    if places.inside > 1:
+        found.append(_inside(cluster, places.inside))
+    if places.is_apart:
+        found.append(_between_nodes(cluster, places))
+        racks = on_racks(cluster, group)
+        if racks.is_apart:
+            found.append(_between_racks(cluster, racks))
     return tuple(found)
 
 
-def _inside(cluster: Cluster, group: RankGroup, inside: int) -> RingHop:
+def _inside(cluster: Cluster, inside: int) -> RingHop:
     node = cluster.node
     if node.fabric is not None:
         rate = node.fabric.rate
@@ -96,30 +105,20 @@ def _nic(cluster: Cluster) -> LinkSpec:
     return cluster.node.nic
 
 
-def _between_nodes(cluster: Cluster, inside: int) -> RingHop:
+def _between_nodes(cluster: Cluster, places: GroupPlaces) -> RingHop:
     nic = _nic(cluster)
-    groups = max(1, cluster.node.devices // inside)
-    rate = cluster.node.nics * nic.rate / groups
+    rate = cluster.node.nics * nic.rate / places.leaving
     if cluster.node.fabric is None and cluster.node.pcie is not None:
         rate = min(rate, cluster.node.pcie.rate / cluster.node.devices_per_pcie)
     return RingHop(nic.name, rate, nic.alpha_s)
 
 
-def _spans_racks(cluster: Cluster, group: RankGroup) -> bool:
-    per_rack = (cluster.nodes_per_rack or cluster.nodes) * cluster.node.devices
-    return group.size * group.stride > per_rack
-
-
-def _between_racks(cluster: Cluster, group: RankGroup, inside: int) -> RingHop:
+def _between_racks(cluster: Cluster, places: GroupPlaces) -> RingHop:
     """Flows that leave a rack share its uplinks; a ring in rank order leaves it once a group."""
     nic = _nic(cluster)
-    nodes = cluster.nodes_per_rack or cluster.nodes
-    uplinks = nodes * cluster.node.nics * nic.rate / cluster.oversubscription
-    devices = nodes * cluster.node.devices
-    per_group = max(1, min(group.size, devices // group.stride))  # its ranks in one rack
-    groups = max(1, devices // per_group)
     words = f"spine uplink 1:{cluster.oversubscription:g}"
-    return RingHop(words, uplinks / groups, nic.alpha_s + cluster.uplink_alpha_s)
+    rate = cluster.uplink_bytes_per_s / places.leaving
+    return RingHop(words, rate, nic.alpha_s + cluster.uplink_alpha_s)
 
 
 def collective_time(
@@ -137,8 +136,8 @@ def collective_time(
     if kind not in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "ring_attention"):
         raise BadInput(f"there is no closed form for {kind}")
     ring = _ring(cluster, group, num_bytes, trips)
-    inside = ranks_in_node(cluster, group)
-    if 1 < inside < group.size:
+    places = on_nodes(cluster, group)
+    if 1 < places.inside < group.size and places.is_even:
         return min(ring, _hierarchical(cluster, group, num_bytes, trips))
     return ring
 
@@ -160,7 +159,7 @@ class _Measured(NamedTuple):
 
 def _measured(cluster: Cluster, kind: str, group: RankGroup) -> _Measured | None:
     """What was measured inside a node, where the whole group is in one."""
-    if ranks_in_node(cluster, group) < group.size:
+    if on_nodes(cluster, group).is_apart:
         return None
     calls = cluster.node.calls(kind, group.size)
     return None if calls is None else _Measured(calls, group.size)
@@ -179,7 +178,7 @@ def _hierarchical(
     cluster: Cluster, group: RankGroup, num_bytes: float, trips: int
 ) -> CollectiveTime:
     """Reduce-scatter inside, all-reduce of 1/q between nodes by q rings, all-gather inside."""
-    inside = ranks_in_node(cluster, group)
+    inside = on_nodes(cluster, group).inside
     outer = RankGroup(group.size // inside, group.stride * inside)
     within = _ring(cluster, RankGroup(inside, group.stride), num_bytes, trips)
     between = _ring(cluster, outer, num_bytes / inside, trips)
@@ -188,17 +187,22 @@ def _hierarchical(
 
 
 def _all_to_all(cluster: Cluster, group: RankGroup, num_bytes: float) -> CollectiveTime:
-    """Every rank sends V/p to each other one; what leaves a node shares its network."""
-    inside = ranks_in_node(cluster, group)
+    """Every rank sends V/p to each other one; what leaves a node or a rack shares its links."""
+    places = on_nodes(cluster, group)
     way = hops(cluster, group)
-    alpha_s = sum(hop.alpha_s for hop in way[-1:]) * (group.size - 1)
+    alpha_s = way[-1].alpha_s * (group.size - 1)
+    part = num_bytes / group.size
     parts = []
-    if inside > 1:
-        parts.append(((inside - 1) / group.size * num_bytes / way[0].bytes_per_s, way[0].words))
-    if inside < group.size:
-        outside = (group.size - inside) / group.size * num_bytes
-        hop = min(way[-2 if len(way) > 2 else -1 :], key=lambda one: one.bytes_per_s)
-        parts.append((inside * outside / hop.bytes_per_s, hop.words))
+    if places.inside > 1:
+        parts.append(((places.inside - 1) * part / way[0].bytes_per_s, way[0].words))
+    if places.is_apart:
+        hop = way[1 if places.inside > 1 else 0]
+        sent = places.leaving_pairs / places.leaving  # by each of the flows that a ring would have
+        parts.append((sent * part / hop.bytes_per_s, hop.words))
+    racks = on_racks(cluster, group)
+    if racks.is_apart:
+        sent = racks.leaving_pairs / racks.leaving
+        parts.append((sent * part / way[-1].bytes_per_s, way[-1].words))
     seconds, bound = max(parts)
     return CollectiveTime(alpha_s + seconds, bound)
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.hardware import Device
+from shoal.cluster.hardware import UPDATE_KERNELS, Device
 from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import Network
@@ -130,13 +130,15 @@ def prices(name: str) -> Callable[[Pricer], Pricer]:
 def update_part(question: SyncQuestion, share: float = 1.0) -> Part:
     """The optimizer reads gradients and state and writes state and parameters."""
     device = question.cluster.device
-    return Part(
-        "update", update_s(device, question.precision, share * question.parameters), "memory"
-    )
+    tensors = share * question.sizes.tensors
+    seconds = update_s(device, question.precision, share * question.parameters, tensors)
+    return Part("update", seconds, "memory")
 
 
-def update_s(device: Device, precision: Precision, parameters: float) -> float:
-    """Seconds of an update of so many numbers."""
+def update_s(
+    device: Device, precision: Precision, parameters: float, tensors: float = 0.0
+) -> float:
+    """Seconds of an update of so many numbers; on a CPU several kernels run for each tensor."""
     states = precision.master_bytes + precision.state_bytes
     width = precision.gradient_bytes + 2 * states + 2 * precision.parameter_bytes
     moved = parameters * width
@@ -145,7 +147,9 @@ def update_s(device: Device, precision: Precision, parameters: float) -> float:
         rate = device.momentum_bytes_per_s
     if rate is None:
         rate = device.memory_bytes_per_s * device.memory_efficiency.at(max(1.0, moved))
-    return device.update_pace * moved / rate
+    kernels = UPDATE_KERNELS["sgd" if precision.state_bytes <= 4 else "adam"]
+    launches_s = tensors * kernels * device.update_launch_s if device.synchronous else 0.0
+    return device.update_pace * (moved / rate + launches_s)
 
 
 def memory_pass_s(question: SyncQuestion, num_bytes: float) -> float:

@@ -96,8 +96,10 @@ def _exposed_push(term: Any, question: SyncQuestion, up: Way) -> float:
 def server_update_s(term: Any, question: SyncQuestion) -> float:
     """Servers update at the same time, each its slice; on CPUs as fast as a worker would."""
     if computes_on_cores(question):
-        slices = question.each * question.parameters / server_count(term, question)
-        return update_s(question.cluster.device, question.precision, slices)
+        share = question.each / server_count(term, question)
+        slices = share * question.parameters
+        tensors = share * question.sizes.tensors
+        return update_s(question.cluster.device, question.precision, slices, tensors)
     moved = question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
     hosts = server_hosts(term, question)
     return question.each * moved / (hosts * host_rate(term, question, moved))
