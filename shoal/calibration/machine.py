@@ -52,7 +52,7 @@ def _fabric(measured: Sequence[MeasuredCalls], ranks: int) -> LinkSpec | None:
     """The link that gives the measured all-reduce in the closed form of a ring."""
     known = [one for one in measured if one.kind == "all_reduce" and one.executor != "gloo"]
     if not known:
-        return LinkSpec("shared memory", 10e9, 5e-6, source="spec")
+        return LinkSpec("shared memory", 10e9, 5e-6, source="assumed")
     calls = min(known, key=lambda one: abs(one.ranks - ranks))
     small_s = calls.points[0][1]
     (size, large_s), large = calls.points[-1], calls.spread[-1]

@@ -62,6 +62,7 @@ class Noise:
     jitter: float = 0.0  # standard deviation of a step's compute, as a share of it
     straggler_share: float = 0.0  # of workers, in each step
     straggler_slowdown: float = 1.0
+    source: str = "spec"
 
 
 @dataclass(frozen=True)

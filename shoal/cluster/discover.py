@@ -17,7 +17,9 @@ _ASSUMED_HERTZ = 2.5e9
 _CORE_BYTES_PER_S = 10e9
 _HOST_BYTES_PER_S = 50e9  # of one NUMA node
 _NIC_BYTES_PER_S = 10e9 / 8
-_SOCKET_LINK = LinkSpec("socket link", 40e9, 0.5e-6)
+_SOCKET_LINK = LinkSpec("socket link", 40e9, 0.5e-6, source="assumed")
+_DEVICE_ASSUMED = ("launch_us", "matmul_efficiency", "memory_efficiency")
+_LINK_ASSUMED = ("alpha_us", "efficiency")
 _CPU_MATMUL = Curve(((1e5, 0.1), (1e6, 0.35), (1e7, 0.6), (1e8, 0.75), (1e9, 0.8)))
 _GPU_MATMUL = Curve(((1e8, 0.08), (1e9, 0.3), (1e10, 0.55), (1e11, 0.7), (1e12, 0.78)))
 _GPU_MEMORY = Curve(((1e5, 0.3), (1e6, 0.55), (1e7, 0.75), (1e8, 0.88)))
@@ -56,7 +58,7 @@ def _cpu_node(host: Host, node: Node, notes: list[str]) -> tuple[Device, Node]:
     notes.append(f"The bandwidth of memory is assumed: {show_rate(memory)}.")
     counts = [count for count in range(1, host.cores + 1) if host.cores % count == 0]
     crowded = tuple((count, _cpu_device(host, count, memory)) for count in counts)
-    bus = LinkSpec("shared memory", memory / 2, 5e-6, shared=True)
+    bus = LinkSpec("shared memory", memory / 2, 5e-6, shared=True, source="assumed")
     found = replace(
         node,
         devices=host.cores,
@@ -81,6 +83,7 @@ def _cpu_device(host: Host, workers: int, memory: float) -> Device:
         launch_s=5e-6,
         synchronous=True,
         threads=threads,
+        assumed=(*_DEVICE_ASSUMED, "memory_GB_per_s"),
     )
 
 
@@ -101,6 +104,8 @@ def _gpu_node(host: Host, node: Node, notes: list[str]) -> tuple[Device, Node]:
         matmul_efficiency=_GPU_MATMUL,
         memory_efficiency=_GPU_MEMORY,
         launch_s=4e-6,
+        assumed=_DEVICE_ASSUMED,
+        source="spec" if spec else "assumed",
     )
     fabric, switched = _nvlink(host, known, notes)
     several = host.sockets > 1
@@ -124,9 +129,9 @@ def _pcie(host: Host, notes: list[str]) -> LinkSpec:
     rate = gpu.pcie_bytes_per_s
     if rate is None:
         notes.append("PCIe of the GPUs is not reported: 4.0 with 16 lanes is assumed.")
-        return LinkSpec("PCIe", 31.5e9, 1.5e-6, 0.8)
+        return LinkSpec("PCIe", 31.5e9, 1.5e-6, 0.8, source="assumed")
     name = f"PCIe {gpu.pcie_generation}.0 x{gpu.pcie_lanes}"
-    return LinkSpec(name, rate, 1.5e-6, 0.8)
+    return LinkSpec(name, rate, 1.5e-6, 0.8, assumed=_LINK_ASSUMED)
 
 
 def _nvlink(host: Host, spec: GpuSpec, notes: list[str]) -> tuple[LinkSpec | None, bool]:
@@ -147,7 +152,7 @@ def _nvlink(host: Host, spec: GpuSpec, notes: list[str]) -> tuple[LinkSpec | Non
     if not spec.nvlink_GB_per_s:
         notes.append("The rate of an NVLink of this GPU is not known: 25 GB/s is assumed.")
     rate = (links[0] if switched else min(per_gpu)) * (spec.nvlink_GB_per_s or 25) * 1e9
-    return LinkSpec("NVLink", rate, 5e-6, 0.77), switched
+    return LinkSpec("NVLink", rate, 5e-6, 0.77, assumed=_LINK_ASSUMED), switched
 
 
 def _nic(host: Host, notes: list[str]) -> tuple[LinkSpec | None, int]:
@@ -164,7 +169,10 @@ def _nic(host: Host, notes: list[str]) -> tuple[LinkSpec | None, int]:
 
 def _nic_link(nic: Nic) -> LinkSpec:
     rate = nic.bytes_per_s or _NIC_BYTES_PER_S
+    source = "spec" if nic.bytes_per_s else "assumed"
+    assumed = _LINK_ASSUMED if nic.bytes_per_s else ()
     if nic.kind == "ethernet":
-        return LinkSpec(f"Ethernet ({nic.name})", rate, 30e-6, 0.94, transport="tcp")
+        name = f"Ethernet ({nic.name})"
+        return LinkSpec(name, rate, 30e-6, 0.94, transport="tcp", source=source, assumed=assumed)
     words = "RoCE" if nic.kind == "roce" else "InfiniBand"
-    return LinkSpec(words, rate, 10e-6, 0.92)
+    return LinkSpec(words, rate, 10e-6, 0.92, source=source, assumed=assumed)

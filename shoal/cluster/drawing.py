@@ -123,10 +123,27 @@ def notes(cluster: Cluster) -> list[str]:
     noise = cluster.noise
     found = []
     if noise.jitter:
-        found.append(f"Noise: the compute of a step varies by {noise.jitter:.1%}.")
+        said = f" ({noise.source})" if noise.source != "spec" else ""
+        found.append(f"Noise: the compute of a step varies by {noise.jitter:.1%}{said}.")
     if noise.straggler_share:
         share = f"{noise.straggler_share:.1%} of the workers of a step"
         found.append(f"Stragglers: {share} are {noise.straggler_slowdown:g} times slower.")
+    assumed = _assumed(cluster)
+    if assumed:
+        found.append(f"Assumed, not read or measured: {'; '.join(assumed)}.")
+    return found
+
+
+def _assumed(cluster: Cluster) -> list[str]:
+    """What the typical figures of a cluster are, and of which part."""
+    node = cluster.node
+    links = [one for one in (node.fabric, node.pcie, node.socket_link, node.nic) if one]
+    found = []
+    parts: list[Device | LinkSpec] = [cluster.device, *dict.fromkeys(links)]
+    for part in parts:
+        keys = ", ".join(part.assumed)
+        if part.source == "assumed" or keys:
+            found.append(f"{'all' if part.source == 'assumed' else keys} of {part.name}")
     return found
 
 

@@ -1,7 +1,7 @@
 """What a cluster is made of: devices that compute and links that carry bytes.
 
 All quantities are in seconds, bytes and floating-point operations. `source` says where the numbers
-of a block come from: "spec", "measured" or "fit".
+of a block come from: "spec" (a datasheet), "assumed" (typical ones), "measured" or "fit".
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Device:
     backward_pace: float = 1.0
     update_pace: float = 1.0
     source: str = "spec"
+    assumed: tuple[str, ...] = ()  # keys whose figures are typical ones, whatever `source` says
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     def factor_of(self, name: str) -> float:
@@ -116,6 +117,7 @@ class LinkSpec:
     shared: bool = False  # one for all devices behind it, as PCIe; else one for each
     transport: str = "rdma"  # of a NIC: rdma; tcp and ipoib go through the host
     source: str = "spec"
+    assumed: tuple[str, ...] = ()  # keys whose figures are typical ones, whatever `source` says
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     @property

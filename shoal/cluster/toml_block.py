@@ -1,7 +1,8 @@
 """One table of a cluster file, read key by key: each mistake names the file, the table and the key.
 
 The keys carry their units. A table may say `source`, `reference` (free text: where the numbers were
-read) and `spread` (by key, the lowest and the highest value that was seen).
+read), `assumed` (keys whose figures are typical ones, unlike the others) and `spread` (by key, the
+lowest and the highest value that was seen).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 from shoal.cluster.hardware import Curve
 from shoal.errors import BadInput
 
-SOURCES = ("spec", "measured", "fit")
+SOURCES = ("spec", "assumed", "measured", "fit")
 MOST = 10_000_000  # of anything that is counted
 LARGEST = 1e18
 
@@ -134,6 +135,18 @@ class TomlBlock:
     def source(self) -> str:
         self.known.append("reference")
         return self.choice("source", "spec", SOURCES)
+
+    def assumed(self) -> tuple[str, ...]:
+        """The keys of this table whose figures are typical ones."""
+        self.known.append("assumed")
+        keys = self.table.get("assumed", [])
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            self.refuse("assumed", f"a list of keys is expected, not {_words(keys)}")
+        for key in keys:
+            if key not in self.table:
+                there = [one for one in self.table if one not in ("assumed", "source", "reference")]
+                self.refuse("assumed", f"the table has no {key}; {suggestion(key, there)}")
+        return tuple(keys)
 
     def spread(self, scales: Mapping[str, tuple[str, float]]) -> dict[str, tuple[float, float]]:
         """By attribute the lowest and highest value; `scales`: key to attribute and unit."""

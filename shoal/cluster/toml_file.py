@@ -136,6 +136,7 @@ def _device(block: TomlBlock) -> Device:
         kernel_factors=_factors(block.block("kernel_factors")),
         threads=block.count("threads") if block.has("threads") else None,
         source=block.source(),
+        assumed=block.assumed(),
         spread=block.spread(DEVICE_UNITS),
     )
     block.finish()
@@ -167,6 +168,7 @@ def _link(block: TomlBlock, name: str) -> LinkSpec:
         shared=block.flag("shared", False),
         transport=block.choice("transport", "rdma", TRANSPORTS),
         source=block.source(),
+        assumed=block.assumed(),
         spread=block.spread(LINK_UNITS),
     )
     block.finish()
@@ -257,7 +259,7 @@ def _noise(block: TomlBlock) -> Noise:
         jitter=block.number("jitter", 0.0),
         straggler_share=block.share("straggler_share", 0.0),
         straggler_slowdown=block.number("straggler_slowdown", 1.0, least=1.0),
+        source=block.source(),
     )
-    block.source()
     block.finish()
     return noise

@@ -59,6 +59,7 @@ def _device(device: Device) -> dict[str, Any]:
         "synchronous": device.synchronous or None,
         "threads": device.threads,
         "source": device.source,
+        "assumed": list(device.assumed) or None,
         "spread": _spread(device.spread, DEVICE_UNITS),
     }
 
@@ -71,6 +72,7 @@ def _link(link: LinkSpec) -> dict[str, Any]:
         "shared": link.shared,
         "transport": link.transport,
         "source": link.source,
+        "assumed": list(link.assumed) or None,
         "spread": _spread(link.spread, units),
     }
 

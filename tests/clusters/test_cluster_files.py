@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster.cluster import Noise
-from shoal.cluster.presets import load_cluster, preset_names
+from shoal.cluster.drawing import notes
+from shoal.cluster.presets import FOLDER, load_cluster, preset_names
 from shoal.cluster.toml_file import parse_cluster
 from shoal.cluster.toml_writer import cluster_text
 from shoal.errors import BadInput
@@ -124,7 +125,7 @@ def test_presets_are_there() -> None:
         ("devices = 2", "devices = 2\nsockets = 2", "[node] socket_link: 2 sockets need a link"),
         ("uplinks = 1", "uplinks = 1\nports = 2", "[rack] ports: 2 nodes take 2 ports and"),
         ("alpha_us = 5", "efficiency = 1.5", "[link.nvlink] efficiency: a share between 0 and 1"),
-        ("alpha_us = 5", 'source = "guess"', "[link.nvlink] source: one of spec, measured, fit"),
+        ("alpha_us = 5", 'source = "guess"', "[link.nvlink] source: one of spec, assumed, measured, fit"),
         ("[1900, 2000]", "[2000, 1900]", "[device.spread] memory_GB_per_s: the lowest value comes"),
         (
             "launch_us = 4",
@@ -154,3 +155,20 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_cluster(latin)
     with pytest.raises(BadInput, match="did you mean dgx-a100"):
         load_cluster("dgx-a10")
+
+
+def test_what_is_assumed_names_keys_of_its_table(tmp_path: Path) -> None:
+    text = (FOLDER / "dgx-a100.toml").read_text()
+    file = tmp_path / "mine.toml"
+    file.write_text(text.replace('assumed = ["launch_us"', 'assumed = ["launch_ms"'))
+    with pytest.raises(BadInput, match=r"\[device\] assumed: the table has no launch_ms; did you"):
+        load_cluster(str(file))
+
+
+@pytest.mark.parametrize("preset", ["dgx-a100", "dgx-h100", "rack-1-4", "laptop"])
+def test_presets_say_what_is_assumed(preset: str) -> None:
+    cluster = load_cluster(preset)
+    for part in (cluster.device, cluster.node.fabric or cluster.node.pcie):
+        assert part is not None
+        assert part.source == "assumed" or part.assumed
+    assert "Assumed, not read or measured: " in " ".join(notes(cluster))
