@@ -8,11 +8,15 @@ it. The slowest hop sets the pace of the ring:
     all_reduce       2(p-1) alpha + 2(p-1)/p V / rate
     reduce_scatter     (p-1) alpha +  (p-1)/p V / rate        all_gather: the same
 
+A piece goes round the ring, so alpha is the mean of its hops: k of p are between nodes. GPUs also
+have NCCL's two binary trees over nodes, each for half of V: 2 log2(k) alpha + 2 V / rate.
+
 `hierarchical` reduces inside nodes first, so that only 1/q of V crosses between nodes.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
@@ -137,9 +141,12 @@ def collective_time(
         raise BadInput(f"there is no closed form for {kind}")
     ring = _ring(cluster, group, num_bytes, trips)
     places = on_nodes(cluster, group)
+    ways = [ring]
     if 1 < places.inside < group.size and places.is_even:
-        return min(ring, _hierarchical(cluster, group, num_bytes, trips))
-    return ring
+        ways.append(_hierarchical(cluster, group, num_bytes, trips))
+    if places.is_apart and kind == "all_reduce" and not cluster.device.synchronous:
+        ways.append(_trees(cluster, group, num_bytes))
+    return min(ways)
 
 
 class _Measured(NamedTuple):
@@ -168,10 +175,33 @@ def _measured(cluster: Cluster, kind: str, group: RankGroup) -> _Measured | None
 def _ring(cluster: Cluster, group: RankGroup, num_bytes: float, trips: int) -> CollectiveTime:
     way = hops(cluster, group)
     slowest = min(way, key=lambda hop: hop.bytes_per_s)
-    alpha_s = max(hop.alpha_s for hop in way)
     steps = trips * (group.size - 1)
     moved = steps / group.size * num_bytes
-    return CollectiveTime(steps * alpha_s + moved / slowest.bytes_per_s, slowest.words)
+    alphas_s = steps * _mean_alpha_s(cluster, group, way)
+    return CollectiveTime(alphas_s + moved / slowest.bytes_per_s, slowest.words)
+
+
+def _mean_alpha_s(cluster: Cluster, group: RankGroup, way: tuple[RingHop, ...]) -> float:
+    """Of the hops of a ring: most stay in a node, one a node leaves it, and one a rack that."""
+    nodes = on_nodes(cluster, group)
+    racks = on_racks(cluster, group)
+    leave_node = 1 / nodes.inside if nodes.is_apart else 0.0
+    leave_rack = 1 / racks.inside if nodes.is_apart and racks.is_apart else 0.0
+    shares = [1 - leave_node, leave_node - leave_rack, leave_rack]
+    shares = shares[0 if nodes.inside > 1 else 1 :][: len(way)]
+    return sum(share * hop.alpha_s for share, hop in zip(shares, way, strict=True))
+
+
+def _trees(cluster: Cluster, group: RankGroup, num_bytes: float) -> CollectiveTime:
+    """Up and down two binary trees over nodes; inside a node the ranks are a chain."""
+    inside = on_nodes(cluster, group).inside
+    way = hops(cluster, group)
+    slowest = min(way, key=lambda hop: hop.bytes_per_s)
+    depth = math.ceil(math.log2(group.size / inside))
+    alphas_s = depth * way[-1].alpha_s
+    if inside > 1:
+        alphas_s += (inside - 1) * way[0].alpha_s
+    return CollectiveTime(2 * alphas_s + 2 * num_bytes / slowest.bytes_per_s, slowest.words)
 
 
 def _hierarchical(

@@ -120,6 +120,7 @@ def with_constants(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
         wait_s=values["wait_s"],
         step_s=values["step_s"],
         source="fit",
+        assumed=(),
     )
     node = replace(
         cluster.node,
@@ -137,6 +138,7 @@ def _link(link: LinkSpec | None, name: str, values: Mapping[str, float]) -> Link
         efficiency=values[f"{name}_efficiency"],
         alpha_s=values[f"{name}_alpha_s"],
         source="fit",
+        assumed=(),
     )
 
 

@@ -22,7 +22,7 @@ from shoal.plan.validation.fit import BOUNDS, Fitted, fit
 from shoal.plan.validation.measured import MeasuredRow
 from shoal.plan.workloads.transformer import Transformer, TransformerSizes
 from shoal.plan.workloads.workload import Precision
-from shoal.strategy.strategy import as_strategy
+from shoal.strategy.strategy import Strategy, as_strategy
 
 MEGATRON = Precision("fp16", 2, 4, 4, 8)  # gradients are summed in fp32: 18 bytes a parameter
 _MOST_ROWS = 200  # of a fit of about ten constants
@@ -40,6 +40,7 @@ class RunsAs:
     scatter_sends: bool = True
     precision: Precision = MEGATRON
     flash_attention: bool = False
+    bucket_mb: float | None = 1e6  # gradients are one buffer; None: as Shoal's ddp
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class PricedTable:
         self._models = {
             row.sizes: Transformer(name_of(row.sizes), row.sizes, runs_as.precision) for row in rows
         }
-        strategies = {text: as_strategy(text) for text in {row.strategy for row in rows}}
+        strategies = {text: self._strategy(text) for text in {row.strategy for row in rows}}
         self._asked = [(strategies[row.strategy], self._all_settings(row)) for row in rows]
 
     def some(self, indices: Sequence[int]) -> PricedTable:
@@ -189,6 +190,12 @@ class PricedTable:
             _best_that_fits([predictors[row.sizes].predict(strategy, row.workers, s) for s in each])
             for row, (strategy, each) in zip(self.rows, self._asked, strict=True)
         ]
+
+    def _strategy(self, text: str) -> Strategy:
+        bucket_mb = self._runs_as.bucket_mb
+        if bucket_mb is None or not text.startswith("ddp"):
+            return as_strategy(text)
+        return as_strategy(text.replace("ddp", f"ddp(bucket_mb={bucket_mb:.0f})", 1))
 
     def _all_settings(self, row: MeasuredRow) -> list[PlanSettings]:
         """One for every micro-batch that the row may have had."""
