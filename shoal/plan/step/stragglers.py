@@ -120,6 +120,7 @@ def expected_max(noise: Noise, workers: int, steps: int = 1) -> float:
     return expected_rank(noise, 1, 1, max(1, workers), steps)
 
 
+@lru_cache(maxsize=4096)
 def quantile_of_max(noise: Noise, workers: int, share: float) -> float:
     """The time that the slowest of all workers stays below in this share of steps."""
     if is_even(noise):
