@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shoal.calibration.machine import machine_of
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.discover import this_machine
@@ -43,6 +41,8 @@ def worker_counts(most: int) -> list[int]:
 
 def _most(device: str | None) -> int:
     """As many workers as there are GPUs, where they train on GPUs; else as there are cores."""
+    import torch  # only where it is needed: the command line does without
+
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device is not None and ":" in device:
         return 1
