@@ -32,6 +32,7 @@ class LayerTime(NamedTuple):
     weight_s: float  # the part of backward that makes weight gradients
     recompute: KernelTime
     messages: tuple[AxisTime, ...]  # by MESSAGE_AXES
+    hiding_s: float = 0.0  # of backward, during which blocks of a ring are on their way
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,15 @@ class LayerClock:
         )
         computing = forward.seconds + backward.seconds + recompute.seconds
         total = computing + sum(one.seconds for one in messages)
-        weight_s = self._kernels.time(cost.backward_weight, backward=True).seconds
-        return LayerTime(total, forward, backward, weight_s, recompute, messages)
+        weight_s = backward.seconds * self._weight_share(cost)
+        hiding_s = sum(self._hidden_s(message, groups) for message in cost.backward_messages)
+        return LayerTime(total, forward, backward, weight_s, recompute, messages, hiding_s)
+
+    def _weight_share(self, cost: LayerCost) -> float:
+        """Of the device's work in backward, what makes gradients of weights."""
+        weights = sum(sum(self._kernels.busy(kernel, True)) for kernel in cost.backward_weight)
+        inputs = sum(sum(self._kernels.busy(kernel, True)) for kernel in cost.backward_input)
+        return weights / (weights + inputs) if weights else 0.0
 
     def _activity(
         self,
@@ -123,12 +131,15 @@ class LayerClock:
         for message in messages:
             axis = MESSAGE_AXES.index(message.axis)
             took = self.network.collective(message.kind, groups[axis], message.bytes)
-            left_s = max(0.0, took.seconds - self._beside_s(message, groups[axis].size))
+            left_s = took.seconds - self._hidden_s(message, groups)
             spent[axis] = AxisTime(spent[axis].seconds + left_s, took.bound)
         return spent
 
-    def _beside_s(self, message: LayerMessage, ranks: int) -> float:
-        """What hides a message: all rounds of a ring but the last one send while they compute."""
+    def _hidden_s(self, message: LayerMessage, groups: AxisGroups) -> float:
+        """What computing hides: all rounds of a ring but the last one send meanwhile."""
         if not message.beside or self.network.cluster.device.synchronous:
             return 0.0
-        return self._kernels.time(message.beside).seconds * (ranks - 1) / ranks
+        group = groups[MESSAGE_AXES.index(message.axis)]
+        took = self.network.collective(message.kind, group, message.bytes)
+        beside_s = self._kernels.time(message.beside).seconds * (group.size - 1) / group.size
+        return min(took.seconds, beside_s)

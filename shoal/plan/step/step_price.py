@@ -139,7 +139,8 @@ class ReplicaPricer:
             parts=tuple(_busy_parts(table, stages[slowest])),
             weight_s=sum(n * t.weight_s for n, t in zip(stages[slowest], table.times, strict=True)),
             backward_s=sum(
-                n * t.backward.seconds for n, t in zip(stages[slowest], table.times, strict=True)
+                n * (t.backward.seconds - t.hiding_s)
+                for n, t in zip(stages[slowest], table.times, strict=True)
             ),
             parameters=max(held),
             layer_parameters=max(table.parameters),

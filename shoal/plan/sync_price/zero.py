@@ -39,7 +39,7 @@ def zero(term: Any, question: SyncQuestion) -> SyncPrice:
         parts = some(waiting_part(question), update_part(question))
         memory = _memory(term.stage, question)
         return SyncPrice(parts, memory, spread_s=synchronous_spread(question))
-    gradients = _reduced(term.stage, question)
+    gradients = _reduced(term.stage, _beside_gathers(term.stage, question))
     weights = _gathered(question) if term.stage == 3 else _spread(question)
     share = _largest_shard(question) / max(1.0, question.sizes.trained)
     parts = some(gradients, weights, waiting_part(question), update_part(question, share))
@@ -74,6 +74,15 @@ def _reduced(stage: int, question: SyncQuestion) -> Part:
     seconds, bound = exposed_buckets(question, buckets, timer)
     passes = question.microbatches if stage > 1 else 1
     return Part("gradients", passes * seconds, bound)
+
+
+def _beside_gathers(stage: int, question: SyncQuestion) -> SyncQuestion:
+    """zero(3) gathers weights in backward, too; what that hides does not hide reductions."""
+    if stage < 3:
+        return question
+    network = question.network
+    took = network.collective("all_gather", question.group, question.parameter_bytes)
+    return replace(question, backward_s=max(0.0, question.backward_s - took.seconds))
 
 
 def _spread(question: SyncQuestion) -> Part:
