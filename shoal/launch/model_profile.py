@@ -10,9 +10,8 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import BadInput
-from shoal.observe.workload_profile import PROFILE
 from shoal.plan.profile import ModelProfile
-from shoal.runtime.config import RunConfig, WorkloadTraceConfig
+from shoal.runtime.config import PROFILE, RunConfig, WorkloadTraceConfig
 
 PROFILE_S = 3.0
 ScriptRun = Callable[[int, RunConfig], object]  # the script on so many workers, without its output

@@ -22,14 +22,13 @@ from shoal.data.rows import move_to, num_rows
 from shoal.observe.capture import StopTraining
 from shoal.observe.memory_estimate import EstimateJob
 from shoal.replica.microbatch import Loss, autocast_for, call_model
-from shoal.runtime.config import WorkloadTraceConfig
+from shoal.runtime.config import PROFILE, WorkloadTraceConfig
 from shoal.strategy.strategy import as_strategy
 from shoal.sync.optimizer_step import make_optimizer
 from shoal.train.arguments import ForwardSignature
 from shoal.train.job import Job
 from shoal.train.options import StepOptions
 
-PROFILE = "profile.json"
 _FEWEST = 8
 _WARM_UP = 3
 _KEPT = (0.1, 0.9)  # of all rounds, the mean of what lies between

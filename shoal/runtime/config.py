@@ -98,6 +98,9 @@ class MemoryEstimateConfig:
     workers: int = variable("SHOAL_ESTIMATE_WORKERS", POSITIVE, 1)
 
 
+PROFILE = "profile.json"  # in the folder of a WorkloadTraceConfig
+
+
 @dataclass(frozen=True)
 class WorkloadTraceConfig:
     """What `shoal predict` and `shoal plan` ask of a script; off without a folder.
