@@ -10,6 +10,7 @@ from typing import Annotated, cast
 import typer
 from rich.table import Table
 
+from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_folder, strategy_for
@@ -26,12 +27,15 @@ from shoal.commands.subject import (
     cluster_of,
     subject_of,
 )
+from shoal.commands.worker_numbers import WorkerNumbers, scaling_table, worker_numbers
 from shoal.errors import BadInput
 from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smaller_micro_batches
 from shoal.plan.predict import PlanSettings, Predictor
+from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
 from shoal.plan.workloads.workload import Recompute, Workload
+from shoal.strategy.strategy import Strategy
 
 RECOMPUTES = ("none", "selective", "full")
 MicroBatch = Annotated[
@@ -58,7 +62,7 @@ Timeline = Annotated[
 def predict(
     model: Model = None,
     args: options.ScriptArgs = None,
-    workers: options.Workers = 1,
+    numbers: WorkerNumbers = "1",
     strategy: options.Strategy = None,
     cluster: ClusterName = "this-machine",
     gpt: Gpt = None,
@@ -76,14 +80,23 @@ def predict(
     """Predict how long a training step takes, and how much memory it needs.
 
     The step is shown by its parts, each with what bounds it: compute, memory, launches of kernels
-    or the link. Nothing is trained.
+    or the link. With several numbers of workers (-n 2,4,8) there is one row for each. Nothing is
+    trained.
     """
     if trace is not None:
         check_folder(trace, "a trace")
-    value = strategy_for(strategy, workers)
+    several = worker_numbers(numbers)
+    workers = max(several)
+    asked = [(strategy_for(strategy, number), number) for number in several]
+    value = asked[-1][0]
     subject = subject_of(model, args, gpt, precision, batch, workers)
     settings = PlanSettings(subject.batch, microbatch, as_recompute(recompute), flash_attention)
     hardware = cluster_of(cluster, network, limit, workers)
+    if len(several) > 1:
+        if simulate or trace is not None:
+            raise BadInput("--simulate and --trace need one number of workers, not several")
+        _predict_several(subject.workload, hardware, asked, settings, as_json)
+        return
     predictor = Predictor(subject.workload, hardware)
     prediction = predictor.predict(value, workers, settings)
     advice = smaller_micro_batches(predictor, value, prediction, settings)
@@ -101,6 +114,25 @@ def predict(
             _write_timeline(simulated, trace, as_json)
     if as_json:
         print(json.dumps(document))
+
+
+def _predict_several(
+    workload: Workload,
+    cluster: Cluster,
+    asked: list[tuple[Strategy, int]],
+    settings: PlanSettings,
+    as_json: bool,
+) -> None:
+    found = [predict_on(workload, cluster, strategy, n, settings) for strategy, n in asked]
+    if as_json:
+        rows = [one.as_dict() for one in found]
+        print(json.dumps({"model": workload.name, "predictions": rows}))
+        return
+    console = wide_console()
+    names = ", ".join(dict.fromkeys(one.strategy for one in found))
+    heading = f"{workload.name} under {names} on {cluster.name}, batch {settings.batch}"
+    console.print(heading, style="bold")
+    console.print(scaling_table(found))
 
 
 def _print_simulated(prediction: Prediction, simulated: SimulatedStep) -> None:

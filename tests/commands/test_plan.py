@@ -40,6 +40,14 @@ def test_the_gradients_of_gpt_3_are_700_gb(capsys: pytest.CaptureFixture[str]) -
     assert "1.4 TB go there and 1.4 TB come back" in shown["traffic"]
 
 
+def test_predict_has_a_row_for_each_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("predict", *SMALL, "-n", "2,4,8", "--batch", "16")
+    _, out, _ = run(capsys, *words)
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["workers", "2", "4", "8"]
+    _, out, _ = run(capsys, *words, "--json")
+    assert [one["workers"] for one in json.loads(out)["predictions"]] == [2, 4, 8]
+
+
 def test_the_first_of_a_plan_can_be_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     planned = document(capsys, "plan", *SMALL, "-n", "8", "--batch", "16")["ranked"][0]
     words = ["predict", *SMALL, "-n", "8", "--batch", "16", "-s", planned["strategy"]]
@@ -56,6 +64,9 @@ def test_a_plan_where_nothing_fits_fails_in_a_sentence(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (["predict", "gpt-3", "-n", "4,x"], "several such as 2,4,8, not '4,x'"),
+        (["predict", "gpt-3", "-n", "4,0"], "a number of workers is from 1"),
+        (["predict", "gpt-3", "-n", "2,4", "--simulate"], "need one number of workers"),
         (["predict"], "name a script or a model such as gpt-3"),
         (["plan", "gpt-3", "--cluster", "no-such"], "no cluster preset or file no-such"),
         (["predict", "gpt-3", "--precision", "fp7"], "--precision is mixed or fp32"),
