@@ -40,9 +40,14 @@ def gradients_of(outputs: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, 
     if not trained or not scored:
         return {}
     with torch.enable_grad():  # the script may call the model without
-        total = torch.stack([_score(t) for t in scored]).sum()
+        total = score_of(scored)
     found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
     return dict(zip(trained, found, strict=True))
+
+
+def score_of(outputs: list[Tensor]) -> Tensor:
+    """A fixed combination of all of their numbers."""
+    return torch.stack([_score(t) for t in outputs]).sum()
 
 
 def _score(output: Tensor) -> Tensor:

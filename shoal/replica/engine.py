@@ -143,7 +143,7 @@ class Engine:
     @torch.no_grad()
     def rehearse(self, inputs: Any) -> None:
         """A forward in the model's present mode that leaves nothing behind."""
-        with fork_rng(self.flat.device), self._frozen_statistics(), self.autocast():
+        with fork_rng(self.flat.device), self.frozen_statistics(), self.autocast():
             self.stage.predict(inputs)
 
     # ------------------------------------------------------------------ the four actions
@@ -233,11 +233,11 @@ class Engine:
     def _outputs(self, action: Action, micro: MicroBatch, kept: Kept) -> Tree:
         if not self.options.recompute:
             return kept.outputs
-        with self._span("forward", f"{action} again"), self._frozen_statistics():
+        with self._span("forward", f"{action} again"), self.frozen_statistics():
             return self._compute(action, micro, kept.inputs)
 
     @contextmanager
-    def _frozen_statistics(self) -> Iterator[None]:
+    def frozen_statistics(self) -> Iterator[None]:
         """A forward is computed again: the buffers that it updates are already up to date."""
         buffers = [b for b in self.stage.model.buffers() if b.device.type != "meta"]
         before = [b.clone() for b in buffers]

@@ -19,6 +19,12 @@ class ThreadTracer(fx.Tracer):
         super().__init__(**options)
         self._thread = threading.get_ident()
 
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        try:
+            return super().trace(root, concrete_args)
+        except SystemExit as end:  # of a forward that does not like what stands for its values
+            raise ValueError(f"it calls sys.exit({end.code!r})") from end
+
     def call_module(
         self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

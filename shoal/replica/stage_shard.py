@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.objects import PytreeChannel, all_equal
 from shoal.errors import BadInput, NotBuilt
-from shoal.pytree import Tree, tensors_of
+from shoal.pytree import Tree
 from shoal.replica.accumulation import Accumulation, OrderedAccumulation, StepAccumulation
 from shoal.replica.context.sequence_shard import SequenceContext
 from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
 from shoal.replica.engine import Engine, EngineOptions
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_norm import ReplicaGradNorm
-from shoal.replica.microbatch import Loss, MicroBatch, call_arguments, preserve_modes
+from shoal.replica.microbatch import Loss, MicroBatch, preserve_modes
 from shoal.replica.pipeline.kept_tensors import Slot, kept_tensors, newly_kept, snapshot
 from shoal.replica.pipeline.profile import measured_by_rank_0
 from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
-from shoal.replica.pipeline.stages import Stages, named_tensors
+from shoal.replica.pipeline.stages import Stages
 from shoal.replica.pipeline.tied_weights import TiedWeights
 from shoal.replica.shard import ReplicaShard
+from shoal.replica.stage_proof import StageProof, evaluating
 from shoal.replica.state_dicts import state_of
-from shoal.replica.tensor.activations.sharded_tensor import full_tensors
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.schedules.pipelines.actions import ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import build, schedule
@@ -160,52 +158,10 @@ class StageShard(ReplicaShard):
         self.stages.check_kept(kept)
         if self.group.rank != 0:
             self.stages.hide_kept(kept, self.group.rank)
-        with self._evaluating():
-            self._compare(microbatches[0].inputs, engine)
-        self.stages.hide_kept(kept, self.group.rank)
-
-    def _compare(self, inputs: Tree, engine: Engine) -> None:
         size = sum(t.nbytes for t in state_of(self.model).values())
-        if self._is_trusted or size > LARGEST_CHECKED_BYTES:
-            return
-        same = torch.ones(1, device=engine.flat.device)
-        with engine.flat.full_params(), self.precision():
-            outputs = self.broadcast(tensors_of(full_tensors(engine.predict(inputs))))
-            tensors = self._gather_tensors()
-            if self.group.rank == 0:
-                whole, full = self._whole(tensors)
-                expected = functional_call(whole, full, *call_arguments(inputs), tie_weights=False)
-                same.fill_(_are_close(tensors_of(full_tensors(expected)), outputs))
-        self.group.broadcast(same).wait()
-        if not same:
-            raise BadInput(
-                f"the stages of {type(self.model).__name__}, split at "
-                f"{', '.join(self.stages.cuts)}, do not compute what the model does: "
-                "its forward uses more than its inputs and modules; put what is special about it "
-                "into a module of its own"
-            )
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, where dropout does not stand in the way of comparing."""
-        with preserve_modes(self.model):
-            self.model.eval()
-            try:
-                yield
-            except (AttributeError, IndexError, KeyError, TypeError) as wrong:
-                raise BadInput(
-                    f"{type(self.model).__name__} fails in evaluation mode "
-                    f"({type(wrong).__name__}: {wrong}), in which pp compares its stages with the "
-                    "whole model before the first step: let its forward return the same kind of "
-                    "output in both modes"
-                ) from wrong
-
-    def _whole(self, tensors: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
-        """The model as it was built, and its tensors from those of all stages."""
-        if self.tensor is None:
-            return self.model, tensors
-        self.tensor.original.eval()
-        return self.tensor.original, self.tensor.gather_full(tensors)
+        if not self._is_trusted and size <= LARGEST_CHECKED_BYTES:
+            StageProof(self, self.stages, self.group, engine).prove(microbatches[0])
+        self.stages.hide_kept(kept, self.group.rank)
 
     def _rehearse(self, micro: MicroBatch, engine: Engine) -> list[list[Slot]]:
         """Find out what stages use of each other's results; before that, they send everything.
@@ -216,7 +172,7 @@ class StageShard(ReplicaShard):
         with engine.flat.full_params(), preserve_modes(self.model):
             engine.rehearse(micro.inputs)
             if self.stages.replays:
-                with self._evaluating():
+                with evaluating(self.model):
                     engine.rehearse(micro.inputs)
         kept = newly_kept(before, kept_tensors(self.model))
         found = self._exchange([self.stages.usage(), kept])
@@ -233,11 +189,6 @@ class StageShard(ReplicaShard):
         trees[self.group.rank] = tree
         return [trees[stage] for stage in range(self.group.size)]
 
-    def _gather_tensors(self) -> dict[str, Tensor]:
-        """The tensors of all stages by name, on the first stage."""
-        local = {n: t for n, t in named_tensors(self.model) if t.device.type != "meta"}
-        return {n: t for tensors in reversed(self.gather(local)) for n, t in tensors.items()}
-
     def _check_same_cuts(self, device: torch.device) -> None:
         """All stages must have split the same model at the same points."""
         text = repr((self.stages.replays, self.stages.cuts, sorted(self.stages.holders.items())))
@@ -246,16 +197,3 @@ class StageShard(ReplicaShard):
                 f"rank {self.group.rank} and another stage have built different models: every "
                 "worker has to build the same one, with the same layers"
             )
-
-
-def _are_close(expected: list[Tensor], actual: list[Tensor]) -> bool:
-    """Equal but for rounding, which here is that of the same operations on the same numbers."""
-    if [t.shape for t in expected] != [t.shape for t in actual]:
-        return False
-    for a, b in zip(expected, actual, strict=True):
-        a = a.double()
-        b = b.double()
-        size = float(a.abs().max()) if a.numel() else 0.0
-        if not torch.allclose(a, b, rtol=0.0, atol=1e-3 * size, equal_nan=True):
-            return False
-    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, Block, Size
 from shoal.replica.pipeline.balance import balanced_split
+from shoal.replica.pipeline.graph_split import GraphSplit
 from shoal.replica.pipeline.stages import Stages
+from shoal.replica.stage_proof import StageProof
 from tests.conftest import World
 from tests.models import samples
 from tests.splitting import assert_equal, train
@@ -285,6 +288,66 @@ class _FixedFeatures(nn.Module):
 def test_modules_that_a_forward_calls_without_gradients_stay_as_they_are(world: World) -> None:
     assert Stages(_FixedFeatures(), 2).replays
     assert_equal(world, 2, "pp(2)", _FixedFeatures, samples(16))
+
+
+def test_a_gradient_that_stages_lose_is_refused_by_the_name_of_its_parameter(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.replica.pipeline.faithful_trace._modes", tuple)  # a wrong trace
+    models = [_FixedFeatures() for _ in range(2)]
+    with pytest.raises(BadInput, match=r"split at .*, do not give layers\.0\.weight the gradient"):
+        world(2, lambda group: train(group, "pp(2)", models[group.rank], samples(16), 8))
+
+
+class _TiedAndRandom(nn.Module):
+    """Weights that two stages use, dropout in a function, BatchNorm, a parameter that is fixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.norm = nn.BatchNorm1d(6)
+        self.layers[3].weight = self.layers[0].weight
+        self.layers[1].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.5, self.training)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_gradients_of_tied_weights_and_with_dropout_are_compared(
+    world: World, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    verdicts: list[float] = []
+    judge = StageProof._judge
+
+    def note(*args: Any) -> float:
+        verdicts.append(judge(*args))
+        return verdicts[-1]
+
+    monkeypatch.setattr(StageProof, "_judge", note)
+    strategy = f'pp(2, schedule="{schedule}")'
+    models = [_TiedAndRandom() for _ in range(2)]
+    world(2, lambda group: train(group, strategy, models[group.rank], samples(16), 8))
+    assert verdicts == [-1.0]  # no difference, at once
+
+
+class _Leaving(_FixedFeatures):
+    def forward(self, x: Any) -> Any:
+        if type(x) is not Tensor:
+            sys.exit(1)
+        return super().forward(x)
+
+
+def test_a_forward_that_ends_the_process_while_it_is_traced_is_split_by_its_modules(
+    world: World,
+) -> None:
+    assert Stages(_Leaving(), 2).replays
+    assert_equal(world, 2, "pp(2)", _Leaving, samples(16))
+    with pytest.raises(BadInput, match=r"_Leaving cannot be split .*it calls sys.exit\(1\)"):
+        GraphSplit(_Leaving(), 2)
 
 
 class _Mapped(_FixedFeatures):

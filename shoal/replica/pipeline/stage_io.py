@@ -28,8 +28,8 @@ from shoal.schedules.pipelines.actions import (
     virtual_index,
 )
 
-_FORWARD = 0  # the last two bits of a tag
-_BACKWARD = 1
+FORWARD = 0  # the last two bits of a tag
+BACKWARD = 1
 
 
 class StageMessages:
@@ -58,7 +58,7 @@ class StageMessages:
         """What the stage computed that comes before this one in the action's direction."""
         source = self.pipeline.producer(self.stage, action)
         assert source is not None
-        tag = _tag(self.virtual(action), action.microbatch, _direction(action))
+        tag = message_tag(self.virtual(action), action.microbatch, _direction(action))
         with self._tracer.span("wait", f"receive {action}"):
             tree = self.channel.recv(source.stage, tag)
         self._release(source, action)
@@ -70,10 +70,10 @@ class StageMessages:
         if target is None:
             return
         direction = _direction(action)
-        virtual = self.virtual(action) + (1 if direction == _FORWARD else -1)
+        virtual = self.virtual(action) + (1 if direction == FORWARD else -1)
         with self._tracer.span("send", str(action)):
             sent = self.channel.send(
-                tree, target.stage, _tag(virtual, action.microbatch, direction)
+                tree, target.stage, message_tag(virtual, action.microbatch, direction)
             )
         self.held.setdefault(target.stage, []).append((self._position_at(target, action), sent))
 
@@ -172,7 +172,9 @@ class PipelineStage:
             virtual = self.messages.virtual(action)
             source = pipeline.producer(self.messages.stage, action)
             target = pipeline.consumer(self.messages.stage, action)
-            received = values if source is None else channel.recv(source.stage, _tag(virtual, 0))
+            received = (
+                values if source is None else channel.recv(source.stage, message_tag(virtual, 0))
+            )
             if self.stages.replays:
                 seed_forward(self._flat.device, seed)
             with self._flat.forward_context():
@@ -180,7 +182,7 @@ class PipelineStage:
             if target is None:
                 values = outputs
             else:
-                under_way.append(channel.send(outputs, target.stage, _tag(virtual + 1, 0)))
+                under_way.append(channel.send(outputs, target.stage, message_tag(virtual + 1, 0)))
         for sent in under_way:
             sent.wait()
         return in_full(values) if self.is_last else None
@@ -204,9 +206,9 @@ def _key(action: Action) -> tuple[int, int]:
 
 
 def _direction(action: Action) -> int:
-    return _FORWARD if action.kind is ActionKind.FORWARD else _BACKWARD
+    return FORWARD if action.kind is ActionKind.FORWARD else BACKWARD
 
 
-def _tag(virtual: int, microbatch: int, direction: int = _FORWARD) -> int:
+def message_tag(virtual: int, microbatch: int, direction: int = FORWARD) -> int:
     """Below 2^30, as groups want it, for up to 4096 virtual stages and 65535 micro-batches."""
     return (microbatch << 12 | virtual) << 2 | direction
