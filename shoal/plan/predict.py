@@ -187,6 +187,11 @@ def _resolve(
     settings: PlanSettings,
 ) -> ResolvedStep:
     layout, term = chosen
+    if settings.recompute == "selective" and not workload.limits.selective_recompute:
+        raise BadInput(
+            f"--recompute selective is for transformers by name or sizes: the trace of "
+            f"{workload.name} does not show what a checkpoint of attention would keep; full does"
+        )
     turns = batches_in_turns(layout, term)
     microbatch, microbatches = _micro_batches(workload, strategy, layout, settings, turns)
     split = _split(strategy, layout, settings, microbatch)

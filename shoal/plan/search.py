@@ -194,7 +194,8 @@ class _Search:
 
     def _ladder(self, shape: Shape) -> Iterable[Recompute]:
         if not self.options.notation_only:
-            return self.options.recomputes
+            knows = self.workload.limits.selective_recompute
+            return [one for one in self.options.recomputes if knows or one != "selective"]
         return ("none", "full") if shape.layout.pp > 1 else ("none",)
 
     def _price(

@@ -9,6 +9,7 @@ import pytest
 import shoal
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
+from shoal.errors import BadInput
 from shoal.plan.candidates import candidate, divisors, layouts, pipelines, shapes, syncs
 from shoal.plan.explain import in_script, nothing_fits, options_of, smaller_micro_batches, why
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
@@ -128,6 +129,13 @@ def test_a_script_that_accumulates_has_the_micro_batches_that_it_asks_for() -> N
 def test_replicas_that_take_batches_in_turns_compute_whole_batches() -> None:
     resolved = resolve_step(MODEL, parse("hogwild"), 2, BATCH)
     assert resolved.split.microbatch * resolved.microbatches == BATCH.batch
+
+
+def test_selective_recompute_of_a_traced_model_is_refused_and_not_tried() -> None:
+    traced = TracedWorkload("script", MODEL.precision, (1, 2), ())
+    with pytest.raises(BadInput, match="--recompute selective is for transformers by name"):
+        resolve_step(traced, parse("ddp"), 2, replace(BATCH, recompute="selective"))
+    assert resolve_step(MODEL, parse("ddp"), 2, replace(BATCH, recompute="selective"))
 
 
 def test_a_plan_says_what_the_script_has_to_ask_for() -> None:

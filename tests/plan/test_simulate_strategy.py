@@ -48,3 +48,24 @@ def test_many_micro_batches_are_added_and_not_simulated() -> None:
     assert found.left_out == 64 - 6
     closed_s = predict(MODEL, CLUSTER, "pp(2)", 2, settings).step_s
     assert found.step_s == pytest.approx(closed_s, rel=0.1)
+
+
+def test_hogwild_takes_batches_in_turns_in_both() -> None:
+    assert MODEL is not None
+    cores = load_cluster("laptop")
+    settings = PlanSettings(8)
+    closed_s = predict(MODEL, cores, "hogwild", 4, settings).step_s
+    found = simulate_strategy(MODEL, cores, "hogwild", 4, settings)
+    assert found.step_s == pytest.approx(closed_s, rel=0.02)
+
+
+@pytest.mark.parametrize("options", ["servers=4", 'placement="workers"'])
+def test_asynchronous_servers_on_a_network_take_what_is_predicted(options: str) -> None:
+    """As many servers as workers: a worker's own NIC is the narrowest."""
+    assert MODEL is not None
+    network = load_cluster("ethernet-25")
+    strategy = f'ps({options}, mode="async")'
+    settings = PlanSettings(32)
+    closed_s = predict(MODEL, network, strategy, 4, settings).step_s
+    found = simulate_strategy(MODEL, network, strategy, 4, settings, steps=4)
+    assert found.step_s == pytest.approx(closed_s, rel=0.05)

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
-from shoal.plan.predict import PlanSettings, Predictor, ResolvedStep, resolve_step
+from shoal.plan.predict import (
+    PlanSettings,
+    Predictor,
+    ResolvedStep,
+    batches_in_turns,
+    resolve_step,
+)
 from shoal.plan.simulator.simulate import StepRun, simulate_step
 from shoal.plan.simulator.work import Agreeing, StepWork, Unevenness, rank_grid
 from shoal.plan.step.layer_time import LayerTable, LayerTime
@@ -22,7 +28,8 @@ from shoal.plan.step.step_price import ReplicaPricer
 from shoal.plan.sync_price.base import DEFAULT_BUCKET_BYTES, SyncQuestion, update_part
 from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.sync_price.overlap import idle_share
-from shoal.plan.sync_price.ps import quorum_count, server_update_s
+from shoal.plan.sync_price.ps import push_bytes, quorum_count, server_update_s
+from shoal.plan.sync_price.ps_links import memory_s
 from shoal.plan.workloads.workload import Workload
 from shoal.strategy.strategy import Strategy, as_strategy
 
@@ -66,7 +73,7 @@ def simulate_strategy(
     agreeing = _WAYS[term.name](term, question)
     if agreeing.way == "servers":
         agreeing = replace(agreeing, servers=_hosts(term, question))
-        agreeing = replace(agreeing, apply_s=server_update_s(term, question))
+        agreeing = replace(agreeing, apply_s=_apply_s(term, question))
         size = size.of_size(1 + max(agreeing.servers))
     agreeing = replace(agreeing, is_overlapped=settings.overlap and idle_share(question) > 0)
     work = _work(pricer, resolved, question, agreeing, _compression(term, question))
@@ -82,7 +89,7 @@ def simulate_strategy(
     )
     slowest_s = max(map(sum, zip(work.forward_s, work.backward_s, strict=True)))
     left_out = work.microbatches - kept
-    step_s = run.step_s + left_out * slowest_s
+    step_s = (run.step_s + left_out * slowest_s) / batches_in_turns(resolved.layout, term)
     return SimulatedStep(step_s, run, left_out, _busiest(topology, run))
 
 
@@ -144,6 +151,14 @@ def _compression(term: Any, question: SyncQuestion) -> float:
         return 1.0
     plain = price_of(replace(term, compress=None), question).sent_bytes
     return price_of(term, question).sent_bytes / plain if plain else 1.0
+
+
+def _apply_s(term: Any, question: SyncQuestion) -> float:
+    """An update; workers that do not wait also take turns at the memory of the servers' host."""
+    update_s = server_update_s(term, question)
+    if term.lockstep:
+        return update_s
+    return update_s + memory_s(term, question, push_bytes(term, question))
 
 
 def _hosts(term: Any, question: SyncQuestion) -> tuple[int, ...]:

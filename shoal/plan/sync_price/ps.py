@@ -125,19 +125,36 @@ def _relaxed(
     update_s = server_update_s(term, question)
     every_push = 1 if updates > 1 else 1 / replicas  # an update for each push, or for each step
     hidden = min(hidden_s(question), up.alone_s)
-    alone_s = pace * compute_s + up.alone_s - hidden + down.alone_s
     service_s = question.each * (up.service_s + down.service_s) + update_s * every_push
     taken_s = _taken_cores_s(term, question, service_s)
-    alone_s += taken_s
-    cycle_s = queue_cycle_s(replicas, alone_s, service_s)
+    away_s = pace * compute_s - hidden + taken_s
+    request_s = up.alone_s + down.alone_s + update_s * every_push
+    cycle_s = _cycle_s(replicas, away_s, request_s, service_s)
     parts = some(
         Part("cores", taken_s, "cores shared with servers"),
         Part("push", up.alone_s - hidden, up.bound),
         Part("pull", down.alone_s, down.bound),
         Part("stragglers", (pace - 1) * compute_s, "noise of workers"),
-        Part("servers", cycle_s - alone_s, "queue in front of the servers"),
+        Part("update", update_s * every_push, "memory of the servers"),
+        Part("servers", cycle_s - away_s - request_s, "queue in front of the servers"),
     )
     return parts, updates
+
+
+def _cycle_s(workers: int, away_s: float, request_s: float, service_s: float) -> float:
+    """From one request of a worker to its next.
+
+    A request takes `request_s` where no other is on its way, which is longer than what it takes
+    of all servers together: a worker's own NIC is narrower than theirs. So many requests, and not
+    just one, are served side by side.
+    """
+    beside = max(1.0, request_s / service_s) if service_s > 0 else float(workers)
+    turns = max(1.0, workers / beside)
+    few = math.floor(turns)
+    least_s = queue_cycle_s(few, away_s, request_s)
+    more_s = queue_cycle_s(few + 1, away_s, request_s)
+    between_s = least_s + (turns - few) * (more_s - least_s)
+    return max(between_s, workers * service_s)
 
 
 def _pace(term: Any, question: SyncQuestion) -> tuple[float, float]:

@@ -103,6 +103,13 @@ def host_rate(term: Any, question: SyncQuestion, num_bytes: float) -> float:
     return share * min(servers * cluster.device.memory_bytes_per_s, _bus(cluster))
 
 
+def memory_s(term: Any, question: SyncQuestion, message_bytes: float) -> float:
+    """What one worker's push and pull take of the memory of the busiest servers' host."""
+    hosts = server_hosts(term, question)
+    passes = _PASSES_TO_ADD + 2
+    return passes * message_bytes / (hosts * host_rate(term, question, message_bytes))
+
+
 def _shared_memory(term: Any, question: SyncQuestion, message_bytes: float, passes: int) -> Way:
     cluster = question.cluster
     rate = host_rate(term, question, message_bytes)

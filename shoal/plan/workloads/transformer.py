@@ -104,6 +104,7 @@ class Transformer:
             ep=sizes.experts,
             stages=sizes.layers,
             sequence_parallel=True,
+            selective_recompute=True,
         )
 
     def cost(self, run: int, split: Split) -> LayerCost:

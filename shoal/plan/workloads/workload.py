@@ -117,6 +117,7 @@ class SplitLimits:
     ep: int = 1  # experts
     stages: int | None = None  # the most of pp; None: as many as there are layers
     sequence_parallel: bool = False
+    selective_recompute: bool = False  # whether it is known which operations are attention
 
 
 UNSPLIT = SplitLimits()
