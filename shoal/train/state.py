@@ -50,7 +50,8 @@ def gather_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     tensors, tied = model_tensors(step.model)
     shards = step.shard.gather((step.shard.gather_full(tensors), tied))
-    joined = {name: tensor for tensors, _ in reversed(shards) for name, tensor in tensors.items()}
+    # of buffers that several stages hold, the last one has what all of the forward wrote
+    joined = {name: tensor for tensors, _ in shards for name, tensor in tensors.items()}
     tied = {name: other for _, pairs in shards for name, other in pairs.items()}
     return {name: joined[name] for name in state_of(step.model) if name in joined}, tied
 

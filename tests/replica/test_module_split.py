@@ -466,3 +466,44 @@ def test_too_few_modules_and_wrong_cuts_are_refused() -> None:
         Stages(Net(), 99)
     with pytest.raises(BadInput, match=r"2 stages at 1 of layers.0, layers.1, .* head, last, in"):
         Stages(Net(), 2, cuts=["nothing"])
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+class _NormAndAct(nn.BatchNorm1d):
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        activated: Tensor = self.act(super().forward(x))
+        return activated
+
+
+class _NormedOutside(nn.Module):
+    """It is best split inside of its block; the norm behind it has a module inside, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = _Pair()
+        self.norm = _NormAndAct(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x) if x.isfinite().all() else x
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def test_a_norm_with_an_activation_inside_belongs_to_one_stage(world: World) -> None:
+    assert Stages(_NormedOutside(), 2).holders["norm.running_mean"] == (1,)
+    assert_equal(world, 2, "pp(2)", _NormedOutside, samples(24), batch_size=8)

@@ -55,7 +55,7 @@ def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]
     units: list[SplitUnit] = []
     for key, child in ordered_children(module):
         child_name = full_name(name, key)
-        if child_name in opened:
+        if child_name in opened and _has_units(child):
             units += _units_in(child, child_name, opened)
         elif any(True for _ in child.parameters()) and key not in weights:
             units.append(SplitUnit(child_name, child))
@@ -63,6 +63,11 @@ def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]
         embedding = module.get_input_embeddings()  # type: ignore[operator]
         units.sort(key=lambda unit: unit.module is not embedding)
     return _with_repeated(module, name, units)
+
+
+def _has_units(module: nn.Module) -> bool:
+    """Whether children have parameters; a norm with an activation in it is one unit."""
+    return any(True for child in module.children() for _ in child.parameters())
 
 
 def _with_repeated(module: nn.Module, name: str, units: list[SplitUnit]) -> list[SplitUnit]:
