@@ -66,10 +66,16 @@ def about(
         raise typer.Exit
 
 
+_INTERRUPTED = 130  # what a command returns after Ctrl-C
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; an error of Shoal is printed as one sentence."""
     try:
-        sys.exit(app(arguments, prog_name="shoal", standalone_mode=False))
+        status = app(arguments, prog_name="shoal", standalone_mode=False)
+        if status == _INTERRUPTED:
+            print("shoal: interrupted", file=sys.stderr)
+        sys.exit(status)
     except _UsageError as error:
         print(_usage_message(error), file=sys.stderr)
         sys.exit(2)

@@ -34,6 +34,7 @@ app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_
 
 Cost = tuple[float, float, float]  # alpha_s, beta_s_per_byte, gamma_s_per_byte
 
+MOST_RANKS = 4096  # of a table of all algorithms: their transfers grow with the square
 Ranks = Annotated[int, typer.Option(help="Number of ranks.")]
 Size = Annotated[str, typer.Option("--bytes", help="Size of the vector: 100MB, 64KiB.")]
 Root = Annotated[int, typer.Option(help="The root of a broadcast, reduce, scatter or gather.")]
@@ -66,14 +67,16 @@ def table(
     """A table of all algorithms, the fastest first."""
     if context.invoked_subcommand is not None:
         return
+    if ranks is not None and ranks < 1:
+        raise BadInput(f"a collective needs at least one rank, not {ranks}")
+    if ranks is not None and ranks > MOST_RANKS:
+        raise BadInput(f"--ranks {ranks}: a table of all algorithms has at most {MOST_RANKS} ranks")
     if cluster is not None:
         _refuse_costs(context)
         names = kinds() if kind == "all" else [kind_named(kind).name]
         show_on_cluster(load_cluster(cluster), ranks, names, parse_bytes(size), seed, as_json)
         return
     ranks = 8 if ranks is None else ranks
-    if ranks < 1:
-        raise BadInput(f"a collective needs at least one rank, not {ranks}")
     cost = (parse_seconds(alpha), parse_s_per_byte(beta), parse_s_per_byte(gamma))
     num_bytes = parse_bytes(size)
     names = kinds() if kind == "all" else [kind_named(kind).name]

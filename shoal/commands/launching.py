@@ -126,7 +126,7 @@ def run_shown(
         result = _run_shown(command, workers, config)
     except KeyboardInterrupt:
         print("shoal: interrupted; all workers have exited", file=sys.stderr)
-        raise
+        sys.exit(130)
     if not result.has_trained:
         print(
             "shoal: the script never called shoal.run(train), so the strategy had no part in it",

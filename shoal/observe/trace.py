@@ -157,8 +157,12 @@ def read_chrome(file: Path) -> dict[int, list[Span]]:
                 spans_by_rank.setdefault(int(event["pid"]), []).append(_span_of(event))
     except OSError as error:
         raise BadInput(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
-        raise BadInput(f"{file} is no trace of `shoal run --trace`: {error!r}") from error
+    except ValueError as error:
+        raise BadInput(f"{file} is no trace of `shoal run --trace`: {error}") from error
+    except KeyError as error:
+        raise BadInput(f"{file} is no trace of `shoal run --trace`: {error} is missing") from error
+    except (TypeError, OverflowError, AttributeError) as error:
+        raise BadInput(f"{file} is no trace of `shoal run --trace`: {error}") from error
     return dict(sorted(spans_by_rank.items()))
 
 

@@ -121,6 +121,8 @@ def test_a_schedule_of_ones_own_is_proven_or_refused_with_1(tmp_path: Path) -> N
     ("arguments", "sentence"),
     [
         (("--ranks", "0"), "at least one rank, not 0"),
+        (("--ranks", "100000000"), "a table of all algorithms has at most 4096 ranks"),
+        (("--ranks", "100000000", "--cluster", "dgx-a100"), "has at most 4096 ranks"),
         (("--bytes", "3potatoes"), "'3potatoes' is not a size"),
         (("--alpha", "soon"), "'soon' is not a time"),
         (("--beta", "10GB"), "'10GB' is not a cost per byte"),

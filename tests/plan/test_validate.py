@@ -48,6 +48,11 @@ def test_a_row_says_how_a_model_was_split(tmp_path: Path) -> None:
         (HEAD, "has no rows"),
         (HEAD + "8,32,2,1024,16,24,2,x,250\n", "line 2: pp is 'x'"),
         (HEAD + "8,32,2,1024,16,24,3,1,250\n", "line 2: tp 3 x pp 1 x dp 2 are not 8 workers"),
+        (HEAD + "8,32,64,1024,16,24,2,1,250\n", "line 2: a micro-batch of 64 is larger than"),
+        (HEAD + "8,32,2,1024,15,24,2,1,250\n", "line 2: heads=15 must divide hidden=1024"),
+        (HEAD + "8,32,2,1024,16,4,1,8,250\n", "line 2: 8 stages need more layers than the 4"),
+        (HEAD + "8,32,2,1024,4,24,8,1,250\n", "line 2: tp 8 does not divide the 4 heads"),
+        (HEAD + "8,32,2,1e300,16,24,2,1,250\n", "line 2: hidden size is 1e300, and must be at"),
         (HEAD + "8,32,2,1024,16,24,2,1,-1\n", "iteration_ms is '-1'"),
     ],
 )
