@@ -84,7 +84,7 @@ class Job(LoopMethods):
         strategy.require_built()
         layout = strategy.layout(group.size)
         self.strategy = strategy
-        self.group = group
+        self._group = group
         self.device = device
         self.seed = seed
         self.rank = group.rank
@@ -116,7 +116,7 @@ class Job(LoopMethods):
         self._stream.kind = strategy.sync_for(self.replicas).batches
         self._throughput = Throughput(group.size // self.mesh.data.size)
         self._loop = OwnLoop(self.mesh, mix(seed, 5), self._step_context, self._end_loop_step)
-        self._others: OtherOptimizers | None = None
+        self._others: OtherOptimizers | None = None  # watched for from the first model or batch on
         self._agreement = Agreement(group, device, self._services.elastic_sum)
 
     def step(
@@ -230,7 +230,7 @@ class Job(LoopMethods):
         reduce_fn: Callable[[Any, Any], Any],
     ) -> Any:
         """See `shoal.map_reduce`: on the workers of this job."""
-        return map_reduce_over(self.group, map_fn, items, reduce_fn)
+        return map_reduce_over(self._group, map_fn, items, reduce_fn)
 
     def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
         """Save the whole model, the optimizer and the position in the data under `path`.
@@ -302,7 +302,17 @@ class Job(LoopMethods):
 
     # ------------------------------------------------------------------ internals
 
-    def _add_step(self, step: Step) -> None:
+    @property
+    def group(self) -> Group:
+        """All ranks, for a script that exchanges tensors itself."""
+        self._note_exchange()
+        return self._group
+
+    def _note_exchange(self) -> None:
+        if self._others is not None:
+            self._others.communicates = True
+
+    def _watch_optimizers(self) -> None:
         if self._others is None and self.size > 1:
             self._others = OtherOptimizers(
                 self._steps,
@@ -310,6 +320,9 @@ class Job(LoopMethods):
                     o for owner in self._loop.optimizers for o in (owner.optimizer, *owner.of_parts)
                 ],
             )
+
+    def _add_step(self, step: Step) -> None:
+        self._watch_optimizers()
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)
         self._stream.same.compares &= step.sync.synchronous
@@ -431,6 +444,9 @@ class Job(LoopMethods):
     def _before_batch(self, batch: AnyBatch) -> None:
         seed = mix(self.seed, 4, self.mesh.data.rank, self._stream.delivered)
         self.generator.manual_seed(seed)
+        self._watch_optimizers()
+        if self._others is not None and self.mesh.data.size > 1:
+            self._others.deliver()
         for step in self._steps:
             step.latest = batch
         self._loop.deliver(batch, self._stream.delivered)

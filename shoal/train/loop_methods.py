@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import Group, Op
+from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
 from shoal.train.ema import Ema
 from shoal.train.own_loop import OwnLoop
@@ -21,11 +21,11 @@ class LoopMethods:
 
     _loop: OwnLoop
     mesh: Mesh
-    group: Group
     device: torch.device
     _steps: list[Step]
     _emas: list[Ema]
     _add_step: Callable[[Step], None]
+    _note_exchange: Callable[[], None]
 
     def setup(self, *objects: Any) -> Any:
         """Prepare models and their optimizers for a loop of your own; returns them.
@@ -105,15 +105,17 @@ class LoopMethods:
     def any(self, value: Any) -> bool:
         """Whether `value` is true on any rank: a decision that all agree on."""
         flag = torch.tensor(float(bool(value)), device=self.device)
-        self.group.all_reduce(flag, Op.MAX).wait()
+        self.mesh.world.all_reduce(flag, Op.MAX).wait()
         return bool(flag > 0)
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
-        self.group.barrier().wait()
+        self.mesh.world.barrier().wait()
 
     def _reduced(self, value: Any, change: Callable[[Tensor], Tensor], op: Op) -> Any:
         given = torch.as_tensor(value, device=self.device).detach()
+        if given.dim():
+            self._note_exchange()
         exact = given if given.is_floating_point() else given.double()
         total = change(exact).clone().contiguous()
         self.mesh.dp.all_reduce(total, op).wait()

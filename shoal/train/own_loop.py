@@ -28,7 +28,7 @@ from shoal.train.loop_optimizer import LoopOptimizer
 from shoal.train.loop_part import LoopPart
 from shoal.train.loop_proof import LoopProof
 from shoal.train.loop_rows import LoopRows
-from shoal.train.reached_parts import check_loss, reached_parts
+from shoal.train.reached_parts import check_loss, check_parts, reached_parts
 from shoal.train.setup_loop import set_up
 from shoal.train.step import Step
 from shoal.train.torch_clipping import clip_for
@@ -116,6 +116,7 @@ class OwnLoop:
     def backward(self, loss: Tensor, count: Any = None, retain_graph: bool = False) -> Tensor:
         """See `Job.backward`."""
         check_loss(loss)
+        check_parts(self.parts, bool(self._prepared))
         fraction = self.rows.fraction if count is None else self._fraction_of(count)
         weighted = loss.detach() * fraction
         reached = reached_parts(loss, self.parts, self.mesh.data)

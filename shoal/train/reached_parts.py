@@ -23,10 +23,21 @@ def check_loss(loss: Any) -> None:
         raise BadInput("the loss of job.backward depends on no parameter that requires a gradient")
 
 
+def check_parts(parts: Sequence[LoopPart], has_models: bool) -> None:
+    """Raise `BadInput` if no optimizer was set up."""
+    if parts:
+        return
+    if has_models:
+        raise BadInput(
+            "job.setup was given a model and no optimizer, so job.backward has nothing to reduce: "
+            "make the optimizer first, and give it to job.setup with the model: model, optimizer "
+            "= job.setup(model, optimizer)"
+        )
+    raise BadInput("job.backward comes after job.setup: there is no model yet")
+
+
 def reached_parts(loss: Tensor, parts: Sequence[LoopPart], group: Group) -> Sequence[LoopPart]:
     """The parts that get gradients from this loss on any worker of `group`, which has all rows."""
-    if not parts:
-        raise BadInput("job.backward comes after job.setup: there is no model yet")
     if len(parts) == 1:
         return parts
     leaves = _leaves_of(loss)

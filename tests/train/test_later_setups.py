@@ -203,10 +203,12 @@ def test_a_checkpoint_has_the_latest(world: World, tmp_path: Path, strategy: str
     models = [two_layers(), two_layers(), two_layers()]
     path = tmp_path / "model"
 
+    def train(job: Job, model: nn.Module) -> None:
+        head_first(job, model)
+        job.save(path)
+
     def save(group: Group) -> None:
-        run(
-            group, strategy, models[group.rank], lambda job, m: (head_first(job, m), job.save(path))
-        )
+        run(group, strategy, models[group.rank], train)
 
     def load(job: Job, model: Any) -> Any:
         model, _ = job.setup(model, ADAM(model[2].parameters()))
