@@ -37,7 +37,12 @@ SUM = (
 )
 UNCOUNTED = (
     "some targets are -100, which losses ignore: a mean over tokens needs `count`, such as "
-    "job.step(..., count=lambda batch: (batch[1] != -100).sum()) or job.backward(loss, count=n)"
+    "job.step(..., count=lambda batch: ({} != -100).sum()) or job.backward(loss, count=n)"
+)
+RAGGED = (
+    "targets are lists, such as boxes: a loss that is divided by their number in the batch is no "
+    "mean over samples, and needs that number as `count`: job.step(..., count=lambda batch: …) or "
+    "job.backward(loss, count=n)"
 )
 SAME_RATIO = 0.02  # parts of a batch may differ by a row
 
@@ -94,8 +99,10 @@ def verify(
 
 def _reasons(alone: CapturedRun, together: CapturedRun, workers: int) -> Iterator[str]:
     """What is known to make a script depend on the number of workers."""
-    if alone.ignores_targets:
-        yield UNCOUNTED
+    if alone.ignored_targets is not None:
+        yield UNCOUNTED.format(alone.ignored_targets)
+    if alone.has_ragged_targets:
+        yield RAGGED
     if alone.draws is not None:
         yield DRAWS.format(alone.draws)
     parts = _parts_of_sum(alone, together)

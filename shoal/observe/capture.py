@@ -55,7 +55,8 @@ class Capture:
         self.losses: list[float] = []
         self.additions = 0
         self.switched_off: list[str] = []
-        self.ignores_targets = False
+        self.ignored_targets: str | None = None
+        self.has_ragged_targets = False
         self.is_over = False
         self.goes_on = False
         self._draws: list[DrawWatch] = []
@@ -91,7 +92,8 @@ class Capture:
         self.goes_on |= self.is_over
         self.losses.append(float(loss))
         self.additions = max(self.additions, additions_in(step))
-        self.ignores_targets |= ignores_targets(step)
+        self.ignored_targets = self.ignored_targets or ignored_targets(step)
+        self.has_ragged_targets |= has_ragged_targets(step)
         if self.job.steps == self.config.early and self.job.size == 1:
             save_file(self._tensors(), self.folder / "early.safetensors")
         if self.job.steps >= self.config.steps:
@@ -127,7 +129,8 @@ class Capture:
             "replicas_apart": max(apart, default=0.0),
             "switched_off": self.switched_off,
             "exact": all(step.options.exact for step in self._built),
-            "ignores_targets": self.ignores_targets,
+            "ignored_targets": self.ignored_targets,
+            "has_ragged_targets": self.has_ragged_targets,
             "goes_on": self.goes_on,
             "draws": next((d.module for d in self._draws if d.module is not None), None),
         }
@@ -187,12 +190,34 @@ def reorder_additions(step: Step, pieces: int) -> None:
 
 def ignores_targets(step: Step) -> bool:
     """Whether the loss is probably a mean over tokens, and the script does not count them."""
-    if step.cutter.count is not None or step.latest is None:
-        return False
-    if isinstance(step.latest, FullDatasetBatch):
-        return False
-    integers = [t for t in tensors_of(step.latest.content) if t.dtype == torch.int64]
-    return any(bool((t == IGNORE_INDEX).any()) for t in integers)
+    return ignored_targets(step) is not None
+
+
+def ignored_targets(step: Step) -> str | None:
+    """How `count` would name targets of which a loss ignores some; None where there are none."""
+    for name, item in _items_of(step):
+        integers = [t for t in tensors_of(item) if t.dtype == torch.int64]
+        if any(bool((t == IGNORE_INDEX).any()) for t in integers):
+            return name
+    return None
+
+
+def has_ragged_targets(step: Step) -> bool:
+    """Whether each sample has as many targets as it likes, such as boxes."""
+    return any(isinstance(item, list) for name, item in _items_of(step) if name != "batch[0]")
+
+
+def _items_of(step: Step) -> list[tuple[str, Any]]:
+    """The parts of the latest batch, as `count` names them; nothing where the script counts."""
+    batch = step.latest
+    if step.cutter.count is not None or batch is None or isinstance(batch, FullDatasetBatch):
+        return []
+    content = batch.content
+    if isinstance(content, dict):
+        return [(f'batch["{key}"]', item) for key, item in content.items()]
+    if isinstance(content, (tuple, list)):
+        return [(f"batch[{i}]", item) for i, item in enumerate(content)]
+    return [("batch", content)]
 
 
 def used_rows(step: Step) -> dict[str, Tensor]:

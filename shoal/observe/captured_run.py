@@ -26,7 +26,8 @@ class CapturedRun:
     replicas_apart: float
     switched_off: list[str]
     exact: bool
-    ignores_targets: bool = False  # some are -100, the ignore_index, and no `count` was given
+    ignored_targets: str | None = None  # some are -100, the ignore_index, and nothing counts them
+    has_ragged_targets: bool = False  # lists of any length, such as boxes, and nothing counts them
     draws: str | None = None  # a module whose forward draws random numbers
     goes_on: bool = False  # the script has caught what ends it, and trained on
     calls: int = 1  # of shoal.run; the first one is compared

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch.nn import functional as F
 
-from shoal.observe.capture import ignores_targets
+from shoal.observe.capture import has_ragged_targets, ignored_targets, ignores_targets
 from tests.jobs import SGD, job_of
 from tests.models import mlp, samples
 
@@ -30,3 +31,22 @@ def test_a_mean_over_fewer_targets_is_noticed(
     for batch in job.batches([(x, y)]):
         step(batch)
     assert ignores_targets(step) is expected
+
+
+@pytest.mark.parametrize(("form", "name"), [(tuple, "batch[1]"), (dict, 'batch["labels"]')])
+def test_the_hint_names_the_targets_as_the_batch_does(form: type, name: str) -> None:
+    x, y = samples(10).tensors
+    y[0] = -100
+    job = job_of()
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    next(iter(job.batches([(x, y) if form is tuple else {"x": x, "labels": y}])))
+    assert ignored_targets(step) == name
+    assert not has_ragged_targets(step)
+
+
+def test_lists_of_boxes_are_noticed() -> None:
+    job = job_of()
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    boxes = [{"boxes": torch.zeros(n, 4)} for n in range(3)]
+    next(iter(job.batches([(torch.zeros(3, 6), boxes)])))
+    assert has_ragged_targets(step)
