@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -143,7 +144,7 @@ class Capture:
             named, _ = gather_model(step)
             if self.job.rank == 0:
                 named |= used_rows(step)
-            tensors |= {self._prefix(i) + name: tensor for name, tensor in named.items()}
+            tensors |= {self._prefix(i) + name: _real(tensor) for name, tensor in named.items()}
         return tensors
 
     def _write_optimizers(self) -> None:
@@ -218,6 +219,11 @@ def _items_of(step: Step) -> list[tuple[str, Any]]:
     if isinstance(content, (tuple, list)):
         return [(f"batch[{i}]", item) for i, item in enumerate(content)]
     return [("batch", content)]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of numbers, which are compared like others."""
+    return torch.view_as_real(tensor.resolve_conj()).clone() if tensor.is_complex() else tensor
 
 
 def used_rows(step: Step) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
     [ header | p0 .. | p1 ...... | p2 . | p3 ........ ]
       ^ room for the loss and one flag per parameter, used by the gradients (`grad_buckets.py`)
 
-A layout has no memory of its own. Buckets and shards are slices of it.
+A layout has no memory of its own. Buckets and shards are slices of it. A complex parameter lies
+there as pairs of numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class FlatLayout:
             raise BadInput("the model has no parameter that requires a gradient")
         self.params = [p for _, p in self.named]
         self.dtype, self.device = _common_dtype_and_device(self.named)
-        self._align = max(1, ALIGN_BYTES // self.params[0].element_size())
+        self._align = max(1, ALIGN_BYTES // self.dtype.itemsize)
         self.header_size = 1 + len(self.params)
         self.offset = self.round_up(self.header_size) if self.header_fits else 0
         self.ranges = self._lay_out()
@@ -99,7 +100,11 @@ class FlatLayout:
     def view(self, i: int, memory: Tensor, start: int) -> Tensor:
         """Parameter `i` (or its gradient) in memory that stands for the buffer from `start` on."""
         param = self.ranges[i]
-        return memory[param.start - start : param.stop - start].view(self.params[i].shape)
+        shape = self.params[i].shape
+        piece = memory[param.start - start : param.stop - start]
+        if self.params[i].is_complex():
+            return torch.view_as_complex(piece.view(*shape, 2))
+        return piece.view(shape)
 
     def round_up(self, elements: int) -> int:
         """The next position where a parameter may start."""
@@ -109,8 +114,9 @@ class FlatLayout:
         ranges = []
         start = self.offset
         for name, p in self.named:
-            ranges.append(ParamRange(name, start, start + p.numel()))
-            start = self.round_up(start + p.numel())
+            numbers = p.numel() * (2 if p.is_complex() else 1)
+            ranges.append(ParamRange(name, start, start + numbers))
+            start = self.round_up(start + numbers)
         return ranges
 
 
@@ -118,11 +124,17 @@ def _common_dtype_and_device(
     named: list[tuple[str, nn.Parameter]],
 ) -> tuple[torch.dtype, torch.device]:
     first_name, first = named[0]
+    dtype = first.dtype.to_real()
     for name, p in named:
-        if p.dtype != first.dtype or p.device != first.device:
+        if p.dtype.to_real() != dtype or p.device != first.device:
             raise BadInput(
                 f"trainable parameters must share one dtype and device: {first_name} is "
                 f"{first.dtype} on {first.device}, {name} is {p.dtype} on {p.device}; for mixed "
                 'precision keep the model in float32 and pass precision="bf16" to job.step'
             )
-    return first.dtype, first.device
+    return dtype, first.device
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of numbers in the same memory, which can be sent."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -91,7 +91,8 @@ class GradBuckets:
     def _larger_than(self, num_bytes: int | None) -> set[int]:
         if num_bytes is None:
             return set()
-        return {i for i, p in enumerate(self.layout.params) if p.nbytes >= num_bytes}
+        params = enumerate(self.layout.params)
+        return {i for i, p in params if p.nbytes >= num_bytes and not p.is_complex()}
 
     def _runs_of(self, bucket: slice, in_place: list[int]) -> Iterator[slice | int]:
         """Slices of `buffer` between the gradients that are left in place, and these."""

@@ -45,6 +45,7 @@ class BoundLoss:
         self.function = function
         self._takes_one = function is not None and _takes_one(function)
         self._is_checked = False
+        self.hooked: str | None = None  # a module with a forward hook, which may run elsewhere
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         if self.function is None:
@@ -55,7 +56,16 @@ class BoundLoss:
         if not self._is_checked:
             _check_arguments(self.function, 1 + len(arguments))
             self._is_checked = True
-        return self.function(outputs, *arguments)
+        try:
+            return self.function(outputs, *arguments)
+        except (LookupError, AttributeError, TypeError) as error:
+            if self.hooked is None:
+                raise
+            raise BadInput(
+                f"the loss function failed ({type(error).__name__}: {error}); the last stage of "
+                f"the pipeline calls it, and forward hooks, such as that of {self.hooked}, run "
+                "where their module is: return what the loss needs from the model, or leave pp out"
+            ) from error
 
 
 def sum_of_samples(function: LossFunction | None) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
+from shoal.errors import BadInput
 
 Operation = Callable[[Tensor], Tensor]
 
@@ -27,8 +28,19 @@ def mapped(x: Tensor, forward: Operation, backward: Operation) -> Tensor:
     if map_local is not None:
         of_positions: Tensor = map_local(lambda local: mapped(local, forward, backward))
         return of_positions
+    if in_torch_func():
+        raise BadInput(
+            "torch.func (grad, vmap, …) transforms a model that is split over workers, and their "
+            "messages cannot be transformed: use torch.autograd.grad(…, create_graph=True), or "
+            "take ddp, ps, zero(1) or zero(2)"
+        )
     out: Tensor = _Mapping.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return out
+
+
+def in_torch_func() -> bool:
+    """Whether a function is being transformed by torch.func at present."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:

@@ -163,6 +163,11 @@ class SyncTerm(Term, role="sync", abstract=True):
         return False
 
     @property
+    def trains_complex_parameters(self) -> bool:
+        """Whether parameters may be complex: not where servers or compressors see their shapes."""
+        return not self.has_servers and getattr(self, "compress", None) is None
+
+    @property
     def server_processes(self) -> int:
         """How many processes a launcher starts beside the workers."""
         return 0

@@ -34,6 +34,7 @@ from shoal.replica.expert.router_losses import (
     refuse_router_losses,
     share_router_losses,
 )
+from shoal.replica.flat_layout import real_view
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.loss import BoundLoss, sum_of_samples
 from shoal.replica.shard import ReplicaShard
@@ -51,7 +52,12 @@ from shoal.sync.registry import plan_for
 from shoal.train.arguments import ForwardSignature
 from shoal.train.cut_batch import BatchCutter
 from shoal.train.known_parameters import KnownParameters
-from shoal.train.model_checks import check_modules
+from shoal.train.model_checks import (
+    check_modules,
+    hooked_module,
+    refuse_complex,
+    refuse_sparse_adam,
+)
 from shoal.train.options import StepFunctions, StepOptions
 from shoal.train.step import Step
 from shoal.train.user_schedules import check_user_schedules
@@ -123,6 +129,12 @@ def prepare_model(
         context.faults.at_start()
     is_sharded = context.mesh.dp.size > 1 and term.with_whole_parameters() != term
     check_modules(model, context.strategy if is_sharded or context.is_split else None)
+    if (
+        is_sharded
+        or context.is_split
+        or (context.mesh.dp.size > 1 and not term.trains_complex_parameters)
+    ):
+        refuse_complex(model, context.strategy)
     for change in context.before_build:
         change(model)
     mesh = context.mesh
@@ -185,6 +197,8 @@ def assemble_step(
     shares_statistics = prepared.shares_statistics and not term.lockstep
     statistics = running_statistics(model) if shares_statistics else []
     sync = plan.build(_replica(shard, flat, update, statistics, options, context))
+    if flat.grads.buckets:
+        refuse_sparse_adam(update.optimizer, model, term)
     store = sync.row_store()
     if store is not None and embeddings:
         bind_embeddings(model, functions.optimizer, context.seed, store)
@@ -203,8 +217,11 @@ def assemble_step(
     )
     if cutter.cuts:
         _refuse_sum(functions)
+    loss = BoundLoss(functions.loss)
+    if mesh.pp.size > 1:
+        loss.hooked = hooked_module(model)
     engine = shard.engine(
-        BoundLoss(functions.loss),
+        loss,
         flat,
         cutter.local_microbatches,
         EngineOptions(
@@ -390,7 +407,7 @@ def broadcast_start(model: nn.Module, trained_params: Sequence[Tensor], dp: Grou
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) not in trained and tensor.numel() and tensor.device.type != "meta":
             contiguous = tensor.detach().contiguous()
-            dp.broadcast(contiguous).wait()
+            dp.broadcast(real_view(contiguous)).wait()
             tensor.detach().copy_(contiguous)
 
 

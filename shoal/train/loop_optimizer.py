@@ -19,6 +19,7 @@ from shoal.comm.group import Op
 from shoal.errors import BadInput
 from shoal.sync.optimizer_trial import PARAM_KEYS, Coupling, Pieces, coupling, like
 from shoal.train.loop_part import LoopPart
+from shoal.train.model_checks import refuse_sparse_adam
 from shoal.train.served_settings import ServedSettings
 from shoal.train.torch_scaling import agree_on_overflow
 
@@ -95,6 +96,9 @@ class LoopOptimizer:
         self._is_stepping = False
         self._is_separable: bool | None = None
         self._check_lbfgs()
+        for part in parts:
+            if part.flat.grads.buckets:
+                refuse_sparse_adam(optimizer, part.step.model, part.step.term)
         if parts[0].step.mesh.world.size > 1:
             agree_on_overflow(optimizer, parts[0].flat.device, self._agree_on_overflow)
         self._replace_methods()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shoal.errors import BadInput
 from shoal.replica.expert.proof import RoutedCall
 from shoal.replica.flat_params import FlatParams
+from shoal.replica.mapping import in_torch_func
 from shoal.replica.shard import ReplicaShard
 from shoal.train.loop_part import LoopPart
 
@@ -39,6 +40,12 @@ class LoopProof:
         """
         if not self._is_due(shard) or torch.is_inference_mode_enabled():
             return
+        if in_torch_func():
+            raise BadInput(
+                f"the loop calls {type(shard.model).__name__} inside of torch.func (grad, vmap), "
+                "and a model that is split over workers cannot be transformed by it: use "
+                "torch.autograd.grad(…, create_graph=True), or take ddp, ps, zero(1) or zero(2)"
+            )
         self._proven.add(shard.model)
         self.is_running = True
         try:

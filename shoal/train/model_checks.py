@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from shoal.errors import BadInput
+from shoal.strategy.base import SyncTerm
 from shoal.strategy.strategy import Strategy
 
 
@@ -37,3 +38,30 @@ def _check_compiled(name: str, module: nn.Module, strategy: Strategy) -> None:
         f"{name} is compiled by {tool}, and {strategy} changes layers or parameters of a model: "
         f"leave {tool} out, or take ddp, ps or zero(2)"
     )
+
+
+def hooked_module(model: nn.Module) -> str | None:
+    """The first module with a forward hook, of which a loss may use what it stores."""
+    return next((name for name, m in model.named_modules() if m._forward_hooks), None)
+
+
+def refuse_sparse_adam(optimizer: torch.optim.Optimizer, model: nn.Module, term: SyncTerm) -> None:
+    """It takes sparse gradients, and those that are added up over workers are dense."""
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    sparse = [name for name, m in model.named_modules() if getattr(m, "sparse", None) is True]
+    where = f" of {sparse[0] or 'the model'}" if sparse else ""
+    raise BadInput(
+        f"SparseAdam takes sparse gradients, and {term} adds up those{where} as dense ones: use "
+        "sparse=False and Adam, or, for a large table, shoal.Embedding in job.step under ps"
+    )
+
+
+def refuse_complex(model: nn.Module, strategy: Strategy) -> None:
+    for name, p in model.named_parameters():
+        if p.is_complex():
+            raise BadInput(
+                f"{name} is {p.dtype}, and {strategy} does not train complex parameters: take "
+                "ddp, zero(1) or zero(2), or keep it as pairs of real numbers and use "
+                "torch.view_as_complex in forward"
+            )

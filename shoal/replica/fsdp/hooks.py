@@ -84,11 +84,11 @@ class UnitHooks:
             yield
             return
         self._gather.begin_forward()
-        with _ParameterUses(self._on_use), saved_tensors_hooks(self._pack, self._unpack):
-            try:
+        try:
+            with _ParameterUses(self._on_use), saved_tensors_hooks(self._pack, self._unpack):
                 yield
-            except RuntimeError as error:
-                raise _explained(error) from error
+        except RuntimeError as error:
+            raise _explained(error) from error
         if not torch.is_grad_enabled():
             self._gather.reshard_all()
 
@@ -165,9 +165,9 @@ def _explained(error: RuntimeError) -> Exception:
     if "saved tensor hooks" not in str(error):
         return error
     return BadInput(
-        "the model uses torch.func.grad, vjp, jacrev or hessian, which torch does not allow while "
-        "zero(3) shards what is saved for backward: use torch.autograd.grad(…, create_graph=True), "
-        "or zero(2)"
+        "torch.func.grad, vjp, jacrev or hessian is used in the model or around it, which torch "
+        "does not allow while zero(3) shards what is saved for backward: use "
+        "torch.autograd.grad(…, create_graph=True), or take ddp, ps, zero(1) or zero(2)"
     )
 
 
