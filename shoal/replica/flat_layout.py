@@ -39,6 +39,7 @@ class FlatLayout:
         if not self.named:
             raise BadInput("the model has no parameter that requires a gradient")
         self.params = [p for _, p in self.named]
+        self._is_complex = [p.is_complex() for p in self.params]
         self.dtype, self.device = _common_dtype_and_device(self.named)
         self._align = max(1, ALIGN_BYTES // self.dtype.itemsize)
         self.header_size = 1 + len(self.params)
@@ -102,7 +103,7 @@ class FlatLayout:
         param = self.ranges[i]
         shape = self.params[i].shape
         piece = memory[param.start - start : param.stop - start]
-        if self.params[i].is_complex():
+        if self._is_complex[i]:
             return torch.view_as_complex(piece.view(*shape, 2))
         return piece.view(shape)
 

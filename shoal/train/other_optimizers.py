@@ -66,6 +66,8 @@ class OtherOptimizers:
         """One that lives for a batch, such as that of an adversarial example, may step."""
         if not self._batches or threading.get_ident() != self._thread or self.communicates:
             return
+        if self._steps:  # it trains what it was given; syncs have optimizers of their own
+            return
         _, first = self._stepped.setdefault(id(optimizer), (optimizer, self._batches))
         is_model = any(
             isinstance(p, nn.Parameter) for g in optimizer.param_groups for p in g["params"]

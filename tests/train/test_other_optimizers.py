@@ -79,16 +79,6 @@ def test_a_model_that_the_job_does_not_know_is_not_trained_on_rows(world: World)
     world(2, in_a_job(train_alone, "tp(2)"))  # all workers have the same rows
 
 
-def test_a_second_model_that_was_forgotten(world: World) -> None:
-    def script(job: Job) -> None:
-        model = nn.Linear(6, 3)
-        job.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        train_alone(job)
-
-    with pytest.raises(BadInput, match=r"neither job\.setup nor job\.step was given"):
-        world(2, in_a_job(script))
-
-
 def test_what_may_step_on_rows(world: World) -> None:
     """Optimizers of one batch; scripts that do not train; those that exchange gradients."""
 
