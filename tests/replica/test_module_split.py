@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shoal.errors import BadInput
 from shoal.pytree import tensors_of
 from shoal.replica.pipeline.stages import Stages
+from shoal.replica.pipeline.units import find_units
 from tests.conftest import World
 from tests.models import samples
 from tests.splitting import assert_equal, train
@@ -505,5 +506,7 @@ class _NormedOutside(nn.Module):
 
 
 def test_a_norm_with_an_activation_inside_belongs_to_one_stage(world: World) -> None:
+    for deeper in range(3):
+        assert "norm" in [unit.name for unit in find_units(_NormedOutside(), deeper=deeper)]
     assert Stages(_NormedOutside(), 2).holders["norm.running_mean"] == (1,)
     assert_equal(world, 2, "pp(2)", _NormedOutside, samples(24), batch_size=8)
