@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import Device
@@ -35,36 +36,37 @@ class ModelProfile:
 def profiled(cluster: Cluster, workload: Workload, profiles: Sequence[ModelProfile]) -> Cluster:
     """Each number of workers takes the profile of the nearest one."""
     node = cluster.node
-    crowded = tuple(
-        (workers, _paced(device, workload, _nearest(profiles, workers)))
-        for workers, device in node.crowded
-    )
-    device = _paced(cluster.device, workload, _nearest(profiles, node.devices))
+    paces = [
+        (one.workers, _paces(cluster.device_of(one.workers), workload, one)) for one in profiles
+    ]
+    crowded = tuple((workers, _paced(device, paces, workers)) for workers, device in node.crowded)
+    device = _paced(cluster.device, paces, node.devices)
     return replace(cluster, device=device, node=replace(node, crowded=crowded))
 
 
-def _nearest(profiles: Sequence[ModelProfile], workers: int) -> ModelProfile:
-    return min(profiles, key=lambda one: abs(math.log(one.workers / workers)))
+class _Pace(NamedTuple):
+    """Measured seconds over predicted ones, with the quartiles of the measured ones."""
+
+    middle: float
+    quartiles: Quartiles | None
 
 
-def _paced(device: Device, workload: Workload, profile: ModelProfile) -> Device:
-    predicted = _predicted(device, workload, profile.rows)
-    paces = {name: getattr(profile, f"{name}_s") / seconds for name, seconds in predicted.items()}
-    spread = {
-        f"{name}_pace": (
-            profile.quartiles[f"{name}_s"][0] / seconds,
-            profile.quartiles[f"{name}_s"][1] / seconds,
-        )
-        for name, seconds in predicted.items()
-        if f"{name}_s" in profile.quartiles
-    }
-    return replace(
-        device,
-        forward_pace=paces["forward"],
-        backward_pace=paces["backward"],
-        update_pace=paces["update"],
-        spread=spread,  # in place of that of the figures, which these passes contain
-    )
+def _paces(device: Device, workload: Workload, profile: ModelProfile) -> dict[str, _Pace]:
+    """`device` is that of a worker among as many as were profiled."""
+    found = {}
+    for name, seconds in _predicted(device, workload, profile.rows).items():
+        measured = profile.quartiles.get(f"{name}_s")
+        quartiles = None if measured is None else (measured[0] / seconds, measured[1] / seconds)
+        found[f"{name}_pace"] = _Pace(getattr(profile, f"{name}_s") / seconds, quartiles)
+    return found
+
+
+def _paced(device: Device, paces: Sequence[tuple[int, dict[str, _Pace]]], workers: int) -> Device:
+    nearest = min(paces, key=lambda known: abs(math.log(known[0] / workers)))[1]
+    middles = {name: pace.middle for name, pace in nearest.items()}
+    # in place of the spread of the figures, which these passes contain
+    spread = {name: pace.quartiles for name, pace in nearest.items() if pace.quartiles is not None}
+    return replace(device, spread=spread, **middles)  # type: ignore[arg-type]
 
 
 def _predicted(device: Device, workload: Workload, rows: int) -> dict[str, float]:

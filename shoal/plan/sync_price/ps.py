@@ -34,6 +34,7 @@ from shoal.plan.sync_price.ps_links import (
     pull,
     push,
     server_count,
+    server_device,
     server_hosts,
     step_traffic,
 )
@@ -99,7 +100,7 @@ def server_update_s(term: Any, question: SyncQuestion) -> float:
         share = question.each / server_count(term, question)
         slices = share * question.parameters
         tensors = share * question.sizes.tensors
-        return update_s(question.cluster.device, question.precision, slices, tensors)
+        return update_s(server_device(term, question), question.precision, slices, tensors)
     moved = question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
     hosts = server_hosts(term, question)
     return question.each * moved / (hosts * host_rate(term, question, moved))

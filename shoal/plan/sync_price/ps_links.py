@@ -15,6 +15,7 @@ import math
 from typing import Any, NamedTuple
 
 from shoal.cluster.cluster import Cluster
+from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_rate
 from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.overlap import computes_on_cores
@@ -93,14 +94,25 @@ def server_hosts(term: Any, question: SyncQuestion) -> int:
 def host_rate(term: Any, question: SyncQuestion, num_bytes: float) -> float:
     """Bytes a second at which the servers of one host work on messages of this size.
 
-    A core each, one bus for all.
+    Each has its share of the cores, and all have one bus.
     """
     cluster = question.cluster
     servers = math.ceil(server_count(term, question) / server_hosts(term, question))
     if not computes_on_cores(question):
         return _bus(cluster)
-    share = cluster.device.memory_efficiency.at(max(1.0, num_bytes))
-    return share * min(servers * cluster.device.memory_bytes_per_s, _bus(cluster))
+    device = server_device(term, question)
+    share = device.memory_efficiency.at(max(1.0, num_bytes))
+    return share * min(
+        servers * device.memory_bytes_per_s, max(device.memory_bytes_per_s, _bus(cluster))
+    )
+
+
+def server_device(term: Any, question: SyncQuestion) -> Device:
+    """The cores of one server: all of a host's are shared by its servers, while workers wait."""
+    cluster = question.cluster
+    if term.placement != "servers":
+        return cluster.device
+    return cluster.node.device_among(int(term.servers), cluster.device)
 
 
 def memory_s(term: Any, question: SyncQuestion, message_bytes: float) -> float:
