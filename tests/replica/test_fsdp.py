@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Group
 from shoal.examples.gpt import GPT, Size
 from shoal.replica.fsdp.wrapping import wrap_modules
+from tests.conftest import World
 from tests.models import mlp
+from tests.splitting import job_of
 
 
 def names(model: nn.Module) -> list[str]:
@@ -40,3 +45,29 @@ def test_a_module_with_parameters_of_its_own_is_not_divided() -> None:
     """Attention uses the weight of its output projection outside that module's forward."""
     model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)))
     assert {"0.self_attn", "1.self_attn"} <= set(names(model))
+
+
+class _TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.encoder(x))
+
+
+def test_a_module_that_is_called_by_itself_has_its_parameters(world: World) -> None:
+    models = [_TwoParts() for _ in range(2)]
+    x = torch.randn(4, 6)
+    expected = _TwoParts()(x)
+
+    def body(group: Group) -> Tensor:
+        model = models[group.rank]
+        with job_of(group, "zero(3)", model), torch.no_grad():
+            out: Tensor = model.head(model.encoder(x))
+            return out
+
+    for found in world(2, body):
+        assert torch.equal(found, expected)

@@ -14,7 +14,7 @@ import bisect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,6 +56,8 @@ class UnitHooks:
     def __init__(self, flat: HookedParams, gather: UnitGather):
         self._flat = flat
         self._gather = gather
+        self._depth = 0  # of forwards that are running
+        self._alone: tuple[nn.Module, ExitStack] | None = None  # called outside of its model
         self._starts = [param.start for param in flat.ranges]
         self._unit_of_param = {id(p): gather.unit_of[i] for i, p in enumerate(flat.params)}
         for i, p in enumerate(flat.params):
@@ -71,6 +73,21 @@ class UnitHooks:
                 return forward(*args, **kwargs)
 
         model.forward = sharded_forward
+        for module in itertools.islice(model.modules(), 1, None):
+            module.register_forward_pre_hook(self._enter, prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        """A module that is called by itself, as the encoder of T5 when it generates text."""
+        if not self._depth and not self._flat.is_full and not in_backward():
+            self._alone = (module, ExitStack())
+            self._alone[1].enter_context(self.forward_context())
+
+    def _leave(self, module: nn.Module, inputs: Any, out: Any) -> None:
+        if self._alone is not None and self._alone[0] is module and self._depth == 1:
+            context = self._alone[1]
+            self._alone = None
+            context.close()
 
     def watch_modules(self, modules: Sequence[nn.Module]) -> None:
         """`modules` are those of the units; the first one is the root."""
@@ -84,11 +101,14 @@ class UnitHooks:
             yield
             return
         self._gather.begin_forward()
+        self._depth += 1
         try:
             with _ParameterUses(self._on_use), saved_tensors_hooks(self._pack, self._unpack):
                 yield
         except RuntimeError as error:
             raise _explained(error) from error
+        finally:
+            self._depth -= 1
         if not torch.is_grad_enabled():
             self._gather.reshard_all()
 
