@@ -6,10 +6,11 @@ gets 1/G of the node's network rate, and the uplinks of a rack carry as many flo
 it. The slowest hop sets the pace of the ring:
 
     all_reduce       2(p-1) alpha + 2(p-1)/p V / rate
-    reduce_scatter     (p-1) alpha +  (p-1)/p V / rate        all_gather: the same
+    reduce_scatter     (p-1) alpha +  (p-1)/p V / rate        all_gather, reduce: the same
 
 A piece goes round the ring, so alpha is the mean of its hops: k of p are between nodes. GPUs also
-have NCCL's two binary trees over nodes, each for half of V: 2 log2(k) alpha + 2 V / rate.
+have NCCL's two binary trees over nodes, each for half of V: 2 log2(k) alpha + 2 V / rate; to
+reduce to one rank takes half of that.
 
 `hierarchical` reduces inside nodes first, so that only 1/q of V crosses between nodes.
 """
@@ -26,10 +27,13 @@ from shoal.errors import BadInput
 from shoal.plan.step.group_places import GroupPlaces, group_places
 from shoal.plan.step.rank_order import RankGroup
 
+_RINGS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "ring_attention")
+
 
 class CollectiveTime(NamedTuple):
     seconds: float
-    bound: str  # the narrowest link, in words
+    bound: str  # the narrowest link, in words, or the latency of messages
+    messages: int = 0  # one after the other, where their latency is most of the time
 
 
 class RingHop(NamedTuple):
@@ -131,21 +135,21 @@ def collective_time(
     """The faster of a ring and, for an all-reduce over several nodes, the hierarchical one."""
     if group.size <= 1:
         return CollectiveTime(0.0, "")
-    calls = _measured(cluster, kind, group)
+    calls = _measured(cluster, "reduce_scatter" if kind == "reduce" else kind, group)
     if calls is not None:
         return calls.time(num_bytes)
     if kind == "all_to_all":
         return _all_to_all(cluster, group, num_bytes)
     trips = 2 if kind == "all_reduce" else 1
-    if kind not in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "ring_attention"):
+    if kind not in _RINGS:
         raise BadInput(f"there is no closed form for {kind}")
     ring = _ring(cluster, group, num_bytes, trips)
     places = on_nodes(cluster, group)
     ways = [ring]
     if 1 < places.inside < group.size and places.is_even:
         ways.append(_hierarchical(cluster, group, num_bytes, trips))
-    if places.is_apart and kind == "all_reduce" and not cluster.device.synchronous:
-        ways.append(_trees(cluster, group, num_bytes))
+    if places.is_apart and kind in ("all_reduce", "reduce") and not cluster.device.synchronous:
+        ways.append(_trees(cluster, group, num_bytes, trips))
     return min(ways)
 
 
@@ -178,7 +182,18 @@ def _ring(cluster: Cluster, group: RankGroup, num_bytes: float, trips: int) -> C
     steps = trips * (group.size - 1)
     moved = steps / group.size * num_bytes
     alphas_s = steps * _mean_alpha_s(cluster, group, way)
-    return CollectiveTime(alphas_s + moved / slowest.bytes_per_s, slowest.words)
+    return _bounded(alphas_s, moved / slowest.bytes_per_s, slowest.words, steps)
+
+
+def _bounded(alphas_s: float, moving_s: float, words: str, messages: int) -> CollectiveTime:
+    """Bound by its narrowest link, or by latency where that is more than half."""
+    if alphas_s > moving_s:
+        return CollectiveTime(alphas_s + moving_s, _latency(messages), messages)
+    return CollectiveTime(alphas_s + moving_s, words)
+
+
+def _latency(messages: int) -> str:
+    return f"latency of {messages} message" + "s" * (messages != 1)
 
 
 def _mean_alpha_s(cluster: Cluster, group: RankGroup, way: tuple[RingHop, ...]) -> float:
@@ -192,8 +207,8 @@ def _mean_alpha_s(cluster: Cluster, group: RankGroup, way: tuple[RingHop, ...]) 
     return sum(share * hop.alpha_s for share, hop in zip(shares, way, strict=True))
 
 
-def _trees(cluster: Cluster, group: RankGroup, num_bytes: float) -> CollectiveTime:
-    """Up and down two binary trees over nodes; inside a node the ranks are a chain."""
+def _trees(cluster: Cluster, group: RankGroup, num_bytes: float, trips: int) -> CollectiveTime:
+    """Up, and down, two binary trees over nodes; inside a node the ranks are a chain."""
     inside = on_nodes(cluster, group).inside
     way = hops(cluster, group)
     slowest = min(way, key=lambda hop: hop.bytes_per_s)
@@ -201,7 +216,10 @@ def _trees(cluster: Cluster, group: RankGroup, num_bytes: float) -> CollectiveTi
     alphas_s = depth * way[-1].alpha_s
     if inside > 1:
         alphas_s += (inside - 1) * way[0].alpha_s
-    return CollectiveTime(2 * alphas_s + 2 * num_bytes / slowest.bytes_per_s, slowest.words)
+    messages = trips * (depth + inside - 1)
+    return _bounded(
+        trips * alphas_s, trips * num_bytes / slowest.bytes_per_s, slowest.words, messages
+    )
 
 
 def _hierarchical(
@@ -212,8 +230,8 @@ def _hierarchical(
     outer = RankGroup(group.size // inside, group.stride * inside)
     within = _ring(cluster, RankGroup(inside, group.stride), num_bytes, trips)
     between = _ring(cluster, outer, num_bytes / inside, trips)
-    bound = max(within, between).bound
-    return CollectiveTime(within.seconds + between.seconds, bound)
+    longer = max(within, between)
+    return CollectiveTime(within.seconds + between.seconds, longer.bound, longer.messages)
 
 
 def _all_to_all(cluster: Cluster, group: RankGroup, num_bytes: float) -> CollectiveTime:
@@ -245,5 +263,4 @@ def send_time(cluster: Cluster, group: RankGroup, num_bytes: float) -> Collectiv
     if calls is not None:
         return calls.time(num_bytes)
     way = hops(cluster, group)
-    seconds, words = max((hop.alpha_s + num_bytes / hop.bytes_per_s, hop.words) for hop in way)
-    return CollectiveTime(seconds, words)
+    return max(_bounded(hop.alpha_s, num_bytes / hop.bytes_per_s, hop.words, 1) for hop in way)

@@ -8,6 +8,9 @@ ready when backward ends.
 
     exposed = max( r_first + all - backward,  last )
 
+Reductions to one rank each follow each other through the links: a rank that has sent its part of a
+bucket goes on to the next. Such a bucket adds the time of one message to that of the one before.
+
 On CPUs whose cores all compute, sending takes the time of a core, and nothing is hidden.
 """
 
@@ -45,14 +48,34 @@ def computes_on_cores(question: SyncQuestion) -> bool:
 
 
 def exposed_buckets(
-    question: SyncQuestion, buckets: Sequence[Buckets], timer: Timer
+    question: SyncQuestion,
+    buckets: Sequence[Buckets],
+    timer: Timer,
+    following: Timer | None = None,
 ) -> tuple[float, str]:
-    """Seconds that are left of the last micro-batch's reduction, and the link that bounds it."""
+    """Seconds that are left of the last micro-batch's reduction, and what bounds it.
+
+    `following` times what a bucket adds to one that is under way.
+    """
     width = question.precision.gradient_bytes
-    times = [timer(bucket.elements * width) for bucket in buckets]
-    all_s = sum(n.number * took.seconds for n, took in zip(buckets, times, strict=True))
+    sizes = [bucket.elements * width for bucket in buckets]
+    times = [timer(size) for size in sizes]
+    adds = [min(took, (following or timer)(size)) for size, took in zip(sizes, times, strict=True)]
+    all_s = sum(n.number * took.seconds for n, took in zip(buckets, adds, strict=True))
+    all_s += times[-1].seconds - adds[-1].seconds
     elements = sum(bucket.number * bucket.elements for bucket in buckets)
     hidden = hidden_s(question)
     first_ready_s = hidden * buckets[0].elements / max(1.0, elements)
-    left_s = max(first_ready_s + all_s - hidden, times[-1].seconds)
-    return min(left_s, all_s), max(times).bound
+    queue_s = first_ready_s + all_s - hidden
+    if queue_s <= times[-1].seconds:
+        return min(times[-1].seconds, all_s), times[-1].bound
+    return min(queue_s, all_s), _bound(buckets, adds)
+
+
+def _bound(buckets: Sequence[Buckets], times: Sequence[CollectiveTime]) -> str:
+    """Of the buckets that take longest together."""
+    pairs = zip(buckets, times, strict=True)
+    of, took = max(pairs, key=lambda pair: pair[0].number * pair[1].seconds)
+    if not took.messages:
+        return took.bound
+    return f"latency of {of.number * took.messages} messages"

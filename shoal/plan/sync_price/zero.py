@@ -25,7 +25,7 @@ from shoal.plan.sync_price.base import (
     waiting_part,
 )
 from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, TensorSizes
-from shoal.plan.sync_price.overlap import exposed_buckets, hidden_s
+from shoal.plan.sync_price.overlap import computes_on_cores, exposed_buckets, hidden_s
 from shoal.plan.sync_price.zero_memory import even_gradients, tensor_gradients
 
 _SMALLEST_BUCKET_BYTES = 1 << 20
@@ -63,15 +63,23 @@ def _largest_shard(question: SyncQuestion) -> float:
 
 
 def _reduced(stage: int, question: SyncQuestion) -> Part:
-    """Owners take turns, so that all buckets together cost what a reduce-scatter does."""
+    """Owners take turns, so that all buckets together cost what a reduce-scatter does.
+
+    CPUs wait for every bucket; on GPUs the next one follows behind.
+    """
+    network = question.network
 
     def timer(num_bytes: float) -> CollectiveTime:
-        return question.network.collective("reduce_scatter", question.group, num_bytes)
+        return network.collective("reduce", question.group, num_bytes)
+
+    def message(num_bytes: float) -> CollectiveTime:
+        return network.send(question.group, num_bytes)
 
     num_bytes = bucket_bytes(question)
     first_bytes = min(num_bytes, FIRST_BUCKET_BYTES)
     buckets = question.sizes.buckets(num_bytes, first_bytes)
-    seconds, bound = exposed_buckets(question, buckets, timer)
+    following = None if computes_on_cores(question) else message
+    seconds, bound = exposed_buckets(question, buckets, timer, following)
     passes = question.microbatches if stage > 1 else 1
     return Part("gradients", passes * seconds, bound)
 
