@@ -38,7 +38,8 @@ def part_words(part: Part) -> str:
     name = _NAMES.get(part.name, part.name)
     if part.bound in _ON_DEVICE:
         return name
-    return f"{name} over {part.bound}"
+    joined = "bound by the" if part.bound.startswith("latency") else "over"
+    return f"{name} {joined} {part.bound}"
 
 
 def bound_words(part: Part) -> str:

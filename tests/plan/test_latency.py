@@ -37,7 +37,7 @@ def test_small_messages_are_bound_by_their_latency_and_large_ones_by_a_link(kind
     group = RankGroup(WORKERS, 1)
     small = collective_time(CLUSTER, kind, group, 1024)
     large = collective_time(CLUSTER, kind, group, 1e11)
-    assert small.bound == f"latency of {small.messages} messages"
+    assert small.bound == f"latency of {small.messages} messages a call"
     assert "GB/s" in large.bound
     assert large.messages == 0
 

@@ -193,7 +193,7 @@ def _bounded(alphas_s: float, moving_s: float, words: str, messages: int) -> Col
 
 
 def _latency(messages: int) -> str:
-    return f"latency of {messages} message" + "s" * (messages != 1)
+    return f"latency of {messages} message{'s' * (messages != 1)} a call"
 
 
 def _mean_alpha_s(cluster: Cluster, group: RankGroup, way: tuple[RingHop, ...]) -> float:

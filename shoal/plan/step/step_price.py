@@ -1,12 +1,7 @@
 """One step of one replica: compute, communication inside the replica, and the pipeline's bubble.
 
-The time of a pipeline is a closed form of its slowest stage; `timeline.simulate` gives the same for
-every schedule, action by action.
-
-    1f1b, gpipe     m * slowest + (rest of one micro-batch's way through all stages)
-    interleaved     the same, where the way is 1/chunks as long
-    zb-h1, zb-h2    the bubble of 1f1b less two or three times the weights' part of backward
-    inter-op        m * (the way through all stages)
+The time of a pipeline is that of its slowest stage and of its `bubble`; `timeline.simulate` gives
+the same for every schedule, action by action.
 
 A stage sends an activation or its gradient after every forward and backward, and waits for it.
 """
@@ -20,6 +15,7 @@ from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
 from shoal.plan.prediction import Part
+from shoal.plan.step.bubble import StageTimes, bubble_s
 from shoal.plan.step.collective_time import CollectiveTime, Network
 from shoal.plan.step.kernel_time import KernelTime
 from shoal.plan.step.layer_time import MESSAGE_AXES, AxisGroups, LayerClock, LayerTable
@@ -57,9 +53,8 @@ class _Stages:
     """A split dealt to stages: what does not depend on the number of micro-batches."""
 
     slowest_s: float
-    others_s: float  # of the other stages together
+    others: StageTimes
     parts: tuple[Part, ...]  # of the slowest stage, one micro-batch
-    weight_s: float
     backward_s: float
     parameters: float
     layer_parameters: float
@@ -135,9 +130,8 @@ class ReplicaPricer:
         fullest = max(range(len(stages)), key=held.__getitem__)
         return _Stages(
             slowest_s=seconds[slowest],
-            others_s=sum(seconds) - seconds[slowest],
+            others=_waited_for(table, stages, slowest),
             parts=tuple(_busy_parts(table, stages[slowest])),
-            weight_s=sum(n * t.weight_s for n, t in zip(stages[slowest], table.times, strict=True)),
             backward_s=sum(
                 n * (t.backward.seconds - t.hiding_s)
                 for n, t in zip(stages[slowest], table.times, strict=True)
@@ -209,8 +203,9 @@ def _assemble(
     busy_s = microbatches * stages.slowest_s
     if count > 1:
         sends = 2 * (microbatches * pipeline.chunks + count - 1)
+        idle_s = bubble_s(pipeline.schedule, count, microbatches, pipeline.chunks, stages.others)
         waits = (
-            Part("bubble", _bubble(stages, count, microbatches, pipeline), "pipeline"),
+            Part("bubble", idle_s, "pipeline"),
             Part("pp", sends * stages.transfer.seconds, stages.transfer.bound),
             Part("tied weights", stages.tied.seconds, stages.tied.bound),
         )
@@ -233,14 +228,16 @@ def _assemble(
     )
 
 
-def _bubble(stages: _Stages, count: int, microbatches: int, pipeline: PipelineShape) -> float:
-    others = stages.others_s
-    if pipeline.schedule == "inter-op":
-        return microbatches * others
-    if pipeline.schedule.startswith("zb"):
-        hidden = 2 if pipeline.schedule == "zb-h1" else 3
-        others = max(0.0, others - (count - 1) * hidden * stages.weight_s)
-    return others / pipeline.chunks
+def _waited_for(table: LayerTable, stages: Sequence[Stage], slowest: int) -> StageTimes:
+    weights_s = [weight_of(stage, [time.weight_s for time in table.times]) for stage in stages]
+    forward_s = weight_of(stages[slowest], [time.forward.seconds for time in table.times])
+    all_s = sum(weight_of(stage, table.seconds) for stage in stages)
+    return StageTimes(
+        others_s=all_s - weight_of(stages[slowest], table.seconds),
+        others_weight_s=sum(weights_s) - weights_s[slowest],
+        forward_s=forward_s,
+        weight_s=weights_s[slowest],
+    )
 
 
 def _adjacent(table: LayerTable, stage: Sequence[int]) -> float:
