@@ -21,7 +21,8 @@ from shoal.errors import BadInput
 from shoal.plan.explain import nothing_fits, options_of, why
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.search import Priced, SearchOptions, SearchResult, search
+from shoal.plan.ranking import Priced
+from shoal.plan.search import SearchOptions, SearchResult, search
 from shoal.plan.workloads.models import default_batch, named_workload
 from shoal.plan.workloads.workload import Recompute, Workload
 from shoal.strategy.base import Term
@@ -43,7 +44,7 @@ class PlannedStrategy:
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """Strategies within memory, the fastest first, and what is beside them."""
+    """Strategies within memory, the best first, and what is beside them."""
 
     ranked: tuple[PlannedStrategy, ...]
     too_large: tuple[PlannedStrategy, ...]  # faster than the first, and larger than the memory

@@ -30,7 +30,8 @@ from shoal.commands.subject import (
 )
 from shoal.plan.explain import in_script, nothing_fits, options_of, why
 from shoal.plan.predict import PlanSettings
-from shoal.plan.search import OnPriced, Priced, SearchOptions, SearchResult, search
+from shoal.plan.ranking import Priced
+from shoal.plan.search import OnPriced, SearchOptions, SearchResult, search
 
 Top = Annotated[int, typer.Option(min=1, help="How many strategies to show.")]
 IncludeAsync = Annotated[

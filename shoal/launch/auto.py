@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +21,14 @@ from shoal.plan.explain import nothing_fits, why_first
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.profile import profiled
-from shoal.plan.search import Priced, SearchOptions, search
+from shoal.plan.ranking import AS_FAST
+from shoal.plan.search import SearchOptions, search
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Workload
 from shoal.runtime.config import RunConfig, WorkloadTraceConfig
 from shoal.strategy.strategy import Strategy, as_strategy
 
 AUTO = "auto"
-_AS_FAST = 1.02
 Say = Callable[[str], None]
 
 
@@ -68,9 +68,9 @@ def planned(workload: Workload, batch: int, cluster: Cluster, workers: int, say:
     result = search(workload, cluster, workers, options)
     if not result.ranked:
         raise BadInput(nothing_fits(result.least, result.least_workers))
-    best = simplest(result.ranked)
+    best = result.ranked[0]
     plain = _ddp(workload, batch, cluster, workers)
-    if plain is not None and plain.step_s <= best.seconds * _AS_FAST:
+    if plain is not None and plain.step_s <= best.seconds * AS_FAST:
         return _chosen(as_strategy("ddp"), plain, say)
     return _chosen(best.candidate.strategy, best.prediction, say)
 
@@ -93,9 +93,3 @@ def _chosen(strategy: Strategy, prediction: Prediction, say: Say) -> Strategy:
         f"{why_first(prediction)}"
     )
     return strategy
-
-
-def simplest(ranked: Sequence[Priced]) -> Priced:
-    """Of those that are as fast as the first, up to what predictions can tell, the plainest."""
-    equal = [one for one in ranked if one.seconds <= ranked[0].seconds * _AS_FAST]
-    return min(equal, key=lambda one: len(one.candidate.strategy.splits))

@@ -8,7 +8,7 @@ from shoal.cluster.units import show_bytes, show_seconds
 from shoal.plan.candidates import divisors
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
-from shoal.plan.search import Priced
+from shoal.plan.ranking import Priced
 from shoal.plan.workloads.workload import Split, Workload
 from shoal.strategy.strategy import Strategy
 
@@ -60,6 +60,8 @@ def why_first(one: Prediction) -> str:
 
 def why_behind(one: Prediction, best: Prediction) -> str:
     """The part in which a strategy loses most against the best one."""
+    if one.step_s < best.step_s:
+        return f"{1 - one.step_s / best.step_s:.1%} faster than the first, which is plainer"
     lost = {part.name: part.seconds for part in one.parts}
     for part in best.parts:
         lost[part.name] = lost.get(part.name, 0.0) - part.seconds

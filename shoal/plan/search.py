@@ -1,4 +1,4 @@
-"""Every valid strategy for a workload on a cluster, within memory, ranked by predicted time.
+"""Every valid strategy for a workload on a cluster, within memory; `ranking` puts them in order.
 
 Branch and bound, so that the answer is that of pricing everything. The time that the devices of a
 shape compute and send inside a replica is a lower bound for all its variants; shapes are taken in
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
-from shoal.plan.candidates import Candidate, Shape, candidate, layouts, pipelines, shapes, syncs
+from shoal.plan.candidates import Shape, candidate, layouts, pipelines, shapes, syncs
 from shoal.plan.predict import PlanSettings, Predictor
-from shoal.plan.prediction import Prediction
+from shoal.plan.ranking import AS_FAST, Priced, merge, order
 from shoal.plan.workloads.workload import Recompute, Workload
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.strategy import Layout
@@ -25,7 +25,6 @@ from shoal.strategy.strategy import Layout
 OnPriced = Callable[[int, int], None]  # shapes done, and of how many
 _INSIDE_REPLICA = ("forward", "backward", "tp", "cp", "ep")
 _LADDER: tuple[Recompute, ...] = ("none", "selective", "full")
-_EQUAL = 1.001  # times closer than this are the same
 _DOUBLINGS = 12  # how far a search for more workers goes
 
 
@@ -41,22 +40,8 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
-class Priced:
-    """A strategy with its prediction, and the others of its layout that are never better."""
-
-    candidate: Candidate
-    layout: Layout
-    prediction: Prediction
-    merged: tuple[str, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        return self.prediction.step_s
-
-
-@dataclass(frozen=True)
 class SearchResult:
-    ranked: tuple[Priced, ...]  # those that fit and equal one device, the fastest first
+    ranked: tuple[Priced, ...]  # those that fit and equal one device, the best first
     too_large: tuple[Priced, ...]  # faster than the first, and larger than the memory
     asynchronous: tuple[Priced, ...]  # not the single-device result
     least: Priced | None  # the least memory, where nothing fits
@@ -105,16 +90,16 @@ class _Found:
     def add(self, found: Priced, top: int) -> None:
         layout = found.layout
         if not found.prediction.fits:
-            if layout not in self.larger or _order(found) < _order(self.larger[layout]):
+            if layout not in self.larger or order(found) < order(self.larger[layout]):
                 self.larger[layout] = found
             return
         key = (layout, found.candidate.strategy.sync)
-        if key not in self.fits or _order(found) < _order(self.fits[key]):
+        if key not in self.fits or order(found) < order(self.fits[key]):
             self.fits[key] = found
         if found.seconds < self._best.get(layout, math.inf):
             self._best[layout] = found.seconds
             best = heapq.nsmallest(top, self._best.values())
-            self.limit_s = best[-1] if len(best) == top else math.inf
+            self.limit_s = best[-1] * AS_FAST if len(best) == top else math.inf
 
 
 class _Search:
@@ -254,35 +239,8 @@ def _shards(sync: SyncTerm | None) -> bool:
     return sync is not None and sync.shards_state
 
 
-def merge(found: Iterable[Priced]) -> list[Priced]:
-    """Ranked; of one layout, what is neither faster nor smaller than another joins that one."""
-    kept: dict[Layout, list[Priced]] = {}
-    for one in sorted(found, key=_order):
-        same = kept.setdefault(one.layout, [])
-        place = _dominating(same, one)
-        if place is None:
-            same.append(one)
-        else:
-            names = (*same[place].merged, one.prediction.strategy)
-            same[place] = replace(same[place], merged=names)
-    return sorted((one for group in kept.values() for one in group), key=_order)
-
-
-def _dominating(kept: Sequence[Priced], one: Priced) -> int | None:
-    for place, other in enumerate(kept):
-        if other.prediction.memory.total <= one.prediction.memory.total:
-            return place
-    return None
-
-
 def _faster(found: Iterable[Priced], limit_s: float) -> list[Priced]:
-    return sorted((one for one in found if one.seconds < limit_s), key=_order)
-
-
-def _order(one: Priced) -> tuple[float, float, int]:
-    """Equal times, up to a thousandth, are ordered by memory and by the length of the notation."""
-    time = round(math.log(max(one.seconds, 1e-12)) / math.log(_EQUAL))
-    return time, one.prediction.memory.total, len(one.prediction.strategy)
+    return sorted((one for one in found if one.seconds < limit_s), key=order)
 
 
 def _without_bubble(one: Priced) -> float:
