@@ -16,7 +16,7 @@ from shoal.plan.step.layer_time import LayerClock
 from shoal.plan.step.rank_order import RankGroup
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.plan.workloads.traced_workload import Line, TracedKernel, TracedLayer, TracedWorkload
-from shoal.plan.workloads.workload import Kernel, Split
+from shoal.plan.workloads.workload import Kernel, LayerCost, Split
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.ring_attention import RingAttention
 from shoal.strategy.strategy import parse
@@ -89,12 +89,24 @@ def test_tokens_go_to_their_experts_and_back_in_both_directions() -> None:
 def test_ring_attention_keeps_no_scores_and_skips_chunks_that_are_masked() -> None:
     plain = MODEL.cost(1, Split())
     ring = MODEL.cost(1, Split(cp=2))
-    scores = {k.name: k.flops for k in plain.forward}["scores"]
-    assert {k.name: k.flops for k in ring.forward}["scores"] == pytest.approx(scores / 2 * 5 / 8)
+    scores = flops_of(plain, "scores")
+    assert flops_of(ring, "scores") == pytest.approx(scores / 2 * 5 / 8)
     flash = MODEL.cost(1, Split(cp=2, flash_attention=True))
     assert ring.activation_bytes == flash.activation_bytes
     encoder = replace(MODEL, sizes=replace(MODEL.sizes, causal=False)).cost(1, Split(cp=2))
-    assert {k.name: k.flops for k in encoder.forward}["scores"] == pytest.approx(scores / 2)
+    assert flops_of(encoder, "scores") == pytest.approx(scores / 2)
+
+
+def test_attention_under_cp_is_a_kernel_a_round_and_sums_of_their_results() -> None:
+    ring = MODEL.cost(1, Split(cp=8, flash_attention=True))
+    names = [kernel.name for kernel in ring.forward]
+    assert (names.count("attention"), names.count("sum of rounds")) == (8, 7)
+    whole = MODEL.cost(1, Split(flash_attention=True))
+    assert flops_of(ring, "attention") == pytest.approx(flops_of(whole, "attention") / 8)
+
+
+def flops_of(cost: LayerCost, name: str) -> float:
+    return sum(kernel.flops for kernel in cost.forward if kernel.name == name)
 
 
 def test_the_attention_of_a_traced_model_sends_its_keys_and_values_round() -> None:

@@ -29,6 +29,7 @@ from shoal.plan.workloads.workload import (
 )
 
 MIXED = Precision("fp16", 2, 2, 4, 8)
+_FP32_BYTES = 4
 _FLASH_BACKWARD = 2.5  # five products, where forward has two
 
 
@@ -157,8 +158,11 @@ def _block(model: Transformer, split: Split) -> LayerCost:
     backward = [_gradients(kernel, width) for kernel in linear]
     core = _attention_gradients(attention, split, width)
     moved = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in attention if not k.flops)
+    attention = _in_rounds(split, attention)
+    core = _in_rounds(split, core)
+    sums = _sums_of_rounds(sizes, split)
     ring_there, ring_back = _cp_messages(sizes, split, width, (attention, (*core, *moved)))
-    forward = (*linear, *attention, *pointwise)
+    forward = (*linear, *attention, *sums, *pointwise)
     backward_moves = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in pointwise)
     message = _tp_messages(split, width * tokens * sizes.hidden)
     selective = () if _is_blockwise(split) else attention
@@ -168,6 +172,7 @@ def _block(model: Transformer, split: Split) -> LayerCost:
         backward_input=(
             *(one for one, _ in backward),
             *core,
+            *sums,
             *backward_moves,
             *moved,
         ),
@@ -244,6 +249,20 @@ def _attention(sizes: TransformerSizes, split: Split, width: int) -> tuple[Kerne
     softmax = moving("mask and softmax", 2 * table)
     drop = (moving("attention dropout", 2 * table + table / width),) if sizes.dropout else ()
     return (scores, softmax, *drop, values)
+
+
+def _in_rounds(split: Split, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    """Ring attention computes block by block, as the blocks arrive."""
+    rounds = split.cp
+    parts = [one._replace(flops=one.flops / rounds, bytes=one.bytes / rounds) for one in kernels]
+    return tuple(parts) * rounds
+
+
+def _sums_of_rounds(sizes: TransformerSizes, split: Split) -> tuple[Kernel, ...]:
+    """Each round's result is added to those before, in fp32."""
+    tokens = split.microbatch * sizes.sequence / split.cp
+    numbers = tokens * sizes.heads / split.tp * sizes.head_size
+    return (moving("sum of rounds", 3 * _FP32_BYTES * numbers),) * (split.cp - 1)
 
 
 def _is_blockwise(split: Split) -> bool:
