@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from shoal.errors import BadInput
@@ -54,7 +55,7 @@ def parse_s_per_byte(text: str) -> float:
 
 def _split(text: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text)
-    if match is None:
+    if match is None or not math.isfinite(float(match[1])):
         return 0.0, "?"
     return float(match[1]), match[2]
 

@@ -13,8 +13,10 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.presets import THIS_MACHINE, load_cluster
 from shoal.cluster.units import parse_bytes, parse_s_per_byte
+from shoal.commands.launching import EXAMPLES
 from shoal.commands.script_workload import workload_of_script
 from shoal.errors import BadInput
+from shoal.plan.workloads.model_presets import PRESETS
 from shoal.plan.workloads.models import default_batch, named_workload
 from shoal.plan.workloads.workload import Workload
 
@@ -86,6 +88,11 @@ def subject_of(
 
 
 def _of_script(script: str, args: Sequence[str] | None, batch: int | None) -> Subject:
+    if not script.endswith(".py") and script not in EXAMPLES and not Path(script).exists():
+        raise BadInput(
+            f"{script!r} is no known transformer, and there is no such script here; known are "
+            f"{', '.join(PRESETS)}, and others by their sizes with --gpt"
+        )
     found = workload_of_script(script, args)
     return Subject(found.workload, batch or found.batch)
 

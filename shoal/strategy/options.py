@@ -30,7 +30,9 @@ ALGORITHM = text_like(
     f'a name such as "ring" or "tree", {_USER_SCHEDULE} or "FILE.xml"',
     rf"[A-Za-z_][A-Za-z0-9_-]*|{user.COLLECTIVE_PATTERN}",
 )
-SCHEDULE = one_of_or_like(_USER_SCHEDULE, schedules(), user.PATTERN)
+SCHEDULE = one_of_or_like(
+    f"{_USER_SCHEDULE} (chunks=2 beside it gives a device two stages)", schedules(), user.PATTERN
+)
 COMPRESS = text_like(
     '"fp16", "bf16", "int8", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
     rf"fp16|bf16|int8|onebit|topk\({_FRACTION}\)|powersgd\(rank=[1-9][0-9]{{0,5}}\)",

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
+from shoal.cluster.units import parse_s_per_byte
+from shoal.errors import BadInput
 
 SMALL = ["--gpt", "layers=4,hidden=1024,heads=4,sequence=512", "--cluster", "dgx-a100"]
 
@@ -91,3 +93,32 @@ def test_a_simulated_step_leaves_a_timeline(
     shown = document(capsys, *words)
     assert shown["simulated_s"] > 0
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_an_unknown_model_is_refused_with_those_that_are_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, _, err = run(capsys, "predict", "t5-large", "-n", "8", "-s", "ddp")
+    words = " ".join(err.split())
+    assert status == 2
+    assert "'t5-large' is no known transformer" in words and "llama-2-7b" in words
+
+
+def test_the_help_of_the_plain_command_has_the_name_of_its_group(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = run(capsys, "plan", "--help")
+    assert out.startswith("Usage: shoal plan [OPTIONS]")
+
+
+def test_a_schedule_with_its_chunks_in_brackets_names_the_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = 'pp(8, schedule="interleaved(2)")'
+    status, _, err = run(capsys, "predict", *SMALL, "-n", "8", "-s", text)
+    assert status == 2 and "chunks=2" in err
+
+
+def test_an_infinite_cost_of_a_byte_is_refused() -> None:
+    with pytest.raises(BadInput, match="'1e400' is not a cost per byte"):
+        parse_s_per_byte("1e400")
