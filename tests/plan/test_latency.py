@@ -17,9 +17,13 @@ CLUSTER = load_cluster("dgx-h100").of_size(WORKERS)
 
 
 def gradients(strategy: str, workers: int = WORKERS) -> Part:
+    return part_of("gradients", strategy, workers)
+
+
+def part_of(name: str, strategy: str, workers: int = WORKERS) -> Part:
     predictor = Predictor(transformer_named("llama-2-7b"), CLUSTER.of_size(workers))
     prediction = predictor.predict(parse(strategy), workers, PlanSettings(workers, microbatch=1))
-    return next(part for part in prediction.parts if part.name == "gradients")
+    return next(part for part in prediction.parts if part.name == name)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -48,3 +52,8 @@ def test_a_reduction_goes_up_trees_over_nodes() -> None:
     assert reduced.messages == 7 + 7  # ranks of a node, and log2 of 128 nodes
     both_ways = collective_time(CLUSTER, "all_reduce", group, 1024)
     assert both_ways.seconds == pytest.approx(2 * reduced.seconds)
+
+
+def test_every_layer_that_zero_3_gathers_has_its_own_latency() -> None:
+    assert part_of("weights", "zero(3)").bound.startswith("latency of 127 messages")
+    assert "GB/s" in part_of("weights", "zero(2)").bound  # all of them in one

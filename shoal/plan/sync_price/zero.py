@@ -88,8 +88,7 @@ def _beside_gathers(stage: int, question: SyncQuestion) -> SyncQuestion:
     """zero(3) gathers weights in backward, too; what that hides does not hide reductions."""
     if stage < 3:
         return question
-    network = question.network
-    took = network.collective("all_gather", question.group, question.parameter_bytes)
+    took, _ = _layers_gathered(question)
     return replace(question, backward_s=max(0.0, question.backward_s - took.seconds))
 
 
@@ -98,14 +97,18 @@ def _spread(question: SyncQuestion) -> Part:
     return Part("weights", took.seconds, took.bound)
 
 
+def _layers_gathered(question: SyncQuestion) -> tuple[CollectiveTime, CollectiveTime]:
+    """All layers, each in a call of its own, and one of them."""
+    layer_bytes = question.layer_parameters * question.precision.parameter_bytes
+    layer_bytes = min(layer_bytes, question.parameter_bytes) or question.parameter_bytes
+    one = question.network.collective("all_gather", question.group, layer_bytes)
+    calls = question.parameter_bytes / max(1.0, layer_bytes)
+    return one._replace(seconds=calls * one.seconds), one
+
+
 def _gathered(question: SyncQuestion) -> Part:
     """Every micro-batch gathers all layers twice; the first layer of a pass waits in full."""
-    network = question.network
-    took = network.collective("all_gather", question.group, question.parameter_bytes)
-    layer = question.layer_parameters or question.parameters
-    first = network.collective(
-        "all_gather", question.group, layer * question.precision.parameter_bytes
-    )
+    took, first = _layers_gathered(question)
     backward_s = hidden_s(question)
     whole_s = question.backward_s or 1.0
     forward_s = question.compute_s / question.microbatches - question.backward_s
