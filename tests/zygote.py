@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import array
 import atexit
-import io
 import json
 import os
 import runpy
@@ -29,6 +28,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+
+from shoal.launch.python_fork import close_all_but, open_streams
 
 REQUEST_BYTES = 1 << 20
 _PRELOADED = (
@@ -121,12 +122,12 @@ def become(request: Request) -> NoReturn:
         os.setsid()
     for number, stream in enumerate([os.dup(stream) for stream in request.streams]):
         os.dup2(stream, number)
-    _close_all_but({0, 1, 2, *request.keep})
+    close_all_but({0, 1, 2, *request.keep})
     if request.cwd is not None:
         os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.env)
-    _open_streams("PYTHONUNBUFFERED" in request.env)
+    open_streams("PYTHONUNBUFFERED" in request.env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if callable(signal.getsignal(number)):  # exec resets handlers, a fork does not
@@ -174,28 +175,6 @@ def _end(status: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
-
-
-def _close_all_but(keep: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in keep:
-            with suppress(OSError):  # the descriptor of the listing
-                os.close(int(name))
-
-
-def _open_streams(unbuffered: bool) -> None:
-    sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))  # noqa: SIM115
-    for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
-        raw = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
-        stream = io.TextIOWrapper(
-            raw,  # type: ignore[arg-type]
-            encoding="utf-8",
-            errors=errors,
-            line_buffering=number == 2,
-            write_through=unbuffered,
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
 
 
 def _run_main(args: Sequence[str], env: Mapping[str, str]) -> None:

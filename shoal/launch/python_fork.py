@@ -147,9 +147,9 @@ def _become_new(env: Mapping[str, str], streams: tuple[int, int], inherited: Seq
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, stream in enumerate((nothing, *streams)):
         os.dup2(stream, number)
-    _close_all_but({0, 1, 2, *inherited})
+    close_all_but({0, 1, 2, *inherited})
     replace_environment(env)
-    _open_streams("PYTHONUNBUFFERED" in env)
+    open_streams("PYTHONUNBUFFERED" in env)
     _reset_signals()
     _forget_exit_functions()
     sys.excepthook = sys.__excepthook__
@@ -167,14 +167,16 @@ def _seed_by_chance() -> None:
         sys.modules["numpy"].random.seed()
 
 
-def _close_all_but(keep: set[int]) -> None:
+def close_all_but(keep: set[int]) -> None:
+    """Close the descriptors that a new process would not have."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in keep:
             with suppress(OSError):  # the descriptor of the listing
                 os.close(int(name))
 
 
-def _open_streams(unbuffered: bool) -> None:
+def open_streams(unbuffered: bool) -> None:
+    """Standard streams on descriptors 0 to 2, as the interpreter makes them."""
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))  # noqa: SIM115
     for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
         before = getattr(sys, f"__{name}__")

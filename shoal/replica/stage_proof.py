@@ -114,6 +114,10 @@ class StageProof:
                     f"do not give {name} the gradient that it has in the model: its forward hides "
                     "a gradient from autograd, or adds one to it, between its modules"
                 )
+        self._shard.say(
+            f"the gradients of the stages of {type(self._model).__name__} could not be compared "
+            "with those of the model before the first step; its outputs were"
+        )
 
     def _first_difference(self, micro: MicroBatch, quiet: Quiet) -> float:
         """The number of the first parameter with another gradient; the same on all stages."""

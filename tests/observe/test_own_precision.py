@@ -11,15 +11,10 @@ from shoal.commands.verify import _about_rounding
 from shoal.observe.captured_run import CapturedRun
 from shoal.observe.own_precision import check_own
 from shoal.observe.verify import judge
+from tests.observe import test_double_check as double_check
 
-RUN = CapturedRun(
-    losses=[2.0, 1.5],
-    tensors={"weight": torch.tensor([1.0, -2.0])},
-    additions=64,
-    replicas_apart=0.0,
-    switched_off=[],
-    exact=False,
-    start={"weight": torch.tensor([0.5, -1.0])},
+RUN = replace(
+    double_check.RUN,
     optimizer={"weight/exp_avg": torch.tensor([0.1, 0.2]), "weight/step": torch.tensor(2.0)},
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -96,22 +97,16 @@ def check_never_faster(better: Prediction, worse: Prediction) -> None:
     assert better.step_s <= worse.step_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("faster", [faster_links, faster_memory])
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(cases, factors)
-def test_faster_links_are_never_slower(case: tuple[str, str], factor: float) -> None:
+@given(case=cases, factor=factors)
+def test_what_is_faster_is_never_slower(
+    faster: Callable[[Cluster, float], Cluster], case: tuple[str, str], factor: float
+) -> None:
     name, text = case
     cluster = CLUSTERS[name]
     plain = predicted(cluster, text, WORKERS[name])
-    check_never_faster(predicted(faster_links(cluster, factor), text, WORKERS[name]), plain)
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(cases, factors)
-def test_faster_memory_is_never_slower(case: tuple[str, str], factor: float) -> None:
-    name, text = case
-    cluster = CLUSTERS[name]
-    plain = predicted(cluster, text, WORKERS[name])
-    check_never_faster(predicted(faster_memory(cluster, factor), text, WORKERS[name]), plain)
+    check_never_faster(predicted(faster(cluster, factor), text, WORKERS[name]), plain)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

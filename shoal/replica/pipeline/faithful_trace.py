@@ -60,7 +60,7 @@ def traced(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Gra
     try:
         with _nothing_kept(model):
             return _traced_without_draws(model, opened, fixed or None)
-    except Exception as error:
+    except Exception as error:  # whatever a forward does with what torch.fx gives it
         raise Untraceable(
             f"the forward of {type(model).__name__} cannot be split into stages, since it "
             f"depends on its input ({_first_line(error)}): put that code into a module of its own, "
