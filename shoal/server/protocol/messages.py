@@ -39,11 +39,23 @@ class Welcome(WireMessage, frozen=True):
     proof: Nonce
 
 
+class Moved(WireMessage, frozen=True):
+    """Another replica of the shard is to be asked: the head, in the chain of `epoch`."""
+
+    epoch: Count
+    head: Count | None  # the number of the replica; None where this one does not know it
+    members: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)] = ()  # head first
+
+
 class ErrorReply(WireMessage, frozen=True):
-    """Why a request was refused. `lost` is the worker whose loss is the cause."""
+    """Why a request was refused. `lost` is the worker whose loss is the cause.
+
+    With `moved` nothing of the request has had an effect here: send it to the head.
+    """
 
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
     lost: int | None = None
+    moved: Moved | None = None
 
 
 # ---------------------------------------------------------------------- the model
