@@ -49,7 +49,8 @@ def _open_server(config: RunConfig) -> Server:
 
     from shoal.server.server import Server
 
-    torch.set_num_threads(config.num_threads or 1)
+    most_threads = config.num_threads or 1
+    torch.set_num_threads(most_threads)
     secret = config.read_secret()
     if secret is None:
         raise BadInput("a server needs the secret of its run: set SHOAL_SECRET")
@@ -59,6 +60,7 @@ def _open_server(config: RunConfig) -> Server:
     beyond = config.server.beyond or ""
     has_exited = None if config.run_dir is None else config.run_dir.has_exited
     server = Server(address, secret, has_exited=has_exited, remote_address=beyond, tls=config.tls)
+    server.host.most_threads = most_threads
     if beyond:
         write_atomically(run_dir.server_address(index), server.remote_address)
     return server

@@ -6,8 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from shoal.errors import BadInput
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.cores import server_threads
 from shoal.server.model.check_spec import check_spec
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.connection import Connection
@@ -23,8 +26,10 @@ class ModelHost:
     """Models by their number, which the workers of a model agree on.
 
     `has_exited(rank)` tells whether a worker that has not joined never will. `report` returns
-    counts of the whole server.
+    counts of the whole server. A process that only serves says how many threads it may use.
     """
+
+    most_threads: int | None = None
 
     def __init__(
         self,
@@ -51,7 +56,14 @@ class ModelHost:
         return [follower.connection for follower in self._following]
 
     def hold(self, model_id: int, spec: ModelSpec) -> ServedModel:
-        """The model; it is made when its first worker joins."""
+        """The model; it is made when its first worker joins. Called by every connection."""
+        model = self._held(model_id, spec)
+        if self.most_threads is not None:
+            num_bytes = model.state.shard.data.nbytes
+            torch.set_num_threads(server_threads(num_bytes, self.most_threads))
+        return model
+
+    def _held(self, model_id: int, spec: ModelSpec) -> ServedModel:
         with self._changed:
             self._changed.wait_for(lambda: model_id not in self._being_made)
             model = self.models.get(model_id)

@@ -19,6 +19,7 @@ from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_rate
 from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.overlap import computes_on_cores
+from shoal.runtime.cores import most_server_threads, server_threads
 
 _PASSES_TO_ADD = 3  # a push is read, and so is the sum, which is written
 
@@ -108,11 +109,15 @@ def host_rate(term: Any, question: SyncQuestion, num_bytes: float) -> float:
 
 
 def server_device(term: Any, question: SyncQuestion) -> Device:
-    """The cores of one server: all of a host's are shared by its servers, while workers wait."""
+    """The cores of one server: as many as the runtime gives it for its slice of the weights."""
     cluster = question.cluster
-    if term.placement != "servers":
+    node = cluster.node
+    if term.placement != "servers" or node.cores is None:
         return cluster.device
-    return cluster.node.device_among(int(term.servers), cluster.device)
+    servers = int(term.servers)
+    slice_bytes = question.each * question.parameter_bytes / servers
+    threads = server_threads(slice_bytes, most_server_threads(node.cores, servers))
+    return node.device_among(max(1, node.cores // threads), cluster.device)
 
 
 def memory_s(term: Any, question: SyncQuestion, message_bytes: float) -> float:
