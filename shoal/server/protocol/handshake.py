@@ -15,7 +15,7 @@ from shoal.errors import ShoalError
 from shoal.runtime.proof import fresh_nonce, is_proof, proof
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode, pack
-from shoal.server.protocol.messages import (
+from shoal.server.protocol.hello import (
     MAX_HELLO_BYTES,
     Challenge,
     Channel,

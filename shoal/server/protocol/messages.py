@@ -8,54 +8,18 @@ import msgspec
 
 from shoal.server.consistency import Count, Rule
 from shoal.server.model.named_optimizer import NamedOptimizer, Option
+from shoal.server.protocol.hello import Challenge as Challenge
+from shoal.server.protocol.hello import Channel as Channel
+from shoal.server.protocol.hello import ErrorReply as ErrorReply
+from shoal.server.protocol.hello import Hello as Hello
+from shoal.server.protocol.hello import Moved as Moved
+from shoal.server.protocol.hello import Welcome as Welcome
+from shoal.server.protocol.hello import WireMessage as WireMessage
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
-Channel = Literal["control", "push", "pull", "rows", "follow"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 AnyDtype = Literal["float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
-Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-MAX_HELLO_BYTES = 512
-
-
-class WireMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The base of all metadata."""
-
-
-# ---------------------------------------------------------------------- handshake
-
-
-class Challenge(WireMessage, frozen=True):
-    nonce: Nonce
-
-
-class Hello(WireMessage, frozen=True):
-    nonce: Nonce
-    channel: Channel
-    proof: Nonce
-
-
-class Welcome(WireMessage, frozen=True):
-    proof: Nonce
-
-
-class Moved(WireMessage, frozen=True):
-    """Another replica of the shard is to be asked: the head, in the chain of `epoch`."""
-
-    epoch: Count
-    head: Count | None  # the number of the replica; None where this one does not know it
-    members: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)] = ()  # head first
-
-
-class ErrorReply(WireMessage, frozen=True):
-    """Why a request was refused. `lost` is the worker whose loss is the cause.
-
-    With `moved` nothing of the request has had an effect here: send it to the head.
-    """
-
-    reason: Annotated[str, msgspec.Meta(max_length=4096)]
-    lost: int | None = None
-    moved: Moved | None = None
 
 
 # ---------------------------------------------------------------------- the model
