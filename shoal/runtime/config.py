@@ -58,6 +58,17 @@ class ServerConfig:
     listen: str | None = variable("SHOAL_SERVER_LISTEN", TEXT)  # default: a socket of the run
     beyond: str | None = variable("SHOAL_SERVER_BEYOND", TEXT)  # a second address, for other hosts
     parent_pid: int | None = variable("SHOAL_SERVER_PARENT", COUNT)  # it ends with this process
+    replicas: int = variable("SHOAL_SERVER_REPLICAS", POSITIVE, 1)  # of each shard, in a chain
+    consistency: str = variable("SHOAL_SERVER_CONSISTENCY", TEXT, "strong")  # or "eventual"
+
+    @property
+    def shard(self) -> int:
+        """Servers are numbered shard by shard: 0, 1 and 2 are the replicas of shard 0."""
+        return (self.index or 0) // self.replicas
+
+    @property
+    def replica(self) -> int:
+        return (self.index or 0) % self.replicas
 
 
 @dataclass(frozen=True)

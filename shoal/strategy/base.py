@@ -173,6 +173,16 @@ class SyncTerm(Term, role="sync", abstract=True):
         return 0
 
     @property
+    def server_replicas(self) -> int:
+        """How many of these processes hold the same: server p is replica p % so many."""
+        return 1
+
+    @property
+    def promise(self) -> str | None:
+        """What replicas of servers promise, in one sentence; None where there are none."""
+        return None
+
+    @property
     def collective_algorithm(self) -> str | None:
         """The all-reduce that was asked for by name; None: the cheapest one."""
         return None

@@ -35,6 +35,8 @@ from shoal.strategy.options import (
 )
 from shoal.strategy.settings import outer_settings
 
+MAX_LAG = 64  # operations that the last replica may be behind under consistency="eventual"
+
 __all__ = [
     "cp",
     "ddp",
@@ -132,6 +134,8 @@ class Ps(SyncTerm):
     late: Annotated[str, one_of("drop", "fold")] = "drop"
     staleness: Annotated[int | None, optional(whole(0))] = None
     servers: Annotated[int, whole(1)] = 1
+    replicas: Annotated[int, whole(1)] = 1  # of each server, in a chain
+    consistency: Annotated[str, one_of("strong", "eventual")] = "strong"  # among replicas
     placement: Annotated[str, one_of("servers", "rank0", "workers")] = "servers"
     update: Annotated[str, one_of("server", "worker")] = "server"
     compress: Annotated[str | None, optional(COMPRESS)] = None
@@ -170,7 +174,27 @@ class Ps(SyncTerm):
 
     @property
     def server_processes(self) -> int:
-        return self.servers if self.placement == "servers" else 0
+        return self.servers * self.replicas if self.placement == "servers" else 0
+
+    @property
+    def server_replicas(self) -> int:
+        return self.replicas
+
+    @property
+    def promise(self) -> str | None:
+        if self.replicas == 1:
+            return None
+        if self.consistency == "strong":
+            return (
+                f"strong: a push is acknowledged when all {self.replicas} replicas of a server "
+                "have it, and every pull sees it; no acknowledged push is lost while one of "
+                "them lives"
+            )
+        return (
+            f"eventual: a push is acknowledged when the first of {self.replicas} replicas of a "
+            f"server has it; pulls may lack the last {MAX_LAG} pushes, and the loss of that "
+            "replica may undo as many"
+        )
 
     def in_own_loop(self) -> Ps:
         """Where all workers wait, servers add up: the script sees gradients before the update."""
@@ -197,10 +221,24 @@ class Ps(SyncTerm):
                 f'ps: update="worker" and {self.relaxations[0]} exclude each other; workers that '
                 "update by themselves have to see every sum"
             )
+        self._check_replicas()
         if self.placement == "rank0" and self.servers > 1:
             raise StrategyError(
                 f'ps: servers={self.servers} and placement="rank0" exclude each other; '
                 "rank 0 has room for one server"
+            )
+
+    def _check_replicas(self) -> None:
+        if self.replicas > 1 and self.placement != "servers":
+            raise StrategyError(
+                f'ps: replicas={self.replicas} and placement="{self.placement}" exclude each '
+                "other; a replica has to outlive the process it copies, so each is a process of "
+                'its own (placement="servers")'
+            )
+        if self.consistency != "strong" and self.replicas == 1:
+            raise StrategyError(
+                f'ps: consistency="{self.consistency}" needs replicas, as in replicas=3; with one '
+                "copy of the weights there is nothing that could lag"
             )
 
 

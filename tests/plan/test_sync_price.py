@@ -85,6 +85,15 @@ def test_two_servers_into_one_uplink_take_twice_as_long() -> None:
 # ---- parameter servers --------------------------------------------------------------------------
 
 
+def test_replicas_add_hops_of_a_chain_and_the_first_of_an_eventual_one_waits_for_none() -> None:
+    chains = [part(cost(f"ps(replicas={r})", alone(4)), "chain") for r in (1, 2, 3)]
+    assert chains[0] == 0
+    assert chains[2] == pytest.approx(2 * chains[1])
+    assert part(cost('ps(replicas=3, consistency="eventual")', alone(4)), "chain") == 0
+    one, three = (cost(text, alone(4)).memory.servers for text in ("ps", "ps(replicas=3)"))
+    assert three > one  # of each: pushes are kept until the whole chain has them
+
+
 def test_more_servers_divide_the_incast_and_placement_on_workers_removes_it() -> None:
     one, four = (part(cost(f"ps(servers={n})", alone(16)), "push") for n in (1, 4))
     spread = part(cost('ps(placement="workers")', alone(16)), "push")

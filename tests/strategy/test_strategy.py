@@ -32,6 +32,9 @@ DESIGN = {
     "ps(staleness=4, servers=2)": ps(staleness=4, servers=2),
     "ps(quorum=0.9)": ps(quorum=0.9),
     'ps(mode="async", placement="rank0")': ps(mode="async", placement="rank0"),
+    'ps(servers=2, replicas=3, consistency="eventual")': ps(
+        servers=2, replicas=3, consistency="eventual"
+    ),
     'gossip(graph="torus")': gossip(graph="torus"),
     "hogwild": hogwild(),
     "mapreduce": mapreduce(),
@@ -203,6 +206,7 @@ def test_the_notation_loads_neither_torch_nor_numpy_nor_networkx() -> None:
     [
         ("ps", 1),
         ("ps(servers=3)", 3),
+        ("ps(servers=2, replicas=3)", 6),
         ('ps(placement="rank0")', 0),
         ('ps(placement="workers", servers=2)', 0),
         ("ps(servers=2) + pp(2)", 2),

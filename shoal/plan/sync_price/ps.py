@@ -30,7 +30,9 @@ from shoal.plan.sync_price.overlap import computes_on_cores, hidden_s, idle_shar
 from shoal.plan.sync_price.packed import factor_rank, is_factored, packed_bytes
 from shoal.plan.sync_price.ps_links import (
     Way,
+    chain_s,
     host_rate,
+    process_count,
     pull,
     push,
     server_count,
@@ -103,7 +105,7 @@ def server_update_s(term: Any, question: SyncQuestion) -> float:
         return update_s(server_device(term, question), question.precision, slices, tensors)
     moved = question.gradient_bytes + 2 * question.state_bytes + 2 * question.parameter_bytes
     hosts = server_hosts(term, question)
-    return question.each * moved / (hosts * host_rate(term, question, moved))
+    return question.each * int(term.replicas) * moved / (hosts * host_rate(term, question, moved))
 
 
 def _lockstep(term: Any, question: SyncQuestion, up: Way, down: Way) -> tuple[Part, ...]:
@@ -111,7 +113,9 @@ def _lockstep(term: Any, question: SyncQuestion, up: Way, down: Way) -> tuple[Pa
     if term.update == "server":
         update = Part("update", server_update_s(term, question), "memory of the servers")
     pushes = Part("push", _exposed_push(term, question, up), up.bound)
-    return some(pushes, Part("pull", down.seconds, down.bound), waiting_part(question), update)
+    chain = Part("chain", chain_s(term, question, push_bytes(term, question)), "hops of the chain")
+    pulls = Part("pull", down.seconds, down.bound)
+    return some(pushes, chain, pulls, waiting_part(question), update)
 
 
 def _relaxed(
@@ -129,11 +133,13 @@ def _relaxed(
     service_s = question.each * (up.service_s + down.service_s) + update_s * every_push
     taken_s = _taken_cores_s(term, question, service_s)
     away_s = pace * compute_s - hidden + taken_s
-    request_s = up.alone_s + down.alone_s + update_s * every_push
+    along_s = chain_s(term, question, push_bytes(term, question))
+    request_s = up.alone_s + along_s + down.alone_s + update_s * every_push
     cycle_s = _cycle_s(replicas, away_s, request_s, service_s)
     parts = some(
         Part("cores", taken_s, "cores shared with servers"),
         Part("push", up.alone_s - hidden, up.bound),
+        Part("chain", along_s, "hops of the chain"),
         Part("pull", down.alone_s, down.bound),
         Part("stragglers", (pace - 1) * compute_s, "noise of workers"),
         Part("update", update_s * every_push, "memory of the servers"),
@@ -188,7 +194,7 @@ def _taken_cores_s(term: Any, question: SyncQuestion, service_s: float) -> float
     node = question.cluster.node
     cores = node.cores or node.devices
     idle = idle_share(question) * cores
-    without = max(0.0, 1 - idle / int(term.servers))
+    without = max(0.0, 1 - idle / process_count(term, question))
     return without * question.replicas * service_s / cores
 
 

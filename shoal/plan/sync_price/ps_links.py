@@ -44,6 +44,11 @@ def server_count(term: Any, question: SyncQuestion) -> int:
     return question.workers if term.placement == "workers" else int(term.servers)
 
 
+def process_count(term: Any, question: SyncQuestion) -> int:
+    """Servers and their replicas."""
+    return server_count(term, question) * int(term.replicas)
+
+
 def step_traffic(term: Any, question: SyncQuestion, message_bytes: float) -> Traffic:
     """`message_bytes` go from every worker to all servers together.
 
@@ -70,11 +75,36 @@ def way(term: Any, question: SyncQuestion, message_bytes: float, passes: int) ->
 
 
 def push(term: Any, question: SyncQuestion, message_bytes: float) -> Way:
-    return way(term, question, message_bytes, _PASSES_TO_ADD)
+    """All replicas of a server work on a push; on one host they share its memory."""
+    is_one_host = question.workers <= question.cluster.node.devices
+    replicas = 1 if is_one_host else int(term.replicas)
+    return way(term, question, message_bytes, _push_passes(term) // replicas)
 
 
 def pull(term: Any, question: SyncQuestion, message_bytes: float) -> Way:
     return way(term, question, message_bytes, 2)
+
+
+def chain_s(term: Any, question: SyncQuestion, message_bytes: float) -> float:
+    """What a push takes along the chain, from the first replica to the last, and back.
+
+    A replica passes a push on when it has all of it; over a network its bytes travel with it.
+    """
+    hops = int(term.replicas) - 1
+    if not hops or term.consistency == "eventual":
+        return 0.0
+    node = question.cluster.node
+    if question.workers <= node.devices or node.nic is None:
+        alpha_s = 0.0 if node.fabric is None else node.fabric.alpha_s
+        return 2 * hops * alpha_s
+    share = message_bytes / server_count(term, question)
+    return hops * (2 * node.nic.alpha_s + share / (node.nics * node.nic.rate))
+
+
+def _push_passes(term: Any) -> int:
+    """Over the bytes of a push, by all replicas; each keeps a copy until the push has arrived."""
+    copies = 2 if term.replicas > 1 else 0
+    return int(term.replicas) * (_PASSES_TO_ADD + copies)
 
 
 def _bus(cluster: Cluster) -> float:
@@ -85,11 +115,15 @@ def _bus(cluster: Cluster) -> float:
 
 
 def server_hosts(term: Any, question: SyncQuestion) -> int:
-    """Hosts that servers are on: that of the workers, or one for each server, or all."""
+    """Hosts that servers are on: that of the workers, or one for each process, or all."""
     devices = question.cluster.node.devices
     if question.workers <= devices or term.placement == "rank0":
         return 1
-    return int(term.servers) if term.placement == "servers" else -(-question.workers // devices)
+    return (
+        process_count(term, question)
+        if term.placement == "servers"
+        else -(-question.workers // devices)
+    )
 
 
 def host_rate(term: Any, question: SyncQuestion, num_bytes: float) -> float:
@@ -98,7 +132,7 @@ def host_rate(term: Any, question: SyncQuestion, num_bytes: float) -> float:
     Each has its share of the cores, and all have one bus.
     """
     cluster = question.cluster
-    servers = math.ceil(server_count(term, question) / server_hosts(term, question))
+    servers = math.ceil(process_count(term, question) / server_hosts(term, question))
     if not computes_on_cores(question):
         return _bus(cluster)
     device = server_device(term, question)
@@ -116,14 +150,16 @@ def server_device(term: Any, question: SyncQuestion) -> Device:
         return cluster.device
     servers = int(term.servers)
     slice_bytes = question.each * question.parameter_bytes / servers
-    threads = server_threads(slice_bytes, most_server_threads(node.cores, servers))
+    threads = server_threads(
+        slice_bytes, most_server_threads(node.cores, process_count(term, question))
+    )
     return node.device_among(max(1, node.cores // threads), cluster.device)
 
 
 def memory_s(term: Any, question: SyncQuestion, message_bytes: float) -> float:
     """What one worker's push and pull take of the memory of the busiest servers' host."""
     hosts = server_hosts(term, question)
-    passes = _PASSES_TO_ADD + 2
+    passes = _push_passes(term) + 2
     return passes * message_bytes / (hosts * host_rate(term, question, message_bytes))
 
 

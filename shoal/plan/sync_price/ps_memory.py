@@ -17,7 +17,7 @@ _INDEX_BYTES = 8
 
 def shares_weights(term: Any, question: SyncQuestion) -> bool:
     """Whether workers of the host use the weights where the servers keep them."""
-    takes_copies = question.is_stage and term.compress is not None
+    takes_copies = term.replicas > 1 or (question.is_stage and term.compress is not None)
     return bool(term.update == "server" and term.lockstep and not takes_copies)
 
 
@@ -48,8 +48,8 @@ def server_bytes(term: Any, question: SyncQuestion, has_workers_weights: bool) -
     servers = question.replicas if term.placement == "workers" else term.servers
     elements = question.sizes.servers(servers)
     buffers = 1 if has_workers_weights else 2
-    if term.compress is not None:
-        buffers += question.replicas
+    if term.compress is not None or term.replicas > 1:
+        buffers += question.replicas  # a push of each
     state = elements * question.state_width if term.update == "server" else 0.0
     held = buffers * elements * question.precision.gradient_bytes + state
     return held + _basis(term, question) / servers

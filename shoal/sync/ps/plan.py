@@ -57,9 +57,11 @@ class PsPlan(SyncPlan[Ps]):
     def _shares_weights(self, sizes: ModelSizes) -> bool:
         """Whether the model uses the weights where the servers keep them.
 
-        Stages that get compressed sums take copies, to make those of tied weights equal.
+        Stages that get compressed sums take copies, to make those of tied weights equal. Where
+        servers have replicas, a worker outlives the server that it has the weights from.
         """
-        takes_copies = sizes.is_stage and self.term.compress is not None
+        is_split_compressed = sizes.is_stage and self.term.compress is not None
+        takes_copies = self.term.replicas > 1 or is_split_compressed
         return self.term.update == "server" and self.term.lockstep and not takes_copies
 
     def _sums_per_push(self, sizes: ModelSizes, replicas: int) -> int:
@@ -96,13 +98,14 @@ class PsPlan(SyncPlan[Ps]):
         if self.term.placement != "servers":
             return []
         slices = self._slices(sizes, replicas)
-        return [self._server_bytes(sizes, held, replicas) for held in slices]
+        shards = [self._server_bytes(sizes, held, replicas) for held in slices]
+        return [held for held in shards for _ in range(self.term.replicas)]
 
     def _server_bytes(self, sizes: ModelSizes, held: ServerSlice, replicas: int) -> int:
         slice_bytes = (held.stop - held.start) * sizes.width
         buffers = 1 if self._shares_weights(sizes) else 2
-        if self.term.compress is not None:
-            buffers += replicas
+        if self.term.compress is not None or self.term.replicas > 1:
+            buffers += replicas  # a push of each
         state = 0
         if self.term.update == "server":
             state = sum(_state_of(piece, sizes) for piece in held.slices)
