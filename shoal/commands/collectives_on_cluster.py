@@ -12,7 +12,9 @@ from rich.table import Table as Grid
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands.output import plain_table, wide_console
+from shoal.errors import BadInput
 from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, ContendedPrice, explain_racks
+from shoal.schedules.collectives.catalog import algorithms
 
 
 def show_on_cluster(
@@ -25,13 +27,19 @@ def show_on_cluster(
 ) -> None:
     """The first `ranks` devices of the cluster, which grows where it has fewer."""
     network = ClusterNetwork(cluster, cluster.devices if ranks is None else ranks, seed)
-    prices_by_kind = {kind: network.price_all(kind, num_bytes) for kind in kinds}
+    priced = {kind: network.price_all(kind, num_bytes) for kind in kinds}
+    prices_by_kind = {kind: prices for kind, prices in priced.items() if prices}
+    left_out = _left_out(network, priced)
+    if not prices_by_kind:
+        raise BadInput(f"--ranks {network.ranks} with --cluster: {left_out}")
     if as_json:
         typer.echo(json.dumps(_document(network, prices_by_kind, num_bytes, seed)))
         return
     console = wide_console()
     for kind, prices in prices_by_kind.items():
         console.print(_grid(kind, prices, network))
+    if left_out:
+        console.print(f"\n{left_out}", soft_wrap=True)
     sentences = explain_racks(network, prices_by_kind.get("all_reduce", []))
     if sentences:
         console.print(f"\n{sentences}", soft_wrap=True)
@@ -60,6 +68,18 @@ def _grid(kind: str, prices: Sequence[ContendedPrice], network: ClusterNetwork) 
             style="bold green" if row == 0 else "",
         )
     return grid
+
+
+def _left_out(network: ClusterNetwork, priced: dict[str, list[ContendedPrice]]) -> str:
+    """Which algorithms have more paths than are worth finding; "" where none has."""
+    missing = []
+    for kind, prices in priced.items():
+        names = {one.algorithm for one in prices}
+        missing += [f"{kind} {name}" for name in algorithms(kind) if name not in names]
+    if not missing:
+        return ""
+    pairs = f"{network.ranks:,} ranks have too many pairs that send to each other"
+    return f"left out: {', '.join(missing)}; {pairs}"
 
 
 def _words(network: ClusterNetwork) -> str:

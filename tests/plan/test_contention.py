@@ -64,3 +64,20 @@ def test_1024_workers_are_simulated_as_the_closed_form_says(name: str) -> None:
     network = ClusterNetwork(load_cluster(name), 1024)
     found = network.price(hierarchical(network.cluster, 1024), GB)
     assert found.simulated_s == pytest.approx(found.closed_form_s, rel=1e-3)
+
+
+def test_rounds_of_one_message_are_priced_as_they_are_simulated() -> None:
+    network = ClusterNetwork(load_cluster("rack-1-4"), 16)
+    found = network.price(build("all_reduce", "naive", 16), GB)
+    assert found.closed_form_s == pytest.approx(found.simulated_s, rel=1e-9)
+    assert found.bound_bytes == 8 * 8 * GB  # each of 8 nodes to each of 8 of the other rack
+
+
+def test_algorithms_with_a_path_for_every_pair_of_many_ranks_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.plan.simulator.contention.MOST_PAIRS", 200)
+    network = ClusterNetwork(load_cluster("rack-1-4"), 16)
+    names = {one.algorithm for one in network.price_all("all_reduce", GB)}
+    assert {"ring", "hierarchical", "tree"} <= names
+    assert not names & {"naive", "sequential", "direct"}

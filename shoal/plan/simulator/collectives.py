@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -55,11 +56,27 @@ class MessageTable:
     src: Longs
     dst: Longs
     chunks: Floats
-    reduced: Floats  # chunks that (round, rank) reduces, of shape rounds x ranks
+    reductions: Longs  # one number for each chunk that is reduced: round * ranks + rank, sorted
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        starts: list[int] = np.searchsorted(self.round, np.arange(self.num_rounds + 1)).tolist()
+        return starts
 
     def of_round(self, number: int) -> slice:
-        first, last = np.searchsorted(self.round, [number, number + 1])
-        return slice(int(first), int(last))
+        return slice(self._starts[number], self._starts[number + 1])
+
+    def reduced(self, number: int) -> Floats:
+        """Chunks that each rank reduces in a round."""
+        cells = np.array([number, number + 1]) * self.ranks
+        first, last = np.searchsorted(self.reductions, cells)
+        ranks = self.reductions[first:last] - cells[0]
+        return np.bincount(ranks, minlength=self.ranks).astype(np.float64)
+
+    def all_reduced(self) -> Floats:
+        """The same of all rounds, of shape rounds x ranks."""
+        counted = np.bincount(self.reductions, minlength=max(1, self.num_rounds * self.ranks))
+        return counted.astype(np.float64).reshape(-1, self.ranks)
 
 
 def message_table(collective: Collective) -> MessageTable:
@@ -69,8 +86,6 @@ def message_table(collective: Collective) -> MessageTable:
     when, src, dst = (c[wire].astype(np.int64) for c in (table.round, table.src, table.dst))
     key, chunks = np.unique((when * ranks + src) * ranks + dst, return_counts=True)
     cells = (when * ranks + dst)[table.reduce[wire]]
-    size = max(1, table.num_rounds * ranks)
-    reduced = np.bincount(cells, minlength=size).astype(np.float64)
     return MessageTable(
         ranks,
         table.num_rounds,
@@ -78,7 +93,7 @@ def message_table(collective: Collective) -> MessageTable:
         key // ranks % ranks,
         key % ranks,
         chunks.astype(np.float64),
-        reduced.reshape(-1, ranks),
+        np.sort(cells),
     )
 
 
@@ -110,9 +125,10 @@ def _in_lockstep(
     for number in range(table.num_rounds):
         rows = table.of_round(number)
         columns = (table.src[rows], table.dst[rows], table.chunks[rows])
-        key = b"".join(c.tobytes() for c in (*columns, table.reduced[number]))
+        reduced = table.reduced(number)
+        key = b"".join(c.tobytes() for c in (*columns, reduced))
         if key not in known:
-            known[key] = _one_round(*columns, table.reduced[number] * per_chunk_s, chunk, routes)
+            known[key] = _one_round(*columns, reduced * per_chunk_s, chunk, routes)
         took_s, moved = known[key]
         now_s += took_s
         carried += moved
@@ -160,7 +176,7 @@ class _ByRank:
     ):
         self._table = table
         self._sizes = table.chunks * chunk
-        self._reduce_s = table.reduced * per_chunk_s
+        self._reduce_s = table.all_reduced() * per_chunk_s
         self._network = MessageNetwork(routes, table.ranks)
         self._round = [-1] * table.ranks
         self._ready_s = starts_s

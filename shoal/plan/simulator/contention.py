@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
 from shoal.errors import BadInput
 from shoal.plan.price import price
 from shoal.plan.simulator.collectives import MessageTable, message_table, simulate_collective
-from shoal.plan.simulator.flows import Floats
+from shoal.plan.simulator.flows import Floats, Longs
 from shoal.plan.simulator.messages import Routes
 from shoal.schedules.collectives.catalog import algorithms, build
 from shoal.schedules.collectives.collective import Collective
@@ -27,6 +28,7 @@ IN_ORDER = "contiguous"
 AT_RANDOM = "random"
 MOST_MESSAGES = 300_000  # in the distinct rounds of a schedule; beyond, closed forms only
 MOST_ROUNDS = 1_500  # that differ
+MOST_PAIRS = 2_000_000  # of ranks that send to each other; each has a path
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,12 @@ class ClusterNetwork:
         )
 
     def price_all(self, kind: str, num_bytes: int) -> list[ContendedPrice]:
-        """Every algorithm of a kind, and rings in random order; the fastest first."""
-        found = [self.price(one, num_bytes) for one in self._collectives(kind)]
+        """Every algorithm of a kind, and rings in random order; the fastest first.
+
+        Left out are those in which too many pairs of ranks send to each other.
+        """
+        priced = (one for one in self._collectives(kind) if _pairs(one) <= MOST_PAIRS)
+        found = [self.price(one, num_bytes) for one in priced]
         if "ring" in algorithms(kind) and self.has_levels:
             found.append(self.price(build(kind, "ring", self.ranks), num_bytes, AT_RANDOM))
         return sorted(found, key=lambda one: one.seconds)
@@ -144,10 +150,10 @@ def hierarchical(cluster: Cluster, ranks: int) -> Collective:
 
 def closed_form(table: MessageTable, chunk: float, routes: Routes) -> tuple[float, Floats]:
     """Seconds of all rounds, and the bytes that each link carries."""
-    seconds = 0.0
-    carried = np.zeros(routes.capacities.size)
+    messages = np.bincount(table.round, minlength=table.num_rounds)
+    seconds, carried = _alone(table, messages[table.round] == 1, chunk, routes)
     known: dict[bytes, tuple[float, Floats]] = {}
-    for number in range(table.num_rounds):
+    for number in np.flatnonzero(messages > 1).tolist():
         rows = table.of_round(number)
         key = b"".join(c[rows].tobytes() for c in (table.src, table.dst, table.chunks))
         if key not in known:
@@ -158,23 +164,51 @@ def closed_form(table: MessageTable, chunk: float, routes: Routes) -> tuple[floa
     return seconds, carried
 
 
+def _alone(
+    table: MessageTable, single: NDArray[np.bool_], chunk: float, routes: Routes
+) -> tuple[float, Floats]:
+    """The rounds of one message, of which `naive` has a million over 1,024 ranks, together."""
+    way = routes.rows(table.src[single], table.dst[single])
+    paths = routes.paths(way)
+    sizes = table.chunks[single] * chunk
+    slowest = np.append(1 / routes.capacities, 0.0)[paths].max(axis=1, initial=0.0)
+    seconds = routes.alphas_s(way).sum() + (sizes * slowest).sum()
+    return float(seconds), _carried(paths, sizes, routes)
+
+
+def _carried(paths: Longs, sizes: Floats, routes: Routes) -> Floats:
+    """Bytes on each link; -1 fills up short paths."""
+    on_path = np.repeat(sizes, paths.shape[1])
+    counted = np.bincount(paths.ravel() + 1, on_path, minlength=routes.capacities.size + 1)
+    return counted[1:].astype(np.float64)
+
+
 def _round(table: MessageTable, rows: slice, chunk: float, routes: Routes) -> tuple[float, Floats]:
     src, dst = table.src[rows], table.dst[rows]
-    if not src.size:
-        return 0.0, np.zeros(routes.capacities.size)
     way = routes.rows(src, dst)
-    paths = routes.paths(way)
     alphas_s = routes.alphas_s(way)
     at_ports = max(np.bincount(src, alphas_s).max(), np.bincount(dst, alphas_s).max())
-    sizes = np.repeat(table.chunks[rows] * chunk, paths.shape[1])
-    moved = np.bincount(paths.ravel() + 1, sizes, minlength=routes.capacities.size + 1)[1:]
-    return float(at_ports + (moved / routes.capacities).max()), moved.astype(np.float64)
+    moved = _carried(routes.paths(way), table.chunks[rows] * chunk, routes)
+    return float(at_ports + (moved / routes.capacities).max()), moved
+
+
+def _pairs(collective: Collective) -> int:
+    ranks = collective.ranks
+    if ranks * ranks <= MOST_PAIRS:
+        return ranks * ranks
+    is_used = np.zeros(ranks * ranks, np.bool_)
+    is_used[collective.table.src.astype(np.int64) * ranks + collective.table.dst] = True
+    return int(np.count_nonzero(is_used))
 
 
 def _can_be_simulated(table: MessageTable) -> bool:
-    rounds = [table.of_round(number) for number in range(table.num_rounds)]
-    distinct = {(table.src[r].tobytes(), table.dst[r].tobytes()): r.stop - r.start for r in rounds}
-    return len(distinct) <= MOST_ROUNDS and sum(distinct.values()) <= MOST_MESSAGES
+    distinct: dict[tuple[bytes, bytes], int] = {}
+    for number in range(table.num_rounds):
+        rows = table.of_round(number)
+        distinct[table.src[rows].tobytes(), table.dst[rows].tobytes()] = rows.stop - rows.start
+        if len(distinct) > MOST_ROUNDS:
+            return False
+    return sum(distinct.values()) <= MOST_MESSAGES
 
 
 def explain_racks(network: ClusterNetwork, prices: Sequence[ContendedPrice]) -> str:
