@@ -1,7 +1,9 @@
 """Times of forward, backward and update of a user's model, measured on its first batch.
 
 `shoal predict --profile` and `shoal bench predict` start the script on one worker or several, which
-all compute at the same time, each its rows of the batch, and communicate nothing.
+all compute at the same time, each its rows of the batch. Between backward and update they add up
+their gradients, as replicas do: so that they meet in every step, and caches are as in a run. How
+long the slowest one keeps the others waiting is measured, too.
 """
 
 from __future__ import annotations
@@ -9,15 +11,16 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shoal.comm.group import Group
 from shoal.data.rows import move_to, num_rows
 from shoal.observe.capture import StopTraining
 from shoal.observe.memory_estimate import EstimateJob
@@ -30,8 +33,9 @@ from shoal.train.job import Job
 from shoal.train.options import StepOptions
 
 _FEWEST = 8
+_MOST = 2000
 _WARM_UP = 3
-_KEPT = (0.1, 0.9)  # of all rounds, the mean of what lies between
+_KEPT = (0.02, 0.98)  # of all rounds, the mean of what lies between
 
 
 class PassTimes(NamedTuple):
@@ -57,9 +61,17 @@ class ProfileJob(EstimateJob):
         content = move_to(getattr(batch, "content", batch), self.device)
         model.to(self.device).train()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        passes = _Passes(model, loss, make_optimizer(optimizer, named), options, self.device)
-        rounds = passes.measure(content, self.seconds, lambda: self.group.barrier().wait())
-        self._document = {"rows": num_rows(content), **_summary(rounds)}
+        passes = _Passes(model, loss, make_optimizer(optimizer, named), options, self.group)
+        rounds = passes.measure(content, self.seconds)
+        everywhere = _of_all_ranks(self.group, rounds, self.device)
+        sums = _of_all_ranks(self.group, passes.sums[-len(rounds) :], self.device)
+        self._document = {
+            "rows": num_rows(content),
+            **_summary(everywhere.flatten(0, 1).tolist()),
+            **passes.unbroken(content),
+            "slowest": _slowest(everywhere),
+            "gradients_s": _together_s(sums),
+        }
 
     def write(self, folder: Path) -> None:
         if self.rank == 0 and self._document is not None:
@@ -67,7 +79,7 @@ class ProfileJob(EstimateJob):
 
 
 class _Passes:
-    """Steps of a model without Shoal: forward, backward, update."""
+    """Steps of a model without Shoal: forward, backward, sum over workers, update."""
 
     def __init__(
         self,
@@ -75,38 +87,72 @@ class _Passes:
         loss: Loss,
         optimizer: torch.optim.Optimizer,
         options: StepOptions,
-        device: torch.device,
+        group: Group,
     ):
         self._model = model
         self._loss = loss
         self._optimizer = optimizer
-        self._autocast = autocast_for(device, options.precision)
-        self._device = device
         self._gradients = _lay_out_gradients(model)
+        self._device = self._gradients.device
+        self._autocast = autocast_for(self._device, options.precision)
+        self._group = group
+        self.sums: list[tuple[float, float]] = []
 
-    def measure(self, content: Any, seconds: float, begin: Callable[[], Any]) -> list[PassTimes]:
+    def measure(self, content: Any, seconds: float) -> list[PassTimes]:
         for _ in range(_WARM_UP):
             self._step(content)
-        begin()
-        ends_s = time.perf_counter() + seconds
-        rounds: list[PassTimes] = []
-        while len(rounds) < _FEWEST or time.perf_counter() < ends_s:
-            rounds.append(self._step(content))
-        return rounds
+        start_s = time.perf_counter()
+        self._step(content)
+        steps = torch.tensor([seconds / (time.perf_counter() - start_s)], device=self._device)
+        self._group.broadcast(steps).wait()
+        number = round(min(_MOST, max(_FEWEST, float(steps))))
+        return [self._step(content) for _ in range(number)]
+
+    def unbroken(self, content: Any) -> dict[str, float]:
+        """On a device that runs behind its host: seconds of a step if the host does not wait.
+
+        `host_s` is what the host needs to launch it.
+        """
+        if self._device.type != "cuda":
+            return {}
+        hosts_s = []
+        start_s = self._now()
+        for _ in range(_FEWEST):
+            self._launch(content)
+        whole_s = (self._now() - start_s) / _FEWEST
+        for _ in range(_FEWEST):
+            start_s = self._now()
+            self._launch(content)
+            hosts_s.append(time.perf_counter() - start_s)
+        return {"whole_s": whole_s, "host_s": statistics.median(hosts_s)}
 
     def _step(self, content: Any) -> PassTimes:
         marks = [self._now()]
-        with self._autocast():
-            rows = num_rows(content)
-            inputs, targets = ForwardSignature(self._model).arguments(content, rows)
-            loss = self._loss(call_model(self._model, inputs), targets)
+        loss = self._forward(content)
         marks.append(self._now())
         loss.backward()  # type: ignore[no-untyped-call]
         marks.append(self._now())
+        self._group.all_reduce(self._gradients).wait()
+        begin_s = self._now()
+        self.sums.append((marks[-1], begin_s))
+        self._update()
+        forward_s, backward_s = (after - before for before, after in pairwise(marks))
+        return PassTimes(forward_s, backward_s, self._now() - begin_s)
+
+    def _launch(self, content: Any) -> None:
+        """A step without a look at the clock."""
+        self._forward(content).backward()  # type: ignore[no-untyped-call]
+        self._update()
+
+    def _forward(self, content: Any) -> Tensor:
+        with self._autocast():
+            rows = num_rows(content)
+            inputs, targets = ForwardSignature(self._model).arguments(content, rows)
+            return self._loss(call_model(self._model, inputs), targets)
+
+    def _update(self) -> None:
         self._optimizer.step()
         self._gradients.zero_()
-        marks.append(self._now())
-        return PassTimes(*(after - before for before, after in pairwise(marks)))
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -125,7 +171,35 @@ def _lay_out_gradients(model: nn.Module) -> torch.Tensor:
     return flat
 
 
-def _summary(rounds: list[PassTimes]) -> dict[str, Any]:
+def _of_all_ranks(
+    group: Group, rounds: Sequence[tuple[float, ...]], device: torch.device
+) -> Tensor:
+    """Seconds by rank, step and pass."""
+    mine = torch.tensor(rounds, dtype=torch.float64, device=device)
+    everywhere = mine.new_empty(group.size, *mine.shape)
+    group.all_gather(everywhere, mine).wait()
+    return everywhere.cpu()
+
+
+def _slowest(everywhere: Tensor) -> float:
+    """What the slowest rank of a step needs from one sum to the next, over what all need.
+
+    The update comes after the sum, so that it counts for the next step.
+    """
+    between = everywhere[:, 1:, :2].sum(dim=2) + everywhere[:, :-1, 2]
+    slowest = between.amax(dim=0)
+    share = (slowest / between.mean(dim=0)).sort().values
+    first, last = (round(part * len(share)) for part in _KEPT)
+    return float(share[first:last].mean())
+
+
+def _together_s(sums: Tensor) -> float:
+    """A call from its last rank's begin to its last rank's end; ranks of a host have one clock."""
+    begin, end = sums.amax(dim=0).unbind(dim=1)
+    return float((end - begin).median())
+
+
+def _summary(rounds: list[list[float]]) -> dict[str, Any]:
     columns = [sorted(column) for column in zip(*rounds, strict=True)]
     first, last = (round(share * len(rounds)) for share in _KEPT)
     means = {

@@ -12,13 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from shoal.cluster.cluster import Cluster
-from shoal.cluster.hardware import Device
+from shoal.cluster.cluster import Cluster, Noise
+from shoal.cluster.hardware import Device, MeasuredCalls
+from shoal.plan.step.collective_time import collective_time
 from shoal.plan.step.kernel_time import KernelModel
+from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.step.stragglers import expected_max
 from shoal.plan.sync_price.base import update_s
 from shoal.plan.workloads.workload import Split, Workload
 
 Quartiles = tuple[float, float]
+_MOST_JITTER = 2.0
+_HALVINGS = 20
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,11 @@ class ModelProfile:
     backward_s: float
     update_s: float
     quartiles: dict[str, Quartiles] = field(default_factory=dict, hash=False)  # by the names above
+    slowest: float = 1.0  # the step of the slowest worker over that of all, the mean over steps
+    gradients_s: float | None = None  # the sum of all gradients over workers, once all have begun
+    # a device that runs behind its host: a step without waits, and the host's part of it
+    whole_s: float | None = None
+    host_s: float | None = None
 
 
 def profiled(cluster: Cluster, workload: Workload, profiles: Sequence[ModelProfile]) -> Cluster:
@@ -39,9 +49,52 @@ def profiled(cluster: Cluster, workload: Workload, profiles: Sequence[ModelProfi
     paces = [
         (one.workers, _paces(cluster.device_of(one.workers), workload, one)) for one in profiles
     ]
+    most = max(profiles, key=lambda one: one.workers)
     crowded = tuple((workers, _paced(device, paces, workers)) for workers, device in node.crowded)
     device = _paced(cluster.device, paces, node.devices)
-    return replace(cluster, device=device, node=replace(node, crowded=crowded))
+    measured = _paced_calls(cluster, workload, most)
+    noise = _noise(cluster.noise, most)
+    node = replace(node, crowded=crowded, measured=measured)
+    return replace(cluster, device=device, node=node, noise=noise)
+
+
+def _noise(known: Noise, profile: ModelProfile) -> Noise:
+    """The jitter that makes the slowest of so many workers as slow as it was."""
+    if profile.workers == 1:
+        return known
+    low, high = 0.0, _MOST_JITTER
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        is_more = expected_max(Noise(middle), profile.workers) > profile.slowest
+        low, high = (low, middle) if is_more else (middle, high)
+    return Noise(jitter=low, source="measured")
+
+
+def _paced_calls(
+    cluster: Cluster, workload: Workload, profile: ModelProfile
+) -> tuple[MeasuredCalls, ...]:
+    """Calls at the pace of the sum of the model's gradients.
+
+    Calibration repeats a call on the same bytes; in a step other bytes went through the caches.
+    """
+    measured = cluster.node.measured
+    if profile.gradients_s is None or profile.workers == 1 or not measured:
+        return measured
+    split = Split(microbatch=profile.rows)
+    parameters = sum(
+        run.count * workload.cost(number, split).parameters
+        for number, run in enumerate(workload.runs)
+    )
+    num_bytes = parameters * workload.precision.gradient_bytes
+    group = RankGroup(profile.workers, 1)
+    pace = profile.gradients_s / collective_time(cluster, "all_reduce", group, num_bytes).seconds
+    return tuple(_slower(calls, pace) for calls in measured)
+
+
+def _slower(calls: MeasuredCalls, pace: float) -> MeasuredCalls:
+    points = tuple((size, pace * seconds) for size, seconds in calls.points)
+    spread = tuple((pace * low, pace * high) for low, high in calls.spread)
+    return replace(calls, points=points, spread=spread)
 
 
 class _Pace(NamedTuple):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from shoal.cluster.hardware import MeasuredCalls
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.profile import ModelProfile, profiled
 from shoal.plan.spread import SpreadPredictor
+from shoal.plan.step.stragglers import expected_max
 from shoal.strategy.strategy import as_strategy
 from tests.plan.test_search import MODEL, cluster
 
@@ -50,3 +54,25 @@ def test_quartiles_of_the_passes_are_the_spread() -> None:
     found = SpreadPredictor(MODEL, paced).predict(as_strategy("single"), 1, SETTINGS)
     assert found.low_s == pytest.approx(found.step_s - 0.05 - 0.1 - 0.025)
     assert found.high_s == pytest.approx(found.step_s + 0.05 + 0.1 + 0.075)
+
+
+def test_the_slowest_worker_of_a_profile_is_as_slow_in_the_price() -> None:
+    passes = ModelProfile(4, 2, 0.25, 0.5, 0.125, slowest=1.2)
+    noise = profiled(cluster(80), MODEL, [passes]).noise
+    assert expected_max(noise, 4) == pytest.approx(1.2, rel=1e-3)
+
+
+def test_calls_take_as_long_as_the_sum_of_gradients_did() -> None:
+    calls = MeasuredCalls("shm", "all_reduce", "", 4, ((1e3, 1e-5), (1e9, 1.0)))
+    hardware = cluster(80)
+    hardware = replace(hardware, node=replace(hardware.node, measured=(calls,)))
+    passes = ModelProfile(4, 2, 0.25, 0.5, 0.125, gradients_s=3.0)
+    paced = profiled(hardware, MODEL, [passes])
+    assert seconds(predicted(hardware, "ddp", 4), "gradients") > 0
+    slower = [
+        after / before
+        for (_, before), (_, after) in zip(calls.points, paced.node.measured[0].points, strict=True)
+    ]
+    assert slower[0] == pytest.approx(slower[1])
+    again = profiled(paced, MODEL, [passes]).node.measured[0]
+    assert again.points[0][1] == pytest.approx(paced.node.measured[0].points[0][1])
