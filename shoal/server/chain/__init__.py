@@ -1,0 +1,1 @@
+"""Chain replication as a pure state machine: no clock, threads, sockets or torch."""

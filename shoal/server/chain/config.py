@@ -1,0 +1,77 @@
+"""Who is in a chain, in which order; and one operation in its log."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class ChainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The members of a chain in one epoch: replica numbers, head first, tail last.
+
+    An incarnation is one life of a replica: a replica that starts again, or gives up its state,
+    takes a larger number and is then no member until it has been added. Without `incarnations`
+    all are 0. The coordinator holds one configuration; each one follows from the previous by
+    compare-and-set, with the next epoch: it lacks some members, or has one more behind the tail.
+    """
+
+    epoch: Number
+    members: tuple[Number, ...]
+    incarnations: tuple[Number, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(set(self.members)) != len(self.members):
+            raise ValueError(f"a replica is twice in the chain {self.members}")
+        if self.incarnations and len(self.incarnations) != len(self.members):
+            raise ValueError(f"{self.incarnations} are not the incarnations of {self.members}")
+
+    @property
+    def head(self) -> int | None:
+        return self.members[0] if self.members else None
+
+    @property
+    def tail(self) -> int | None:
+        return self.members[-1] if self.members else None
+
+    def has(self, member: int, incarnation: int) -> bool:
+        return member in self.members and self.incarnation_of(member) == incarnation
+
+    def incarnation_of(self, member: int) -> int:
+        return self.incarnations[self.members.index(member)] if self.incarnations else 0
+
+    def predecessor(self, member: int) -> int | None:
+        index = self.members.index(member)
+        return self.members[index - 1] if index else None
+
+    def successor(self, member: int) -> int | None:
+        index = self.members.index(member) + 1
+        return self.members[index] if index < len(self.members) else None
+
+    def without(self, lost: set[int]) -> ChainConfig:
+        """The next epoch, less the members that are lost; with none of them, the same members."""
+        kept = [m for m in self.members if m not in lost]
+        return self._next([(m, self.incarnation_of(m)) for m in kept])
+
+    def plus(self, member: int, incarnation: int) -> ChainConfig:
+        """The next epoch, with one more member behind the tail."""
+        kept = [(m, self.incarnation_of(m)) for m in self.members]
+        return self._next([*kept, (member, incarnation)])
+
+    def _next(self, members: list[tuple[int, int]]) -> ChainConfig:
+        return ChainConfig(
+            self.epoch + 1, tuple(m for m, _ in members), tuple(i for _, i in members)
+        )
+
+
+NO_CONFIG = ChainConfig(0, ())  # before the first one is known
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """An operation at its place in the log; the first has position 1. The chain never looks into
+    `op`."""
+
+    position: int
+    op: Any

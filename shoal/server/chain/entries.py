@@ -1,0 +1,36 @@
+"""The part of a log that is still needed."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shoal.server.chain.config import Entry
+
+
+class EntryLog:
+    """The entries after `base`, without a gap."""
+
+    def __init__(self, base: int = 0):
+        self.base = base
+        self._entries: deque[Entry] = deque()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def end(self) -> int:
+        return self.base + len(self._entries)
+
+    def append(self, entry: Entry) -> None:
+        assert entry.position == self.end + 1, f"{entry.position} does not follow {self.end}"
+        self._entries.append(entry)
+
+    def between(self, after: int, upto: int) -> tuple[Entry, ...]:
+        """Entries `after` + 1 to `upto`."""
+        assert self.base <= after, f"entries up to {self.base} are gone, {after + 1} is wanted"
+        return tuple(self._entries[i - self.base] for i in range(after, min(upto, self.end)))
+
+    def drop(self, upto: int) -> None:
+        while self._entries and self._entries[0].position <= upto:
+            self._entries.popleft()
+            self.base += 1

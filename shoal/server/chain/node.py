@@ -1,0 +1,240 @@
+"""One replica of a chain: what it does when something arrives. Van Renesse & Schneider, 2004.
+
+              Append ->        Append ->
+    client -> head            middle            tail         an operation goes down the chain,
+              <- Acked         <- Acked                      its acknowledgement comes up
+
+An operation is committed when the tail has it, for then every member has it. A replica applies
+an operation when it knows it to be committed (`consistency="eventual"`: when it gets it), so each
+state is a prefix of the same history. What keeps this true, whatever is lost, late or twice:
+
+- A member's log contains its successor's, in the same positions: entries come from the predecessor
+  alone, in order, without a gap, and are never taken back.
+- Each message has its sender's epoch. Lower ones are refused (`Stale`), higher ones are dropped and
+  make the node ask for the configuration (`Refetch`).
+- In a new epoch both neighbours speak first (`Greet`, `At`): the later of the two is understood,
+  and the predecessor sends what the other lacks. A committed entry is held by every member, so this
+  is never more than what is not committed.
+- Only a tail adds a member, behind itself. It first stops committing, then waits until the learner
+  has all that is committed, and only then asks for it; it commits nothing until it knows a later
+  epoch. So there is never a committed entry that a member lacks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.server.chain.config import ChainConfig
+from shoal.server.chain.entries import EntryLog
+from shoal.server.chain.messages import (
+    Acked,
+    Append,
+    Ask,
+    At,
+    ChainMessage,
+    ChangeConfig,
+    Confirm,
+    Effect,
+    Greet,
+    Learn,
+    Refetch,
+    Reset,
+    Send,
+    SendSnapshot,
+    Stale,
+    Taught,
+    Teach,
+    TooOld,
+)
+from shoal.server.chain.state import ChainConsistency, ChainState, NotHead, TooFarAhead
+from shoal.server.chain.teaching import LearnerSession
+
+
+class ChainNode(ChainState):
+    """A replica's part in the protocol. Methods return effects, to be carried out in order.
+
+    It begins without configuration and state; `reconfigure` gives it the coordinator's. One that is
+    in no configuration is a learner: it asks the tail for what it lacks, and the tail adds it.
+    `replicas`: up to how many members a tail adds learners.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        incarnation: int = 0,
+        consistency: ChainConsistency = "strong",
+        replicas: int = 1,
+    ):
+        super().__init__(me, incarnation, consistency)
+        self.replicas = replicas
+
+    def propose(self, op: Any) -> tuple[int, list[Effect]]:
+        """At the head: the operation's position. It is done when that position is applied here."""
+        self._check_member()
+        if not self.is_head:
+            raise NotHead(self.config)
+        if not self.has_room:
+            raise TooFarAhead(f"the tail lacks {self.position - self.committed} operations")
+        effects = self._append(op)
+        return self.position, effects
+
+    def receive(self, sender: int, message: ChainMessage) -> list[Effect]:
+        if message.epoch > self.epoch:
+            return [Refetch()]
+        if isinstance(message, Stale):
+            return []
+        if message.epoch < self.epoch:
+            return [Send(sender, Stale(self.epoch))]
+        if isinstance(message, Ask | Confirm):
+            return self._from_member(sender, message)
+        if sender == self.predecessor:
+            return self._from_predecessor(sender, message)
+        if sender == self.successor:
+            return self._from_successor(message)
+        if self.is_tail:
+            return self._from_learner(sender, message)
+        if sender == self.config.tail and not self.is_member:
+            return self._from_teacher(sender, message)
+        return []
+
+    def reconfigure(self, config: ChainConfig) -> list[Effect]:
+        """The coordinator has this configuration; ignored unless it is later than the known one."""
+        if config.epoch <= self.epoch:
+            return []
+        was_member = self.is_member
+        self.config = config
+        self._successor_is_known = False
+        self._teaching.end_epoch(self.is_tail)
+        if was_member and not self.is_member:
+            self.is_fenced = True
+            return [Reset()]
+        self._rounds.restart(self.others)
+        effects = self._commit_alone()
+        for peer in config.members:
+            effects += self._speak_to(peer)
+        return effects
+
+    def link_up(self, peer: int) -> list[Effect]:
+        """There is a new connection; what was sent over the previous one may be lost."""
+        return self.link_lost(peer) + self._speak_to(peer)
+
+    def link_lost(self, peer: int) -> list[Effect]:
+        if peer == self.successor:
+            self._successor_is_known = False
+        self._teaching.drop(peer)
+        self._forget()
+        return self._commit_alone()
+
+    def install(self, position: int) -> list[Effect]:
+        """A learner that `takes_snapshot` has got the state in which `position` is applied."""
+        assert self.takes_snapshot, f"replica {self.me} has a state, up to {self.position}"
+        self._log = EntryLog(position)
+        self.committed = position
+        return [] if self.config.tail is None else self._speak_to(self.config.tail)
+
+    def ask(self) -> tuple[int, list[Effect]]:
+        """Ask the other members whether this epoch goes on, for a read that has arrived.
+
+        Once `is_confirmed`, nothing had been committed without this replica when the read arrived.
+        """
+        self._check_member()
+        until_next_epoch = [self.me] if self.is_adding else []
+        number = self._rounds.open([*self.others, *until_next_epoch])
+        return number, [Send(peer, Ask(self.epoch, number)) for peer in self.others]
+
+    def is_confirmed(self, number: int) -> bool:
+        self._check_member()
+        return self._rounds.is_closed(number)
+
+    # ------------------------------------------------------------------ members
+
+    def _speak_to(self, peer: int) -> list[Effect]:
+        """What is said first in an epoch, and over a new connection."""
+        effects: list[Effect] = [
+            Send(peer, Ask(self.epoch, number)) for number in self._rounds.open_for(peer)
+        ]
+        if peer == self.successor:
+            return [*effects, Send(peer, Greet(self.epoch))]
+        if peer == self.predecessor:
+            return effects + self._at(peer)
+        if peer == self.config.tail and not self.is_member and not self.is_fenced:
+            return [Send(peer, Learn(self.epoch, self.incarnation, self.position))]
+        return effects
+
+    def _from_predecessor(self, sender: int, message: ChainMessage) -> list[Effect]:
+        if isinstance(message, Greet):
+            return self._at(sender)
+        if not isinstance(message, Append):
+            return []
+        if message.position > self.position + 1:
+            return self._at(sender)
+        effects = self._append(message.op) if message.position == self.position + 1 else []
+        return effects + self._commit(message.committed)
+
+    def _from_successor(self, message: ChainMessage) -> list[Effect]:
+        if isinstance(message, Acked):
+            return self._commit(message.position)
+        if not isinstance(message, At):
+            return []
+        self._successor_is_known = True
+        effects = self._commit(message.committed)
+        after = max(message.position, self.committed)  # a message that comes late may say less
+        return effects + self._forward(self._log.between(after, self.position))
+
+    def _from_member(self, sender: int, message: Ask | Confirm) -> list[Effect]:
+        if isinstance(message, Confirm):
+            self._rounds.confirm(message.number, sender)
+            return []
+        if sender in self.others and not self.is_adding:
+            return [Send(sender, Confirm(self.epoch, message.number))]
+        return []
+
+    # ------------------------------------------------------------------ the tail and its learners
+
+    def _from_learner(self, learner: int, message: ChainMessage) -> list[Effect]:
+        if isinstance(message, Learn):
+            return self._teach_after(learner, message)
+        if isinstance(message, Taught):
+            self._teaching.taught(learner, message.incarnation, message.position)
+            return self._add_learner()
+        return []
+
+    def _teach_after(self, learner: int, message: Learn) -> list[Effect]:
+        incarnation = message.incarnation
+        if (self._teaching.incarnation_of(learner) or 0) > incarnation:
+            return []
+        if not self._log.base <= message.position <= self.position:
+            return self._teach_from_snapshot(learner, message)
+        self._teaching.begin(learner, LearnerSession(incarnation, message.position, True))
+        missing = self._log.between(message.position, self.committed)
+        return self._teach(learner, missing) + self._add_learner() + self._commit_alone()
+
+    def _teach_from_snapshot(self, learner: int, message: Learn) -> list[Effect]:
+        """It lacks entries that are gone."""
+        incarnation = message.incarnation
+        if self._teaching.is_taught(learner, incarnation):
+            return []  # said long ago: since then it has got further
+        if message.position:
+            return [Send(learner, TooOld(self.epoch, incarnation))]
+        if self._teaching.incarnation_of(learner) == incarnation:
+            return []  # its snapshot is on the way
+        self._teaching.begin(learner, LearnerSession(incarnation, self.applied, False))
+        return [SendSnapshot(learner, incarnation, self.applied), *self._commit_alone()]
+
+    def _add_learner(self) -> list[Effect]:
+        asked = self._teaching.advance(self.config, self.committed, self.replicas)
+        self._forget()
+        return [ChangeConfig(asked)] if asked else []
+
+    def _from_teacher(self, teacher: int, message: ChainMessage) -> list[Effect]:
+        """At a learner."""
+        if isinstance(message, TooOld) and message.incarnation == self.incarnation:
+            return [Reset()]
+        if not isinstance(message, Teach):
+            return []
+        if message.position > self.position + 1:
+            return self._speak_to(teacher)
+        effects: list[Effect] = []
+        if message.position == self.position + 1:
+            effects = self._append(message.op) + self._commit(message.position)
+        return [*effects, Send(teacher, Taught(self.epoch, self.incarnation, self.position))]

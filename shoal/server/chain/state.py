@@ -1,0 +1,155 @@
+"""What a replica of a chain knows: its place, its log, how far it is committed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from shoal.server.chain.config import NO_CONFIG, ChainConfig, Entry
+from shoal.server.chain.entries import EntryLog
+from shoal.server.chain.messages import Acked, Append, Apply, At, Effect, Send, Teach
+from shoal.server.chain.rounds import Rounds
+from shoal.server.chain.teaching import Teaching
+
+ChainConsistency = Literal["strong", "eventual"]
+MAX_LAG = 64  # operations that an eventual head is ahead of its tail at most
+
+
+class Fenced(Exception):
+    """This replica is no member of the chain."""
+
+
+class NotHead(Exception):
+    """Operations go to the head of `config`."""
+
+    def __init__(self, config: ChainConfig):
+        super().__init__(f"replica {config.head} is the head in epoch {config.epoch}")
+        self.config = config
+
+
+class TooFarAhead(Exception):
+    """The tail lacks MAX_LAG operations: wait until `has_room`."""
+
+
+class ChainState:
+    """Place, log and commitment of one replica; `ChainNode` says when they change."""
+
+    def __init__(self, me: int, incarnation: int, consistency: ChainConsistency):
+        self.me = me
+        self.incarnation = incarnation
+        self.consistency = consistency
+        self.config = NO_CONFIG
+        self.committed = 0
+        self.is_fenced = False  # was a member and is none any more
+        self._log = EntryLog()
+        self._teaching = Teaching()
+        self._rounds = Rounds()
+        self._successor_is_known = False  # it has said in this epoch where it is
+
+    @property
+    def epoch(self) -> int:
+        return self.config.epoch
+
+    @property
+    def position(self) -> int:
+        """The last entry of the log."""
+        return self._log.end
+
+    @property
+    def applied(self) -> int:
+        return self.committed if self.consistency == "strong" else self.position
+
+    @property
+    def is_member(self) -> bool:
+        return self.config.has(self.me, self.incarnation)
+
+    @property
+    def is_head(self) -> bool:
+        return self.is_member and self.config.head == self.me
+
+    @property
+    def is_tail(self) -> bool:
+        return self.is_member and self.config.tail == self.me
+
+    @property
+    def is_dirty(self) -> bool:
+        return self.position > self.committed
+
+    @property
+    def is_adding(self) -> bool:
+        """A tail that has asked for one more member and does not know the answer."""
+        return self._teaching.asked is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether an eventual head may take another operation."""
+        return self.consistency == "strong" or self.position - self.committed < MAX_LAG
+
+    @property
+    def takes_snapshot(self) -> bool:
+        """A learner that has no state yet."""
+        return self.position == 0 and not self.is_member and not self.is_fenced
+
+    @property
+    def predecessor(self) -> int | None:
+        return self.config.predecessor(self.me) if self.is_member else None
+
+    @property
+    def successor(self) -> int | None:
+        return self.config.successor(self.me) if self.is_member else None
+
+    @property
+    def others(self) -> list[int]:
+        """The other members, while it is one."""
+        return [m for m in self.config.members if m != self.me] if self.is_member else []
+
+    def _check_member(self) -> None:
+        if not self.is_member:
+            raise Fenced(f"replica {self.me} is no member of the chain in epoch {self.epoch}")
+
+    # ------------------------------------------------------------------ log and commitment
+
+    def _append(self, op: Any) -> list[Effect]:
+        entry = Entry(self.position + 1, op)
+        self._log.append(entry)
+        effects: list[Effect] = [] if self.consistency == "strong" else [Apply((entry,))]
+        if self._successor_is_known:
+            effects += self._forward((entry,))
+        return effects + self._commit_alone()
+
+    def _commit_alone(self) -> list[Effect]:
+        """A tail commits what it has, unless it is adding a member."""
+        if self.is_tail and self._teaching.adding is None:
+            return self._commit(self.position)
+        return []
+
+    def _commit(self, upto: int) -> list[Effect]:
+        """Every member has all up to `upto`."""
+        entries = self._log.between(self.committed, upto)
+        if not entries:
+            return []
+        self.committed = entries[-1].position
+        effects: list[Effect] = [Apply(entries)] if self.consistency == "strong" else []
+        if self.predecessor is not None:
+            effects.append(Send(self.predecessor, Acked(self.epoch, self.committed)))
+        for learner in self._teaching.listeners():
+            effects += self._teach(learner, entries)
+        self._forget()
+        return effects
+
+    def _forget(self) -> None:
+        self._log.drop(self._teaching.needed_after(self.committed))
+
+    # ------------------------------------------------------------------ to a neighbour
+
+    def _at(self, predecessor: int) -> list[Effect]:
+        return [Send(predecessor, At(self.epoch, self.position, self.committed))]
+
+    def _forward(self, entries: tuple[Entry, ...]) -> list[Effect]:
+        assert self.successor is not None
+        return [
+            Send(self.successor, Append(self.epoch, entry.position, self.committed, entry.op))
+            for entry in entries
+        ]
+
+    def _teach(self, learner: int, entries: tuple[Entry, ...]) -> list[Effect]:
+        return [Send(learner, Teach(self.epoch, entry.position, entry.op)) for entry in entries]

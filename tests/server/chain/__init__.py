@@ -1,0 +1,1 @@
+"""The chain protocol, in worlds without clocks."""

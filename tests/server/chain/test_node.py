@@ -1,0 +1,153 @@
+"""A chain of three, message by message."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from shoal.server.chain.config import ChainConfig
+from shoal.server.chain.messages import (
+    Acked,
+    Append,
+    Apply,
+    ChangeConfig,
+    Effect,
+    Refetch,
+    Reset,
+    Send,
+    SendSnapshot,
+    Stale,
+)
+from shoal.server.chain.node import ChainNode
+from shoal.server.chain.state import Fenced, NotHead, TooFarAhead
+
+THREE = ChainConfig(1, (0, 1, 2))
+
+
+class Wire:
+    """Nodes and what is under way between them; `down` get and send nothing."""
+
+    def __init__(self, *nodes: ChainNode):
+        self.nodes = {node.me: node for node in nodes}
+        self.states: dict[int, list[Any]] = {node.me: [] for node in nodes}
+        self.asked: list[ChainConfig] = []
+        self.resets: list[int] = []
+        self.down: set[int] = set()
+        self._queue: deque[tuple[int, Send]] = deque()
+
+    def do(self, me: int, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._queue.append((me, effect))
+            elif isinstance(effect, Apply):
+                self.states[me] += [entry.op for entry in effect.entries]
+            elif isinstance(effect, ChangeConfig):
+                self.asked.append(effect.config)
+            elif isinstance(effect, SendSnapshot):
+                self.states[effect.to] = list(self.states[me])
+                self.do(effect.to, self.nodes[effect.to].install(effect.position))
+            elif isinstance(effect, Reset):
+                self.resets.append(me)
+
+    def settle(self) -> None:
+        while self._queue:
+            sender, send = self._queue.popleft()
+            if sender not in self.down and send.to not in self.down:
+                self.do(send.to, self.nodes[send.to].receive(sender, send.message))
+
+    def propose(self, me: int, op: Any) -> int:
+        position, effects = self.nodes[me].propose(op)
+        self.do(me, effects)
+        return position
+
+    def reconfigure(self, config: ChainConfig) -> None:
+        for me, node in self.nodes.items():
+            if me not in self.down:
+                self.do(me, node.reconfigure(config))
+        self.settle()
+
+
+def chain_of_three() -> Wire:
+    wire = Wire(*(ChainNode(me, replicas=3) for me in range(3)))
+    wire.reconfigure(THREE)
+    return wire
+
+
+def test_an_operation_goes_down_the_chain_and_its_acknowledgement_up() -> None:
+    wire = chain_of_three()
+    position, effects = wire.nodes[0].propose("a")
+    assert position == 1
+    assert effects == [Send(1, Append(1, 1, 0, "a"))]
+    assert wire.nodes[1].receive(0, Append(1, 1, 0, "a")) == [Send(2, Append(1, 1, 0, "a"))]
+    applied, acked = wire.nodes[2].receive(1, Append(1, 1, 0, "a"))
+    assert isinstance(applied, Apply)
+    assert acked == Send(1, Acked(1, 1))
+    assert [node.is_dirty for node in wire.nodes.values()] == [True, True, False]
+    assert wire.nodes[1].receive(2, Acked(1, 1))[1] == Send(0, Acked(1, 1))
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_what_the_survivors_have_is_committed_without_the_lost_member(lost: int) -> None:
+    wire = chain_of_three()
+    wire.propose(0, "a")
+    wire.settle()
+    effects = wire.nodes[0].propose("b")[1]
+    wire.do(1, wire.nodes[1].receive(0, effects[0].message))  # type: ignore[union-attr]
+    wire.down.add(lost)
+    wire.settle()
+    config = THREE.without({lost})
+    wire.reconfigure(config)
+    wire.propose(config.members[0], "c")
+    wire.settle()
+    for me in config.members:
+        assert wire.states[me] == ["a", "b", "c"]
+
+
+def test_lower_epochs_are_refused_and_higher_ones_make_it_ask() -> None:
+    node = chain_of_three().nodes[1]
+    node.reconfigure(ChainConfig(3, (0, 1, 2)))
+    assert node.receive(0, Append(1, 1, 0, "a")) == [Send(0, Stale(3))]
+    assert node.receive(0, Append(4, 1, 0, "a")) == [Refetch()]
+    assert node.receive(0, Stale(4)) == [Refetch()]
+    assert node.receive(0, Stale(2)) == []
+    assert node.position == 0
+
+
+def test_a_removed_replica_is_fenced_for_ever() -> None:
+    wire = chain_of_three()
+    wire.reconfigure(THREE.without({0}))
+    assert wire.resets == [0]
+    with pytest.raises(Fenced):
+        wire.nodes[0].propose("a")
+    with pytest.raises(NotHead):
+        wire.nodes[2].propose("a")
+
+
+def test_a_learner_gets_a_snapshot_then_the_log_and_is_added_behind_the_tail() -> None:
+    wire = chain_of_three()
+    for op in "ab":
+        wire.propose(0, op)
+        wire.settle()
+    wire.nodes[1] = ChainNode(1, incarnation=7, replicas=3)
+    wire.states[1] = []
+    wire.reconfigure(THREE.without({1}))
+    assert wire.states[1] == ["a", "b"]
+    assert wire.asked == [ChainConfig(3, (0, 2, 1), (0, 0, 7))]
+    wire.propose(0, "c")
+    wire.settle()
+    assert wire.states == {0: ["a", "b"], 1: ["a", "b"], 2: ["a", "b"]}  # the outcome is unknown
+    wire.reconfigure(wire.asked[0])
+    assert wire.states == {me: ["a", "b", "c"] for me in range(3)}
+
+
+def test_an_eventual_head_applies_at_once_and_waits_when_the_tail_is_far_behind() -> None:
+    wire = Wire(*(ChainNode(me, consistency="eventual", replicas=2) for me in range(2)))
+    wire.reconfigure(ChainConfig(1, (0, 1)))
+    wire.down.add(1)
+    for op in range(64):
+        wire.propose(0, op)
+    assert wire.states[0] == list(range(64))
+    with pytest.raises(TooFarAhead):
+        wire.nodes[0].propose("one more")
