@@ -78,7 +78,8 @@ def _paced_calls(
     Calibration repeats a call on the same bytes; in a step other bytes went through the caches.
     """
     measured = cluster.node.measured
-    if profile.gradients_s is None or profile.workers == 1 or not measured:
+    is_inside = 1 < profile.workers <= cluster.node.devices
+    if profile.gradients_s is None or not is_inside or not measured:
         return measured
     split = Split(microbatch=profile.rows)
     parameters = sum(

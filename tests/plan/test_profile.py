@@ -65,10 +65,9 @@ def test_the_slowest_worker_of_a_profile_is_as_slow_in_the_price() -> None:
 def test_calls_take_as_long_as_the_sum_of_gradients_did() -> None:
     calls = MeasuredCalls("shm", "all_reduce", "", 4, ((1e3, 1e-5), (1e9, 1.0)))
     hardware = cluster(80)
-    hardware = replace(hardware, node=replace(hardware.node, measured=(calls,)))
+    hardware = replace(hardware, node=replace(hardware.node, devices=4, measured=(calls,)))
     passes = ModelProfile(4, 2, 0.25, 0.5, 0.125, gradients_s=3.0)
     paced = profiled(hardware, MODEL, [passes])
-    assert seconds(predicted(hardware, "ddp", 4), "gradients") > 0
     slower = [
         after / before
         for (_, before), (_, after) in zip(calls.points, paced.node.measured[0].points, strict=True)
