@@ -22,7 +22,7 @@ LAYERS = [
     ["comm", "compress"],
     ["replica"],
     ["embedding.hashing", "embedding.spec", "embedding.store", "embedding.table"],
-    ["server.protocol"],
+    ["server.protocol", "server.strangers"],
     ["coordinator"],
     ["server", "server.protocol.messages"],
     ["embedding"],

@@ -23,6 +23,7 @@ from typing import Any
 
 from shoal.runtime.run_dir import RunDir, read_secret_file
 from shoal.runtime.variables import (
+    COORDINATOR,
     COUNT,
     FLAG,
     INTEGER,
@@ -69,6 +70,15 @@ class ServerConfig:
     @property
     def replica(self) -> int:
         return (self.index or 0) % self.replicas
+
+
+@dataclass(frozen=True)
+class EtcdConfig:
+    """Files for TLS with the members of an etcd cluster (etcds://)."""
+
+    authority: str | None = variable("SHOAL_ETCD_CA", TEXT)  # default: those of the system
+    certificate: str | None = variable("SHOAL_ETCD_CERT", TEXT)  # where etcd asks for one
+    key: str | None = variable("SHOAL_ETCD_KEY", TEXT)
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,11 @@ class RunConfig:
     secret_file: Path | None = variable("SHOAL_SECRET_FILE", PATH)  # holds the same, mode 0600
     server: ServerConfig = field(default_factory=ServerConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
+
+    coordinator: str | None = variable("SHOAL_COORDINATOR", COORDINATOR)  # of replicated servers
+    coordinator_beyond: str | None = variable("SHOAL_COORDINATOR_BEYOND", TEXT)  # for other hosts
+    etcd: EtcdConfig = field(default_factory=EtcdConfig)
+    failpoints: tuple[str, ...] = variable("SHOAL_FAILPOINTS", WORDS, ())  # of tests
 
     wait: WaitConfig = field(default_factory=WaitConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
@@ -283,6 +298,7 @@ def _write(config: Any) -> dict[str, str]:
 _SECTIONS: dict[str, type] = {
     "server": ServerConfig,
     "tls": TlsConfig,
+    "etcd": EtcdConfig,
     "wait": WaitConfig,
     "capture": CaptureConfig,
     "memory_probe": MemoryProbeConfig,

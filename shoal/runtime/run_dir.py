@@ -12,6 +12,7 @@
     report-0.json        what happened on worker 0
     operations-1.txt     the last operations of a shared-memory group, when one failed
     server-0.sock        a server's socket; .address holds its TCP address, .log its output
+    coordinator.sock     the coordinator's socket; .address holds its TCP address, .log its records
     start-1/ tally-1/    files of comm/elastic.py, for the first shoal.run of the workers
     spans-0.json         the trace of worker 0 (in the folder of a trace or of a compared run)
     begun                a compared run has begun (in its folder)
@@ -109,6 +110,20 @@ class RunDir:
 
     def server_log(self, index: int) -> Path:
         return self.path / f"server-{index}.log"
+
+    @property
+    def coordinator(self) -> str:
+        """The address of the coordinator on this host."""
+        return f"unix:{self.path / 'coordinator.sock'}"
+
+    @property
+    def coordinator_address(self) -> Path:
+        """Holds the address of the coordinator for other hosts."""
+        return self.path / "coordinator.address"
+
+    @property
+    def coordinator_log(self) -> Path:
+        return self.path / "coordinator.log"
 
     def start_folder(self, run_number: int) -> Path:
         """For the broadcasts before the group exists."""

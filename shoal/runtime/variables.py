@@ -87,6 +87,13 @@ def _read_rendezvous(name: str, text: str) -> str:
     return text
 
 
+def _read_coordinator(name: str, text: str) -> str:
+    if not text.startswith(("unix:", "tcp:", "etcd://", "etcds://")):
+        forms = "etcd://HOST:PORT,HOST:PORT or etcds://HOST:PORT (TLS)"
+        raise BadInput(f"{name} is {text!r}: use {forms}")
+    return text
+
+
 TEXT = Codec(lambda name, text: text, str)
 PATH = Codec(lambda name, text: Path(text), str)
 INTEGER = Codec(_read_integer, str)
@@ -97,6 +104,7 @@ FLAG = Codec(_read_flag, lambda flag: str(int(flag)))
 WORDS = Codec(_read_words, ",".join)
 SERVERS = Codec(_read_servers, _write_servers)  # how many, or their addresses
 RENDEZVOUS = Codec(_read_rendezvous, str)
+COORDINATOR = Codec(_read_coordinator, str)
 RUN_DIR = Codec(lambda name, text: RunDir(Path(text)), lambda run_dir: str(run_dir.path))
 SECRET = Codec(lambda name, text: parse_secret(text, name), lambda secret: secret.hex())
 

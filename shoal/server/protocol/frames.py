@@ -59,6 +59,7 @@ class FrameKind(enum.IntEnum):
     COMPRESSED = 50
     RESIDUAL_SET = 51
     RESIDUAL_GET = 52
+    COORDINATE = 60
 
 
 class Refused(ShoalError):

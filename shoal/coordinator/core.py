@@ -1,0 +1,182 @@
+"""The store with its log, a clock for leases, and threads that wait for changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+
+from shoal.coordinator.interface import Changes, Compacted, Conflict, LeaseLost
+from shoal.coordinator.log import Log, LogBroken
+from shoal.coordinator.records import (
+    Answer,
+    Conflicts,
+    Effect,
+    Failed,
+    Found,
+    Get,
+    IsCompacted,
+    IsLost,
+    KeepAlive,
+    Left,
+    List,
+    Listed,
+    Mutation,
+    Outcome,
+    Record,
+    Request,
+    RequestId,
+    Watch,
+    Watched,
+)
+from shoal.coordinator.store import MAX_CLIENTS, Store, StoreFull
+
+LONGEST_TICK_S = 0.1
+_MAX_WATCHED_BYTES = 4 << 20
+
+
+class LeaseClock:
+    """Advances with time, but by little where it was not looked at for long.
+
+    So no lease ends because the coordinator was stopped, waited for its disk, or got no core: its
+    holders could not renew it then. A lease that lasts longer is harmless.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic):
+        self._clock_s = clock_s
+        self._seen_s = clock_s()
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        seen_s = self._clock_s()
+        self._now_s += min(max(0.0, seen_s - self._seen_s), LONGEST_TICK_S)
+        self._seen_s = seen_s
+        return self._now_s
+
+
+class Core:
+    """Answers requests of all clients, one at a time."""
+
+    def __init__(
+        self,
+        store: Store,
+        log: Log | None = None,
+        clock_s: Callable[[], float] | None = None,
+    ):
+        self._store = store
+        self._log = log
+        self._clock_s = clock_s or LeaseClock().now_s
+        self._changed = threading.Condition()
+        self._seen: OrderedDict[int, int] = OrderedDict()  # the latest request of each client
+        self._is_closed = False
+
+    def answer(self, request: Request, by: RequestId | None = None) -> Answer:
+        """The answer to one request; to the same request again, the same one."""
+        try:
+            if isinstance(request, Watch):
+                return Watched(self._watch(request))
+            with self._changed:
+                self._expire()
+                return self._answer(request, by)
+        except Conflict as conflict:
+            return Conflicts(conflict.current)
+        except LeaseLost as lost:
+            return IsLost(lost.lease_id)
+        except Compacted:
+            return IsCompacted()
+        except StoreFull as error:
+            return Failed(str(error))
+
+    def tick(self) -> None:
+        """End the leases whose time is over."""
+        with self._changed:
+            self._expire()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            if self._log is not None:
+                self._log.close()
+
+    # ------------------------------------------------------------------ under the lock
+
+    def _answer(self, request: Request, by: RequestId | None) -> Answer:
+        if by is not None and not self._is_latest(by):
+            return Failed("a later request of this client has been answered")
+        store = self._store
+        match request:
+            case Get(key):
+                return Found(store.get(key))
+            case List(name):
+                return Listed(store.list(name))
+            case KeepAlive(lease_id):
+                return Left(store.renew(lease_id, self._clock_s()))
+            case Watch():
+                raise AssertionError("a watch waits outside of the lock")
+            case _:
+                return self._mutate(request, by)
+
+    def _is_latest(self, by: RequestId) -> bool:
+        """A request that its client has given up, and that arrives late, changes nothing."""
+        latest = self._seen.pop(by.client, 0)
+        self._seen[by.client] = max(latest, by.sequence)
+        if len(self._seen) > MAX_CLIENTS:
+            self._seen.popitem(last=False)
+        return by.sequence >= latest
+
+    def _mutate(self, request: Mutation, by: RequestId | None) -> Answer:
+        known = None if by is None else self._store.outcome(by)
+        if known is not None:
+            return known
+        effect = self._store.decide(request, self._clock_s())
+        try:
+            return self._carry_out(effect, by)
+        except LogBroken:
+            raise
+        except OSError as error:
+            reason = f"the coordinator could not write its log ({error.strerror})"
+            return Failed(f"{reason}: nothing was changed; make room for it")
+
+    def _carry_out(self, effect: Effect, by: RequestId | None) -> Outcome:
+        record = Record(self._store.index + 1, effect, by)
+        if self._log is not None:
+            self._log.append(record, self._store.image)
+        outcome = self._store.apply(record, self._clock_s())
+        if self._log is not None:
+            self._log.compact_if_due(self._store.image)
+        self._changed.notify_all()
+        return outcome
+
+    def _expire(self) -> None:
+        effect = self._store.expired(self._clock_s())
+        if effect is None or self._is_closed:
+            return
+        with suppress(OSError):  # tried again at the next request or tick
+            self._carry_out(effect, None)
+
+    # ------------------------------------------------------------------ waiting
+
+    def _watch(self, request: Watch) -> Changes:
+        deadline_s = time.monotonic() + request.timeout_s
+        with self._changed:
+            while True:
+                self._expire()
+                found = self._store.changes(request.name, request.after_revision)
+                left_s = deadline_s - time.monotonic()
+                if found.changes or left_s <= 0 or self._is_closed:
+                    return _limited(found)
+                self._changed.wait(min(left_s, LONGEST_TICK_S))
+
+
+def _limited(found: Changes) -> Changes:
+    """As many changes as fit an answer; the rest comes with the next one."""
+    size = 0
+    for count, change in enumerate(found.changes):
+        size += len(change.key) + len(change.value or b"")
+        if size > _MAX_WATCHED_BYTES and count:
+            kept = found.changes[:count]
+            return Changes(kept[-1].revision, kept)
+    return found

@@ -1,0 +1,272 @@
+"""The store: a pure state machine. Time is an argument; nothing here waits or writes.
+
+    decide(request, now)     what would change; raises Conflict, LeaseLost; changes nothing
+    apply(record, now)       the change, the same on every replay of the log
+
+Between the two the record is made durable. So a request whose record could not be written has
+changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from shoal.coordinator.interface import (
+    Change,
+    Changes,
+    Compacted,
+    Conflict,
+    CoordinatorError,
+    Lease,
+    LeaseLost,
+    Listing,
+    Versioned,
+)
+from shoal.coordinator.records import (
+    DeleteIf,
+    Done,
+    Effect,
+    Grant,
+    Granted,
+    KeyDeleted,
+    KeyPut,
+    LeaseBegun,
+    LeasesEnded,
+    LeaseTerms,
+    Mutation,
+    Nothing,
+    Outcome,
+    PutIf,
+    Record,
+    RequestId,
+    Revoke,
+    StoreImage,
+    Written,
+)
+
+MAX_KEYS = 8192
+MAX_LEASES = 8192
+MAX_STATE_BYTES = 8 << 20
+MAX_CLIENTS = 4096  # whose latest outcome is kept
+_MAX_HISTORY = 4096
+_MAX_HISTORY_BYTES = 4 << 20
+
+
+class StoreFull(CoordinatorError):
+    """As many keys, leases or bytes as a store holds; nothing was changed."""
+
+
+@dataclass
+class _HeldLease:
+    terms: LeaseTerms
+    ends_s: float
+    keys: set[str] = field(default_factory=set)
+
+
+def covers(name: str, key: str) -> bool:
+    """Whether a name stands for this key: as it is, or as what the key begins with."""
+    is_prefix = not name or name.endswith("/")
+    return key.startswith(name) if is_prefix else key == name
+
+
+class Store:
+    """Keys, leases, the latest changes, and the outcomes of requests."""
+
+    def __init__(self) -> None:
+        self.index = 0  # of the latest record
+        self.revision = 0
+        self._next_lease = 1
+        self._entries: dict[str, Versioned] = {}
+        self._entry_bytes = 0
+        self._leases: dict[int, _HeldLease] = {}
+        self._outcomes: OrderedDict[int, tuple[int, Outcome]] = OrderedDict()
+        self._history: deque[Change] = deque()
+        self._history_bytes = 0
+        self._forgotten = 0  # the latest revision whose change is not kept
+
+    # ------------------------------------------------------------------ reading
+
+    def get(self, key: str) -> Versioned | None:
+        return self._entries.get(key)
+
+    def list(self, name: str) -> Listing:
+        found = {key: self._entries[key] for key in sorted(self._entries) if covers(name, key)}
+        return Listing(self.revision, found)
+
+    def changes(self, name: str, after_revision: int) -> Changes:
+        if after_revision < self._forgotten or after_revision > self.revision:
+            raise Compacted(after_revision)
+        found = (
+            change
+            for change in self._history
+            if change.revision > after_revision and covers(name, change.key)
+        )
+        return Changes(self.revision, tuple(found))
+
+    def outcome(self, by: RequestId) -> Outcome | None:
+        """What a request led to that was carried out before, if it is the client's latest."""
+        sequence, outcome = self._outcomes.get(by.client, (None, None))
+        return outcome if sequence == by.sequence else None
+
+    # ------------------------------------------------------------------ leases
+
+    def renew(self, lease_id: int, now_s: float) -> float:
+        lease = self._held(lease_id, now_s)
+        lease.ends_s = now_s + lease.terms.ttl_s
+        return lease.terms.ttl_s
+
+    def renew_all(self, now_s: float) -> None:
+        """Give every lease its whole time: after a restart."""
+        for lease in self._leases.values():
+            lease.ends_s = now_s + lease.terms.ttl_s
+
+    def expired(self, now_s: float) -> LeasesEnded | None:
+        ended = sorted(number for number, held in self._leases.items() if held.ends_s <= now_s)
+        return LeasesEnded(tuple(ended)) if ended else None
+
+    def next_end_s(self) -> float | None:
+        """When the first lease ends, unless it is renewed."""
+        return min((lease.ends_s for lease in self._leases.values()), default=None)
+
+    def _held(self, lease_id: int, now_s: float) -> _HeldLease:
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.ends_s <= now_s:
+            raise LeaseLost(lease_id)
+        return lease
+
+    # ------------------------------------------------------------------ deciding
+
+    def decide(self, request: Mutation, now_s: float) -> Effect:
+        match request:
+            case Grant(ttl_s, holder):
+                if len(self._leases) >= MAX_LEASES:
+                    raise StoreFull(f"the coordinator holds {MAX_LEASES} leases, and no more")
+                return LeaseBegun(self._next_lease, ttl_s, holder)
+            case Revoke(lease_id):
+                return LeasesEnded((lease_id,)) if lease_id in self._leases else Nothing()
+            case PutIf(key, value, version, lease_id):
+                self._check_version(key, version)
+                self._check_room(key, value)
+                if lease_id is not None:
+                    self._held(lease_id, now_s)
+                return KeyPut(key, value, lease_id)
+            case DeleteIf(key, version):
+                self._check_version(key, version)
+                return KeyDeleted(key)
+
+    def _check_version(self, key: str, version: int) -> None:
+        current = self._entries.get(key)
+        if version != (0 if current is None else current.version):
+            raise Conflict(key, current)
+
+    def _check_room(self, key: str, value: bytes) -> None:
+        old = self._entries.get(key)
+        more_bytes = _entry_bytes(key, value) - (_entry_bytes(key, old.value) if old else 0)
+        if old is None and len(self._entries) >= MAX_KEYS:
+            raise StoreFull(f"the coordinator holds {MAX_KEYS} keys, and no more")
+        if more_bytes > 0 and self._entry_bytes + more_bytes > MAX_STATE_BYTES:
+            raise StoreFull(f"the coordinator holds {MAX_STATE_BYTES} bytes, and no more")
+
+    # ------------------------------------------------------------------ applying
+
+    def apply(self, record: Record, now_s: float) -> Outcome:
+        """The records of a log come one after the other, none twice and none left out."""
+        if record.index != self.index + 1:
+            raise ValueError(f"record {record.index} after record {self.index}")
+        self.index = record.index
+        outcome = self._effect(record.effect, now_s)
+        if record.by is not None:
+            self._remember(record.by, outcome)
+        return outcome
+
+    def _effect(self, effect: Effect, now_s: float) -> Outcome:
+        match effect:
+            case LeaseBegun(lease_id, ttl_s, holder):
+                self._next_lease = lease_id + 1
+                self._leases[lease_id] = _HeldLease(LeaseTerms(ttl_s, holder), now_s + ttl_s)
+                return Granted(Lease(lease_id, ttl_s))
+            case LeasesEnded(lease_ids):
+                for lease_id in lease_ids:
+                    self._end(lease_id)
+            case KeyPut(key, value, lease_id):
+                return Written(self._put(key, value, lease_id))
+            case KeyDeleted(key):
+                self._delete(key)
+            case Nothing():
+                pass
+        return Done(self.revision)
+
+    def _end(self, lease_id: int) -> None:
+        lease = self._leases.pop(lease_id)
+        for key in sorted(lease.keys):
+            self._delete(key)
+
+    def _put(self, key: str, value: bytes, lease_id: int | None) -> int:
+        self._unbind(key)
+        self.revision += 1
+        self._entries[key] = Versioned(value, self.revision, lease_id)
+        self._entry_bytes += _entry_bytes(key, value)
+        if lease_id is not None:
+            self._leases[lease_id].keys.add(key)
+        self._note(Change(key, value, self.revision, lease_id))
+        return self.revision
+
+    def _delete(self, key: str) -> None:
+        self._unbind(key)
+        del self._entries[key]
+        self.revision += 1
+        self._note(Change(key, None, self.revision))
+
+    def _unbind(self, key: str) -> None:
+        old = self._entries.get(key)
+        if old is None:
+            return
+        self._entry_bytes -= _entry_bytes(key, old.value)
+        if old.lease_id in self._leases:
+            self._leases[old.lease_id].keys.discard(key)
+
+    def _note(self, change: Change) -> None:
+        self._history.append(change)
+        self._history_bytes += _entry_bytes(change.key, change.value or b"")
+        while len(self._history) > _MAX_HISTORY or self._history_bytes > _MAX_HISTORY_BYTES:
+            oldest = self._history.popleft()
+            self._history_bytes -= _entry_bytes(oldest.key, oldest.value or b"")
+            self._forgotten = oldest.revision
+
+    def _remember(self, by: RequestId, outcome: Outcome) -> None:
+        self._outcomes.pop(by.client, None)
+        self._outcomes[by.client] = (by.sequence, outcome)
+        if len(self._outcomes) > MAX_CLIENTS:
+            self._outcomes.popitem(last=False)
+
+    # ------------------------------------------------------------------ to and from disk
+
+    def image(self) -> StoreImage:
+        leases = {number: held.terms for number, held in self._leases.items()}
+        outcomes = tuple((client, *known) for client, known in self._outcomes.items())
+        return StoreImage(
+            self.index, self.revision, self._next_lease, dict(self._entries), leases, outcomes
+        )
+
+    @classmethod
+    def of_image(cls, image: StoreImage, now_s: float) -> Store:
+        """Leases have their whole time; changes before are not known."""
+        store = cls()
+        store.index = image.index
+        store.revision = store._forgotten = image.revision
+        store._next_lease = image.next_lease
+        for number, terms in image.leases.items():
+            store._leases[number] = _HeldLease(terms, now_s + terms.ttl_s)
+        for key, entry in image.entries.items():
+            store._entries[key] = entry
+            store._entry_bytes += _entry_bytes(key, entry.value)
+            if entry.lease_id in store._leases:
+                store._leases[entry.lease_id].keys.add(key)
+        for client, sequence, outcome in image.outcomes:
+            store._outcomes[client] = (sequence, outcome)
+        return store
+
+
+def _entry_bytes(key: str, value: bytes) -> int:
+    return len(key.encode()) + len(value)

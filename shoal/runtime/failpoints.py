@@ -1,0 +1,64 @@
+"""Named points in the code at which tests kill or stop a process; unless armed they do nothing.
+
+    failpoint("push.logged")                    in the code
+    SHOAL_FAILPOINTS=push.logged:kill@3         the process is killed the third time it gets there
+    SHOAL_FAILPOINTS=election.before:stop       ... stopped (SIGSTOP) the first time
+    with armed("log.append.written", act): …    in a test of one process: `act()` is called
+
+A process arms what its configuration names where it starts (`arm`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from shoal.errors import BadInput
+
+_SPEC = re.compile(r"([a-z_]+(?:\.[a-z_]+)*):(kill|stop)(?:@([1-9][0-9]{0,8}))?")
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_armed: dict[str, Callable[[], None]] = {}
+
+
+def failpoint(name: str) -> None:
+    """Do here what was armed under this name."""
+    if _armed:
+        act = _armed.get(name)
+        if act is not None:
+            act()
+
+
+def arm(specs: Sequence[str]) -> None:
+    """From now on this process does what `specs` (RunConfig.failpoints) say."""
+    for spec in specs:
+        match = _SPEC.fullmatch(spec)
+        if match is None:
+            raise BadInput(f"SHOAL_FAILPOINTS has {spec!r}: use NAME:kill, NAME:stop, NAME:kill@3")
+        name, action, passage = match.groups()
+        _armed[name] = _Passages(_SIGNALS[action], int(passage or 1)).passed
+
+
+@contextmanager
+def armed(name: str, act: Callable[[], None]) -> Iterator[None]:
+    """Inside the block this point calls `act`."""
+    _armed[name] = act
+    try:
+        yield
+    finally:
+        del _armed[name]
+
+
+class _Passages:
+    """Sends this process a signal the n-th time."""
+
+    def __init__(self, number: signal.Signals, nth: int):
+        self._number = number
+        self._left = nth
+
+    def passed(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), self._number)

@@ -1,0 +1,126 @@
+"""Coordinators of every kind, for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from shoal.coordinator.client import RemoteCoordinator
+from shoal.coordinator.core import Core
+from shoal.coordinator.interface import Coordinator
+from shoal.coordinator.local import LocalCoordinator
+from shoal.coordinator.log import Log
+from shoal.coordinator.service import CoordinatorService
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import RunDir, new_secret
+
+SECRET = new_secret()
+PATIENCE_S = 20.0
+Connect = Callable[[], Coordinator]
+
+
+@contextmanager
+def run_dir() -> Iterator[RunDir]:
+    """With a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="shoal-co-") as folder:
+        found = RunDir(Path(folder))
+        found.write_secret(SECRET)
+        yield found
+
+
+@contextmanager
+def local() -> Iterator[Connect]:
+    coordinator = LocalCoordinator()
+    yield lambda: coordinator
+    coordinator.close()
+
+
+@contextmanager
+def service(log: Log | None = None, tcp: bool = False) -> Iterator[CoordinatorService]:
+    """In this process, at a socket."""
+    with run_dir() as folder:
+        log = log or Log(folder.coordinator_log)
+        core = Core(log.store, log)
+        address = "tcp:127.0.0.1:0" if tcp else folder.coordinator
+        with CoordinatorService(core, SECRET, [address]) as found:
+            yield found
+
+
+@contextmanager
+def served() -> Iterator[Connect]:
+    with service() as found, ExitStack() as stack:
+        yield lambda: stack.enter_context(RemoteCoordinator(found.addresses[0], SECRET))
+
+
+@dataclass
+class CoordinatorProcess:
+    """`python -m shoal.coordinator.main`, which may be killed and started again."""
+
+    run_dir: RunDir
+    failpoints: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+    limits: Callable[[], None] | None = None
+    clients: list[RemoteCoordinator] = field(default_factory=list)
+
+    def start(self, failpoints: Sequence[str] = ()) -> None:
+        config = replace(
+            RunConfig.from_environment(), run_dir=self.run_dir, failpoints=tuple(failpoints)
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.coordinator.main"],
+            env=config.to_environment(),
+            preexec_fn=self.limits,
+        )
+
+    def client(self, call_s: float = PATIENCE_S) -> RemoteCoordinator:
+        found = RemoteCoordinator(self.run_dir.coordinator, SECRET, call_s=call_s)
+        self.clients.append(found)
+        return found
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def process() -> Iterator[CoordinatorProcess]:
+    with run_dir() as folder:
+        found = CoordinatorProcess(folder)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.01)

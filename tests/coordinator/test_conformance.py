@@ -1,0 +1,280 @@
+"""One suite for all coordinators: in this process, at a socket, an etcd cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shoal.coordinator.interface import (
+    MAX_VALUE_BYTES,
+    Change,
+    Compacted,
+    Conflict,
+    Coordinator,
+    LeaseLost,
+    Versioned,
+)
+from shoal.errors import BadInput
+from tests.coordinator.helpers import Connect, local, served, until
+
+KINDS = {"local": local, "service": served}
+TTL_S = 60.0
+
+
+@pytest.fixture(params=KINDS)
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    with KINDS[request.param]() as found:
+        yield found
+
+
+@pytest.fixture
+def coordinator(connect: Connect) -> Coordinator:
+    return connect()
+
+
+def all_changes(coordinator: Coordinator, name: str, after: int, count: int) -> list[Change]:
+    """The first `count` changes after a revision, however many come at a time."""
+    found: list[Change] = []
+
+    def have_come() -> bool:
+        nonlocal after
+        seen = coordinator.watch(name, after, 5.0)
+        after = seen.revision
+        found.extend(seen.changes)
+        return len(found) >= count
+
+    until(have_come, f"{count} changes of {name}")
+    return found
+
+
+def test_a_key_that_was_not_written_is_none(coordinator: Coordinator) -> None:
+    assert coordinator.get("chain/0") is None
+
+
+def test_a_value_is_read_back_with_its_version(coordinator: Coordinator) -> None:
+    written = coordinator.put_if("chain/0", b"\x00\xff value", 0)
+    assert written.version > 0
+    assert coordinator.get("chain/0") == Versioned(b"\x00\xff value", written.version)
+
+
+def test_an_empty_value_is_a_value(coordinator: Coordinator) -> None:
+    written = coordinator.put_if("chain/0", b"", 0)
+    assert coordinator.get("chain/0") == written
+
+
+def test_another_version_is_a_conflict_that_shows_the_current_value(
+    coordinator: Coordinator,
+) -> None:
+    first = coordinator.put_if("chain/0", b"1", 0)
+    second = coordinator.put_if("chain/0", b"2", first.version)
+    for version in (0, first.version, second.version + 1):
+        with pytest.raises(Conflict, match=r"chain/0 was changed .* version") as conflict:
+            coordinator.put_if("chain/0", b"3", version)
+        assert conflict.value.current == second
+        with pytest.raises(Conflict):
+            coordinator.delete_if("chain/0", version)
+    assert coordinator.get("chain/0") == second
+
+
+def test_a_version_of_a_key_that_does_not_exist_is_a_conflict(coordinator: Coordinator) -> None:
+    for change in (
+        lambda: coordinator.put_if("chain/0", b"", 5),
+        lambda: coordinator.delete_if("chain/0", 5),
+    ):
+        with pytest.raises(Conflict, match="does not exist") as conflict:
+            change()
+        assert conflict.value.current is None
+
+
+def test_versions_grow_also_after_a_deletion(coordinator: Coordinator) -> None:
+    first = coordinator.put_if("chain/0", b"1", 0)
+    deleted = coordinator.delete_if("chain/0", first.version)
+    assert coordinator.get("chain/0") is None
+    second = coordinator.put_if("chain/0", b"1", 0)
+    assert first.version < deleted < second.version
+
+
+def test_one_of_many_that_race_wins_each_version(connect: Connect) -> None:
+    """Threads increment a number by compare-and-set: none is lost, none counted twice."""
+    threads = 4
+    each = 10
+
+    def increment(coordinator: Coordinator) -> list[int]:
+        versions = []
+        while len(versions) < each:
+            found = coordinator.get("counter")
+            number = int(found.value) if found is not None else 0
+            try:
+                version = found.version if found is not None else 0
+                written = coordinator.put_if("counter", b"%d" % (number + 1), version)
+            except Conflict:
+                continue
+            versions.append(written.version)
+        return versions
+
+    coordinators = [connect() for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        versions = [version for made in pool.map(increment, coordinators) for version in made]
+    found = coordinators[0].get("counter")
+    assert found is not None and int(found.value) == threads * each
+    assert len(set(versions)) == threads * each
+
+
+def test_an_ended_lease_takes_its_keys_with_it(coordinator: Coordinator) -> None:
+    lease = coordinator.grant(0.05, "server 1")
+    other = coordinator.grant(TTL_S, "server 2")
+    bound = coordinator.put_if("alive/1", b"a", 0, lease.id)
+    assert bound.lease_id == lease.id
+    coordinator.put_if("alive/2", b"b", 0, other.id)
+    coordinator.put_if("chain/0", b"c", 0)
+    until(lambda: list(coordinator.live("alive/")) == ["alive/2"], "the end of a lease")
+    assert set(coordinator.list("").entries) == {"alive/2", "chain/0"}
+    with pytest.raises(LeaseLost):
+        coordinator.keep_alive(lease.id)
+    with pytest.raises(LeaseLost):
+        coordinator.put_if("alive/1", b"a", 0, lease.id)
+    coordinator.revoke(other.id)
+    assert set(coordinator.list("").entries) == {"chain/0"}
+    coordinator.revoke(other.id)
+
+
+def test_a_lease_that_is_kept_alive_does_not_end(coordinator: Coordinator) -> None:
+    lease = coordinator.grant(TTL_S, "server 1")
+    coordinator.put_if("alive/1", b"a", 0, lease.id)
+    left_s = coordinator.keep_alive(lease.id)
+    assert 0 < left_s <= lease.ttl_s
+    assert set(coordinator.live("alive/")) == {"alive/1"}
+    coordinator.revoke(lease.id)
+
+
+def test_a_key_is_bound_to_the_lease_of_its_latest_value(coordinator: Coordinator) -> None:
+    first = coordinator.grant(TTL_S, "first")
+    second = coordinator.grant(TTL_S, "second")
+    one = coordinator.put_if("a", b"1", 0, first.id)
+    two = coordinator.put_if("a", b"2", one.version, second.id)
+    coordinator.put_if("b", b"1", 0, first.id)
+    coordinator.revoke(first.id)
+    assert coordinator.get("a") == two
+    assert coordinator.get("b") is None
+    coordinator.put_if("a", b"3", two.version)
+    assert coordinator.live("a") == {}
+    coordinator.revoke(second.id)
+    found = coordinator.get("a")
+    assert found is not None and found.value == b"3"
+
+
+def test_a_lease_that_never_was_is_lost(coordinator: Coordinator) -> None:
+    with pytest.raises(LeaseLost):
+        coordinator.keep_alive(123456789)
+    with pytest.raises(LeaseLost):
+        coordinator.put_if("a", b"", 0, 123456789)
+
+
+def test_a_listing_has_the_keys_of_a_folder_or_one_key(coordinator: Coordinator) -> None:
+    for key in ("chain/1", "chain/10", "chain", "chains/1"):
+        coordinator.put_if(key, key.encode(), 0)
+    assert list(coordinator.list("chain/").entries) == ["chain/1", "chain/10"]
+    assert list(coordinator.list("chain/1").entries) == ["chain/1"]
+    assert list(coordinator.list("").entries) == ["chain", "chain/1", "chain/10", "chains/1"]
+    assert coordinator.list("none/").entries == {}
+
+
+def test_a_watch_sees_every_change_in_order(coordinator: Coordinator, connect: Connect) -> None:
+    start = coordinator.list("").revision
+    watcher = connect()
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(all_changes, watcher, "chain/", start, 6)
+        lease = coordinator.grant(TTL_S, "server 1")
+        first = coordinator.put_if("chain/0", b"1", 0)
+        coordinator.put_if("alive/0", b"", 0)
+        bound = coordinator.put_if("chain/1", b"2", 0, lease.id)
+        second = coordinator.put_if("chain/0", b"3", first.version)
+        deleted = coordinator.delete_if("chain/0", second.version)
+        third = coordinator.put_if("chain/0", b"4", 0)
+        coordinator.revoke(lease.id)
+        changes = seen.result()
+    assert changes[:5] == [
+        Change("chain/0", b"1", first.version),
+        Change("chain/1", b"2", bound.version, lease.id),
+        Change("chain/0", b"3", second.version),
+        Change("chain/0", None, deleted),
+        Change("chain/0", b"4", third.version),
+    ]
+    assert (changes[5].key, changes[5].value) == ("chain/1", None)
+    assert changes[5].revision > third.version
+    assert all_changes(watcher, "chain/", start, 6) == changes
+
+
+def test_a_watch_of_one_key_does_not_see_longer_ones(coordinator: Coordinator) -> None:
+    start = coordinator.list("").revision
+    coordinator.put_if("chain/10", b"", 0)
+    coordinator.put_if("chain/1", b"", 0)
+    changes = coordinator.watch("chain/1", start, 5.0).changes
+    assert [change.key for change in changes] == ["chain/1"]
+
+
+def test_a_watch_without_changes_returns_none(coordinator: Coordinator) -> None:
+    written = coordinator.put_if("chain/0", b"", 0)
+    seen = coordinator.watch("chain/", written.version, 0.01)
+    assert seen.changes == ()
+    assert seen.revision >= written.version
+
+
+def test_a_watch_from_before_what_is_kept_is_compacted(coordinator: Coordinator) -> None:
+    entry = Versioned(b"", 0)
+    start = coordinator.list("").revision
+    for number in range(70):
+        entry = coordinator.put_if("big", bytes([number]) * MAX_VALUE_BYTES, entry.version)
+    if isinstance(start, int) and not _keeps_all(coordinator):
+        with pytest.raises(Compacted):
+            coordinator.watch("big", start, 0.0)
+    seen = coordinator.watch("big", entry.version - 1, 0.0)
+    assert [change.revision for change in seen.changes] == [entry.version]
+
+
+def _keeps_all(coordinator: Coordinator) -> bool:
+    return type(coordinator).__name__ == "EtcdCoordinator"
+
+
+def test_a_watch_does_not_delay_other_calls(connect: Connect) -> None:
+    coordinator = connect()
+    start = coordinator.list("").revision
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(all_changes, coordinator, "end", start, 1)
+        assert coordinator.get("end") is None
+        coordinator.put_if("end", b"", 0)
+        assert len(seen.result()) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.put_if("", b"", 0),
+        lambda c: c.put_if("k" * 600, b"", 0),
+        lambda c: c.put_if("k", bytes(MAX_VALUE_BYTES + 1), 0),
+        lambda c: c.put_if("k", b"", -1),
+        lambda c: c.put_if("\ud800", b"", 0),
+        lambda c: c.get(""),
+        lambda c: c.grant(0.0, "none"),
+        lambda c: c.grant(float("nan"), "none"),
+        lambda c: c.keep_alive(-1),
+        lambda c: c.watch("k", -1),
+    ],
+)
+def test_what_no_coordinator_takes_is_refused(coordinator: Coordinator, call: object) -> None:
+    assert callable(call)
+    with pytest.raises(BadInput, match="a coordinator does not take"):
+        call(coordinator)
+    assert coordinator.list("").entries == {}
+
+
+def test_threads_may_share_one(coordinator: Coordinator) -> None:
+    def put(number: int) -> int:
+        return coordinator.put_if(f"key/{number}", b"%d" % number, 0).version
+
+    with ThreadPoolExecutor(4) as pool:
+        versions = list(pool.map(put, range(16)))
+    assert len(set(versions)) == 16
+    assert len(coordinator.list("key/").entries) == 16
