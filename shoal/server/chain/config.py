@@ -51,9 +51,13 @@ class ChainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.members[index] if index < len(self.members) else None
 
     def without(self, lost: set[int]) -> ChainConfig:
-        """The next epoch, less the members that are lost; with none of them, the same members."""
+        """The next epoch, less the members that are lost."""
         kept = [m for m in self.members if m not in lost]
         return self._next([(m, self.incarnation_of(m)) for m in kept])
+
+    def renewed(self) -> ChainConfig:
+        """The next epoch, with the same members."""
+        return self.without(set())
 
     def plus(self, member: int, incarnation: int) -> ChainConfig:
         """The next epoch, with one more member behind the tail."""

@@ -111,10 +111,8 @@ class Refetch(msgspec.Struct, frozen=True):
 
 
 class ChangeConfig(msgspec.Struct, frozen=True):
-    """Ask the coordinator to replace the configuration of the epoch before by this one.
-
-    Ask again until some later epoch is known, whatever the answers say.
-    """
+    """Replace the coordinator's configuration by this one, and repeat that until some later epoch
+    is known: whatever is answered, nothing is committed before. ChainManager does so."""
 
     config: ChainConfig
 

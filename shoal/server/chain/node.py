@@ -138,7 +138,7 @@ class ChainNode(ChainState):
         Once `is_confirmed`, nothing had been committed without this replica when the read arrived.
         """
         self._check_member()
-        until_next_epoch = [self.me] if self.is_adding else []
+        until_next_epoch = [self.me] if self.asked else []
         number = self._rounds.open([*self.others, *until_next_epoch])
         return number, [Send(peer, Ask(self.epoch, number)) for peer in self.others]
 
@@ -185,7 +185,7 @@ class ChainNode(ChainState):
         if isinstance(message, Confirm):
             self._rounds.confirm(message.number, sender)
             return []
-        if sender in self.others and not self.is_adding:
+        if sender in self.others and not self.asked:
             return [Send(sender, Confirm(self.epoch, message.number))]
         return []
 

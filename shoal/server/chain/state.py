@@ -75,9 +75,9 @@ class ChainState:
         return self.position > self.committed
 
     @property
-    def is_adding(self) -> bool:
-        """A tail that has asked for one more member and does not know the answer."""
-        return self._teaching.asked is not None
+    def asked(self) -> ChainConfig | None:
+        """What a tail has asked for, with one more member, while it does not know the answer."""
+        return self._teaching.asked
 
     @property
     def has_room(self) -> bool:

@@ -1,0 +1,132 @@
+"""What a replica asks of the coordinator: which configuration, when, and whether to ask again."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from shoal.server.chain.config import NO_CONFIG, ChainConfig
+from shoal.server.chain.messages import Effect
+from shoal.server.chain.node import ChainNode
+from shoal.server.chain.read_lease import ReadLease
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """Read the chain's configuration, and after it who is alive (or both at one moment).
+
+    Then call `fetched`. `lease` goes back with the answer.
+    """
+
+    lease: int
+
+
+class Swap(msgspec.Struct, frozen=True):
+    """Write the configuration if the stored one has this version. Then call `swapped`, or
+    `conflicted`."""
+
+    config: ChainConfig
+    version: int
+
+
+CoordinatorRequest: TypeAlias = Fetch | Swap
+
+
+class ChainManager:
+    """Decides for one replica. The process around it asks `next_request`, carries the request out
+    (one at a time), and reports the answer; where there is none it calls nothing and asks again
+    after a while. The methods that report return effects of the node.
+
+        look()                      something may have changed: a watch, a broken connection,
+                                    `Refetch`, `ChangeConfig`, a tick
+        fetched(…) swapped(…)       answers
+        conflicted()                the compare-and-set was refused
+        lease.granted(…) …          see ReadLease
+
+    Members whose lease has ended are removed by the first member that is alive. A tail that has
+    asked for one more member repeats that until some later epoch is known. `alive` has the
+    incarnation of each replica with a lease, by replica number. `founders` make up the first
+    configuration, as soon as all are alive.
+    """
+
+    def __init__(self, node: ChainNode, founders: tuple[int, ...], lease: ReadLease | None = None):
+        self.node = node
+        self.lease = lease or ReadLease()
+        self._founders = founders
+        self._version = 0  # of the configuration that is known
+        self._alive: dict[int, int] | None = None  # None: not known since that configuration
+        self._must_look = True
+
+    @property
+    def all_are_lost(self) -> bool:
+        """No member has a lease. If that stays so, what the chain held is gone."""
+        config = self.node.config
+        is_known = self._alive is not None and config.epoch > 0 and not self.node.is_member
+        return is_known and not any(self._is_alive(config, m) for m in config.members)
+
+    def look(self) -> None:
+        self._must_look = True
+
+    def next_request(self, now_s: float) -> CoordinatorRequest | None:
+        if self._must_look or self._alive is None:
+            return Fetch(self.lease.number)
+        config = self._wanted(now_s)
+        return None if config is None else Swap(config, self._version)
+
+    def fetched(
+        self, request: Fetch, config: ChainConfig | None, version: int, alive: dict[int, int]
+    ) -> list[Effect]:
+        config = config or NO_CONFIG
+        self.lease.saw(config.epoch, request.lease)
+        effects = self._know(config, version)
+        if config.epoch == self.node.epoch:
+            self._alive = alive
+            self._must_look = False
+        return effects
+
+    def swapped(self, request: Swap, version: int) -> list[Effect]:
+        return self._know(request.config, version)
+
+    def conflicted(self) -> None:
+        self._must_look = True
+
+    def _know(self, config: ChainConfig, version: int) -> list[Effect]:
+        """Who is alive must be looked up after each new configuration: a replica that has got a
+        new lease before it must not be removed for want of the old one."""
+        if config.epoch <= self.node.epoch:
+            return []
+        self._version = version
+        self._alive = None
+        return self.node.reconfigure(config)
+
+    def _wanted(self, now_s: float) -> ChainConfig | None:
+        """The configuration that should follow, if it is for this replica to ask for it."""
+        config = self.node.config
+        if config.epoch == 0:
+            return self._first()
+        if not self.node.is_member:
+            return None
+        alive = [m for m in config.members if self._is_alive(config, m)]
+        lost = set(config.members) - {*alive, self.node.me}
+        if self.node.asked is not None:
+            return self._asked_or_renewed(self.node.asked)
+        if lost and alive[:1] == [self.node.me] and self.lease.is_settled(now_s):
+            return config.without(lost)
+        return config.renewed() if self.lease.needs_epoch(config.epoch) else None
+
+    def _asked_or_renewed(self, asked: ChainConfig) -> ChainConfig:
+        """Either ends the epoch, so that the tail knows where it is."""
+        is_there = self._is_alive(asked, asked.members[-1])
+        return asked if is_there else self.node.config.renewed()
+
+    def _first(self) -> ChainConfig | None:
+        alive = self._alive or {}
+        node = self.node
+        is_first = node.me == min(self._founders) and alive.get(node.me) == node.incarnation
+        if not is_first or not set(self._founders) <= alive.keys():
+            return None
+        return ChainConfig(1, self._founders, tuple(alive[m] for m in self._founders))
+
+    def _is_alive(self, config: ChainConfig, member: int) -> bool:
+        alive = self._alive or {}
+        return alive.get(member) == config.incarnation_of(member)
