@@ -40,6 +40,14 @@ class CheckFailed(ShoalError):
     """A check ran and failed: a verification, a proof."""
 
 
+class RunOver(ShoalError):
+    """A worker came back when the others had finished: there is nothing left to do."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        super().__init__(f"worker {rank} came back after the others had finished")
+
+
 class PeerLost(ShoalError, RuntimeError):
     """Another rank exited, or did not respond, in the middle of an operation.
 

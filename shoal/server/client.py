@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shoal.errors import RunOver
 from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import TlsConfig
 from shoal.server import shared_memory as shared
@@ -25,15 +25,18 @@ from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.model.shard_state import read_tensors
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, decode, encode
+from shoal.server.protocol.incarnation import new_incarnation
 from shoal.server.protocol.messages import (
     Ack,
     BarrierRequest,
     Commit,
+    Entered,
     LowestSurvivor,
     ModelSpec,
     Norms,
     Pull,
     Pulled,
+    SetUp,
     ShardState,
     Stats,
     TotalNorm,
@@ -80,7 +83,9 @@ class Client:
         specs: Sequence[ModelSpec],
         tracer: Tracer = OFF,
         tls: TlsConfig = PLAIN,
+        generation: int = 0,
     ):
+        """`generation` is how often the process of this worker was started again."""
         first = specs[0]
         self.rank = rank
         self.specs = list(specs)
@@ -94,9 +99,11 @@ class Client:
         self._loss_flags_dtype = DTYPES[first.loss_flags_dtype]
         self._sums_per_push = partial_sums(first)
         self._barriers = 0
+        self._generations: tuple[int, ...] | None = None  # of the workers at a meeting
+        self.comes_back = False  # the servers had lost this worker: it has to enter
         self._settling: list[PostedRequest] = []
         self._descriptor: int | None = None
-        header = Header(FrameKind.HELLO, rank, model, secrets.randbits(63))
+        header = Header(FrameKind.HELLO, rank, model, new_incarnation(generation))
         try:
             for index, address in enumerate(addresses):
                 rank_of = first.split.rank
@@ -238,10 +245,24 @@ class Client:
 
     # ------------------------------------------------------------------ membership
 
+    def enter(self) -> Entered:
+        """Take the place of a process that was lost, at the present step."""
+        entered = decode(self.request(self.links[0], FrameKind.ENTER), Entered)
+        if entered.is_over:
+            raise RunOver(self.rank)
+        self.comes_back = False
+        return entered
+
+    def meet(self, number: int, generations: Sequence[int]) -> None:
+        """The next barriers have numbers above this one, and are of these workers alone."""
+        self._barriers = number
+        self._generations = tuple(generations)
+
     def barrier(self) -> None:
         """Wait for all live workers. All of them then know the same `lowest_survivor`."""
         self._barriers += 1
-        answer = self.request(self.links[0], FrameKind.BARRIER, BarrierRequest(self._barriers))
+        request = BarrierRequest(self._barriers, self._generations)
+        answer = self.request(self.links[0], FrameKind.BARRIER, request)
         self.lowest_survivor = decode(answer, LowestSurvivor).worker
 
     def stats(self, final: bool = False) -> list[dict[str, Any]]:
@@ -290,9 +311,13 @@ class Client:
     def _join(self, link: ServerLink, spec: ModelSpec) -> None:
         if self._descriptor is not None and link.is_unix:
             link.shares_memory = True
-            link.pass_descriptor(FrameKind.SETUP, encode(spec), self._descriptor)
+            answer = link.pass_descriptor(FrameKind.SETUP, encode(spec), self._descriptor).meta
         else:
-            self.request(link, FrameKind.SETUP, spec)
+            answer = self.request(link, FrameKind.SETUP, spec)
+        set_up = decode(answer, SetUp)
+        if set_up.is_over:
+            raise RunOver(self.rank)
+        self.comes_back |= set_up.comes_back
         link.open("push")
         link.open("pull")
 

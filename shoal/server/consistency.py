@@ -218,6 +218,16 @@ class Ledger:
         """It has left or was lost: no step waits for it. What it pushed still counts."""
         self.live.discard(worker)
 
+    @property
+    def present(self) -> int:
+        """The step that a worker which comes back goes on with: none is trained twice."""
+        return self.fastest if self.rule.applies_each_push else self.version
+
+    def rejoin(self, worker: int, step: int) -> None:
+        """A worker that was lost goes on with `step`; those before it are left out."""
+        self.live.add(worker)
+        self.clocks[worker] = max(step, self.clocks[worker])
+
     def state(self) -> LedgerState:
         workers = range(self.rule.workers)
         return LedgerState(

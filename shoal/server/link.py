@@ -155,12 +155,12 @@ class ServerLink:
             unacknowledged.append(request)
         return reply
 
-    def pass_descriptor(self, kind: FrameKind, meta: bytes, descriptor: int) -> None:
+    def pass_descriptor(self, kind: FrameKind, meta: bytes, descriptor: int) -> Reply:
         """Send an open file over the Unix socket; returns when the server has taken it."""
         header = self._header._replace(kind=kind)
         try:
             self.connection("control").send_descriptor(header, meta, descriptor)
-            self._receive("control", Request(kind))
+            return self._receive("control", Request(kind))
         except Closed as error:
             raise self._broken(kind, error) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from shoal.server.protocol.messages import Follow, ModelSpec
 from shoal.server.replication import Follower, Followers
 
 MAX_MODELS = 64
+MAX_RELEASED = 4096  # models that are remembered for workers that come back too late
 
 
 class ModelHost:
@@ -47,6 +49,7 @@ class ModelHost:
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._being_made: set[int] = set()
+        self._released: deque[int] = deque(maxlen=MAX_RELEASED)
         self._followers: dict[int, Followers] = {}  # of the models that are led here
         self._following: list[Follower] = []
 
@@ -113,10 +116,16 @@ class ModelHost:
             if any(member.channels for member in model.membership.members.values()):
                 return
             del self.models[model_id]
+            self._released.append(model_id)
             followers = self._followers.pop(model_id, None)
             self._changed.notify_all()
         if followers is not None:
             followers.close()
+
+    def is_released(self, model_id: int) -> bool:
+        """Whether all workers of this model have departed before."""
+        with self._changed:
+            return model_id in self._released and model_id not in self.models
 
     def serve_follower(self, model_id: int, request: Follow, connection: Connection) -> None:
         """Send the log of a model to another server, until the model is released."""

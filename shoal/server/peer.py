@@ -44,6 +44,8 @@ class Peer:
     def joined(self) -> tuple[ServedModel, Member]:
         if self.model is None or self.member is None:
             raise self._not_joined()
+        if self.model.membership.members.get(self.worker) is not self.member:
+            raise Refused(f"worker {self.worker} was started again: its former process is refused")
         return self.model, self.member
 
     def reply(self, meta: bytes = b"", *payload: memoryview) -> None:
@@ -80,7 +82,7 @@ class Peer:
         if self.member is None or self.model is None:
             return
         if not self._returns(self.model, self.member, is_broken):
-            self.model.membership.lose(self.worker)
+            self.model.membership.lose(self.worker, self.incarnation)
         self.model.membership.lose_absent()
         self.host.release(self.model_id)
 

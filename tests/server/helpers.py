@@ -59,13 +59,14 @@ def client_of(
     rule: Rule,
     secret: bytes = SECRET,
     tls: TlsConfig = PLAIN,
+    generation: int = 0,
     **options: Any,
 ) -> Client:
     flat = flat_of()
     served = ServedOptions(rule, **{"optimizer": NamedOptimizer("SGD", {"lr": 1.0}), **options})
     addresses = [server.address for server in found]
     specs = specs_of(flat, [addresses[0]] * len(addresses), served)
-    return Client(rank, MODEL, addresses, secret, specs, tls=tls)
+    return Client(rank, MODEL, addresses, secret, specs, tls=tls, generation=generation)
 
 
 def fill(client: Client, value: float) -> tuple[Commit, Tensor]:

@@ -85,7 +85,7 @@ def send(model: ServedModel, push: Push) -> str:
     buffer.loss_flags[0].copy_(push.loss_flags)
     if push.rows is not None:
         model.tables.stage(buffer, push.sequence, push.rows)
-    return model.commit(push.worker, push.sequence, push.commit).verdict
+    return model.commit(model.membership.members[push.worker], push.sequence, push.commit).verdict
 
 
 # ---- random runs --------------------------------------------------------------------------------

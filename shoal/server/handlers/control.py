@@ -11,12 +11,14 @@ from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Closed
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
+from shoal.server.protocol.incarnation import generation_of
 from shoal.server.protocol.messages import (
     BarrierRequest,
     Follow,
     LowestSurvivor,
     ModelSpec,
     Norms,
+    SetUp,
     Stats,
     TotalNorm,
 )
@@ -29,12 +31,15 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
     if peer.has_reconnected and peer.model is not None:  # the answer was lost
         if decode(meta, ModelSpec) != peer.model.spec:
             raise Refused("the workers of one model describe it differently")
-        peer.reply()
+        peer.reply(_set_up(peer))
         return
     if peer.member is not None:
         raise Refused(f"worker {peer.worker} has joined before")
     descriptor = peer.connection.take_descriptor()
     try:
+        if generation_of(peer.incarnation) and peer.host.is_released(peer.model_id):
+            peer.reply(encode(SetUp(is_over=True)))
+            return
         spec = decode(meta, ModelSpec)
         model = peer.host.hold(peer.model_id, spec)
         model.join(peer.worker, peer.incarnation, _segment(descriptor, spec))
@@ -42,7 +47,18 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
         if descriptor is not None:
             os.close(descriptor)
     peer.enter(model)
-    peer.reply()
+    peer.reply(_set_up(peer))
+
+
+def _set_up(peer: Peer) -> bytes:
+    _, member = peer.joined()
+    return encode(SetUp(member.comes_back))
+
+
+@handles(FrameKind.ENTER, "control")
+def enter(peer: Peer, header: Header, meta: bytes) -> None:
+    model, _ = peer.joined()
+    peer.reply(encode(model.enter(peer.worker)))
 
 
 def _segment(descriptor: int | None, spec: ModelSpec) -> WorkerSegment | None:
@@ -67,7 +83,8 @@ def share_weights(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.BARRIER, "control")
 def barrier(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
-    lowest = model.membership.barrier(peer.worker, decode(meta, BarrierRequest).number)
+    request = decode(meta, BarrierRequest)
+    lowest = model.membership.barrier(peer.worker, request.number, request.generations)
     peer.reply(encode(LowestSurvivor(lowest)))
 
 

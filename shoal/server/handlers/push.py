@@ -45,7 +45,7 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     else:
         member.pushes.expect(header.sequence)
         peer.connection.read_into(loss_flags)
-    peer.reply(encode(model.commit(peer.worker, header.sequence, request)))
+    peer.reply(encode(model.commit(member, header.sequence, request)))
 
 
 @handles(FrameKind.SETTLE, "push")

@@ -27,6 +27,7 @@ from shoal.server.protocol.messages import (
     LogEntry,
     PushDecided,
     StepApplied,
+    WorkerJoined,
     WorkerLeft,
 )
 
@@ -94,6 +95,13 @@ class Log:
         self._append(WorkerLeft(worker))
         if self._state.counted and not self._state.spec.rule.is_synchronous:
             self._complete_step(self._state.counted[-1])
+
+    def rejoin(self, worker: int, incarnation: int) -> int:
+        """A worker that was lost is back; returns the step that it goes on with."""
+        ledger = self._state.ledger
+        step = max(ledger.present, ledger.clocks[worker])
+        self._append(WorkerJoined(worker, incarnation, step))
+        return step
 
     def _complete_step(self, latest: PushDecided) -> None:
         """Log an update if the counted pushes make up a step."""

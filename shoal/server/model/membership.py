@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,8 +11,10 @@ from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer
 from shoal.server.protocol.frames import Refused
+from shoal.server.protocol.incarnation import generation_of
 from shoal.server.protocol.messages import Channel
 
+_START_BARRIERS = 1 << 20  # barriers up to this number belong to the start of a model
 _POLL_S = 0.1  # how often to look for workers that exited before they joined
 
 
@@ -45,6 +47,8 @@ class Member:
     residual: bytearray | None = None  # what compression has not sent yet, as last saved
     barriers: int = 0  # that it has reached
     has_left: bool = False
+    comes_back: bool = False  # in the place of a process that was lost; not live yet
+    is_late: bool = False  # it was not at the start of the model
 
 
 class Membership:
@@ -70,9 +74,23 @@ class Membership:
     def join(self, member: Member) -> None:
         with self._lock:
             workers = self._rule.workers
-            if member.worker >= workers or member.worker in self.members:
+            known = self.members.get(member.worker)
+            is_expected = known is None or self._succeeds(member, known)
+            if member.worker >= workers or not is_expected:
                 raise Refused(f"worker {member.worker} of {workers} is not expected here")
+            if known is not None and member.worker not in self.departed:
+                self._lose(member.worker, f"worker {member.worker} was started again")
+            member.comes_back = member.worker in self.departed
             self.members[member.worker] = member
+            self._lock.notify_all()
+
+    def enter(self, worker: int) -> None:
+        """A worker that came back takes its place: the others wait for it again."""
+        with self._lock:
+            member = self.members[worker]
+            member.comes_back = False
+            member.is_late = True
+            self.departed.discard(worker)
             self._lock.notify_all()
 
     def leave(self, worker: int) -> None:
@@ -81,10 +99,15 @@ class Membership:
             self.members[worker].has_left = True
             self._depart(worker)
 
-    def lose(self, worker: int) -> None:
-        """A worker's connection has broken. This fails a model with a synchronous rule."""
+    def lose(self, worker: int, incarnation: int | None = None) -> None:
+        """A worker's connection has broken. This fails a model with a synchronous rule.
+
+        Nothing happens if the connection was of an earlier process of this worker.
+        """
         with self._lock:
-            if worker in self.members and worker not in self.departed:
+            member = self.members.get(worker)
+            is_former = incarnation not in (None, member and member.incarnation)
+            if member is not None and not is_former and worker not in self.departed:
                 self._lose(worker, f"worker {worker} was lost")
 
     def lose_absent(self) -> None:
@@ -112,6 +135,11 @@ class Membership:
         return len(self.departed) == self._rule.workers
 
     @property
+    def is_finished(self) -> bool:
+        """Every worker has departed, and one of them at the end of its steps."""
+        return self.is_over and any(self.has_left(w) for w in self.departed)
+
+    @property
     def lost(self) -> list[int]:
         """Workers that departed without leaving."""
         return sorted(w for w in self.departed if not self.has_left(w))
@@ -126,19 +154,25 @@ class Membership:
 
     # ------------------------------------------------------------------ waiting
 
-    def barrier(self, worker: int, number: int) -> int:
-        """Wait until every live worker has reached it; the lowest surviving worker."""
+    def barrier(self, worker: int, number: int, generations: Sequence[int] | None = None) -> int:
+        """Wait until every live worker has reached it; the lowest surviving worker.
+
+        With `generations`, of those workers alone that take part (-1: not) as that process.
+        """
         with self._lock:
             self.members[worker].barriers = number
             self._lock.notify_all()
 
+            def present() -> set[int]:
+                return {w for w in self._live() if self._takes_part(w, number, generations)}
+
             def missing() -> list[int]:
-                return self._not_at(number)
+                return sorted(w for w in present() if not self._is_at(w, number))
 
             self.wait(worker, lambda: not missing(), missing, "a barrier")
             self.check()
             self._lowest_at.pop(number - 2, None)
-            return self._lowest_at.setdefault(number, min(self._live(), default=worker))
+            return self._lowest_at.setdefault(number, min(present(), default=worker))
 
     def wait(
         self,
@@ -165,13 +199,19 @@ class Membership:
             self._wait(worker, ready)
 
     def _wait(self, worker: int, ready: Callable[[], bool]) -> None:
+        member = self.members.get(worker)
+
+        def is_former() -> bool:
+            return self.members.get(worker) is not member
 
         def is_decided() -> bool:
-            is_stopped = self.failure is not None or worker in self.departed
+            is_stopped = self.failure is not None or worker in self.departed or is_former()
             return is_stopped or self._is_displaced() or ready()
 
         while not self._lock.wait_for(is_decided, self._poll_s()):
             self.lose_absent()
+        if is_former():
+            raise ModelFailure(f"worker {worker} was started again")
         if self._is_displaced():
             raise ModelFailure(f"worker {worker} has opened another connection")
         if not ready():
@@ -206,9 +246,20 @@ class Membership:
     def _absent(self) -> set[int]:
         return self._live() - self.members.keys()
 
-    def _not_at(self, barrier: int) -> list[int]:
-        reached = {w for w, member in self.members.items() if member.barriers >= barrier}
-        return sorted(self._live() - reached)
+    def _succeeds(self, member: Member, known: Member) -> bool:
+        """Whether it was started after the process that is known, which had not finished."""
+        started = generation_of(member.incarnation)
+        return not known.has_left and started > generation_of(known.incarnation)
+
+    def _takes_part(self, worker: int, number: int, generations: Sequence[int] | None) -> bool:
+        member = self.members.get(worker)
+        if generations is None:
+            return member is None or not member.is_late or number > _START_BARRIERS
+        generation = generations[worker] if worker < len(generations) else -1
+        return member is not None and generation_of(member.incarnation) == generation
+
+    def _is_at(self, worker: int, number: int) -> bool:
+        return worker in self.members and self.members[worker].barriers >= number
 
     def _is_displaced(self) -> bool:
         return threading.get_ident() in self.displaced

@@ -37,11 +37,13 @@ from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import (
     Ack,
     Commit,
+    Entered,
     LogEntry,
     ModelSpec,
     Pull,
     Pulled,
     ShardState,
+    WorkerJoined,
 )
 from shoal.server.shared_memory import WorkerSegment, attach_weights
 
@@ -85,8 +87,25 @@ class ServedModel:
         member = Member(worker, incarnation, pushes, PullBuffer(inbox))
         with self.lock:
             self.membership.join(member)
-            self.state.pushes[worker] = pushes
+            into = self.state.arriving if member.comes_back else self.state.pushes
+            into[worker] = pushes
         return member
+
+    def enter(self, worker: int) -> Entered:
+        """A worker that came back takes its place at the present step."""
+        with self.lock:
+            self.membership.check()
+            member = self.membership.members[worker]
+            if not self.is_leader or not member.comes_back:
+                raise Refused(f"worker {worker} takes no place here: it was never away")
+            if self.membership.is_finished:
+                return Entered(self.version, 0, is_over=True)
+            self.log.followers.wait_connected()
+            clock = self.state.ledger.clocks[worker]
+            step = self.log.rejoin(worker, member.incarnation)
+            self._statistics.note_return(worker, clock, step)
+            self.membership.enter(worker)
+            return Entered(step, clock)
 
     def share_weights(self, worker: int, descriptor: int) -> None:
         """Keep the weights in memory that this worker maps: the same for all workers."""
@@ -128,13 +147,16 @@ class ServedModel:
 
     # ------------------------------------------------------------------ pushes
 
-    def commit(self, worker: int, sequence: int, commit: Commit) -> Ack:
+    def commit(self, member: Member, sequence: int, commit: Commit) -> Ack:
         """A push is complete here. The leader decides about it; followers keep it until then."""
+        worker = member.worker
         with self.lock:
             self.membership.check()
             if self.is_leader:
                 self.log.followers.wait_connected()
-            pushes = self.membership.members[worker].pushes
+            if self.membership.members[worker] is not member:
+                raise Refused(f"worker {worker} was started again: its former process is refused")
+            pushes = member.pushes
             if pushes.is_repeated(sequence):
                 self._statistics.repeated_pushes += 1
                 return Ack("again", self.log.position)
@@ -162,6 +184,8 @@ class ServedModel:
         """Apply a decision of the leader."""
         with self.lock:
             self.log.replay(entry)
+            if isinstance(entry.decision, WorkerJoined):
+                self.membership.enter(entry.decision.worker)
             self.lock.notify_all()
 
     def norms(self, divisor: float) -> list[float]:

@@ -3,6 +3,7 @@
     PushDecided   ledger; the push is added to the open step, or its memory is released
     StepApplied   sum, divide, clip, optimizer, tables; ledger: the next step begins
     WorkerLeft    ledger
+    WorkerJoined  ledger; the buffer of the new process takes the place of the old one
 
 Decisions are deterministic: servers that apply the same ones have the same ledger, and the
 copies of one slice have the same weights and optimizer state, bit for bit.
@@ -22,6 +23,7 @@ from shoal.server.protocol.messages import (
     ModelSpec,
     PushDecided,
     StepApplied,
+    WorkerJoined,
     WorkerLeft,
 )
 
@@ -38,6 +40,7 @@ class ModelState:
         self.tables = tables
         self.ledger = Ledger(spec.rule)
         self.pushes: dict[int, PushBuffer] = {}  # by worker
+        self.arriving: dict[int, PushBuffer] = {}  # of workers that came back and have not entered
         self.decided: dict[int, int] = {}  # worker -> sequence of its latest push with a verdict
         self.counted: list[PushDecided] = []  # of the open step
         self.fraction = 0.0  # of the global batch that is counted in the open step
@@ -56,6 +59,8 @@ class ModelState:
             self._apply_push(decision)
         elif isinstance(decision, StepApplied):
             self._apply_step(decision)
+        elif isinstance(decision, WorkerJoined):
+            self._apply_return(decision)
         else:
             assert isinstance(decision, WorkerLeft)
             self.ledger.lose(decision.worker)
@@ -81,6 +86,13 @@ class ModelState:
         self.counted.append(push)
         self.fraction += push.batch_fraction
         self.tables.count(push.worker, rows)
+
+    def _apply_return(self, joined: WorkerJoined) -> None:
+        self.ledger.rejoin(joined.worker, joined.step)
+        self.decided.pop(joined.worker, None)
+        buffer = self.arriving.pop(joined.worker, None)
+        if buffer is not None:
+            self.pushes[joined.worker] = buffer
 
     def _apply_step(self, step: StepApplied) -> None:
         if step.version != self.version + 1:

@@ -16,6 +16,7 @@ class Statistics:
         self.repeated_pushes = 0
         self._missed_updates: Counter[int] = Counter()  # between a pull and its push
         self._steps_ahead: Counter[int] = Counter()  # of the slowest worker, at a pull
+        self._returns: dict[int, int] = {}  # worker -> steps that it missed while it was away
 
     def note_push(self, missed_updates: int) -> None:
         self._missed_updates[max(0, missed_updates)] += 1
@@ -23,12 +24,16 @@ class Statistics:
     def note_pull(self, steps_ahead: int) -> None:
         self._steps_ahead[max(0, steps_ahead)] += 1
 
+    def note_return(self, worker: int, clock: int, step: int) -> None:
+        self._returns[worker] = self._returns.get(worker, 0) + step - clock
+
     def report(self, version: int, membership: Membership, ledger: Ledger | None) -> dict[str, Any]:
         """The ledger is the leader's; decisions are in the leader's report only."""
         counts = {
             "updates": version,
             "sent_again": self.repeated_pushes,
             "lost": membership.lost,
+            "came_back": {str(w): self._returns[w] for w in sorted(self._returns)},
         }
         return counts if ledger is None else counts | self._decisions(membership, ledger)
 

@@ -48,6 +48,7 @@ class FrameKind(enum.IntEnum):
     LEAVE = 19
     SHARE_WEIGHTS = 20
     TOTAL_NORM = 21
+    ENTER = 22
     FOLLOW = 30
     ENTRY = 31
     NORMS = 32

@@ -153,8 +153,26 @@ class SavedResidual(WireMessage, frozen=True):
 # ---------------------------------------------------------------------- control
 
 
+class SetUp(WireMessage, frozen=True):
+    """The answer to SETUP. One that comes back still has to enter; `is_over`: too late."""
+
+    comes_back: bool = False
+    is_over: bool = False
+
+
+class Entered(WireMessage, frozen=True):
+    """A worker that came back goes on with `step`; its earlier life had pushed up to `clock`."""
+
+    step: Count
+    clock: Count
+    is_over: bool = False  # the others have finished
+
+
 class BarrierRequest(WireMessage, frozen=True):
+    """`generations` has that of every worker that takes part, -1 for the others; None: all."""
+
     number: Count
+    generations: Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 16)] | None = None
 
 
 class LowestSurvivor(WireMessage, frozen=True):
@@ -224,7 +242,15 @@ class WorkerLeft(WireMessage, frozen=True, tag="left"):
     worker: Count
 
 
-Decision = PushDecided | StepApplied | WorkerLeft
+class WorkerJoined(WireMessage, frozen=True, tag="joined"):
+    """A worker that was lost, or late, goes on with `step`; its pushes count from 1 again."""
+
+    worker: Count
+    incarnation: Count
+    step: Count
+
+
+Decision = PushDecided | StepApplied | WorkerLeft | WorkerJoined
 
 
 class LogEntry(WireMessage, frozen=True):

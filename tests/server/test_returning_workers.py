@@ -1,0 +1,172 @@
+"""A worker that was lost comes back as another process, and takes its place at the servers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from shoal.errors import RunOver, ShoalError
+from shoal.server.client import Client
+from shoal.server.consistency import Ledger, Rule
+from shoal.server.model.served_model import ServedModel
+from shoal.server.protocol.incarnation import generation_of, new_incarnation
+from shoal.server.protocol.messages import Commit
+from shoal.server.server import Server
+from tests.server.helpers import client_of, fill, servers, weights
+
+ASYNC = Rule(2, asynchronous=True)
+
+
+def push(client: Client, step: int, value: float = 1.0) -> str:
+    _, heads = fill(client, value)
+    ack = client.commit(Commit(step, 0, 0.5), heads)
+    client.settle(ack.position)
+    client.wait_settled()
+    return ack.verdict
+
+
+def lose(found: list[Server], client: Client) -> None:
+    """As when its process is killed; returns when all servers have noticed."""
+    client.close()
+    for server in found:
+        for model in server.models.values():
+            _wait_for_loss(model, client.rank)
+
+
+def _wait_for_loss(model: ServedModel, worker: int) -> None:
+    with model.lock:
+        assert model.lock.wait_for(lambda: worker in model.membership.departed, 10)
+
+
+def back(found: list[Server], rank: int, rule: Rule = ASYNC, generation: int = 1) -> Client:
+    return client_of(found, rank, rule, generation=generation)
+
+
+def test_generations_are_ordered_whatever_the_random_bits_are() -> None:
+    numbers = [new_incarnation(generation) for generation in range(5)]
+    assert numbers == sorted(numbers)
+    assert [generation_of(number) for number in numbers] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_it_goes_on_at_the_present_step_and_its_pushes_count_from_1_again(count: int) -> None:
+    with servers(count) as found:
+        stays, lost = (client_of(found, rank, ASYNC) for rank in range(2))
+        before = weights(stays)
+        assert [push(lost, 0), push(lost, 1)] == ["admitted"] * 2
+        lose(found, lost)
+        assert [push(stays, step) for step in range(5)] == ["admitted"] * 5
+        again = back(found, 1)
+        assert again.comes_back
+        entered = again.enter()
+        assert (entered.step, entered.clock) == (5, 2)
+        assert [push(again, 5), push(again, 6)] == ["admitted"] * 2
+        moved = before - weights(again, 9)
+        assert set(moved.tolist()) == {9.0, 0.0}, "9 pushes, each counted once; gaps stay 0"
+        (leader, *_) = stays.stats()
+        assert leader["came_back"] == {"1": 3} and leader["lost"] == []
+        again.close()
+        stays.close()
+
+
+def test_pushes_of_its_former_process_are_refused_even_if_that_still_runs() -> None:
+    with servers(2) as found:
+        former, other = client_of(found, 1, ASYNC), client_of(found, 0, ASYNC)
+        push(former, 0)
+        again = back(found, 1)  # the servers have not noticed that the former one was lost
+        again.enter()
+        with pytest.raises(ShoalError, match="worker 1"):
+            push(former, 1)
+        assert push(again, 1) == "admitted"
+        for client in (former, again, other):
+            client.close()
+
+
+def test_a_process_of_the_same_or_an_earlier_start_is_refused() -> None:
+    with servers() as found:
+        client = back(found, 1, generation=2)
+        for generation in (0, 1, 2):
+            with pytest.raises(ShoalError, match="worker 1 of 2 is not expected here"):
+                back(found, 1, generation=generation)
+        assert push(client, 0) == "admitted"
+        client.close()
+
+
+def test_one_that_was_never_there_enters_like_one_that_was_lost() -> None:
+    with servers(2) as found:
+        for server in found:
+            server.host.has_exited = lambda rank: rank == 1
+        first = client_of(found, 0, ASYNC)
+        first.barrier()  # waits for all that are there
+        assert push(first, 0) == "admitted"
+        late = back(found, 1)
+        assert late.enter().step == 1
+        assert push(late, 1) == "admitted"
+        late.close()
+        first.close()
+
+
+def test_it_cannot_enter_a_run_that_the_others_have_finished() -> None:
+    with servers() as found:
+        first, second = (client_of(found, rank, ASYNC) for rank in range(2))
+        lose(found, second)
+        early = back(found, 1)
+        first.leave()
+        with pytest.raises(RunOver, match="after the others had finished"):
+            early.enter()
+        early.close()
+        first.close()
+        found[0].wait_idle(10)
+        with pytest.raises(RunOver):
+            back(found, 1, generation=2)
+
+
+def test_a_barrier_waits_for_the_processes_that_take_part_and_no_others() -> None:
+    with servers() as found:
+        zero, one, two = (client_of(found, r, Rule(3, asynchronous=True)) for r in range(3))
+        lose(found, zero)
+        zero = back(found, 0, Rule(3, asynchronous=True))
+        zero.enter()
+        for client in (one, two):  # of a meeting that began with the former process of worker 0
+            client.meet(5 << 20, (0, 0, 0))
+        threads = [threading.Thread(target=client.barrier) for client in (one, two)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert one.lowest_survivor == two.lowest_survivor == 1
+        for client in (zero, one, two):
+            client.meet(6 << 20, (1, 0, 0))
+        threads = [threading.Thread(target=client.barrier) for client in (zero, one, two)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert zero.lowest_survivor == one.lowest_survivor == 0
+        for client in (zero, one, two):
+            client.close()
+
+
+@pytest.mark.parametrize(
+    ("rule", "pushes", "present"),
+    [
+        (Rule(3, asynchronous=True), [(0, 0), (0, 1), (1, 0)], 2),
+        (Rule(3, staleness=2), [(0, 0), (0, 1), (1, 0)], 2),
+        (Rule(3, quorum=2), [(0, 0), (1, 0)], 1),
+        (Rule(3, quorum=2), [(0, 0)], 0),
+    ],
+)
+def test_the_present_step_is_one_that_was_not_trained_before(
+    rule: Rule, pushes: list[tuple[int, int]], present: int
+) -> None:
+    ledger = Ledger(rule)
+    ledger.lose(2)
+    for worker, step in pushes:
+        ledger.arrive(worker, step)
+        if ledger.complete():
+            ledger.apply()
+    assert ledger.present == present
+    ledger.rejoin(2, present)
+    assert 2 in ledger.live and ledger.clocks[2] == present
+    assert ledger.skipped(2, to_the_end=False) == present
