@@ -50,6 +50,8 @@ def device_of(found: Found, memory_bytes: float) -> Device:
         momentum_bytes_per_s=momentum,
         update_launch_s=tensor_s,
         step_s=_step_s(found, tensor_s),
+        served_step_s=_served_s(found)[0],
+        request_s=_served_s(found)[1],
         threads=found["threads"] if synchronous else None,
         source="measured",
         spread={
@@ -175,3 +177,18 @@ def _step_s(found: Found, tensor_s: float) -> float:
     )
     left_s: float = found["step"]["median_s"] - model_s - update_s - calls_s
     return max(0.0, left_s)
+
+
+def _served_s(found: Found) -> tuple[float, float]:
+    """What a server adds to a step that waits for it, and what it takes of a server's time.
+
+    Asynchronous workers come back to the server after `away_s`. A cycle of theirs ends when the
+    server has answered, or when it has served all others, whichever is later.
+    """
+    if "served" not in found:
+        return 0.0, 0.0
+    away_s = found["step"]["median_s"]
+    cycle_s = found["served"]["async"]["median_s"]
+    lockstep_s = found["served"]["lockstep"]["median_s"]
+    request_s = min(cycle_s / found["workers"], cycle_s - away_s)
+    return max(0.0, lockstep_s - away_s), max(0.0, request_s)

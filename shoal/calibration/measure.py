@@ -74,7 +74,7 @@ def measured_by(workers: int, seconds: float, device: str | None) -> Any:
         result = Path(folder) / "result.json"
         words = ["--seconds", str(seconds), "--result", str(result)]
         command = [sys.executable, "-m", MODULE, *words]
-        launch(LaunchSpec(command, workers, config), _discard)
+        launch(LaunchSpec(command, workers, config, servers=int(workers > 1)), _discard)
         return json.loads(result.read_text(encoding="utf-8"))
 
 

@@ -62,6 +62,8 @@ class Device:
     launch_s: float = 0.0  # the least time of one kernel
     wait_s: float = 0.0  # the host waits for the device: at a blocking send between stages
     step_s: float = 0.0  # once a step: data, bookkeeping, the optimizer's host time
+    served_step_s: float = 0.0  # more than that where a server of the host holds the weights
+    request_s: float = 0.0  # of such a server's time, for one push and pull without bytes
     backward_launch_s: float | None = None  # the same through autograd; None: as `launch_s`
     synchronous: bool = False  # launches add to kernels, as on a CPU: nothing runs ahead
     update_bytes_per_s: float | None = None  # of the optimizer; None: as other kernels

@@ -104,6 +104,8 @@ _FIGURES: tuple[tuple[str, str, Any], ...] = (
     ("update", "update_bytes_per_s", _bytes),
     ("update, one kernel", "update_launch_s", show_seconds),
     ("fixed cost of a step", "step_s", show_seconds),
+    ("  more with a server", "served_step_s", show_seconds),
+    ("  of it the server's", "request_s", show_seconds),
 )
 
 

@@ -137,3 +137,13 @@ def test_a_verdict_says_whether_the_predicted_best_is_the_best() -> None:
     assert verdict.regret == pytest.approx(1.25 / 1.2 - 1)
     assert verdict.to_json()["is_best_or_close"]
     assert median_error([verdict, verdict]) == pytest.approx(0.1)
+
+
+def test_a_server_adds_what_a_tiny_step_takes_longer_with_it() -> None:
+    document = measured(2) | {"served": {"lockstep": around(800e-6), "async": around(700e-6)}}
+    device = machine_of([measured(1), document], 2, 8e9).device_of(2)
+    assert device.served_step_s == pytest.approx(300e-6)
+    assert device.request_s == pytest.approx(200e-6)  # 700 with 500 of the worker's own
+    busy = document | {"served": {"lockstep": around(800e-6), "async": around(3e-3)}}
+    device = machine_of([measured(1), busy], 2, 8e9).device_of(2)
+    assert device.request_s == pytest.approx(1.5e-3)  # the server is never idle

@@ -115,7 +115,16 @@ def _lockstep(term: Any, question: SyncQuestion, up: Way, down: Way) -> tuple[Pa
     pushes = Part("push", _exposed_push(term, question, up), up.bound)
     chain = Part("chain", chain_s(term, question, push_bytes(term, question)), "hops of the chain")
     pulls = Part("pull", down.seconds, down.bound)
-    return some(pushes, chain, pulls, waiting_part(question), update)
+    requests = Part("requests", _answers_s(question)[0], "latency of the servers")
+    return some(pushes, chain, pulls, requests, waiting_part(question), update)
+
+
+def _answers_s(question: SyncQuestion) -> tuple[float, float]:
+    """What answers take whatever their bytes: of a step that waits, and of a server's time."""
+    if question.workers > question.cluster.node.devices:
+        return 0.0, 0.0
+    device = question.cluster.device
+    return device.served_step_s, device.request_s
 
 
 def _relaxed(
@@ -130,17 +139,19 @@ def _relaxed(
     update_s = server_update_s(term, question)
     every_push = 1 if updates > 1 else 1 / replicas  # an update for each push, or for each step
     hidden = min(hidden_s(question), up.alone_s)
-    service_s = question.each * (up.service_s + down.service_s) + update_s * every_push
+    answer_s = _answers_s(question)[1]
+    service_s = question.each * (up.service_s + down.service_s + answer_s) + update_s * every_push
     taken_s = _taken_cores_s(term, question, service_s)
     away_s = pace * compute_s - hidden + taken_s
     along_s = chain_s(term, question, push_bytes(term, question))
-    request_s = up.alone_s + along_s + down.alone_s + update_s * every_push
+    request_s = up.alone_s + along_s + down.alone_s + answer_s + update_s * every_push
     cycle_s = _cycle_s(replicas, away_s, request_s, service_s)
     parts = some(
         Part("cores", taken_s, "cores shared with servers"),
         Part("push", up.alone_s - hidden, up.bound),
         Part("chain", along_s, "hops of the chain"),
         Part("pull", down.alone_s, down.bound),
+        Part("requests", answer_s, "latency of the servers"),
         Part("stragglers", (pace - 1) * compute_s, "noise of workers"),
         Part("update", update_s * every_push, "memory of the servers"),
         Part("servers", cycle_s - away_s - request_s, "queue in front of the servers"),
