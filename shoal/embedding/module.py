@@ -11,18 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.embedding.spec import Init, RowOptimizer, TableSpec
+from shoal.embedding.chunks import fit_chunks
+from shoal.embedding.spec import Init, Placement, RowOptimizer, TableSpec
 from shoal.embedding.store import LocalStore, RowStore
-from shoal.embedding.table import check_chunk, sum_duplicates
+from shoal.embedding.table import sum_duplicates
 from shoal.errors import BadInput
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 RowGradients = tuple[Tensor, Tensor]  # unique ids [n], and their gradients [n, dim]
+
+
+class RowOptions(TypedDict, total=False):
+    """Where rows live, and how long."""
+
+    placement: Placement
+    min_count: int
+    ttl_steps: int | None
+    hot_share: float
+    cache_steps: int
 
 
 class Embedding(nn.Module):
@@ -37,6 +51,11 @@ class Embedding(nn.Module):
     with zeros. It depends on the seed of the job, the name of the table and the id, not on the
     process that holds it. The row of `padding_idx` stays 0. `name` is the name of the table
     (default: that of the module in the model).
+
+    `min_count=k`: a row is trained from the k-th step that sees it. `ttl_steps=t`: a row that t
+    steps in a row do not see leaves. On servers, `placement` spreads rows by a "hash" of their
+    ids, or gives each server a "range" of them; rows over the share `hot_share` of all pulls are
+    copied to all servers; workers may use a pulled row again for `cache_steps` steps.
     """
 
     def __init__(
@@ -49,6 +68,7 @@ class Embedding(nn.Module):
         scale: float = 1.0,
         optimizer: Any = None,
         name: str | None = None,
+        **options: Unpack[RowOptions],
     ):
         super().__init__()
         # checked where the script creates it; name and seed may still change
@@ -60,6 +80,7 @@ class Embedding(nn.Module):
             scale,
             torch.initial_seed(),
             None if optimizer is None else RowOptimizer.of(optimizer),
+            **options,
         )
         if padding_idx is not None and not -num_rows <= padding_idx < num_rows:
             raise BadInput(f"padding_idx={padding_idx} is out of range for {num_rows} rows")
@@ -145,14 +166,15 @@ class Embedding(nn.Module):
 
     def state(self) -> dict[str, Tensor]:
         """All rows that have been used. A checkpoint needs these and `updates`."""
-        chunks = list(self._bound().state(self.spec.name))
-        names = chunks[0] if chunks else ()
-        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in names}
+        by_name: dict[str, list[Tensor]] = {}
+        for chunk in self._bound().state(self.spec.name):
+            for name, tensor in chunk.items():
+                by_name.setdefault(name, []).append(tensor)
+        return {name: torch.cat(tensors) for name, tensors in by_name.items()}
 
-    def check_state(self, tensors: dict[str, Tensor]) -> None:
+    def check_state(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Raise BadInput for what `load_state` could not take; nothing is changed."""
-        if tensors:
-            check_chunk(self.spec, self.spec.optimizer, tensors)
+        fit_chunks(self.spec, self.spec.optimizer, tensors, updates)
 
     def load_state(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Continue from a checkpoint, whichever store it was saved from."""

@@ -17,8 +17,11 @@ from shoal.errors import BadInput
 
 Kind = Literal["sgd", "adagrad", "adam"]
 Init = Literal["normal", "uniform", "zeros"]
+Placement = Literal["hash", "range"]
 LARGEST_SHARD = 2**31 - 2  # rows of one shard: their positions are int32
 LARGEST_TABLE = 2**62
+LARGEST_COUNT = 2**31
+MAX_CACHE_STEPS = 1024
 
 # options of a torch optimizer that rows support, and those that do not change its arithmetic
 _CLASSES: dict[type, tuple[Kind, set[str]]] = {
@@ -101,6 +104,11 @@ class TableSpec:
     """A table as all its shards and users know it.
 
     The initial value of a row, and the shard that owns it, follow from this value alone.
+
+    A step sees a row if it is in the batch. With `min_count=k` a row is trained from the k-th step
+    that sees it: until then it has its initial value, and its gradients are ignored. With
+    `ttl_steps=t` a row that t steps in a row do not see leaves: it has its initial value again,
+    and its memory is freed. Steps are updates of the table.
     """
 
     name: str
@@ -110,6 +118,11 @@ class TableSpec:
     scale: float = 1.0
     seed: int = 0
     optimizer: RowOptimizer | None = None
+    placement: Placement = "hash"
+    min_count: int = 1
+    ttl_steps: int | None = None
+    hot_share: float = 0.0  # rows over this share of all pulls are copied to all servers; 0: none
+    cache_steps: int = 0  # steps for which a worker may use a pulled row again
 
     def __post_init__(self) -> None:
         if not _is_count(self.num_rows, LARGEST_TABLE):
@@ -122,6 +135,30 @@ class TableSpec:
             )
         if not _is_number(self.scale) or not 0 <= self.scale < math.inf:
             raise BadInput(f"scale must be a number >= 0, not {self.scale!r}")
+        if self.placement not in ("hash", "range"):
+            raise BadInput(f'{self}: placement must be "hash" or "range", not {self.placement!r}')
+        self._check_lifetime()
+        if not _is_number(self.hot_share) or not 0 <= self.hot_share < 1:
+            raise BadInput(
+                f"{self}: hot_share is a share of all pulls, from 0 to 1, not {self.hot_share!r}"
+            )
+        if self.cache_steps != 0 and not _is_count(self.cache_steps, MAX_CACHE_STEPS):
+            raise BadInput(
+                f"{self}: cache_steps must be from 0 to {MAX_CACHE_STEPS}, not {self.cache_steps!r}"
+            )
+
+    def _check_lifetime(self) -> None:
+        if not _is_count(self.min_count, LARGEST_COUNT):
+            raise BadInput(f"{self}: min_count must be from 1 to 2³¹, not {self.min_count!r}")
+        if self.ttl_steps is not None and not _is_count(self.ttl_steps, LARGEST_TABLE):
+            raise BadInput(
+                f"{self}: ttl_steps must be None or from 1 to 2⁶², not {self.ttl_steps!r}"
+            )
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a row that was used once stays; else rows come and go."""
+        return self.min_count == 1 and self.ttl_steps is None
 
     def __str__(self) -> str:
         return f"table {self.name!r}"
@@ -146,11 +183,13 @@ class TableSpec:
     def locate(self, ids: Tensor, shards: int) -> tuple[Ids, Ids]:
         """The shard that owns each id, and its slot among the rows of that shard.
 
-        Ids are shuffled and assigned to shards in turn. Shards own equally many rows, and
-        neighbours and frequent rows are spread over them.
+        By hash, ids are shuffled and assigned to shards in turn. Shards own equally many rows, and
+        neighbours and frequent rows are spread over them. By range, each shard owns neighbours.
         """
         if shards == 1:
             return np.zeros(len(ids), np.int64), ids.numpy()
+        if self.placement == "range":
+            return np.divmod(ids.numpy(), -(-self.num_rows // shards))
         slots, owners = np.divmod(self._permutation(ids.numpy()), shards)
         return owners, slots
 
@@ -161,6 +200,9 @@ class TableSpec:
 
     def rows_of(self, shard: int, shards: int) -> int:
         """The number of rows that a shard owns."""
+        if self.placement == "range":
+            width = -(-self.num_rows // shards)
+            return min(max(0, self.num_rows - shard * width), width)
         return (self.num_rows - shard + shards - 1) // shards
 
     def initial(self, ids: Tensor) -> Tensor:

@@ -25,13 +25,16 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.embedding.spec import TableSpec
+from shoal.embedding.module import RowOptions
+from shoal.embedding.spec import Placement, TableSpec
 from shoal.examples.options import Options, batches, count, make_parser, parse
 
 FIELDS = 4  # user, item, page, advertiser: a quarter of the rows each
 NUMBERS = 3
 EXPONENT = 1.2  # the k-th most frequent id comes k**1.2 times as rarely as the first
 NUM_TEST = 10_000
+HOT_SHARE = 2e-4
+_HOT = "rows over this share of all pulls are copied to all servers (%(default)s; 0: none)"
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,29 @@ class ClickOptions(Options):
     dim: int
     samples: int
     dense: bool
+    placement: Placement = "hash"
+    min_count: int = 1
+    ttl_steps: int | None = None
+    hot_share: float = 0.0
+    cache_steps: int = 0
+
+    @property
+    def of_rows(self) -> RowOptions:
+        """Where rows live, and how long."""
+        return {
+            "placement": self.placement,
+            "min_count": self.min_count,
+            "ttl_steps": self.ttl_steps,
+            "hot_share": self.hot_share,
+            "cache_steps": self.cache_steps,
+        }
 
 
 def train(job: shoal.Job, options: ClickOptions | None = None) -> None:
     options = options or read_options()
     train_set, test_set = load_clicks(options.samples, options.rows)
     step = job.step(
-        ClicksNet(options.rows, options.dim, options.dense),
+        ClicksNet(options.rows, options.dim, options.dense, options.of_rows),
         F.binary_cross_entropy_with_logits,
         optimizer=partial(torch.optim.Adagrad, lr=options.lr),
         **options.of_step,
@@ -63,8 +82,12 @@ def train(job: shoal.Job, options: ClickOptions | None = None) -> None:
 def evaluate(job: shoal.Job, checkpoint: str, about: dict[str, Any]) -> dict[str, float]:
     """Test a checkpoint of this script."""
     options = about["options"]
+    lifetime: RowOptions = {
+        "min_count": options.get("min_count", 1),
+        "ttl_steps": options.get("ttl_steps"),
+    }
     job.step(
-        ClicksNet(options["rows"], options["dim"], options["dense"]),
+        ClicksNet(options["rows"], options["dim"], options["dense"], lifetime),
         F.binary_cross_entropy_with_logits,
         optimizer=partial(torch.optim.Adagrad, lr=options["lr"]),
     )
@@ -90,7 +113,7 @@ def metrics(logits: Tensor, clicks: Tensor) -> dict[str, Tensor]:
 class ClicksNet(nn.Module):
     """(batch, 4 ids and 3 numbers) to the logit of a click."""
 
-    def __init__(self, rows: int, dim: int, dense: bool = False):
+    def __init__(self, rows: int, dim: int, dense: bool = False, options: RowOptions | None = None):
         super().__init__()
         self.rows: nn.Module
         if dense:
@@ -98,7 +121,7 @@ class ClicksNet(nn.Module):
             self.rows = nn.Embedding(rows, dim, sparse=True)
             nn.init.normal_(self.rows.weight, std=0.1)
         else:
-            self.rows = shoal.Embedding(rows, dim, scale=0.1)
+            self.rows = shoal.Embedding(rows, dim, scale=0.1, **(options or {}))
         self.layers = nn.Sequential(
             nn.Linear(FIELDS * dim + NUMBERS, 64), nn.ReLU(), nn.Linear(64, 1)
         )
@@ -170,6 +193,11 @@ def read_options(argv: Sequence[str] | None = None) -> ClickOptions:
     add("--dim", type=count, default=16, help="numbers in a row (%(default)s)")
     add("--samples", type=count, default=100_000, help="samples to train on (%(default)s)")
     add("--dense", action="store_true", help="keep the table in the model: nn.Embedding")
+    add("--placement", choices=["hash", "range"], default="hash", help="of rows on servers")
+    add("--min-count", type=count, default=1, metavar="K", help="train a row from its K-th sight")
+    add("--ttl-steps", type=count, metavar="T", help="rows leave that T steps do not see")
+    add("--hot-share", type=float, default=HOT_SHARE, help=_HOT)
+    add("--cache-steps", type=int, default=0, help="steps for which workers keep rows")
     return ClickOptions(**vars(parse(parser, argv)))
 
 

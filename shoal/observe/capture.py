@@ -231,7 +231,7 @@ def used_rows(step: Step) -> dict[str, Tensor]:
     rows = {}
     for embedding in step.embeddings:
         state = embedding.state()
-        if state:
+        if "ids" in state:
             ids, order = state["ids"].sort()
             rows[f"{embedding.spec.name}/ids"] = ids
             rows[f"{embedding.spec.name}/rows"] = state["rows"][order]

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.embedding.chunks import chunk_columns, entry_bytes, fit_chunks
+from shoal.embedding.pool import Column
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.store import RowStore
 from shoal.observe.trace import WAIT
@@ -113,29 +115,39 @@ class ServerStore(RowStore):
         )
         meta, payload = _ask(link, request)
         chunk = decode(meta, RowChunk)
-        dim = self.specs[table].dim
-        if len(payload) != chunk.count * (8 + 4 * dim * len(chunk.keys)):
-            raise Refused(f"a chunk of {table!r} is not as long as its header says")
+        spec = self.specs[table]
         if not chunk.keys:
             return None
-        tensors = {"ids": torch.frombuffer(payload, dtype=torch.int64, count=chunk.count)}
-        for i, key in enumerate(chunk.keys):
-            offset = chunk.count * (8 + 4 * dim * i)
-            numbers = chunk.count * dim
-            flat = torch.frombuffer(payload, dtype=torch.float32, count=numbers, offset=offset)
-            tensors[key] = flat.view(chunk.count, dim)
-        return tensors
+        known = chunk_columns(spec, spec.optimizer)
+        columns = next((each for each in known if tuple(each)[1:] == chunk.keys), {})
+        if not columns or len(payload) != chunk.count * entry_bytes(columns):
+            raise Refused(f"a chunk of {table!r} is not as its header says")
+        return _read_columns(columns, chunk.count, payload)
 
     def _set_chunk(
         self, link: ServerLink, table: str, chunk: dict[str, Tensor], steps: int
     ) -> None:
-        keys = tuple(sorted(set(chunk) - {"ids"}, key=lambda key: (key != "rows", key)))
-        row_bytes = 8 + 4 * self.specs[table].dim * len(keys)
-        max_rows = max(1, MAX_ROW_BYTES // row_bytes)
-        for positions in torch.split(torch.arange(len(chunk["ids"])), max_rows):
-            tensors = [chunk[key][positions].contiguous() for key in ("ids", *keys)]
-            meta = encode(RowChunk(table, len(positions), keys, steps))
-            _ask(link, Request(FrameKind.TABLE_SET, meta, tuple(map(bytes_of, tensors))))
+        spec = self.specs[table]
+        for part in fit_chunks(spec, spec.optimizer, chunk, steps):
+            first, *keys = part
+            row_bytes = sum(tensor[:1].nbytes for tensor in part.values())
+            max_rows = max(1, MAX_ROW_BYTES // max(1, row_bytes))
+            for positions in torch.split(torch.arange(len(part[first])), max_rows):
+                tensors = [tensor[positions].contiguous() for tensor in part.values()]
+                meta = encode(RowChunk(table, len(positions), tuple(keys), steps))
+                _ask(link, Request(FrameKind.TABLE_SET, meta, tuple(map(bytes_of, tensors))))
+
+
+def _read_columns(columns: dict[str, Column], count: int, payload: bytearray) -> dict[str, Tensor]:
+    """The tensors of a chunk that lie in a payload one after the other."""
+    tensors = {}
+    offset = 0
+    for key, column in columns.items():
+        numbers = count * (column.width or 1)
+        flat = torch.frombuffer(payload, dtype=column.dtype, count=numbers, offset=offset)
+        tensors[key] = flat if column.width is None else flat.view(count, column.width)
+        offset += numbers * column.dtype.itemsize
+    return tensors
 
 
 def _ask(link: ServerLink, request: Request) -> Reply:

@@ -137,7 +137,7 @@ class _Fitting:
                 raise self._damaged("its tables")
             rows = _named(prefix, tensors)
             try:
-                embedding.check_state(rows)
+                embedding.check_state(rows, tables[embedding.spec.name])
             except BadInput as error:
                 raise CheckpointError(
                     f"the checkpoint at {self.path} does not fit: {error}"

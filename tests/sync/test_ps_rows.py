@@ -29,10 +29,10 @@ OPTIMIZERS = {
 
 
 class Clicks(nn.Module):
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.rows = shoal.Embedding(50, 4, padding_idx=3, optimizer=optimizer)
+        self.rows = shoal.Embedding(50, 4, padding_idx=3, optimizer=optimizer, **options)
         self.out = nn.Linear(4, 3)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -85,6 +85,30 @@ def test_rows_on_servers_train_as_on_one_device(
         assert losses == pytest.approx(alone[0], abs=2e-5)
         torch.testing.assert_close(rows, alone[1], rtol=1e-4, atol=2e-5)
         torch.testing.assert_close(weight, alone[2], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("placement", ["hash", "range"])
+def test_rows_come_and_go_on_servers_as_on_one_device(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, placement: str
+) -> None:
+    """Also over a checkpoint: saved on servers, loaded on one device, and the other way round."""
+    options: Any = {"min_count": 3, "ttl_steps": 2, "placement": placement}
+    models = [Clicks(OPTIMIZERS["adagrad"], **options) for _ in range(7)]
+    _, expected, _ = go(solo_group(), "single", models[0])
+    go(solo_group(), "single", models[1], save=tmp_path / "single")
+    with launched(monkeypatch, 2):
+        found = world(2, lambda g: go(g, "ps(servers=2)", models[2 + g.rank]))
+    with launched(monkeypatch, 3):
+        ps = "ps(servers=3)"
+        world(2, lambda g: go(g, ps, models[4 + g.rank], tmp_path / "single", tmp_path / "ps"))
+    resumed = go(solo_group(), "single", models[6], tmp_path / "ps")
+    for _, rows, _ in [*found, resumed]:
+        torch.testing.assert_close(rows, expected, rtol=1e-4, atol=2e-5)
+    start = models[0].rows.spec.initial(torch.arange(50))
+    is_trained = (expected - start).abs().amax(1) > 0
+    is_trained[3] = False
+    assert is_trained.any() and not is_trained.all()
+    assert len(models[0].rows.state()["ids"]) == int(is_trained.sum())
 
 
 @pytest.mark.parametrize(

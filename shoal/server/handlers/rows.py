@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoal.embedding.chunks import chunk_columns, entry_bytes
+from shoal.embedding.pool import Column
 from shoal.embedding.spec import TableSpec
 from shoal.server.handlers.dispatch import handles
 from shoal.server.model.push_buffer import RowPush
@@ -29,7 +31,7 @@ def pull(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
     request = decode(meta, RowBatch)
     dim = model.tables.table(request.table).spec.dim
-    _check_size(header, request.count, 0, dim)
+    _check_size(header, request.count, 8, 8 + 4 * dim)
     ids = _read(peer.connection, request.count, torch.int64)
     rows = model.tables.pull(request.table, ids)
     peer.reply(b"", bytes_of(rows))
@@ -41,7 +43,7 @@ def push(peer: Peer, header: Header, meta: bytes) -> None:
     model, member = peer.joined()
     request = decode(meta, RowBatch)
     dim = model.tables.table(request.table).spec.dim
-    _check_size(header, request.count, 1, dim)
+    _check_size(header, request.count, 8 + 4 * dim, 0)
     ids = _read(peer.connection, request.count, torch.int64)
     grads = _read(peer.connection, request.count * dim, torch.float32).view(request.count, dim)
     rows = RowPush(request.table, ids, grads, request.lr)
@@ -57,13 +59,13 @@ def get_chunk(peer: Peer, header: Header, meta: bytes) -> None:
         table = model.tables.table(name)
         chunk_rows = max(1, MAX_ROW_BYTES // (16 * table.spec.dim))
         tensors = peer.table_reader.read(table, header.argument, chunk_rows)
-        keys = table.keys
         steps = table.steps
     if tensors is None:
         peer.reply(encode(RowChunk(name, 0, (), steps)))
         return
-    chunk = RowChunk(name, len(tensors["ids"]), keys, steps)
-    peer.reply(encode(chunk), *(bytes_of(tensors[key]) for key in ("ids", *keys)))
+    first, *keys = tensors
+    chunk = RowChunk(name, len(tensors[first]), tuple(keys), steps)
+    peer.reply(encode(chunk), *map(bytes_of, tensors.values()))
 
 
 @handles(FrameKind.TABLE_SET, "rows", has_payload=True)
@@ -73,28 +75,30 @@ def set_chunk(peer: Peer, header: Header, meta: bytes) -> None:
     request = decode(meta, RowChunk)
     with model.lock:
         table = model.tables.table(request.table)
-        dim = table.spec.dim
-        keys = table.keys
+        known = chunk_columns(table.spec, table.optimizer)
         if not request.keys:
             table.load_state([], request.steps)
-    if request.keys and request.keys != keys:
-        raise Refused(f"expected a chunk of {keys}, got {request.keys}")
-    _check_size(header, request.count, len(request.keys), dim)
-    chunk = {"ids": _read(peer.connection, request.count, torch.int64)}
-    for key in request.keys:
-        rows = _read(peer.connection, request.count * dim, torch.float32)
-        chunk[key] = rows.view(request.count, dim)
+    columns = next((each for each in known if tuple(each)[1:] == request.keys), {})
+    if request.keys and not columns:
+        raise Refused(f"expected a chunk of {tuple(known[0])[1:]}, got {request.keys}")
+    _check_size(header, request.count, entry_bytes(columns), entry_bytes(columns))
+    chunk = {key: _read_column(peer.connection, request.count, columns[key]) for key in columns}
     if request.keys:
         with model.lock:
             table.load_chunk(chunk)
     peer.reply()
 
 
-def _check_size(header: Header, count: int, tensors: int, dim: int) -> None:
-    num_bytes = count * (8 + 4 * dim * tensors)
-    answer_bytes = count * (8 + 4 * dim * max(1, tensors))
-    if header.payload_bytes != num_bytes or answer_bytes > MAX_ROW_BYTES:
-        raise Refused(f"{header.payload_bytes} bytes for {count} rows of {dim} numbers")
+def _check_size(header: Header, count: int, entry_bytes: int, answer_bytes: int) -> None:
+    """`count` entries of that many bytes arrive, and entries of `answer_bytes` go back."""
+    is_too_long = count * max(entry_bytes, answer_bytes) > MAX_ROW_BYTES
+    if header.payload_bytes != count * entry_bytes or is_too_long:
+        raise Refused(f"{header.payload_bytes} bytes for {count} rows of {answer_bytes} bytes")
+
+
+def _read_column(connection: Connection, count: int, column: Column) -> Tensor:
+    flat = _read(connection, count * (column.width or 1), column.dtype)
+    return flat if column.width is None else flat.view(count, column.width)
 
 
 def _read(connection: Connection, count: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,97 @@
+"""Columns of entries without gaps: what a table keeps for each of its ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.embedding.memory import ReservedArray
+
+_FEW_ENTRIES = 1024
+
+
+class Column(NamedTuple):
+    """The type of one column, the numbers of an entry in it, and their initial value."""
+
+    dtype: torch.dtype
+    width: int | None = None  # None: one number, and a tensor of one dimension
+    initial: float = 0.0
+
+
+class MovedEntries(NamedTuple):
+    """Entries that have filled the places of removed ones."""
+
+    ids: Tensor
+    positions: Tensor
+
+
+class RowPool:
+    """Entries at positions 0 to `size`, each with an id and one value in every column.
+
+    Entries that are removed leave no gaps: the last ones take their places.
+    """
+
+    def __init__(self, capacity: int, columns: Mapping[str, Column], gives_back: bool):
+        self.size = 0
+        self._written = 0  # entries that take memory
+        self._capacity = capacity
+        self._gives_back = gives_back
+        self._columns: dict[str, Column] = {}
+        self._arrays: dict[str, ReservedArray] = {}
+        for name, column in {"ids": Column(torch.int64), **columns}.items():
+            self.set_column(name, column)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A whole column; entries are at its beginning."""
+        return self._arrays[name].tensor
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._columns)
+
+    def set_column(self, name: str, column: Column) -> None:
+        """Add a column, or replace it: all entries have its initial value."""
+        width = () if column.width is None else (column.width,)
+        array = ReservedArray((self._capacity, *width), column.dtype, self._gives_back)
+        if column.initial:
+            array.tensor[: self.size] = column.initial
+        self._columns[name] = column
+        self._arrays[name] = array
+
+    def drop_column(self, name: str) -> None:
+        del self._columns[name]
+        del self._arrays[name]
+
+    def append(self, ids: Tensor) -> Tensor:
+        """New entries with initial values; returns their positions."""
+        new = slice(self.size, self.size + len(ids))
+        for name, column in self._columns.items():
+            if column.initial or self._gives_back:  # else zeros that were never written
+                self[name][new] = column.initial
+        self["ids"][new] = ids
+        self.size = new.stop
+        self._written = max(self._written, self.size)
+        return torch.arange(new.start, new.stop)
+
+    def remove(self, positions: Tensor) -> MovedEntries:
+        """Remove the entries at these positions, which differ."""
+        size = self.size - len(positions)
+        tail = torch.arange(size, self.size)
+        holes = positions[positions < size]
+        movers = tail[~torch.isin(tail, positions)]
+        for array in self._arrays.values():
+            array.tensor[holes] = array.tensor[movers]
+        self.size = size
+        self._give_back()
+        return MovedEntries(self["ids"][holes], holes)
+
+    def _give_back(self) -> None:
+        """Free the memory behind the last entry once it is worth a call of the system."""
+        if self._written - self.size < max(_FEW_ENTRIES, self.size // 8):
+            return
+        for array in self._arrays.values():
+            array.release(self.size, self._written)
+        self._written = self.size
