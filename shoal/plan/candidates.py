@@ -123,12 +123,14 @@ def candidate(
     """What pp can say is said in the notation; the rest are settings."""
     in_notation = shape.layout.pp > 1
     strategy = _strategy(shape, sync, *pipeline, in_notation and recompute == "full")
-    chosen = replace(
-        settings,
-        microbatch=None if in_notation or shape.is_default else shape.microbatch,
-        recompute="none" if in_notation and recompute == "full" else recompute,
-    )
-    return Candidate(strategy, chosen)
+    microbatch = None if in_notation or shape.is_default else shape.microbatch
+    beside = "none" if in_notation and recompute == "full" else recompute
+    return Candidate(strategy, _settings(settings, microbatch, beside))
+
+
+@lru_cache(maxsize=1000)
+def _settings(settings: PlanSettings, microbatch: int | None, recompute: Recompute) -> PlanSettings:
+    return replace(settings, microbatch=microbatch, recompute=recompute)
 
 
 @lru_cache(maxsize=1000)
@@ -139,19 +141,33 @@ def _strategy(
     looped = chunks if chunks > 1 else None
     return Strategy(
         sync,
-        Tp(layout.tp, sequence=shape.sequence) if layout.tp > 1 else None,
-        Pp(
-            layout.pp,
-            schedule=schedule,
-            microbatches=shape.microbatches,
-            chunks=looped,
-            recompute=recompute,
-        )
-        if layout.pp > 1
-        else None,
-        Ep(layout.ep) if layout.ep > 1 else None,
-        Cp(layout.cp) if layout.cp > 1 else None,
+        _tp(layout.tp, shape.sequence) if layout.tp > 1 else None,
+        _pp(layout.pp, schedule, shape.microbatches, looped, recompute) if layout.pp > 1 else None,
+        _ep(layout.ep) if layout.ep > 1 else None,
+        _cp(layout.cp) if layout.cp > 1 else None,
     )
+
+
+@lru_cache(maxsize=1000)
+def _tp(size: int, sequence: bool) -> Tp:
+    return Tp(size, sequence=sequence)
+
+
+@lru_cache(maxsize=10_000)
+def _pp(size: int, schedule: str, microbatches: int, chunks: int | None, recompute: bool) -> Pp:
+    return Pp(
+        size, schedule=schedule, microbatches=microbatches, chunks=chunks, recompute=recompute
+    )
+
+
+@lru_cache(maxsize=1000)
+def _ep(size: int) -> Ep:
+    return Ep(size)
+
+
+@lru_cache(maxsize=1000)
+def _cp(size: int) -> Cp:
+    return Cp(size)
 
 
 # ------------------------------------------------------------------------- ways to synchronize

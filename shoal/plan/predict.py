@@ -262,8 +262,11 @@ def _shape(strategy: Strategy, settings: PlanSettings) -> PipelineShape:
 
 
 def _with_activations(memory: DeviceMemory, replica: ReplicaPrice) -> DeviceMemory:
-    return replace(
-        memory,
-        activations=memory.activations + replica.activation_bytes,
-        buffers=memory.buffers + replica.recompute_bytes,
+    return DeviceMemory(
+        memory.parameters,
+        memory.gradients,
+        memory.optimizer,
+        memory.activations + replica.activation_bytes,
+        memory.buffers + replica.recompute_bytes,
+        memory.servers,
     )

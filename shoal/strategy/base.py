@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, get_type_hints
 
 from shoal.errors import StrategyError
@@ -68,6 +69,10 @@ class Term:
         return Term.join([self, other])
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
         words = [_write_option(f, getattr(self, f.name)) for f in changed]
         return f"{self.name}({', '.join(words)})" if words else self.name

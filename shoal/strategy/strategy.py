@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from shoal.errors import StrategyError
@@ -24,6 +25,7 @@ from shoal.strategy.terms import Cp, Ddp, Ep, Pp, Single, Tp
 
 # of terms, and what they are called
 _ROLES = {"sync": "way to synchronize replicas", "tp": "tp", "pp": "pp", "ep": "ep", "cp": "cp"}
+_SINGLE = Single()
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,16 @@ class Strategy:
     cp: Cp | None = None
 
     def __post_init__(self) -> None:
-        for role in fields(self):
-            value = getattr(self, role.name)
-            if value is not None and getattr(value, "role", None) != role.name:
+        for role in _ROLES:
+            value = getattr(self, role)
+            if value is not None and getattr(value, "role", None) != role:
                 raise StrategyError(f"a strategy is made of terms, and {show(value)} is none")
-        if self.splits and self.sync == Single():
+        splits = self.splits
+        if splits and self.sync == _SINGLE:
             object.__setattr__(self, "sync", None)
-        if self.splits and self.sync and self.sync.why_not_split:
+        if splits and self.sync and self.sync.why_not_split:
             why = self.sync.why_not_split
-            raise StrategyError(f"{self.sync.name} + {self.splits[0].name} makes no sense: {why}")
+            raise StrategyError(f"{self.sync.name} + {splits[0].name} makes no sense: {why}")
         if not 0 < len(str(self)) <= MAX_TEXT:
             raise StrategyError(f"a strategy has a term and at most {MAX_TEXT} characters of text")
 
@@ -75,7 +78,11 @@ class Strategy:
     @property
     def splits(self) -> tuple[Tp | Pp | Ep | Cp, ...]:
         """The terms that split a replica over workers."""
-        return tuple(term for term in (self.tp, self.pp, self.ep, self.cp) if term is not None)
+        return tuple(term for term in self._split_roles if term is not None)
+
+    @property
+    def _split_roles(self) -> tuple[Tp | None, Pp | None, Ep | None, Cp | None]:
+        return self.tp, self.pp, self.ep, self.cp
 
     def __add__(self, other: Term | Strategy) -> Strategy:
         if not isinstance(other, Term | Strategy):
@@ -83,6 +90,10 @@ class Strategy:
         return _join([self, other])
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         return " + ".join(map(str, self.terms))
 
     @property
@@ -122,9 +133,6 @@ class Strategy:
     def _workers_of_replica(self) -> int:
         return math.prod(term.size for term in self.splits)
 
-    def _size_of(self, role: str) -> int:
-        return next((term.size for term in self.splits if term.role == role), 1)
-
     def servers(self, workers: int) -> int:
         """How many processes a launcher has to start beside the workers."""
         return self.sync_for(workers).server_processes
@@ -143,7 +151,8 @@ class Strategy:
         self.sync_for(replicas).check(replicas)
         if self.pp is not None:
             self.pp.check()
-        return Layout(replicas, **{role: self._size_of(role) for role in ("tp", "pp", "ep", "cp")})
+        tp, pp, ep, cp = (1 if term is None else term.size for term in self._split_roles)
+        return Layout(replicas, tp, pp, ep, cp)
 
     def sync_for(self, replicas: int) -> SyncTerm:
         """The sync term, or what its absence means for this many replicas."""

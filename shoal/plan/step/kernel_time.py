@@ -9,6 +9,7 @@ are launched, the launches are its time. A CPU computes what it launches, so the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -81,11 +82,11 @@ class KernelModel:
         compute_s = 0.0
         memory_s = 0.0
         count = messages
-        for kernel in kernels:
+        for kernel, number in Counter(kernels).items():  # rounds of a ring repeat theirs
             computing, moving = self.busy(kernel, backward)
-            compute_s += computing
-            memory_s += moving
-            count += 1
+            compute_s += number * computing
+            memory_s += number * moving
+            count += number
         launches_s = count * self._launch_s(backward)
         pace = self.device.backward_pace if backward else self.device.forward_pace
         if self.device.synchronous:
@@ -93,6 +94,11 @@ class KernelModel:
         busy_s = compute_s + memory_s + sending_s
         exposed_s = max(0.0, launches_s - busy_s)
         return KernelTime(pace * compute_s, pace * memory_s, pace * exposed_s)
+
+    def busy_s(self, kernels: Iterable[Kernel], backward: bool = False) -> float:
+        """Seconds of kernels on the device, without launches."""
+        counted = Counter(kernels).items()
+        return sum(number * sum(self.busy(kernel, backward)) for kernel, number in counted)
 
     def _launch_s(self, backward: bool) -> float:
         device = self.device

@@ -112,8 +112,8 @@ class LayerClock:
 
     def _weight_share(self, cost: LayerCost) -> float:
         """Of the device's work in backward, what makes gradients of weights."""
-        weights = sum(sum(self._kernels.busy(kernel, True)) for kernel in cost.backward_weight)
-        inputs = sum(sum(self._kernels.busy(kernel, True)) for kernel in cost.backward_input)
+        weights = self._kernels.busy_s(cost.backward_weight, True)
+        inputs = self._kernels.busy_s(cost.backward_input, True)
         return weights / (weights + inputs) if weights else 0.0
 
     def _activity(

@@ -7,6 +7,7 @@ device has that many virtual stages, dealt round: device i has stages i, i + p, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 Stage = tuple[int, ...]  # layers of each run
 
@@ -51,19 +52,25 @@ def weight_of(stage: Stage, weights: Sequence[float]) -> float:
     return sum(number * weight for number, weight in zip(stage, weights, strict=True) if number)
 
 
-def in_flight(schedule: str, stages: int, microbatches: int, chunks: int) -> list[float]:
+def weights_of(stages: Sequence[Stage], weights: Sequence[float]) -> list[float]:
+    """Of every stage; most stages have the same layers."""
+    known = {stage: weight_of(stage, weights) for stage in set(stages)}
+    return [known[stage] for stage in stages]
+
+
+@lru_cache(maxsize=10_000)
+def in_flight(schedule: str, stages: int, microbatches: int, chunks: int) -> tuple[float, ...]:
     """The most micro-batches that every stage keeps activations of; parts of one are chunks.
 
     `peak_live` of a schedule's proof counts the same, action by action.
     """
     if schedule in ("1f1b", "zb-h1", "zb-h2", "inter-op"):
-        return [
-            float(min(microbatches, _kept_by(schedule, stages, stage))) for stage in range(stages)
-        ]
+        kept = (_kept_by(schedule, stages, stage) for stage in range(stages))
+        return tuple(float(min(microbatches, number)) for number in kept)
     if schedule == "interleaved":
         peaks = [(stages - stage - 1) * 2 + (chunks - 1) * stages + 1 for stage in range(stages)]
-        return [min(microbatches * chunks, peak) / chunks for peak in peaks]
-    return [float(microbatches)] * stages  # gpipe, bfs, and what is not known
+        return tuple(min(microbatches * chunks, peak) / chunks for peak in peaks)
+    return (float(microbatches),) * stages  # gpipe, bfs, and what is not known
 
 
 def _kept_by(schedule: str, stages: int, stage: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
@@ -20,7 +21,15 @@ from shoal.plan.step.collective_time import CollectiveTime, Network
 from shoal.plan.step.kernel_time import KernelTime
 from shoal.plan.step.layer_time import MESSAGE_AXES, AxisGroups, LayerClock, LayerTable
 from shoal.plan.step.rank_order import IN_SHOALS_ORDER, RankGroup, RankOrder
-from shoal.plan.step.stages import Stage, by_device, deal_evenly, deal_layers, in_flight, weight_of
+from shoal.plan.step.stages import (
+    Stage,
+    by_device,
+    deal_evenly,
+    deal_layers,
+    in_flight,
+    weight_of,
+    weights_of,
+)
 from shoal.plan.workloads.workload import Split, Workload
 from shoal.strategy.strategy import Layout
 
@@ -122,10 +131,10 @@ class ReplicaPricer:
         self, table: LayerTable, inside: AxisGroups, pp: RankGroup, pipeline: PipelineShape
     ) -> _Stages:
         stages = self._stages(table, pp.size, pipeline)
-        seconds = [weight_of(stage, table.seconds) for stage in stages]
+        seconds = weights_of(stages, table.seconds)
         slowest = max(range(len(stages)), key=seconds.__getitem__)
         last_shares = pp.size > 1 and weight_of(stages[-1], table.shared_parameters)
-        held = [weight_of(stage, table.parameters) for stage in stages]
+        held = weights_of(stages, table.parameters)
         held[-1] += last_shares
         fullest = max(range(len(stages)), key=held.__getitem__)
         return _Stages(
@@ -141,7 +150,7 @@ class ReplicaPricer:
             fullest=stages[fullest],
             adjacent_parameters=_adjacent(table, stages[fullest]),
             largest_tensor=table.largest_tensor,
-            activation_bytes=tuple(weight_of(stage, table.activation_bytes) for stage in stages),
+            activation_bytes=tuple(weights_of(stages, table.activation_bytes)),
             recompute_bytes=table.recompute_bytes,
             transfer=self._transfer(table, inside[0], pp, pipeline.scatter_sends),
             tied=self._tied(pp, last_shares),
@@ -219,7 +228,7 @@ def _assemble(
         stages.backward_s,
         stages.parameters,
         busy_s,
-        max(n * size for n, size in zip(kept, stages.activation_bytes, strict=True)),
+        max(map(mul, kept, stages.activation_bytes)),
         stages.recompute_bytes,
         layer_parameters=stages.layer_parameters,
         fullest=stages.fullest,
@@ -229,9 +238,9 @@ def _assemble(
 
 
 def _waited_for(table: LayerTable, stages: Sequence[Stage], slowest: int) -> StageTimes:
-    weights_s = [weight_of(stage, [time.weight_s for time in table.times]) for stage in stages]
+    weights_s = weights_of(stages, [time.weight_s for time in table.times])
     forward_s = weight_of(stages[slowest], [time.forward.seconds for time in table.times])
-    all_s = sum(weight_of(stage, table.seconds) for stage in stages)
+    all_s = sum(weights_of(stages, table.seconds))
     return StageTimes(
         others_s=all_s - weight_of(stages[slowest], table.seconds),
         others_weight_s=sum(weights_s) - weights_s[slowest],
