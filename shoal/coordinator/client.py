@@ -29,12 +29,14 @@ from shoal.server.protocol.handshake import AuthenticationError, authenticate
 from shoal.server.protocol.hello import ErrorReply
 
 CALL_S = 3.0
+START_S = 30.0  # a coordinator that has not been reached before may be starting
+_CLOSE_S = 1.0
 _MAX_ANSWER_BYTES = 32 << 20
 _answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
 
 
 class RemoteCoordinator(Requester):
-    """`who` asks, for errors. Calls other than `watch` end within `call_s`."""
+    """`who` asks, for errors. Calls end within `call_s`, the first one within `start_s`."""
 
     def __init__(
         self,
@@ -43,8 +45,10 @@ class RemoteCoordinator(Requester):
         who: str = "this process",
         tls: TlsConfig = PLAIN,
         call_s: float = CALL_S,
+        start_s: float = START_S,
     ):
         self.address = address
+        self._start_s = start_s
         self._client = secrets.randbits(62)
         self._call_s = call_s
         self._who = who
@@ -62,14 +66,19 @@ class RemoteCoordinator(Requester):
 
     def close(self) -> None:
         """Calls that wait in other threads end with Unavailable."""
-        self._calls.close()
-        self._watches.close()
+        for lock, wire in ((self._asking, self._calls), (self._watching, self._watches)):
+            wire.abort()
+            if lock.acquire(timeout=_CLOSE_S):  # else its holder closes the connection
+                wire.drop()
+                lock.release()
 
     def _ask(self, request: Request) -> Answer:
+        is_known = self._calls.has_connected or self._watches.has_connected
+        allowed_s = self._call_s if is_known else max(self._start_s, self._call_s)
         if isinstance(request, Watch):
-            allowed_s = request.timeout_s + self._call_s
+            allowed_s += request.timeout_s
             return self._locked(self._watching, self._watches, request, allowed_s)
-        return self._locked(self._asking, self._calls, request, self._call_s)
+        return self._locked(self._asking, self._calls, request, allowed_s)
 
     def _locked(
         self, lock: threading.Lock, wire: _Wire, request: Request, allowed_s: float
@@ -119,6 +128,7 @@ class _Wire:
 
     def __init__(self, address: str, secret: bytes, tls: TlsConfig, client: int):
         self.is_closed = False
+        self.has_connected = False
         self._address = address
         self._secret = secret
         self._tls = tls
@@ -134,14 +144,24 @@ class _Wire:
             connection.send(header, encode(request))
             return self._answer(connection, sequence)
         except BaseException:  # also Ctrl-C: an answer that comes later is not that of the next
-            self._drop(connection)
+            self.drop()
             raise
 
-    def close(self) -> None:
+    def abort(self) -> None:
+        """From any thread: the exchange that waits ends."""
         with self._changing:
             self.is_closed = True
             if self._connection is not None:
                 self._connection.abort()
+
+    def drop(self) -> None:
+        """From the thread that may exchange."""
+        with self._changing:
+            connection = self._connection
+            self._connection = None
+        if connection is not None:
+            with suppress(OSError):
+                connection.close()
 
     def _answer(self, connection: Connection, sequence: int) -> Answer:
         header, meta = connection.receive(_MAX_ANSWER_BYTES)
@@ -168,15 +188,10 @@ class _Wire:
             header = Header(FrameKind.HELLO, incarnation=self._client)
             authenticate(connection, self._secret, "coordinator", header)
         except BaseException:
-            self._drop(connection)
+            self.drop()
             raise
+        self.has_connected = True
         return connection
-
-    def _drop(self, connection: Connection) -> None:
-        with self._changing:
-            self._connection = None
-        with suppress(OSError):
-            connection.close()
 
 
 def _left_s(deadline_s: float) -> float:

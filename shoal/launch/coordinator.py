@@ -1,0 +1,168 @@
+"""The coordinator of a run with replicated servers: a process beside them, or an etcd cluster.
+
+    with coordinator_of(config, run_dir, say) as coordinator:
+        … start servers and workers with coordinator.config …
+        coordinator.watch()            # after the last fork: it starts a thread
+
+The process is started again when it dies, from its log; servers go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from shoal.errors import BadInput
+from shoal.runtime.config import RunConfig
+from shoal.runtime.parent_death import in_child
+from shoal.runtime.run_dir import RunDir, signal_name
+
+COORDINATOR_COMMAND = (sys.executable, "-m", "shoal.coordinator.main")
+MAX_RESTARTS = 5
+_TERM_S = 5.0
+Say = Callable[[str], None]
+
+
+class RunCoordinator:
+    """`config` names the coordinator, for servers and workers."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+
+    def watch(self) -> None:
+        """From now on a coordinator that dies is started again."""
+
+    def close(self) -> None:
+        """No process, thread or key is left."""
+
+
+class EmbeddedCoordinator(RunCoordinator):
+    """A process of the launcher. `say` prints a line of the launcher."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        say: Say,
+        command: Sequence[str] = COORDINATOR_COMMAND,
+    ):
+        super().__init__(replace(config, coordinator=run_dir.coordinator))
+        self._say = say
+        self._command = command
+        self._process_config = _process_config(config, run_dir)
+        self._restarts = 0
+        self._changing = threading.Lock()
+        self._is_closed = False
+        self._watcher: threading.Thread | None = None
+        try:
+            self._process = self._start(self._process_config)
+        except OSError as error:
+            raise BadInput(f"cannot start the coordinator: {error.strerror}") from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def watch(self) -> None:
+        self._watcher = threading.Thread(target=self._watch, name="shoal-coordinator", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        with self._changing:
+            self._is_closed = True
+        _end(self._process)
+        if self._watcher is not None:
+            self._watcher.join()
+        else:
+            _close_output(self._process)
+
+    def _start(self, config: RunConfig) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            env=config.to_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=in_child(os.getpid()),
+        )
+
+    def _watch(self) -> None:
+        """Until it ends for good: print what it writes, start it again."""
+        while True:
+            returncode = self._forward()
+            with self._changing:
+                if self._is_closed or not self._restarted(returncode):
+                    return
+
+    def _forward(self) -> int:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._say(f"coordinator: {line.decode(errors='replace').rstrip()}")
+        _close_output(self._process)
+        return self._process.wait()
+
+    def _restarted(self, returncode: int) -> bool:
+        ended = f"exited with {returncode}"
+        if returncode < 0:
+            ended = f"was killed ({signal_name(-returncode)})"
+        if self._restarts >= MAX_RESTARTS:
+            self._say(f"the coordinator {ended} again: no server that is lost can be replaced now")
+            return False
+        self._restarts += 1
+        self._say(f"the coordinator {ended}: started again ({self._restarts} of {MAX_RESTARTS})")
+        try:
+            self._process = self._start(replace(self._process_config, failpoints=()))
+        except OSError as error:
+            self._say(f"the coordinator cannot be started again: {error.strerror}")
+            return False
+        return True
+
+
+@contextmanager
+def coordinator_of(config: RunConfig, run_dir: RunDir, say: Say) -> Iterator[RunCoordinator]:
+    """The one that SHOAL_COORDINATOR names, or else a process of this launcher."""
+    coordinator = (
+        EmbeddedCoordinator(config, run_dir, say)
+        if config.coordinator is None
+        else RunCoordinator(config)
+    )
+    try:
+        yield coordinator
+    finally:
+        coordinator.close()
+
+
+def _process_config(config: RunConfig, run_dir: RunDir) -> RunConfig:
+    process = replace(
+        config,
+        rank=None,
+        local_rank=None,
+        rendezvous=None,
+        run_dir=run_dir,
+        launcher_pid=os.getpid(),
+        progress_fd=None,
+    )
+    return process.with_environ(PYTHONUNBUFFERED="1")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+    try:
+        process.wait(_TERM_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _close_output(process: subprocess.Popen[bytes]) -> None:
+    if process.stderr is not None:
+        process.stderr.close()

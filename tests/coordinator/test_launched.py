@@ -1,0 +1,107 @@
+"""The launcher's coordinator: there while the block runs, started again when it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from shoal.coordinator.connect import open_coordinator
+from shoal.coordinator.interface import Coordinator
+from shoal.launch.coordinator import MAX_RESTARTS, EmbeddedCoordinator, coordinator_of
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import RunDir
+from tests.coordinator.helpers import run_dir, until
+
+
+class Said(list[str]):
+    def __call__(self, line: str) -> None:
+        self.append(line)
+
+
+@contextmanager
+def embedded(
+    said: Said, *failpoints: str
+) -> Iterator[tuple[EmbeddedCoordinator, Coordinator, RunDir]]:
+    with run_dir() as folder:
+        config = replace(RunConfig.from_environment({**os.environ}), failpoints=failpoints)
+        with coordinator_of(config, folder, said) as coordinator:
+            assert isinstance(coordinator, EmbeddedCoordinator)
+            coordinator.watch()
+            client = open_coordinator(replace(coordinator.config, run_dir=folder), "a test", 20.0)
+            try:
+                yield coordinator, client, folder
+            finally:
+                client.close()
+
+
+def test_it_is_started_again_from_its_log_and_ends_with_the_block() -> None:
+    said = Said()
+    with embedded(said) as (coordinator, client, _):
+        written = client.put_if("chain/0", b"1", 0)
+        first = coordinator.pid
+        os.kill(first, signal.SIGKILL)
+        assert client.get("chain/0") == written
+        assert client.put_if("chain/0", b"2", written.version).version > written.version
+        second = coordinator.pid
+    assert second != first
+    assert said == ["the coordinator was killed (SIGKILL): started again (1 of 5)"]
+    for pid in (first, second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_coordinator_of_the_user_is_used_as_it_is() -> None:
+    with run_dir() as folder:
+        config = replace(RunConfig(), coordinator="etcd://h1:2379,h2:2379")
+        with coordinator_of(config, folder, Said()) as coordinator:
+            coordinator.watch()
+            assert coordinator.config == config
+
+
+@pytest.mark.whole
+def test_it_is_started_again_a_few_times_only() -> None:
+    said = Said()
+    with embedded(said) as (coordinator, client, _):
+        for number in range(MAX_RESTARTS + 1):
+            client.get("a")
+            os.kill(coordinator.pid, signal.SIGKILL)
+            until(lambda count=number: len(said) > count, "a line about it")  # type: ignore[misc]
+    assert said[-1].endswith("no server that is lost can be replaced now")
+    assert len(said) == MAX_RESTARTS + 1
+
+
+@pytest.mark.whole
+def test_what_it_writes_is_said_before_it_is_given_up() -> None:
+    said = Said()
+    with embedded(said) as (coordinator, client, folder):
+        client.put_if("a", bytes(1000), 0)
+        data = bytearray(folder.coordinator_log.read_bytes())
+        data[40] ^= 1  # of the image at its begin
+        folder.coordinator_log.write_bytes(data)
+        os.kill(coordinator.pid, signal.SIGKILL)
+        until(lambda: bool(said) and "no server that is lost" in said[-1], "the last line")
+    assert "damaged" in said[1] and said[1].startswith("coordinator: shoal: the coordinator's log")
+
+
+@pytest.mark.whole
+def test_a_failpoint_kills_it_once() -> None:
+    said = Said()
+    with embedded(said, "log.append.written:kill") as (_, client, _):
+        written = client.put_if("a", b"1", 0)
+        assert client.get("a") == written
+    assert len(said) == 1
+
+
+@pytest.mark.whole
+def test_a_stopped_coordinator_ends_with_the_block() -> None:
+    with embedded(Said()) as (coordinator, client, _):
+        client.get("a")
+        os.kill(coordinator.pid, signal.SIGSTOP)
+        client.close()
+    assert not [t for t in threading.enumerate() if t.name == "shoal-coordinator"]
