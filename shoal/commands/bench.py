@@ -151,14 +151,22 @@ def predict(
     """
     from shoal.calibration.cache import calibrated_cluster
     from shoal.cluster.presets import load_cluster
-    from shoal.commands.bench_predict import STRATEGIES, PredictBench, document, print_tables
+    from shoal.commands.bench_predict import (
+        STRATEGIES,
+        PredictBench,
+        document,
+        print_table,
+        print_total,
+    )
     from shoal.commands.bench_predict import measure as measure_predictions
 
     bench = PredictBench(workers, tuple(strategies or STRATEGIES), rounds, device)
     bench.check()
     machine = load_cluster(cluster) if cluster else calibrated_cluster(say=say, device=device)
-    verdicts = measure_predictions(bench, [name for name in models.split(",") if name], machine)
-    print(json.dumps(document(verdicts, machine))) if as_json else print_tables(verdicts)
+    names = [name for name in models.split(",") if name]
+    show = (lambda verdict: None) if as_json else print_table
+    verdicts = measure_predictions(bench, names, machine, show)
+    print(json.dumps(document(verdicts, machine))) if as_json else print_total(verdicts)
 
 
 def _measure(name: str, workers: int, rounds: int, device: str | None) -> Any:

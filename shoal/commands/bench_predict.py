@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -127,7 +127,10 @@ def _compared(prediction: Prediction, seconds: Sequence[float]) -> PredictedRun:
     )
 
 
-def measure(bench: PredictBench, models: Sequence[str], cluster: Cluster) -> list[Verdict]:
+def measure(
+    bench: PredictBench, models: Sequence[str], cluster: Cluster, show: Callable[[Verdict], None]
+) -> list[Verdict]:
+    """`show` gets every model when it is done."""
     check_names("--models", models, tuple(STEPS))
     if not models:
         raise BadInput(f"--models takes {', '.join(STEPS)}")
@@ -136,6 +139,7 @@ def measure(bench: PredictBench, models: Sequence[str], cluster: Cluster) -> lis
     for model in models:
         say(f"shoal: measuring {model} on {bench.workers}")
         verdicts.append(bench.verdict(model, cluster))
+        show(verdicts[-1])
     return verdicts
 
 
@@ -147,21 +151,23 @@ def document(verdicts: Sequence[Verdict], cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def print_tables(verdicts: Sequence[Verdict]) -> None:
+def print_table(verdict: Verdict) -> None:
     console = wide_console()
     heads = ["strategy", "workers", "predicted", "(spread)", "measured", "(quartiles)", "error"]
-    for verdict in verdicts:
-        table = plain_table(f"{verdict.model}: time of a global batch", heads, left=1)
-        for row in sorted(verdict.rows, key=lambda one: one.measured_s):
-            table.add_row(*_row(row))
-        console.print(table)
-        for strategy, why in verdict.refused:
-            console.print(f"{strategy}: {why}")
-        if verdict.rows:
-            console.print(_summary(verdict), "")
+    table = plain_table(f"{verdict.model}: time of a global batch", heads, left=1)
+    for row in sorted(verdict.rows, key=lambda one: one.measured_s):
+        table.add_row(*_row(row))
+    console.print(table)
+    for strategy, why in verdict.refused:
+        console.print(f"{strategy}: {why}")
+    if verdict.rows:
+        console.print(_summary(verdict), "")
+
+
+def print_total(verdicts: Sequence[Verdict]) -> None:
     total = median_error(verdicts)
     if total is not None:
-        console.print(f"median error over all: {total:.1%}")
+        print(f"median error over all: {total:.1%}")
 
 
 def _row(row: PredictedRun) -> list[str]:

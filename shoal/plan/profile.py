@@ -51,7 +51,7 @@ def profiled(cluster: Cluster, workload: Workload, profiles: Sequence[ModelProfi
     ]
     most = max(profiles, key=lambda one: one.workers)
     crowded = tuple((workers, _paced(device, paces, workers)) for workers, device in node.crowded)
-    device = _paced(cluster.device, paces, node.devices)
+    device = _beside_device(_paced(cluster.device, paces, node.devices), most)
     measured = _paced_calls(cluster, workload, most)
     noise = _noise(cluster.noise, most)
     node = replace(node, crowded=crowded, measured=measured)
@@ -108,11 +108,28 @@ class _Pace(NamedTuple):
 def _paces(device: Device, workload: Workload, profile: ModelProfile) -> dict[str, _Pace]:
     """`device` is that of a worker among as many as were profiled."""
     found = {}
+    shorter = _unbroken(profile)
     for name, seconds in _predicted(device, workload, profile.rows).items():
+        seconds /= shorter
         measured = profile.quartiles.get(f"{name}_s")
         quartiles = None if measured is None else (measured[0] / seconds, measured[1] / seconds)
         found[f"{name}_pace"] = _Pace(getattr(profile, f"{name}_s") / seconds, quartiles)
     return found
+
+
+def _unbroken(profile: ModelProfile) -> float:
+    """A step without waits between its passes, over the sum of its passes."""
+    if profile.whole_s is None:
+        return 1.0
+    return profile.whole_s / (profile.forward_s + profile.backward_s + profile.update_s)
+
+
+def _beside_device(device: Device, profile: ModelProfile) -> Device:
+    """The host does its own part of a step while the device is behind."""
+    if profile.whole_s is None or profile.host_s is None:
+        return device
+    left_s = profile.host_s + device.step_s - profile.whole_s
+    return replace(device, step_s=min(device.step_s, max(0.0, left_s)))
 
 
 def _paced(device: Device, paces: Sequence[tuple[int, dict[str, _Pace]]], workers: int) -> Device:

@@ -75,3 +75,14 @@ def test_calls_take_as_long_as_the_sum_of_gradients_did() -> None:
     assert slower[0] == pytest.approx(slower[1])
     again = profiled(paced, MODEL, [passes]).node.measured[0]
     assert again.points[0][1] == pytest.approx(paced.node.measured[0].points[0][1])
+
+
+def test_a_device_behind_its_host_hides_waits_and_the_host() -> None:
+    hardware = cluster(80)
+    hardware = replace(hardware, device=replace(hardware.device, step_s=0.1))
+    passes = ModelProfile(1, 8, 0.25, 0.5, 0.25, whole_s=0.8, host_s=0.5)
+    found = predicted(profiled(hardware, MODEL, [passes]), "single", 1)
+    assert found.step_s == pytest.approx(0.8)
+    bound = replace(passes, whole_s=0.8, host_s=0.75)
+    found = predicted(profiled(hardware, MODEL, [bound]), "single", 1)
+    assert found.step_s == pytest.approx(0.85)
