@@ -20,6 +20,7 @@ from shoal.errors import RunOver
 from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import TlsConfig
 from shoal.server import shared_memory as shared
+from shoal.server.chain_link import link_to
 from shoal.server.link import PostedRequest, ServerLink
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.model.shard_state import read_tensors
@@ -36,7 +37,6 @@ from shoal.server.protocol.messages import (
     Norms,
     Pull,
     Pulled,
-    SetUp,
     ShardState,
     Stats,
     TotalNorm,
@@ -72,13 +72,16 @@ class PendingPull:
 
 
 class Client:
-    """All servers of one model, from one worker. `specs` has one entry per server."""
+    """All servers of one model, from one worker. `specs` has one entry per server.
+
+    A server with replicas has several addresses.
+    """
 
     def __init__(
         self,
         rank: int,
         model: int,
-        addresses: Sequence[str],
+        addresses: Sequence[str | Sequence[str]],
         secret: bytes,
         specs: Sequence[ModelSpec],
         tracer: Tracer = OFF,
@@ -107,7 +110,7 @@ class Client:
         try:
             for index, address in enumerate(addresses):
                 rank_of = first.split.rank
-                link = ServerLink(index, address, secret, header, rank_of, tracer, tls)
+                link = link_to(index, address, secret, header, rank_of, tracer, tls)
                 self.links.append(link)
             self._make_memory()
             for link, spec in zip(self.links, self.specs, strict=True):
@@ -121,7 +124,7 @@ class Client:
     @property
     def shares_memory(self) -> bool:
         """Whether only small messages travel over connections."""
-        return all(link.shares_memory for link in self.links)
+        return all(link.has_inbox for link in self.links)
 
     def share_weights(self, tell: shared.Tell) -> bool:
         """Keep the weights of all servers in memory that all workers map. A collective call.
@@ -223,7 +226,7 @@ class Client:
         replies = []
         for link, spec, header in zip(self.links, self.specs, headers, strict=True):
             into = [bytes_of(header)]
-            if not link.shares_memory:
+            if not link.has_inbox:
                 into.append(bytes_of(self.inbox[spec.start : spec.stop]))
             replies.append(link.post("pull", Request(FrameKind.PULL, meta, into=tuple(into))))
         return PendingPull(replies, headers[0])
@@ -309,17 +312,10 @@ class Client:
             self._descriptor = None
 
     def _join(self, link: ServerLink, spec: ModelSpec) -> None:
-        if self._descriptor is not None and link.is_unix:
-            link.shares_memory = True
-            answer = link.pass_descriptor(FrameKind.SETUP, encode(spec), self._descriptor).meta
-        else:
-            answer = self.request(link, FrameKind.SETUP, spec)
-        set_up = decode(answer, SetUp)
+        set_up = link.join(encode(spec), self._descriptor)
         if set_up.is_over:
             raise RunOver(self.rank)
         self.comes_back |= set_up.comes_back
-        link.open("push")
-        link.open("pull")
 
     def _bucket_requests(self, spec: ModelSpec, start: int, stop: int) -> list[Request]:
         """One request per sum of a push; `argument` is the offset in the server's memory."""
@@ -339,7 +335,13 @@ class Client:
 
     def _post_commit(self, link: ServerLink, commit: Commit, loss_flags: Tensor) -> PostedRequest:
         payload = (bytes_of(loss_flags),)
-        request = Request(FrameKind.COMMIT, encode(commit), payload, sequence=self.sequence)
+        request = Request(
+            FrameKind.COMMIT,
+            encode(commit),
+            payload,
+            sequence=self.sequence,
+            argument=commit.step,
+        )
         return link.post("push", request)
 
 

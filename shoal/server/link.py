@@ -25,7 +25,8 @@ from shoal.server.protocol.connection import Closed, Connection
 from shoal.server.protocol.endpoint import CONNECT_S, PLAIN, connect
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, decode
 from shoal.server.protocol.handshake import RECONNECT_S, authenticate
-from shoal.server.protocol.messages import Channel, ErrorReply
+from shoal.server.protocol.hello import Channel, ErrorReply, Moved
+from shoal.server.protocol.messages import SetUp
 from shoal.server.request import Reply, Request
 
 START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
@@ -39,6 +40,14 @@ _SPANS: dict[Channel, str] = {"control": "send", "push": "push", "pull": "pull",
 
 class Broken(PeerLost):
     """A connection ended before a request was answered."""
+
+
+class MovedAway(Broken):
+    """This server is not the one to ask, and nothing of the request has had an effect on it."""
+
+    def __init__(self, rank: int, doing: str, moved: Moved):
+        super().__init__(rank, None, f"{doing} (it is not the head of epoch {moved.epoch})")
+        self.moved = moved
 
 
 class PostedRequest(QueuedWork):
@@ -66,6 +75,8 @@ class _OpenChannel:
     connection: Connection
     queue: WorkQueue
     unacknowledged: list[Request] = field(default_factory=list)
+    replica: int = 0  # that it leads to, where servers have replicas
+    generation: int = 0  # how often a head had been found when it was connected
 
 
 class ServerLink:
@@ -95,16 +106,44 @@ class ServerLink:
         self._replaced: list[Connection] = []
         self._failure: PeerLost | None = None
         self._is_closing = False
+        self._begin()
+
+    def _begin(self) -> None:
         self.open("control")
 
+    def join(self, spec: bytes, descriptor: int | None) -> SetUp:
+        """Describe the model; `descriptor` is memory to share with a server of this host."""
+        if descriptor is not None and self.is_unix:
+            self.shares_memory = True
+            reply = self.pass_descriptor(FrameKind.SETUP, spec, descriptor)
+        else:
+            reply = self.call("control", Request(FrameKind.SETUP, spec))
+        set_up = decode(reply.meta, SetUp)
+        if not set_up.is_over:
+            self.open("push")
+            self.open("pull")
+        return set_up
+
     def open(self, channel: Channel) -> None:
-        connection = self._connect(channel, START_TIMEOUT_S)
+        self._add_channel(channel, self._connect(channel, START_TIMEOUT_S))
+
+    def _add_channel(self, channel: Channel, connection: Connection) -> None:
         queue = WorkQueue(f"shoal-ps-{channel}-{self.index}")
         self._channels[channel] = _OpenChannel(connection, queue)
 
     @property
     def is_unix(self) -> bool:
         return self.connection("control").is_unix
+
+    @property
+    def has_inbox(self) -> bool:
+        """Whether what is pulled is in shared memory; else it comes with the answer."""
+        return self.shares_memory
+
+    @property
+    def _resends(self) -> bool:
+        """Whether requests without an answer may have to be sent again."""
+        return not self.is_unix
 
     @property
     def sent_bytes(self) -> int:
@@ -151,7 +190,7 @@ class ServerLink:
                 to_send = [*unacknowledged, request]
         if request.is_answered:
             unacknowledged.clear()
-        elif not self.is_unix:
+        elif self._resends:
             unacknowledged.append(request)
         return reply
 
@@ -202,7 +241,10 @@ class ServerLink:
 
     def _send(self, channel: Channel, request: Request) -> None:
         header = self._header._replace(
-            kind=request.kind, sequence=request.sequence, argument=request.argument
+            kind=request.kind,
+            sequence=request.sequence,
+            argument=request.argument,
+            epoch=self._epoch,
         )
         try:
             self.connection(channel).send(header, request.meta, *request.payload)
@@ -230,14 +272,24 @@ class ServerLink:
         return Reply(meta, payload)
 
     def _receive_header(self, channel: Channel, kind: FrameKind) -> tuple[Header, bytes]:
-        header, meta = self.connection(channel).receive(MAX_META_BYTES)
+        return self._receive_from(self.connection(channel), kind)
+
+    def _receive_from(self, connection: Connection, kind: FrameKind) -> tuple[Header, bytes]:
+        """The header of an answer to a request of this kind; raises what the server says."""
+        header, meta = connection.receive(MAX_META_BYTES)
         if header.kind is FrameKind.ERROR:
             error = decode(meta, ErrorReply)
             doing = self._doing(kind)
+            if error.moved is not None:
+                raise MovedAway(self.rank, doing, error.moved)
             if error.lost is not None:
                 raise PeerLost(self.rank, self._rank_of(error.lost), doing)
             raise ShoalError(f"rank {self.rank}, {doing}: {error.reason}")
         return header, meta
+
+    @property
+    def _epoch(self) -> int:
+        return 0  # a server without replicas has one epoch
 
     def _broken(self, kind: FrameKind, error: Exception) -> Broken:
         return Broken(self.rank, None, f"{self._doing(kind)} ({error})")
@@ -282,11 +334,16 @@ class ServerLink:
             time.sleep(RETRY_S)
 
     def _introduced(self, channel: Channel, timeout_s: float) -> Connection:
-        connection = connect(self.address, self._tls, min(timeout_s, CONNECT_S))
+        connection = self._authenticated(self.address, channel, timeout_s)
+        connection.sock.settimeout(None)
+        return connection
+
+    def _authenticated(self, address: str, channel: Channel, timeout_s: float) -> Connection:
+        """A connection whose socket still has the timeout."""
+        connection = connect(address, self._tls, min(timeout_s, CONNECT_S))
         try:
             connection.sock.settimeout(timeout_s)
             authenticate(connection, self._secret, channel, self._header)
-            connection.sock.settimeout(None)
         except BaseException:
             connection.close()
             raise

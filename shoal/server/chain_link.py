@@ -1,0 +1,361 @@
+"""The connections of one worker to the replicas of one shard.
+
+    control, push, rows   to the head of the chain
+    pull                  to the member that serves this worker's pulls; for STATE_SET to the head
+    control, idle         to each other member, which maps the worker's memory (`replica_watch.py`)
+
+A connection that breaks, or a server that says `Moved`, makes a worker look for the head: it sends
+SETUP to one replica after the other, until one takes it. What was not answered is sent again;
+servers count a push once. Every frame has the epoch that the worker knows, and what a replica of an
+earlier epoch says has no effect.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from shoal.errors import PeerLost
+from shoal.observe.trace import OFF, Tracer
+from shoal.runtime.config import TlsConfig
+from shoal.server.chain_view import ChainView
+from shoal.server.link import (
+    RETRY_S,
+    START_TIMEOUT_S,
+    Broken,
+    MovedAway,
+    ServerLink,
+)
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.endpoint import PLAIN
+from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
+from shoal.server.protocol.hello import Channel, Moved
+from shoal.server.protocol.messages import SetUp, Stats
+from shoal.server.replica_watch import ReplicaWatch
+from shoal.server.request import Reply, Request
+
+FIND_HEAD_S = 10.0  # how long a shard may be without a head
+_FIRST_ASK_S = 0.5  # how long a replica has to answer; twice as long in every round
+_LONGEST_ASK_S = 8.0
+_READS = {FrameKind.PULL, FrameKind.STATE_GET}  # every member serves them
+
+
+def link_to(
+    index: int,
+    address: str | Sequence[str],
+    secret: bytes,
+    header: Header,
+    rank_of: Callable[[int], int],
+    tracer: Tracer = OFF,
+    tls: TlsConfig = PLAIN,
+) -> ServerLink:
+    """To one server, or to one with replicas: then it has several addresses."""
+    if isinstance(address, str):
+        return ServerLink(index, address, secret, header, rank_of, tracer, tls)
+    return ChainLink(index, address, secret, header, rank_of, tracer, tls)
+
+
+class ChainLink(ServerLink):
+    """All channels from one worker to one shard, wherever its head is."""
+
+    def __init__(
+        self,
+        index: int,
+        addresses: Sequence[str],
+        secret: bytes,
+        header: Header,
+        rank_of: Callable[[int], int],
+        tracer: Tracer = OFF,
+        tls: TlsConfig = PLAIN,
+    ):
+        self.addresses = tuple(addresses)
+        self.view = ChainView(len(addresses), header.worker)
+        self.interruptions_s: list[float] = []  # the longest push at each change of the chain
+        self.find_head_s = FIND_HEAD_S
+        self._viewing = threading.Lock()
+        self._searching = threading.Lock()
+        self._generation = 0  # how often a head has been found
+        self._set_up_at: int | None = None  # the replica that was found last
+        self._fresh_control: Connection | None = None  # to it, from the thread that found it
+        self._unreachable: set[int] = set()  # readers, in this epoch
+        self._spec = b""
+        self._descriptor: int | None = None
+        self._answer = SetUp()
+        self._acknowledged = (0, 0)  # sequence and step of the latest push
+        self._longest_push_s = 0.0
+        self._push_epoch = 0
+        self._watch = ReplicaWatch(self)
+        super().__init__(index, addresses[0], secret, header, rank_of, tracer, tls)
+
+    def _begin(self) -> None:
+        return None  # nothing is opened before the model is described
+
+    def join(self, spec: bytes, descriptor: int | None) -> SetUp:
+        self._spec = spec
+        if descriptor is not None and self.is_unix:
+            self._descriptor = os.dup(descriptor)
+            self.shares_memory = True
+        self.open("control")
+        if self._answer.is_over:
+            return self._answer
+        self._push_epoch = self.view.epoch
+        self._watch.attach_members(_LONGEST_ASK_S)
+        self.open("push")
+        self.open("pull")
+        self._watch.start()
+        return self._answer
+
+    @property
+    def is_unix(self) -> bool:
+        return all(address.startswith("unix:") for address in self.addresses)
+
+    @property
+    def has_inbox(self) -> bool:
+        return False  # a server that is the head no longer could write into it late
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._watch.close()
+        super().close()
+        self._replaced += [c for c in (self._take_fresh_control(),) if c is not None]
+        for connection in self._replaced:
+            connection.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    # ------------------------------------------------------------------ one request
+
+    def _call(self, channel: Channel, request: Request) -> Reply:
+        began_s = time.monotonic()
+        self._aim(channel, request.kind in _READS)
+        reply = super()._call(channel, request)
+        if request.kind is FrameKind.COMMIT:
+            self._note_push(request, time.monotonic() - began_s)
+        return reply
+
+    def _exchange(self, channel: Channel, request: Request) -> Reply:
+        if not request.is_answered:
+            return super()._exchange(channel, request)
+        with self._watch.waiting(channel):
+            return super()._exchange(channel, request)
+
+    def _note_push(self, request: Request, seconds: float) -> None:
+        """The longest push around a change of the chain: for so long it was not served."""
+        self._acknowledged = (request.sequence, request.argument)
+        self._longest_push_s = max(self._longest_push_s, seconds)
+        if self._push_epoch != self.view.epoch:
+            self.interruptions_s.append(self._longest_push_s)
+            self._longest_push_s = 0.0
+            self._push_epoch = self.view.epoch
+
+    @property
+    def _resends(self) -> bool:
+        return True
+
+    @property
+    def _epoch(self) -> int:
+        return self.view.epoch
+
+    def _doing(self, kind: FrameKind) -> str:
+        return f"{kind.name} to {self.in_words()}"
+
+    def in_words(self) -> str:
+        first = self.index * len(self.addresses)
+        last = first + len(self.addresses) - 1
+        return f"shard {self.index} (servers {first} to {last})"
+
+    # ------------------------------------------------------------------ where channels lead
+
+    def learn(self, moved: Moved) -> bool:
+        """Whether it is new. Then connections that lead to a wrong replica now are ended."""
+        with self._viewing:
+            if not self.view.learn(moved):
+                return False
+            self._unreachable.clear()
+            heads = {self.view.head}
+            members = set(self.view.members) | heads
+        for channel, opened in list(self._channels.items()):
+            if opened.replica not in (members if channel == "pull" else heads):
+                opened.connection.abort()
+        return True
+
+    def _targets(self, is_read: bool) -> list[int]:
+        """Replicas in the order in which to connect to them."""
+        with self._viewing:
+            heads = [] if self.view.head is None else [self.view.head]
+            if not is_read:
+                return heads
+            readers = [r for r in self.view.readers() if r not in self._unreachable]
+            return list(dict.fromkeys([*readers, *heads]))
+
+    def _aim(self, channel: Channel, is_read: bool) -> None:
+        """Move a channel that leads to another replica than the one for the next request."""
+        if channel == "control":
+            self._use_fresh_control()
+        elif self._targets(is_read)[:1] != [self._channels[channel].replica]:
+            self._move(channel, is_read, None)
+
+    def open(self, channel: Channel) -> None:
+        """The first connection of a channel; servers may still be starting."""
+        if channel == "control":
+            self._ensure_head(self._generation, START_TIMEOUT_S)
+            connection = self._take_fresh_control()
+            assert connection is not None
+            self._add_channel(channel, connection)
+            self._channels[channel].replica = self._set_up_at or 0
+        else:
+            connection, replica = self._found(channel, channel == "pull", None, START_TIMEOUT_S)
+            self._add_channel(channel, connection)
+            self._channels[channel].replica = replica
+        self._channels[channel].generation = self._generation
+
+    def _reconnect(self, channel: Channel, broken: Broken) -> None:
+        """Raises if no head is found in time."""
+        if self._failure is not None or self._is_closing:
+            raise self._failure or broken
+        if isinstance(broken, MovedAway):
+            self.learn(broken.moved)
+        is_read = channel == "pull"
+        if is_read:
+            with self._viewing:
+                self._unreachable.add(self._channels[channel].replica)
+        self._move(channel, is_read, broken)
+
+    def _move(self, channel: Channel, is_read: bool, broken: Broken | None) -> None:
+        opened = self._channels[channel]
+        lost = None if broken is None or is_read else opened.generation
+        try:
+            if channel == "control":
+                self._ensure_head(opened.generation, self.find_head_s)
+                self._use_fresh_control()
+                return
+            connection, replica = self._found(channel, is_read, lost, self.find_head_s)
+        except PeerLost as error:
+            self._failure = self._failure or error
+            raise self._failure from broken
+        self._replace_connection(channel, connection)
+        opened.replica = replica
+        opened.generation = self._generation
+
+    def _found(
+        self, channel: Channel, is_read: bool, lost: int | None, timeout_s: float
+    ) -> tuple[Connection, int]:
+        """A connection, and the replica that it leads to.
+
+        `lost` is the generation of the connection before, where its head may be lost.
+        """
+        began_s = time.monotonic()
+        ask_s = _FIRST_ASK_S
+        while True:
+            left_s = began_s + timeout_s - time.monotonic()
+            if lost is not None:
+                self._ensure_head(lost, left_s)
+            lost = self._generation
+            reason: Exception | None = None
+            for replica in self._targets(is_read):
+                try:
+                    return self._connected(channel, replica, ask_s), replica
+                except MovedAway as moved:
+                    self.learn(moved.moved)
+                except (OSError, Broken, Refused) as error:
+                    reason = error
+            if left_s <= 0 or self._is_closing:
+                raise self._not_found(began_s, reason)
+            time.sleep(RETRY_S)
+            ask_s = min(2 * ask_s, _LONGEST_ASK_S)
+
+    def _connected(self, channel: Channel, replica: int, timeout_s: float) -> Connection:
+        if replica != self._set_up_at:
+            self._watch.attach(replica, timeout_s)
+        connection = self._authenticated(self.addresses[replica], channel, timeout_s)
+        connection.sock.settimeout(None)
+        return connection
+
+    # ------------------------------------------------------------------ finding the head
+
+    def _ensure_head(self, lost: int, timeout_s: float) -> None:
+        """Find the head, unless another thread has done so since generation `lost`."""
+        with self._searching:
+            if lost != self._generation:
+                return
+            replica, connection = self._find_head(timeout_s)
+            self._watch.detach(replica)
+            self._set_up_at = replica
+            before = self._fresh_control
+            self._fresh_control = connection
+            self._generation += 1
+        self._replaced += [] if before is None else [before]
+        if "control" in self._channels:
+            self._channels["control"].connection.abort()
+
+    def _find_head(self, timeout_s: float) -> tuple[int, Connection]:
+        began_s = time.monotonic()
+        ask_s = _FIRST_ASK_S
+        reason: Exception | None = None
+        while not self._is_closing:
+            has_learned = False
+            for replica in self.view.to_ask():
+                try:
+                    return replica, self.set_up(replica, ask_s)
+                except MovedAway as moved:
+                    reason = moved
+                    has_learned = self.learn(moved.moved)
+                    if has_learned:
+                        break
+                except (OSError, Broken, Refused) as error:
+                    reason = error
+            if time.monotonic() - began_s > timeout_s:
+                break
+            if not has_learned:
+                time.sleep(RETRY_S)
+                ask_s = min(2 * ask_s, _LONGEST_ASK_S)
+        raise self._not_found(began_s, reason)
+
+    def set_up(self, replica: int, timeout_s: float) -> Connection:
+        """A control connection to a replica that knows this worker and its memory."""
+        connection = self._authenticated(self.addresses[replica], "control", timeout_s)
+        sequence, step = self._acknowledged
+        header = self._header._replace(
+            kind=FrameKind.SETUP, sequence=sequence, argument=step, epoch=self.view.epoch
+        )
+        try:
+            if self._descriptor is None:
+                connection.send(header, self._spec)
+            else:
+                connection.send_descriptor(header, self._spec, self._descriptor)
+            _, meta = self._receive_from(connection, FrameKind.SETUP)
+            self._answer = decode(meta, SetUp)
+            connection.sock.settimeout(None)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def probe(self, connection: Connection, timeout_s: float) -> None:
+        """Ask a member that is not the head; MovedAway says in which epoch it is."""
+        connection.sock.settimeout(timeout_s)
+        header = self._header._replace(kind=FrameKind.STATS, epoch=self.view.epoch)
+        connection.send(header, encode(Stats()))
+        self._receive_from(connection, FrameKind.STATS)
+
+    def _use_fresh_control(self) -> None:
+        fresh = self._take_fresh_control()
+        if fresh is not None:
+            self._replace_connection("control", fresh)
+            opened = self._channels["control"]
+            opened.replica = self._set_up_at or 0
+            opened.generation = self._generation
+
+    def _take_fresh_control(self) -> Connection | None:
+        with self._searching:
+            fresh = self._fresh_control
+            self._fresh_control = None
+            return fresh
+
+    def _not_found(self, began_s: float, reason: Exception | None) -> PeerLost:
+        after_s = round(time.monotonic() - began_s, 1)
+        doing = f"looking for the head of {self.in_words()}: {reason or 'no replica answers'}"
+        return PeerLost(self.rank, None, doing, after_s)

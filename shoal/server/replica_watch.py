@@ -1,0 +1,119 @@
+"""The other members of a chain, as a worker keeps in touch with them.
+
+Each has mapped the worker's memory, from which it reads pushes. While an answer of the head takes
+long, they are asked whether there is a new epoch: a head that was stopped, or cut off, keeps its
+connections open, and would be waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from shoal.errors import ShoalError
+from shoal.server.chain_view import ChainView
+from shoal.server.link import MovedAway
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.hello import Channel, Moved
+
+PROBE_S = 0.25
+_ATTACH_S = 0.5
+_JOIN_S = 5.0
+
+
+class Chain(Protocol):
+    """What a `ChainLink` gives."""
+
+    index: int
+    view: ChainView
+
+    def set_up(self, replica: int, timeout_s: float) -> Connection: ...
+    def probe(self, connection: Connection, timeout_s: float) -> None: ...
+    def learn(self, moved: Moved) -> bool: ...
+
+
+class ReplicaWatch:
+    """A thread, and one idle connection to each member but the head."""
+
+    def __init__(self, chain: Chain):
+        self._chain = chain
+        self._attached: dict[int, Connection] = {}
+        self._detached: list[Connection] = []  # closed at the end: a thread may read from them
+        self._attaching = [threading.Lock() for _ in range(chain.view.replicas)]
+        self._since_s: dict[Channel, float] = {}
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        name = f"shoal-ps-watch-{self._chain.index}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        for connection in list(self._attached.values()):
+            connection.abort()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+        for connection in [*self._attached.values(), *self._detached]:
+            connection.close()
+
+    @contextmanager
+    def waiting(self, channel: Channel) -> Iterator[None]:
+        """While the block runs, an answer is waited for."""
+        self._since_s[channel] = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since_s.pop(channel, None)
+
+    # ------------------------------------------------------------------ members
+
+    def attach(self, replica: int, timeout_s: float) -> None:
+        """Let a member know this worker and its memory; raises if it does not answer."""
+        with self._attaching[replica]:
+            if replica not in self._attached:
+                self._attached[replica] = self._chain.set_up(replica, timeout_s)
+
+    def attach_members(self, timeout_s: float) -> None:
+        """Those that can be reached; the others are tried again later."""
+        view = self._chain.view
+        for replica in view.members:
+            if replica == view.head or replica in self._attached or self._over.is_set():
+                continue
+            try:
+                self.attach(replica, timeout_s)
+            except MovedAway as moved:
+                self._chain.learn(moved.moved)
+            except (OSError, ShoalError):
+                continue
+
+    def detach(self, replica: int) -> None:
+        """It is the head now, or was lost."""
+        connection = self._attached.pop(replica, None)
+        if connection is not None:
+            connection.abort()
+            self._detached.append(connection)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._over.wait(PROBE_S):
+            self.attach_members(_ATTACH_S)
+            since_s = min(list(self._since_s.values()), default=None)
+            if since_s is not None and time.monotonic() - since_s > PROBE_S:
+                self._probe()
+
+    def _probe(self) -> None:
+        """Ask whether there is a newer epoch, until one says so."""
+        for replica, connection in list(self._attached.items()):
+            try:
+                self._chain.probe(connection, _ATTACH_S)
+            except MovedAway as moved:
+                if self._chain.learn(moved.moved):
+                    return
+            except (OSError, ShoalError):
+                self.detach(replica)

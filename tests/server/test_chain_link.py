@@ -1,0 +1,173 @@
+"""A worker and the replicas of a shard: it finds the head, and each push counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from shoal.errors import PeerLost
+from shoal.server.chain_link import ChainLink
+from shoal.server.chain_view import ChainView
+from shoal.server.client import Client
+from shoal.server.consistency import Rule
+from shoal.server.model.named_optimizer import NamedOptimizer
+from shoal.server.protocol.frames import FrameKind, encode
+from shoal.server.protocol.hello import Moved
+from shoal.server.request import Request
+from shoal.server.shared_memory import bytes_of
+from shoal.sync.ps.connect import ServedOptions, specs_of
+from tests.server.fake_chain import (
+    ANSWER_WITHOUT_EFFECT,
+    EFFECT_WITHOUT_ANSWER,
+    FakeChain,
+    fake_chain,
+)
+from tests.server.helpers import MODEL, SECRET, fill, flat_of
+
+RULE = Rule(workers=1)
+
+
+@contextmanager
+def worker_of(chain: FakeChain, rank: int = 0) -> Iterator[Client]:
+    served = ServedOptions(RULE, NamedOptimizer("SGD", {"lr": 1.0}))
+    addresses = [replica.address for replica in chain.replicas]
+    specs = specs_of(flat_of(), [addresses[0]], served)
+    (spec,) = specs
+    chain.pull_bytes = 4 * (1 + spec.parameters) + 4 * (spec.stop - spec.start)
+    client = Client(rank, MODEL, [addresses], SECRET, specs)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def link_of(client: Client) -> ChainLink:
+    (link,) = client.links
+    assert isinstance(link, ChainLink)
+    return link
+
+
+def push(client: Client, times: int = 1) -> list[str]:
+    return [client.commit(*fill(client, 1.0)).verdict for _ in range(times)]
+
+
+def commit_request(client: Client) -> Request:
+    commit, loss_flags = fill(client, 1.0)
+    client.sequence += 1
+    payload = (bytes_of(loss_flags),)
+    return Request(FrameKind.COMMIT, encode(commit), payload, sequence=client.sequence)
+
+
+def test_a_view_follows_the_highest_epoch_and_reads_are_spread_over_members() -> None:
+    view = ChainView(3, worker=4)
+    assert view.to_ask() == [0, 1, 2]
+    assert view.learn(Moved(3, 1, (1, 2)))
+    assert not view.learn(Moved(2, 0, (0, 1, 2))), "a head of an earlier epoch"
+    assert not view.learn(Moved(3, 1, (1, 2)))
+    assert (view.epoch, view.head, view.to_ask()) == (3, 1, [1, 2, 0])
+    assert view.readers() == [1, 2]
+    assert view.learn(Moved(4, None, ())), "a replica that does not know the head"
+    assert view.learn(Moved(4, 2, (2,))), "and one that does"
+    assert view.readers() == [2]
+    assert view.learn(Moved(5, 9, (9,)))
+    assert view.head is None, "there is no replica 9"
+
+
+def test_all_members_get_the_memory_of_a_worker_and_pulls_are_spread() -> None:
+    with fake_chain() as chain, worker_of(chain, 0) as first:
+        assert set(chain.descriptors) == {0, 1, 2}
+        push(first, 2)
+        first.pull(None, 0).wait()
+        link_of(first).call("pull", Request(FrameKind.STATE_SET))
+        first.pull(None, 0).wait()
+        assert (chain.counted, chain.repeated) == ([1, 2], [])
+        assert chain.pulls == [0, 0]
+
+
+def test_another_worker_pulls_from_another_member_and_writes_to_the_head() -> None:
+    with fake_chain() as chain, worker_of(chain, 1) as second:
+        second.pull(None, 0).wait()
+        link_of(second).call("pull", Request(FrameKind.STATE_SET))
+        second.pull(None, 0).wait()
+        assert chain.pulls == [1, 1]
+
+
+def test_the_head_is_found_wherever_it_is() -> None:
+    with fake_chain() as chain:
+        chain.move(2, 0, 1)
+        with worker_of(chain) as client:
+            assert push(client) == ["admitted"]
+            assert link_of(client).view.head == 2
+
+
+@pytest.mark.parametrize("when", [ANSWER_WITHOUT_EFFECT, EFFECT_WITHOUT_ANSWER])
+def test_a_head_that_dies_at_a_push_costs_nothing_and_counts_nothing_twice(when: str) -> None:
+    with fake_chain() as chain, worker_of(chain) as client:
+        push(client, 2)
+        chain.replicas[0].dies_at = (FrameKind.COMMIT, when)
+        chain.replicas[0].then_members = (1, 2)
+        push(client)
+        push(client)
+        client.pull(None, 0).wait()
+        assert chain.counted == [1, 2, 3, 4]
+        assert chain.repeated == ([3] if when == EFFECT_WITHOUT_ANSWER else [])
+        assert chain.sequences[-1] == 2, "SETUP says what was acknowledged"
+        assert len(link_of(client).interruptions_s) == 1
+
+
+def test_a_head_that_moves_away_is_followed_and_a_replica_that_comes_back_is_used_again() -> None:
+    with fake_chain() as chain, worker_of(chain) as client:
+        push(client)
+        chain.replicas[0].die()
+        chain.move(1, 2)
+        push(client)
+        chain.replicas[0].start()
+        chain.move(1, 2, 0)
+        push(client)
+        chain.replicas[1].die()
+        chain.replicas[2].die()
+        chain.move(0)
+        push(client)
+        client.barrier()
+        client.pull(None, 0).wait()
+        client.leave()
+        assert chain.counted == [1, 2, 3, 4]
+        assert chain.repeated == []
+        assert chain.pulls == [0]
+        assert chain.descriptors[0] >= 2, "its memory was passed again"
+
+
+def test_a_stopped_head_is_left_when_another_replica_tells_of_a_new_epoch() -> None:
+    with fake_chain() as chain, worker_of(chain) as client:
+        push(client)
+        chain.replicas[0].believes = chain.moved()
+        chain.replicas[0].stopped.set()
+        pushing = client.links[0].post("push", commit_request(client))
+        assert chain.replicas[0].held.wait(10)
+        chain.move(1, 2)
+        pushing.result()
+        chain.replicas[0].goes_on.set()  # it answers late, on a connection that is gone
+        push(client)
+        assert chain.counted == [1, 2, 3]
+
+
+def test_what_a_head_of_an_earlier_epoch_says_has_no_effect() -> None:
+    with fake_chain() as chain, worker_of(chain) as client:
+        push(client)
+        chain.replicas[0].believes = chain.moved()
+        chain.move(1, 2)
+        assert link_of(client).learn(chain.moved())
+        push(client)  # the old head still says that it is the head of epoch 1
+        assert link_of(client).view.head == 1
+        assert chain.counted == [1, 2]
+
+
+def test_the_search_for_a_head_ends_and_names_the_shard_and_its_replicas() -> None:
+    with fake_chain() as chain, worker_of(chain) as client:
+        link_of(client).find_head_s = 0.1
+        for replica in chain.replicas:
+            replica.die()
+        with pytest.raises(PeerLost, match=r"head of shard 0 \(servers 0 to 2\)"):
+            push(client)
