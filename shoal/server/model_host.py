@@ -18,6 +18,7 @@ from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import Follow, ModelSpec
+from shoal.server.replicas.operations import Execute
 from shoal.server.replication import Follower, Followers
 
 MAX_MODELS = 64
@@ -32,6 +33,7 @@ class ModelHost:
     """
 
     most_threads: int | None = None
+    execute: Execute  # lets an operation take effect; returns its answer
 
     def __init__(
         self,
@@ -57,6 +59,10 @@ class ModelHost:
     def connections(self) -> list[Connection]:
         """To the leaders of models that are followed here."""
         return [follower.connection for follower in self._following]
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuse a model that this server cannot hold."""
+        check_spec(spec, self._max_bytes)
 
     def hold(self, model_id: int, spec: ModelSpec) -> ServedModel:
         """The model; it is made when its first worker joins. Called by every connection."""

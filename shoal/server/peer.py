@@ -7,6 +7,7 @@ one; the server gives up the worker if it does not. A broken Unix socket is the 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from shoal.server.model.membership import ActiveConnection, Member
 from shoal.server.model.served_model import ServedModel
@@ -16,6 +17,7 @@ from shoal.server.protocol.connection import Closed, Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import RECONNECT_S
 from shoal.server.protocol.messages import Channel, ErrorReply
+from shoal.server.replicas.operations import EMPTY, Operation, Payload
 
 
 class Peer:
@@ -47,6 +49,10 @@ class Peer:
         if self.model.membership.members.get(self.worker) is not self.member:
             raise Refused(f"worker {self.worker} was started again: its former process is refused")
         return self.model, self.member
+
+    def execute(self, operation: Operation, payload: Payload = EMPTY) -> Any:
+        """Let an operation take effect; returns its answer."""
+        return self.host.execute(operation, payload)
 
     def reply(self, meta: bytes = b"", *payload: memoryview) -> None:
         self.connection.send(Header(FrameKind.OK, self.worker, self.model_id), meta, *payload)

@@ -23,6 +23,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from shoal.runtime.config import TlsConfig
@@ -34,6 +35,7 @@ from shoal.server.protocol.endpoint import PLAIN, Listener
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.server.protocol.messages import ErrorReply
+from shoal.server.replicas.apply import apply
 from shoal.server.session import Session
 from shoal.server.strangers import Strangers
 
@@ -56,6 +58,7 @@ class Server:
         """`has_exited(rank)` tells whether a worker that has not joined never will."""
         self.secret = secret
         self.host = ModelHost(secret, max_bytes or _memory_bytes(), self.report, has_exited, tls)
+        self.host.execute = partial(apply, self.host)
         self.listeners = _listen(address, remote_address, tls)
         self.address = self.listeners[0].address
         self.remote_address = self.listeners[1].address if remote_address else ""

@@ -10,6 +10,7 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.peer import Peer
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.messages import SavedResidual
+from shoal.server.replicas.operations import Payload, ResidualSaved
 from shoal.server.shared_memory import bytes_of
 
 
@@ -32,11 +33,11 @@ def push(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.RESIDUAL_SET, "push", has_payload=True)
 def set_residual(peer: Peer, header: Header, meta: bytes) -> None:
     """What a worker carries from step to step, for the worker that saves a checkpoint."""
-    model, member = peer.joined()
+    model, _ = peer.joined()
     _check_size(header, _compression(model, header).residual_bytes)
     residual = bytearray(header.payload_bytes)
     peer.connection.read_into(memoryview(residual))
-    member.residual = residual
+    peer.execute(ResidualSaved(peer.model_id, peer.worker), Payload(residual))
     peer.reply()
 
 

@@ -14,6 +14,7 @@ from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, enc
 from shoal.server.protocol.incarnation import generation_of
 from shoal.server.protocol.messages import (
     BarrierRequest,
+    Entered,
     Follow,
     LowestSurvivor,
     ModelSpec,
@@ -22,6 +23,7 @@ from shoal.server.protocol.messages import (
     Stats,
     TotalNorm,
 )
+from shoal.server.replicas.operations import BarrierReached, Joined, Left, Returned
 from shoal.server.shared_memory import WorkerSegment, attach
 
 
@@ -41,8 +43,12 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
             peer.reply(encode(SetUp(is_over=True)))
             return
         spec = decode(meta, ModelSpec)
-        model = peer.host.hold(peer.model_id, spec)
-        model.join(peer.worker, peer.incarnation, _segment(descriptor, spec))
+        peer.host.check(spec)
+        segment = None if descriptor is None else _segment(descriptor, spec)
+        peer.execute(Joined(peer.model_id, peer.worker, peer.incarnation, spec))
+        model = peer.host.models[peer.model_id]
+        if segment is not None:
+            model.attach(peer.worker, segment)
     finally:
         if descriptor is not None:
             os.close(descriptor)
@@ -57,13 +63,12 @@ def _set_up(peer: Peer) -> bytes:
 
 @handles(FrameKind.ENTER, "control")
 def enter(peer: Peer, header: Header, meta: bytes) -> None:
-    model, _ = peer.joined()
-    peer.reply(encode(model.enter(peer.worker)))
+    peer.joined()
+    entered: Entered = peer.execute(Returned(peer.model_id, peer.worker))
+    peer.reply(encode(entered))
 
 
-def _segment(descriptor: int | None, spec: ModelSpec) -> WorkerSegment | None:
-    if descriptor is None:
-        return None
+def _segment(descriptor: int, spec: ModelSpec) -> WorkerSegment:
     return attach(descriptor, DTYPES[spec.dtype], spec.size, partial_sums(spec))
 
 
@@ -84,7 +89,9 @@ def share_weights(peer: Peer, header: Header, meta: bytes) -> None:
 def barrier(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
     request = decode(meta, BarrierRequest)
-    lowest = model.membership.barrier(peer.worker, request.number, request.generations)
+    number = request.number
+    peer.execute(BarrierReached(peer.model_id, peer.worker, number, request.generations))
+    lowest = model.membership.wait_barrier(peer.worker, number, request.generations)
     peer.reply(encode(LowestSurvivor(lowest)))
 
 
@@ -98,9 +105,9 @@ def stats(peer: Peer, header: Header, meta: bytes) -> None:
 
 @handles(FrameKind.LEAVE, "control")
 def leave(peer: Peer, header: Header, meta: bytes) -> None:
-    model, _ = peer.joined()
-    model.membership.leave(peer.worker)
-    peer.reply(encode(LowestSurvivor(model.membership.lowest_survivor)))
+    peer.joined()
+    lowest = peer.execute(Left(peer.model_id, peer.worker))
+    peer.reply(encode(LowestSurvivor(lowest)))
 
 
 @handles(FrameKind.NORMS, "control")

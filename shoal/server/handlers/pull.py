@@ -7,6 +7,7 @@ from shoal.server.model.shard_state import check_state
 from shoal.server.peer import Peer
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.messages import Pull, ShardState
+from shoal.server.replicas.operations import Payload, StateSet
 from shoal.server.shared_memory import bytes_of
 
 
@@ -36,8 +37,5 @@ def set_state(peer: Peer, header: Header, meta: bytes) -> None:
         raise Refused(f"expected {num_bytes} bytes of state, got {header.payload_bytes}")
     payload = bytearray(num_bytes)
     peer.connection.read_into(memoryview(payload))
-    try:
-        model.restore(state, payload)
-    except (ValueError, TypeError, RuntimeError, KeyError) as error:
-        raise Refused(f"the optimizer refuses this state: {error}") from error
+    peer.execute(StateSet(peer.model_id, state), Payload(payload))
     peer.reply()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from shoal.server.handlers.dispatch import handles
 from shoal.server.peer import Peer
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
-from shoal.server.protocol.messages import Commit
+from shoal.server.protocol.messages import Ack, Commit, RowBatch
+from shoal.server.replicas.operations import Payload, Pushed
 from shoal.server.shared_memory import bytes_of
 
 
@@ -33,7 +34,7 @@ def bucket(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.COMMIT, "push", has_payload=True)
 def commit(peer: Peer, header: Header, meta: bytes) -> None:
     """The push is complete; its loss and flags are the payload."""
-    model, member = peer.joined()
+    _, member = peer.joined()
     request = decode(meta, Commit)
     loss_flags = bytes_of(member.pushes.loss_flags)
     if header.payload_bytes != loss_flags.nbytes:
@@ -45,7 +46,11 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     else:
         member.pushes.expect(header.sequence)
         peer.connection.read_into(loss_flags)
-    peer.reply(encode(model.commit(member, header.sequence, request)))
+    rows = member.pushes.take_rows()
+    batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in rows)
+    identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
+    ack: Ack = peer.execute(Pushed(*identity, request, batches), Payload(rows=rows))
+    peer.reply(encode(ack))
 
 
 @handles(FrameKind.SETTLE, "push")

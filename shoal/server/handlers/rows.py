@@ -14,6 +14,7 @@ from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.messages import RowBatch, RowChunk
+from shoal.server.replicas.operations import Payload, RowsSet, TableMade
 from shoal.server.shared_memory import bytes_of
 
 MAX_ROW_BYTES = 256 << 20  # of one request; a client splits larger ones
@@ -21,8 +22,8 @@ MAX_ROW_BYTES = 256 << 20  # of one request; a client splits larger ones
 
 @handles(FrameKind.TABLE_MAKE, "rows")
 def make(peer: Peer, header: Header, meta: bytes) -> None:
-    model, _ = peer.joined()
-    model.tables.make(decode(meta, TableSpec))
+    peer.joined()
+    peer.execute(TableMade(peer.model_id, decode(meta, TableSpec)))
     peer.reply()
 
 
@@ -76,16 +77,13 @@ def set_chunk(peer: Peer, header: Header, meta: bytes) -> None:
     with model.lock:
         table = model.tables.table(request.table)
         known = chunk_columns(table.spec, table.optimizer)
-        if not request.keys:
-            table.load_state([], request.steps)
     columns = next((each for each in known if tuple(each)[1:] == request.keys), {})
     if request.keys and not columns:
         raise Refused(f"expected a chunk of {tuple(known[0])[1:]}, got {request.keys}")
     _check_size(header, request.count, entry_bytes(columns), entry_bytes(columns))
-    chunk = {key: _read_column(peer.connection, request.count, columns[key]) for key in columns}
-    if request.keys:
-        with model.lock:
-            table.load_chunk(chunk)
+    chunk = bytearray(header.payload_bytes)
+    peer.connection.read_into(memoryview(chunk))
+    peer.execute(RowsSet(peer.model_id, request), Payload(chunk))
     peer.reply()
 
 

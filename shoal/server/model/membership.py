@@ -56,6 +56,8 @@ class Membership:
 
     `has_exited(worker)` tells whether a worker that has not joined never will.
     `on_departure(worker)` is called under the lock when a worker has left or was lost.
+    `on_loss(worker, reason)` is called under the lock when a worker that others wait for is
+    gone; it leads to `record_loss`, at once or later.
     """
 
     def __init__(self, lock: threading.Condition, rule: Rule):
@@ -65,8 +67,10 @@ class Membership:
         self.displaced: set[int] = set()  # threads of connections that were replaced
         self.has_exited: Callable[[int], bool] | None = None
         self.on_departure: Callable[[int], None] = lambda worker: None
+        self.on_loss: Callable[[int, str], None] = self.record_loss
         self._lock = lock
         self._rule = rule
+        self._open_barriers: dict[int, Sequence[int] | None] = {}  # generations, as above
         self._lowest_at: dict[int, int] = {}  # barrier -> lowest surviving worker
 
     # ------------------------------------------------------------------ joining and leaving
@@ -79,7 +83,7 @@ class Membership:
             if member.worker >= workers or not is_expected:
                 raise Refused(f"worker {member.worker} of {workers} is not expected here")
             if known is not None and member.worker not in self.departed:
-                self._lose(member.worker, f"worker {member.worker} was started again")
+                self.record_loss(member.worker, f"worker {member.worker} was started again")
             member.comes_back = member.worker in self.departed
             self.members[member.worker] = member
             self._lock.notify_all()
@@ -108,14 +112,32 @@ class Membership:
             member = self.members.get(worker)
             is_former = incarnation not in (None, member and member.incarnation)
             if member is not None and not is_former and worker not in self.departed:
-                self._lose(worker, f"worker {worker} was lost")
+                self.on_loss(worker, f"worker {worker} was lost")
 
     def lose_absent(self) -> None:
         """Do not wait for workers that exited before they joined."""
         with self._lock:
             for worker in self._absent():
                 if self.has_exited is not None and self.has_exited(worker):
-                    self._lose(worker, f"worker {worker} exited before it joined")
+                    self.on_loss(worker, f"worker {worker} exited before it joined")
+
+    def record_loss(self, worker: int, reason: str) -> None:
+        """A worker does not come back; has no effect if it has departed."""
+        with self._lock:
+            if worker in self.departed or worker >= self._rule.workers:
+                return
+            if self._rule.is_synchronous:
+                self.fail(ModelFailure(reason, worker))
+            self._depart(worker)
+
+    def reach(self, worker: int, number: int, generations: Sequence[int] | None = None) -> None:
+        """A worker is at a barrier."""
+        with self._lock:
+            self.members[worker].barriers = number
+            if number not in self._lowest_at:
+                self._open_barriers.setdefault(number, generations)
+            self._complete_barriers()
+            self._lock.notify_all()
 
     def fail(self, failure: ModelFailure) -> None:
         """The first failure stays; every wait ends with it."""
@@ -154,25 +176,24 @@ class Membership:
 
     # ------------------------------------------------------------------ waiting
 
-    def barrier(self, worker: int, number: int, generations: Sequence[int] | None = None) -> int:
+    def wait_barrier(
+        self, worker: int, number: int, generations: Sequence[int] | None = None
+    ) -> int:
         """Wait until every live worker has reached it; the lowest surviving worker.
 
         With `generations`, of those workers alone that take part (-1: not) as that process.
         """
         with self._lock:
-            self.members[worker].barriers = number
-            self._lock.notify_all()
 
             def present() -> set[int]:
-                return {w for w in self._live() if self._takes_part(w, number, generations)}
+                return self._present(number, generations)
 
             def missing() -> list[int]:
                 return sorted(w for w in present() if not self._is_at(w, number))
 
             self.wait(worker, lambda: not missing(), missing, "a barrier")
             self.check()
-            self._lowest_at.pop(number - 2, None)
-            return self._lowest_at.setdefault(number, min(present(), default=worker))
+            return self._lowest_at.get(number, min(present(), default=worker))
 
     def wait(
         self,
@@ -193,7 +214,7 @@ class Membership:
         def give_up(seconds: float) -> None:
             with self._lock:
                 for late in set(missing()) - self.departed:
-                    self._lose(late, f"worker {late} was lost: nothing came for {seconds:.1f} s")
+                    self.on_loss(late, f"worker {late} was lost: nothing came for {seconds:.1f} s")
 
         with waiting(f"worker {worker}", whom, doing, give_up):
             self._wait(worker, ready)
@@ -230,14 +251,10 @@ class Membership:
 
     # ------------------------------------------------------------------ under the lock
 
-    def _lose(self, worker: int, reason: str) -> None:
-        if self._rule.is_synchronous:
-            self.fail(ModelFailure(reason, worker))
-        self._depart(worker)
-
     def _depart(self, worker: int) -> None:
         self.departed.add(worker)
         self.on_departure(worker)
+        self._complete_barriers()
         self._lock.notify_all()
 
     def _live(self) -> set[int]:
@@ -260,6 +277,18 @@ class Membership:
 
     def _is_at(self, worker: int, number: int) -> bool:
         return worker in self.members and self.members[worker].barriers >= number
+
+    def _present(self, number: int, generations: Sequence[int] | None) -> set[int]:
+        return {w for w in self._live() if self._takes_part(w, number, generations)}
+
+    def _complete_barriers(self) -> None:
+        """Fix the lowest survivor of each barrier that all live workers have reached."""
+        for number, generations in sorted(self._open_barriers.items()):
+            present = self._present(number, generations)
+            if all(self._is_at(worker, number) for worker in present):
+                self._lowest_at[number] = min(present, default=0)
+                self._lowest_at.pop(number - 2, None)
+                del self._open_barriers[number]
 
     def _is_displaced(self) -> bool:
         return threading.get_ident() in self.displaced

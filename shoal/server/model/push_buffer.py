@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,8 @@ class PushBuffer:
         self.committed = 0
         self.consumed = 0
         self.decompressed = 0  # the push whose compressed gradients are in `gradients`
-        self.rows: list[RowPush] = []
+        self.rows: list[RowPush] = []  # that have been received, for the next push
+        self.staged_rows: Sequence[RowPush] = ()  # of the push that is committed
 
     def is_repeated(self, sequence: int) -> bool:
         """Whether this push was committed before; a worker resends after a broken connection."""
@@ -46,29 +48,37 @@ class PushBuffer:
         if self.consumed != self.committed:
             raise Refused(f"push {sequence} arrives before push {self.committed} is applied")
 
-    def commit(self, sequence: int) -> None:
+    def commit(self, sequence: int, rows: Sequence[RowPush]) -> None:
         self.expect(sequence)
         self.committed = sequence
+        self.staged_rows = rows
 
     def consume(self) -> None:
         self.consumed = self.committed
 
-    def take_rows(self) -> list[RowPush]:
-        rows = self.rows
-        self.rows = []
+    def take_rows(self) -> tuple[RowPush, ...]:
+        """The rows that have been received for the next push."""
+        rows = tuple(self.rows)
+        self.rows.clear()
+        return rows
+
+    def take_staged_rows(self) -> Sequence[RowPush]:
+        rows = self.staged_rows
+        self.staged_rows = ()
         return rows
 
     def restart_push(self) -> None:
         """A push that was not committed is sent again from its start."""
-        if self.consumed == self.committed:
-            self.rows.clear()
+        self.rows.clear()
 
 
 class PullBuffer:
     """Where a worker reads what it pulls."""
 
-    def __init__(self, inbox: Tensor | None):
-        self.inbox = inbox  # in shared memory; None: weights travel over the connection
+    def __init__(self) -> None:
+        self.inbox: Tensor | None = (
+            None  # in shared memory; None: weights travel over the connection
+        )
         self.sees_weights = False  # they are in memory of all workers, and are not copied
         self._outbox: Tensor | None = None
 

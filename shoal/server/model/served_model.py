@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from shoal.server.model.clipping import Clipping
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.log import Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
-from shoal.server.model.push_buffer import PullBuffer, PushBuffer
+from shoal.server.model.push_buffer import PullBuffer, PushBuffer, RowPush
 from shoal.server.model.shard_state import get_state, restore
 from shoal.server.model.snapshot import Snapshot, install_snapshot, take_snapshot
 from shoal.server.model.state import ModelState
@@ -75,21 +76,27 @@ class ServedModel:
 
     # ------------------------------------------------------------------ workers
 
-    def join(self, worker: int, incarnation: int, segment: WorkerSegment | None) -> Member:
-        """A worker joins, with memory that it shares or without."""
-        elements = slice(self.spec.start, self.spec.stop)
-        inbox = None if segment is None else segment.inbox[elements]
-        if segment is None or self.compression is not None:
-            gradients = self.state.shard.new_gradients()
-        else:
-            gradients = segment.out[:, elements]
-        pushes = PushBuffer(gradients, self.state.shard.new_loss_flags())
-        member = Member(worker, incarnation, pushes, PullBuffer(inbox))
+    def join(self, worker: int, incarnation: int, segment: WorkerSegment | None = None) -> Member:
+        """A worker joins. A segment is attached before others see the worker."""
+        shard = self.state.shard
+        pushes = PushBuffer(shard.new_gradients(), shard.new_loss_flags())
+        member = Member(worker, incarnation, pushes, PullBuffer())
         with self.lock:
             self.membership.join(member)
             into = self.state.arriving if member.comes_back else self.state.pushes
             into[worker] = pushes
+            if segment is not None:
+                self.attach(worker, segment)
         return member
+
+    def attach(self, worker: int, segment: WorkerSegment) -> None:
+        """Read the pushes of a worker from its memory, and write there what it pulls."""
+        elements = slice(self.spec.start, self.spec.stop)
+        with self.lock:
+            member = self.membership.members[worker]
+            member.pulls.inbox = segment.inbox[elements]
+            if self.compression is None:
+                member.pushes.gradients = segment.out[:, elements]
 
     def enter(self, worker: int) -> Entered:
         """A worker that came back takes its place at the present step."""
@@ -147,7 +154,9 @@ class ServedModel:
 
     # ------------------------------------------------------------------ pushes
 
-    def commit(self, member: Member, sequence: int, commit: Commit) -> Ack:
+    def commit(
+        self, member: Member, sequence: int, commit: Commit, rows: Sequence[RowPush] | None = None
+    ) -> Ack:
         """A push is complete here. The leader decides about it; followers keep it until then."""
         worker = member.worker
         with self.lock:
@@ -161,7 +170,7 @@ class ServedModel:
                 self._statistics.repeated_pushes += 1
                 return Ack("again", self.log.position)
             self._check_gradients(pushes, sequence)
-            pushes.commit(sequence)
+            pushes.commit(sequence, pushes.take_rows() if rows is None else rows)
             ack = Ack("staged", self.log.position)
             if self.is_leader:
                 self._statistics.note_push(self.version - commit.version)

@@ -75,7 +75,7 @@ class ModelState:
         verdict = PushVerdict(push.verdict)
         self.ledger.record(push.worker, push.step, verdict)
         self.decided[push.worker] = push.sequence
-        rows = buffer.take_rows()
+        rows = buffer.take_staged_rows()
         if verdict is PushVerdict.DROPPED:
             buffer.consume()
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -66,7 +66,7 @@ class Tables:
 
     # ------------------------------------------------------------------ under the lock
 
-    def count(self, worker: int, rows: list[RowPush]) -> None:
+    def count(self, worker: int, rows: Sequence[RowPush]) -> None:
         """These rows are part of the open step."""
         self._counted += [(worker, push) for push in rows]
 

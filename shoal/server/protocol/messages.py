@@ -19,6 +19,7 @@ from shoal.server.protocol.hello import WireMessage as WireMessage
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 AnyDtype = Literal["float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
+Generations = Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 16)]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
 
 
@@ -172,7 +173,7 @@ class BarrierRequest(WireMessage, frozen=True):
     """`generations` has that of every worker that takes part, -1 for the others; None: all."""
 
     number: Count
-    generations: Annotated[tuple[int, ...], msgspec.Meta(max_length=1 << 16)] | None = None
+    generations: Generations | None = None
 
 
 class LowestSurvivor(WireMessage, frozen=True):

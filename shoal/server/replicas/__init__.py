@@ -1,0 +1,1 @@
+"""Servers that hold copies of one shard: operations, and how they reach all copies."""

@@ -1,0 +1,137 @@
+"""What an operation does to the state of a server.
+
+Deterministic: servers that apply the same operations in the same order have the same state, bit
+for bit, and give the same answers. No connection takes part in it. Refused is an answer, too: it
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.embedding.chunks import chunk_columns
+from shoal.embedding.table import RowTable
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model_host import ModelHost
+from shoal.server.protocol.frames import Refused
+from shoal.server.protocol.messages import Ack, Entered, RowChunk
+from shoal.server.replicas import operations as ops
+from shoal.server.replicas.operations import EMPTY, Operation, Payload
+
+
+def apply(host: ModelHost, operation: Operation, payload: Payload = EMPTY) -> Any:
+    """Returns the answer for the worker that asked for it."""
+    return _APPLIED_BY[type(operation)](host, operation, payload)
+
+
+def _join(host: ModelHost, operation: ops.Joined, _: Payload) -> None:
+    model = host.hold(operation.model, operation.spec)
+    model.join(operation.worker, operation.incarnation)
+
+
+def _push(host: ModelHost, operation: ops.Pushed, payload: Payload) -> Ack:
+    model = _model(host, operation.model)
+    worker = operation.worker
+    member = model.membership.members.get(worker)
+    if member is None or member.incarnation != operation.incarnation:
+        raise Refused(f"worker {worker} was started again: its former process is refused")
+    return model.commit(member, operation.sequence, operation.commit, payload.rows)
+
+
+def _enter(host: ModelHost, operation: ops.Returned, _: Payload) -> Entered:
+    return _model(host, operation.model).enter(operation.worker)
+
+
+def _decide(host: ModelHost, operation: ops.Decided, _: Payload) -> None:
+    _model(host, operation.model).replay(operation.entry)
+
+
+def _reach(host: ModelHost, operation: ops.BarrierReached, _: Payload) -> None:
+    _model(host, operation.model).membership.reach(
+        operation.worker, operation.number, operation.generations
+    )
+
+
+def _leave(host: ModelHost, operation: ops.Left, _: Payload) -> int:
+    membership = _model(host, operation.model).membership
+    membership.leave(operation.worker)
+    return membership.lowest_survivor
+
+
+def _lose(host: ModelHost, operation: ops.Lost, _: Payload) -> None:
+    _model(host, operation.model).membership.record_loss(operation.worker, operation.reason)
+
+
+def _set_state(host: ModelHost, operation: ops.StateSet, payload: Payload) -> None:
+    model = _model(host, operation.model)
+    try:
+        model.restore(operation.state, payload.data)
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        raise Refused(f"the optimizer refuses this state: {error}") from error
+
+
+def _make_table(host: ModelHost, operation: ops.TableMade, _: Payload) -> None:
+    _model(host, operation.model).tables.make(operation.spec)
+
+
+def _set_rows(host: ModelHost, operation: ops.RowsSet, payload: Payload) -> None:
+    model = _model(host, operation.model)
+    chunk = operation.chunk
+    with model.lock:
+        table = model.tables.table(chunk.table)
+        if chunk.keys:
+            table.load_chunk(rows_of(table, chunk, payload.data))
+        else:
+            table.load_state([], chunk.steps)
+
+
+def rows_of(table: RowTable, chunk: RowChunk, data: bytearray) -> dict[str, Tensor]:
+    """Saved rows in bytes whose number has been checked: one column after the other."""
+    known = chunk_columns(table.spec, table.optimizer)
+    columns = next(each for each in known if tuple(each)[1:] == chunk.keys)
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    tensors = {}
+    start = 0
+    for key, column in columns.items():
+        stop = start + chunk.count * (column.width or 1) * column.dtype.itemsize
+        values = flat[start:stop].clone().view(column.dtype)
+        tensors[key] = values if column.width is None else values.view(chunk.count, column.width)
+        start = stop
+    return tensors
+
+
+def _save_residual(host: ModelHost, operation: ops.ResidualSaved, payload: Payload) -> None:
+    model = _model(host, operation.model)
+    with model.lock:
+        model.membership.members[operation.worker].residual = payload.data
+
+
+def _do_nothing(host: ModelHost, operation: ops.Nothing, _: Payload) -> None:
+    return None
+
+
+def _model(host: ModelHost, number: int) -> ServedModel:
+    model = host.models.get(number)
+    if model is None:
+        raise Refused(f"there is no model {number} here")
+    return model
+
+
+_APPLIED_BY: dict[type, Callable[..., Any]] = {
+    ops.Joined: _join,
+    ops.Pushed: _push,
+    ops.Decided: _decide,
+    ops.Returned: _enter,
+    ops.BarrierReached: _reach,
+    ops.Left: _leave,
+    ops.Lost: _lose,
+    ops.StateSet: _set_state,
+    ops.TableMade: _make_table,
+    ops.RowsSet: _set_rows,
+    ops.ResidualSaved: _save_residual,
+    ops.Nothing: _do_nothing,
+}
