@@ -152,8 +152,15 @@ def _message_s(question: SyncQuestion, inner: RingHop) -> float:
 
 
 def _sum_s(question: SyncQuestion, exchange: Exchange) -> float:
-    """A term of the sum is read, added and written; the result is copied."""
-    return memory_pass_s(question, (3 * (exchange.of_port + 1) + 2) * question.parameter_bytes)
+    """A term of the sum is read, added and written; the result is copied.
+
+    Chunk by chunk: the sum and what has arrived stay in caches, and the weights do not.
+    """
+    message = question.parameter_bytes
+    chunk = max(1.0, min(message, float(_CHUNK_BYTES)))
+    passes = 3 * (exchange.of_port + 1)
+    cached_s = message / chunk * passes * memory_pass_s(question, 3 * chunk) / 3
+    return cached_s + memory_pass_s(question, 2 * message)
 
 
 def _shared_pages(question: SyncQuestion, exchange: Exchange) -> Part:
