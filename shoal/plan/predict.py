@@ -107,6 +107,7 @@ class Predictor:
             adds_up=layout.ep > 1,
             adjacent_parameters=replica.adjacent_parameters,
             largest_tensor=replica.largest_tensor,
+            meetings=replica.meetings,
         )
 
     def _tensors(self, stage: Stage, split: Split) -> _Held | None:

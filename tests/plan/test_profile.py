@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.cluster.cluster import Noise
 from shoal.cluster.hardware import MeasuredCalls
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
@@ -86,3 +87,10 @@ def test_a_device_behind_its_host_hides_waits_and_the_host() -> None:
     bound = replace(passes, whole_s=0.8, host_s=0.75)
     found = predicted(profiled(hardware, MODEL, [bound]), "single", 1)
     assert found.step_s == pytest.approx(0.85)
+
+
+def test_workers_that_meet_in_every_layer_wait_more_often() -> None:
+    core = replace(cluster(80).device, synchronous=True)
+    host = replace(cluster(80), device=core, noise=Noise(jitter=0.05))
+    in_layers, once = (seconds(predicted(host, text, 2), "stragglers") for text in ("tp(2)", "ddp"))
+    assert in_layers > 2 * once > 0

@@ -33,6 +33,7 @@ class LayerTime(NamedTuple):
     recompute: KernelTime
     messages: tuple[AxisTime, ...]  # by MESSAGE_AXES
     hiding_s: float = 0.0  # of backward, during which blocks of a ring are on their way
+    meetings: int = 0  # calls for which the workers of a replica wait for each other
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,11 @@ class LayerClock:
         total = computing + sum(one.seconds for one in messages)
         weight_s = backward.seconds * self._weight_share(cost)
         hiding_s = sum(self._hidden_s(message, groups) for message in cost.backward_messages)
-        return LayerTime(total, forward, backward, weight_s, recompute, messages, hiding_s)
+        calls = (*cost.forward_messages, *cost.backward_messages, *again)
+        meetings = sum(groups[MESSAGE_AXES.index(call.axis)].size > 1 for call in calls)
+        return LayerTime(
+            total, forward, backward, weight_s, recompute, messages, hiding_s, meetings
+        )
 
     def _weight_share(self, cost: LayerCost) -> float:
         """Of the device's work in backward, what makes gradients of weights."""

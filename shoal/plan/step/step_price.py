@@ -55,6 +55,7 @@ class ReplicaPrice:
     fullest: Stage = ()  # layers of each run on the device with the most parameters
     adjacent_parameters: float = 0.0  # of two layers, one after the other
     largest_tensor: float = 0.0  # numbers
+    meetings: int = 0  # calls in which the workers of a stage wait for each other
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class _Stages:
     transfer: CollectiveTime
     tied: CollectiveTime  # the sum of gradients that the first and the last stage share
     token_sums: tuple[Part, ...]  # of gradients over workers that have other tokens
+    meetings: int  # of one micro-batch
 
 
 class ReplicaPricer:
@@ -155,6 +157,7 @@ class ReplicaPricer:
             transfer=self._transfer(table, inside[0], pp, pipeline.scatter_sends),
             tied=self._tied(pp, last_shares),
             token_sums=tuple(self._token_sums(table, inside, stages[fullest])),
+            meetings=sum(n * t.meetings for n, t in zip(stages[slowest], table.times, strict=True)),
         )
 
     def _token_sums(self, table: LayerTable, inside: AxisGroups, stage: Stage) -> Iterator[Part]:
@@ -234,6 +237,7 @@ def _assemble(
         fullest=stages.fullest,
         adjacent_parameters=stages.adjacent_parameters,
         largest_tensor=stages.largest_tensor,
+        meetings=microbatches * stages.meetings,
     )
 
 

@@ -6,8 +6,9 @@ samples of one global batch; `SyncPrice.updates` says how many updates of the we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +46,7 @@ class SyncQuestion:
     adds_up: bool = False  # so they are under ep, over its workers
     adjacent_parameters: float = 0.0  # numbers of two layers, one of which follows the other
     largest_tensor: float = 0.0  # numbers; 0: not known
+    meetings: int = 0  # calls of a step in which the workers of a replica wait for each other
 
     @property
     def cluster(self) -> Cluster:
@@ -162,7 +164,21 @@ def memory_pass_s(question: SyncQuestion, num_bytes: float) -> float:
 def waiting_part(question: SyncQuestion, steps: int = 1) -> Part:
     """What all wait for the slowest of them: in every step, or after so many."""
     factor = expected_max(question.cluster.noise, question.workers, steps)
+    factor += _meeting_share(question)
     return Part("stragglers", (factor - 1) * question.compute_s, "noise of the slowest worker")
+
+
+def _meeting_share(question: SyncQuestion) -> float:
+    """What workers of a replica wait for each other between its calls, over that of a step.
+
+    On a host's cores the noise of a part of a step is independent of that of the next part, so
+    that an n-th of the step has sqrt(n) times its relative deviation. GPUs differ for long.
+    """
+    noise = question.cluster.noise
+    if question.meetings < 2 or not noise.jitter or not question.cluster.device.synchronous:
+        return 0.0
+    parts = replace(noise, jitter=noise.jitter * math.sqrt(question.meetings))
+    return expected_max(parts, question.each) - expected_max(noise, question.each)
 
 
 def synchronous_spread(question: SyncQuestion) -> tuple[float, float]:
