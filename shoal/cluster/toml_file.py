@@ -233,7 +233,10 @@ def _nodes_per_rack(top: TomlBlock, nodes: int) -> int | None:
     rack = top.block("rack")
     if not rack.has("nodes"):
         return None
-    return rack.count("nodes")
+    each = rack.count("nodes")
+    if nodes > each and nodes % each:
+        rack.refuse("nodes", f"{nodes} nodes do not fill racks of {each}")
+    return each
 
 
 def _network(

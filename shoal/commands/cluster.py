@@ -107,6 +107,8 @@ def resized(
     if racks is not None and total % racks:
         raise BadInput(f"--racks {racks}: {total} nodes do not fill {racks} racks evenly")
     per_rack = cluster.nodes_per_rack if racks is None else total // racks
+    if nodes is not None and per_rack is not None and total > per_rack and total % per_rack:
+        raise BadInput(f"--nodes {total}: they do not fill racks of {per_rack}; give --racks, too")
     resized = replace(cluster, nodes=total, nodes_per_rack=per_rack)
     if oversubscription is None:
         return resized

@@ -124,6 +124,7 @@ def test_presets_are_there() -> None:
         ("devices = 2", "devices = 2\ntorus = [3, 3]", "[node] torus: a torus of 3 x 3 does not"),
         ("devices = 2", "devices = 2\nsockets = 2", "[node] socket_link: 2 sockets need a link"),
         ("uplinks = 1", "uplinks = 1\nports = 2", "[rack] ports: 2 nodes take 2 ports and"),
+        ("nodes = 4", "nodes = 5", "[rack] nodes: 5 nodes do not fill racks of 2"),
         ("alpha_us = 5", "efficiency = 1.5", "[link.nvlink] efficiency: a share between 0 and 1"),
         ("alpha_us = 5", 'source = "guess"', "[link.nvlink] source: one of spec, assumed,"),
         ("[1900, 2000]", "[2000, 1900]", "[device.spread] memory_GB_per_s: the lowest value comes"),

@@ -33,7 +33,16 @@ def parameters(text: str) -> float:
         ("mistral-7b", 7.242e9),
         ("mixtral-8x7b", 46.70e9),
         ("mixtral-8x22b", 140.6e9),
+        ("llama-3-405b", 405.85e9),
+        ("llama-3.2-1b", 1.236e9),
+        ("llama-3.2-3b", 3.213e9),
+        ("qwen-2.5-0.5b", 494e6),
+        ("qwen-2.5-7b", 7.616e9),
+        ("qwen2.5-72b", 72.706e9),
+        ("mistral-large", 122.61e9),
         ("bert-large", 334.09e6),  # without its pooler
+        ("vit-l", 304.33e6),
+        ("vit-h", 632.05e6),
     ],
 )
 def test_a_model_has_its_published_number_of_parameters(name: str, published: float) -> None:

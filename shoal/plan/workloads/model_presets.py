@@ -59,6 +59,18 @@ def _mixtral(sizes: TransformerSizes) -> TransformerSizes:
     return replace(sizes, experts=8, top_k=2)
 
 
+def _qwen(sizes: TransformerSizes, vocab: int = 152064, tied: bool = False) -> TransformerSizes:
+    """Qwen 2.5; the small ones tie the head to the embedding."""
+    return replace(sizes, vocab=vocab, tied=tied)
+
+
+def _vit(layers: int, hidden: int, heads: int, tokens: int) -> TransformerSizes:
+    """An image is a sequence of patches and a class token; the head has 1,000 classes."""
+    return TransformerSizes(
+        layers, hidden, heads, vocab=1000, sequence=tokens, dropout=False, tied=False, causal=False
+    )
+
+
 PRESETS: dict[str, TransformerSizes] = {
     "gpt-2": _gpt2(12, 768, 12),
     "gpt-2-medium": _gpt2(24, 1024, 16),
@@ -74,14 +86,36 @@ PRESETS: dict[str, TransformerSizes] = {
     "llama-2-70b": _llama(80, 8192, 64, 8, 28672),
     "llama-3-8b": _llama3(32, 4096, 32, 8, 14336),
     "llama-3-70b": _llama3(80, 8192, 64, 8, 28672),
+    "llama-3.1-8b": _llama3(32, 4096, 32, 8, 14336),
+    "llama-3.1-70b": _llama3(80, 8192, 64, 8, 28672),
     "llama-3.1-405b": _llama3(126, 16384, 128, 8, 53248),
+    "llama-3.2-1b": replace(_llama3(16, 2048, 32, 8, 8192), tied=True),
+    "llama-3.2-3b": replace(_llama3(28, 3072, 24, 8, 8192), tied=True),
+    "llama-3.3-70b": _llama3(80, 8192, 64, 8, 28672),
+    "qwen-2.5-0.5b": _qwen(_llama(24, 896, 14, 2, 4864), 151936, tied=True),
+    "qwen-2.5-1.5b": _qwen(_llama(28, 1536, 12, 2, 8960), 151936, tied=True),
+    "qwen-2.5-3b": _qwen(_llama(36, 2048, 16, 2, 11008), 151936, tied=True),
+    "qwen-2.5-7b": _qwen(_llama(28, 3584, 28, 4, 18944)),
+    "qwen-2.5-14b": _qwen(_llama(48, 5120, 40, 8, 13824)),
+    "qwen-2.5-32b": _qwen(_llama(64, 5120, 40, 8, 27648)),
+    "qwen-2.5-72b": _qwen(_llama(80, 8192, 64, 8, 29568)),
     "mistral-7b": _llama(32, 4096, 32, 8, 14336),
+    "mistral-large": replace(_llama(88, 12288, 96, 8, 28672), vocab=32768),
     "mixtral-8x7b": _mixtral(_llama(32, 4096, 32, 8, 14336)),
     "mixtral-8x22b": _mixtral(replace(_llama(56, 6144, 48, 8, 16384), vocab=32768)),
     "bert-base": TransformerSizes(12, 768, 12, vocab=30522, sequence=512, causal=False),
     "bert-large": TransformerSizes(24, 1024, 16, vocab=30522, sequence=512, causal=False),
+    "vit-b-16": _vit(12, 768, 12, 197),
+    "vit-l-16": _vit(24, 1024, 16, 197),
+    "vit-h-14": _vit(32, 1280, 16, 257),
 }
-_BF16 = ("llama", "mistral", "mixtral")  # trained so by those who published them
+_ALIASES = {
+    "llama-3-405b": "llama-3.1-405b",
+    "mixtral": "mixtral-8x7b",
+    "vit-l": "vit-l-16",
+    "vit-h": "vit-h-14",
+}
+_BF16 = ("llama", "mistral", "mixtral", "qwen")  # trained so by those who published them
 
 
 def is_transformer(text: str) -> bool:
@@ -104,7 +138,8 @@ def transformer_named(text: str) -> Transformer:
 
 
 def _known(name: str) -> str | None:
-    plain = {preset.replace("-", ""): preset for preset in PRESETS}
+    names = {preset: preset for preset in PRESETS} | _ALIASES
+    plain = {name.replace("-", ""): preset for name, preset in names.items()}
     wanted = name.strip().lower().replace("_", "").replace("-", "").replace(" ", "")
     return plain.get(wanted) or plain.get(wanted.removesuffix("175b"))
 
