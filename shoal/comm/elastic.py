@@ -54,28 +54,38 @@ class ElasticSum:
         self._rank = rank
         self._has_exited = has_exited
         self._patience_s = patience_s
+        self._meeting = ""
         self._round = 0
+        self._written: Path | None = None
 
     def beside(self, name: str) -> ElasticSum:
         """Another sum over the same ranks, which counts its own calls."""
         folder = self._folder.with_name(f"{self._folder.name}-{name}")
         return ElasticSum(folder, self._rank, self._has_exited, self._patience_s)
 
+    def begin(self, meeting: str) -> None:
+        """The next calls belong to a meeting of this name: see `comm/meetings.py`."""
+        self._meeting = f"{meeting}-"
+        self._round = 0
+
     def all_reduce(self, numbers: Sequence[float], ranks: Sequence[int]) -> SurvivorSum:
         """The sum over the survivors of `ranks`; the same bits on each of them."""
         self._round += 1
+        before = self._written
         self._write(numbers)
         rows = {rank: self._wait_for(rank, ranks, len(numbers)) for rank in ranks}
         present = [row for row in rows.values() if row is not None]
         # a rank that has written in this round has read the last one
-        self._path(self._round - 1, self._rank).unlink(missing_ok=True)
+        if before is not None:
+            before.unlink(missing_ok=True)
         return SurvivorSum(
             [sum(column) for column in zip(*present, strict=True)],
             tuple(rank for rank, row in rows.items() if row is None),
         )
 
     def _write(self, numbers: Sequence[float]) -> None:
-        write_atomically(self._path(self._round, self._rank), json.dumps(list(numbers)))
+        self._written = self._path(self._round, self._rank)
+        write_atomically(self._written, json.dumps(list(numbers)))
 
     def _wait_for(self, rank: int, ranks: Sequence[int], length: int) -> list[float] | None:
         with waiting(f"rank {self._rank}", f"rank {rank}", "a sum over the surviving workers"):
@@ -118,4 +128,4 @@ class ElasticSum:
         return PeerLost(self._rank, absent[0] if absent else None, doing, self._patience_s)
 
     def _path(self, round_number: int, rank: int) -> Path:
-        return self._folder / f"{round_number}-{rank}.json"
+        return self._folder / f"{self._meeting}{round_number}-{rank}.json"

@@ -40,6 +40,7 @@ class WorkersOptions:
     kill: Sequence[str] | None = None
     timeout_s: float | None = None
     grace_s: float | None = None
+    restarts: int | None = None
 
     def to_config(self) -> RunConfig:
         """The configuration of the workers; BadInput where an option makes no sense."""
@@ -50,9 +51,12 @@ class WorkersOptions:
             slow=tuple(self.slow or config.slow),
             kill=tuple(self.kill or config.kill),
             grace_s=self.grace_s or config.grace_s,
+            restarts=config.restarts if self.restarts is None else self.restarts,
             wait=replace(config.wait, limit_s=self.timeout_s or config.wait.limit_s),
         )
         check_faults(config, self.workers)
+        if config.restarts:
+            strategy.require_takes_back()
         return config
 
 
@@ -173,7 +177,7 @@ def _launch(
 ) -> RunResult:
     strategy = as_strategy(config.strategy or "single")
     servers = strategy.servers(workers)
-    tolerance = tolerance_of(strategy, workers)
+    tolerance = tolerance_of(strategy, workers, config.restarts)
     spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance, forks=forks)
     return launch(spec, write, on_progress)
 

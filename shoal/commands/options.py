@@ -40,6 +40,17 @@ Kill = Annotated[
     list[str] | None,
     typer.Option(help="Kill a worker: 2@50 kills worker 2 at step 50; repeatable."),
 ]
+Restart = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=30_000,
+        help="Start workers that were killed again, so many times in all: they take their place "
+        "among the others at the present step (ps that does not wait for all workers, "
+        "asynchronous gossip, hogwild).",
+        show_default="0",
+    ),
+]
 Timeout = Annotated[
     float | None,
     typer.Option(

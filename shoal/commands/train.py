@@ -37,6 +37,7 @@ def train(
     timeout: options.Timeout = None,
     grace: options.Grace = None,
     report: options.Report = None,
+    restart: options.Restart = None,
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Where to save.", show_default="runs/EXAMPLE")
@@ -49,7 +50,9 @@ def train(
     extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
     command = command_for(example, extra)
     strategy = resolve_auto(strategy, command, workers, device)
-    asked = WorkersOptions(workers, strategy, seed, device, gpus, slow, kill, timeout, grace)
+    asked = WorkersOptions(
+        workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart
+    )
     config = asked.to_config()
     start_s = time.monotonic()
     with traced(config, trace) as traced_config:

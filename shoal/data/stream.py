@@ -11,7 +11,7 @@ from shoal.comm.group import Group
 from shoal.data.batch import AnyBatch
 from shoal.data.batch_checks import SameBatches, check_data
 from shoal.data.batch_options import BatchOptions
-from shoal.data.position import LoopPosition, Positions
+from shoal.data.position import LoopPosition, Positions, positions_of
 from shoal.data.sampling import BatchSplit
 from shoal.data.sources import Feed, Source, source_of
 from shoal.strategy.base import Batches
@@ -43,6 +43,7 @@ class BatchStream:
         self.positions = Positions()
         self.delivered = 0
         self.skip = 0
+        self._counted = 0  # batches of the present epoch that a checkpoint has counted
         self.is_resumed_later = False  # a loop over batches was done before a checkpoint
         self._has_delivered = False
         self.total_steps: int | None = None
@@ -68,6 +69,14 @@ class BatchStream:
         self.delivered = delivered
         self.positions = positions or Positions()
         self.skip = 0 if positions else delivered
+
+    def resume(self, delivered: int, position: Any, steps: int) -> None:
+        """As after the checkpoint of `steps` that the others have loaded and gone on from."""
+        trained = self.steps_done() - steps
+        positions = positions_of(position) if position else None
+        self.restore(delivered, positions)
+        self.delivered += trained
+        self.skip += trained
 
     def _loop(self, loop: LoopPosition, batches: Iterator[Any]) -> Iterator[Any]:
         """Generators of loops that are left are closed: that is how `break` is seen."""
@@ -95,9 +104,10 @@ class BatchStream:
                 return
             is_resumed = i < loop.epochs
             number = loop.epoch if is_resumed else self.positions.begin_epoch(loop)
-            start = loop.in_epoch if is_resumed else self.skip
+            self._counted = loop.in_epoch if is_resumed else 0
             if is_resumed and has_state:
-                start = 0  # the data itself goes on in place
+                self._counted = 0  # the data itself goes on in place
+            start = self._counted + self.skip
             yield from self._deliver(source.epoch(loop, number, start), loop, last_step)
 
     def _is_enough(self, last_step: int | None) -> bool:
@@ -149,9 +159,11 @@ class BatchStream:
 
     def _skipped(self, loop: LoopPosition, batches: int) -> None:
         """Batches were left out; positions of a checkpoint have counted them already."""
-        if self.skip:
-            self.skip -= batches
-            loop.advance(batches)
+        counted = min(self._counted, batches)
+        self._counted -= counted
+        if self.skip and batches > counted:
+            self.skip -= batches - counted
+            loop.advance(batches - counted)
 
 
 def _has_state(data: Any) -> bool:

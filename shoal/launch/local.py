@@ -21,7 +21,13 @@ from typing import Any
 
 from shoal.errors import BadInput
 from shoal.launch.failures import first_failure, launch_error
-from shoal.launch.lost_workers import LossPolicy, LostWorker, Tolerance, summarize_losses
+from shoal.launch.lost_workers import (
+    LossPolicy,
+    LostWorker,
+    ReturnedWorker,
+    Tolerance,
+    summarize_losses,
+)
 from shoal.launch.output import (
     LineForwarder,
     OnProgress,
@@ -31,7 +37,7 @@ from shoal.launch.output import (
     print_lines,
 )
 from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
-from shoal.launch.processes import Forks, Processes, Role
+from shoal.launch.processes import Forks, Processes, ProcessExit, Role
 from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import SignalEvents, Supervisor
 from shoal.runtime.config import RunConfig
@@ -80,6 +86,7 @@ class RunResult:
     lost: tuple[LostWorker, ...]
     reports: tuple[dict[str, Any] | None, ...]  # by rank; None for a worker without a report
     has_trained: bool = True  # a worker has come to the end of shoal.run
+    returned: tuple[ReturnedWorker, ...] = ()
 
 
 def launch(
@@ -109,6 +116,14 @@ def launch(
                 Processes(put, forks=spec.forks) as workers,
             ):
                 stderr = starter.start_all(workers, servers)
+
+                def restart(exit: ProcessExit) -> bool:
+                    if not policy.restarts(exit):
+                        return False
+                    stderr["worker"][exit.rank] = starter.start_again(exit.rank, workers)
+                    return True
+
+                supervisor.restart = restart
                 with StoppedProcesses(
                     spec.config.wait, lambda: [*workers.running(), *servers.running()], say
                 ):
@@ -117,13 +132,19 @@ def launch(
         finished = run_dir.finished_ranks()
         reports = run_dir.read_reports(spec.workers)
         result = RunResult(
-            time.monotonic() - start_s, tuple(policy.lost), tuple(reports), bool(finished)
+            time.monotonic() - start_s,
+            tuple(policy.lost),
+            tuple(reports),
+            bool(finished),
+            tuple(policy.returned()),
         )
     signals.raise_first()
     if supervisor.output_error is not None:
         raise supervisor.output_error
     if failures:
         raise launch_error(first_failure(failures), finished)
+    for returned in result.returned:
+        write(f"shoal: {returned}\n", True)
     if result.lost:
         write(f"shoal: {summarize_losses(result.lost, spec.workers)}\n", True)
     return result
@@ -178,12 +199,17 @@ class _Starter:
         pipes = servers.start(spec.server_command, config.to_environment())
         return self._forward(f"[server {index}] ", pipes)
 
-    def _start_worker(self, rank: int, workers: Processes) -> LineForwarder:
+    def start_again(self, rank: int, workers: Processes) -> LineForwarder:
+        """Start a worker that was lost; returns its stderr."""
+        return self._start_worker(rank, workers, self.run_dir.generation(rank))
+
+    def _start_worker(self, rank: int, workers: Processes, generation: int = 0) -> LineForwarder:
         prefix = f"[{rank}] " if self.spec.workers > 1 else ""
         with self._progress_pipe(rank) as pipe:
             inherited = () if pipe is None else (pipe,)
-            env = self._worker_config(rank, pipe).to_environment()
-            pipes = workers.start(self.spec.command, env, inherited)
+            config = replace(self._worker_config(rank, pipe), generation=generation)
+            again = rank if generation else None
+            pipes = workers.start(self.spec.command, config.to_environment(), inherited, again)
         return self._forward(prefix, pipes)
 
     def _worker_config(self, rank: int, progress_fd: int | None) -> RunConfig:

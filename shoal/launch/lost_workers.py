@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.launch.failures import ProcessFailure, read_failure
 from shoal.launch.processes import ProcessExit
@@ -31,14 +31,17 @@ class Tolerance:
     allowed_by: str
     needed: tuple[int, ...] = ()
     from_start: bool = True  # also before all workers have joined
+    restarts: int = 0  # how often lost workers are started again, in all
 
 
-def tolerance_of(strategy: Strategy, workers: int) -> Tolerance | None:
+def tolerance_of(strategy: Strategy, workers: int, restarts: int = 0) -> Tolerance | None:
     """None where the loss of any worker ends the run."""
+    if restarts:
+        strategy.require_takes_back()
     if not strategy.survives_loss:
         return None
     needed = tuple(r for r in range(workers) if strategy.needs(r))
-    return Tolerance(str(strategy), needed, strategy.starts_apart)
+    return Tolerance(str(strategy), needed, strategy.starts_apart or restarts > 0, restarts)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,28 @@ class LostWorker:
 
     def __str__(self) -> str:
         return f"worker {self.rank} {self.how} after {self.after_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class ReturnedWorker:
+    """A worker that was lost and started again."""
+
+    rank: int
+    how: str
+    after_s: float  # when it was lost, since the start of the run
+    away_s: float | None = None  # until it took its place; None: it did not
+    lost_at: int = 0  # the step that it had come to
+    step: int = 0  # the one that it went on with
+
+    def __str__(self) -> str:
+        if self.away_s is None:
+            return f"worker {self.rank} {self.how} and was started again, and did not come back"
+        missed = self.step - self.lost_at
+        steps = f"{missed} step{'s' * (missed != 1)} {'was' if missed == 1 else 'were'} not trained"
+        return (
+            f"worker {self.rank} was lost at step {self.lost_at + 1} and came back after "
+            f"{self.away_s:.1f} s; {steps}"
+        )
 
 
 class LossPolicy:
@@ -69,12 +94,35 @@ class LossPolicy:
         self._say = say
         self._memory_kills = OutOfMemoryKills()
         self._start_ns = time.monotonic_ns()
+        self._to_restart: ProcessFailure | None = None
+        self._has_succeeded = False
         self.lost: list[LostWorker] = []
+        self._restarted: list[tuple[ProcessFailure, int]] = []  # and the generation after it
+
+    def restarts(self, exit: ProcessExit) -> bool:
+        """Whether a worker whose loss the run survives is started again now."""
+        failure = self._to_restart
+        self._to_restart = None
+        if failure is None or failure.rank != exit.rank:
+            return False
+        generation = self._run_dir.generation(exit.rank) + 1
+        try:
+            self._run_dir.note_start(exit.rank, generation)
+        except OSError as error:
+            self._say(f"worker {exit.rank} cannot be started again: {error.strerror}")
+            return False
+        self._restarted.append((failure, generation))
+        return True
+
+    def returned(self) -> list[ReturnedWorker]:
+        """The workers that were started again, as far as they came back."""
+        return [self._return_of(failure, generation) for failure, generation in self._restarted]
 
     def survives(self, exit: ProcessExit) -> bool:
         """Note the exit of a worker; False when it ends the run."""
         is_noted = self._note_exit(exit)
         if exit.returncode == 0:
+            self._has_succeeded = True
             return True
         if not is_noted:
             return False
@@ -102,11 +150,29 @@ class LossPolicy:
         return True
 
     def _note_loss(self, failure: ProcessFailure, tolerance: Tolerance) -> None:
-        after_s = (failure.noticed_ns - self._start_ns) / 1e9
+        after_s = self._seconds(failure.noticed_ns)
         lost = LostWorker(failure.rank, _how(failure), after_s)
+        count = len(self._restarted) + 1
+        if count <= tolerance.restarts and not self._has_succeeded:
+            self._to_restart = failure
+            self._say(f"{lost}; it is started again ({count} of {tolerance.restarts})")
+            return
         self.lost.append(lost)
         if len(self.lost) < self._workers:
             self._say(f"{lost}; the others go on, as {tolerance.allowed_by} allows")
+
+    def _return_of(self, failure: ProcessFailure, generation: int) -> ReturnedWorker:
+        lost = ReturnedWorker(failure.rank, _how(failure), self._seconds(failure.noticed_ns))
+        document = self._run_dir.read_return(failure.rank, generation)
+        numbers = [(document or {}).get(name) for name in ("time_ns", "lost_at", "step")]
+        if not all(isinstance(number, int) for number in numbers):
+            return lost
+        time_ns, lost_at, step = (int(number) for number in numbers if number is not None)
+        away_s = (time_ns - failure.noticed_ns) / 1e9
+        return replace(lost, away_s=away_s, lost_at=lost_at, step=step)
+
+    def _seconds(self, time_ns: int) -> float:
+        return (time_ns - self._start_ns) / 1e9
 
     def _is_dispensable(self, rank: int, tolerance: Tolerance) -> bool:
         in_time = tolerance.from_start or self._run_dir.have_all_joined()

@@ -57,6 +57,8 @@ class Processes:
         self._role = role
         self._forks = forks
         self._processes: list[Process] = []
+        self._ranks: list[int] = []
+        self._is_watched = False
         self._waiters: list[threading.Thread] = []
 
     def __enter__(self) -> Processes:
@@ -74,11 +76,15 @@ class Processes:
                 process.wait()
 
     def start(
-        self, command: Sequence[str], env: Mapping[str, str], inherited: Sequence[int] = ()
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        inherited: Sequence[int] = (),
+        rank: int | None = None,
     ) -> tuple[int, int]:
         """Start the next process; returns the pipes of its stdout and stderr.
 
-        `inherited` are descriptors that the process keeps open.
+        `inherited` are descriptors that the process keeps open. `rank`: start this one again.
         """
         out, out_end = os.pipe()
         err, err_end = os.pipe()
@@ -91,7 +97,10 @@ class Processes:
         finally:
             os.close(out_end)
             os.close(err_end)
+        self._ranks.append(len(self._ranks) if rank is None else rank)
         self._processes.append(process)
+        if self._is_watched:
+            self._watch(self._ranks[-1], process)
         return out, err
 
     def _start(
@@ -101,7 +110,7 @@ class Processes:
         streams: tuple[int, int],
         inherited: Sequence[int],
     ) -> Process:
-        if self._forks is not None and can_fork(command):
+        if self._forks is not None and not self._is_watched and can_fork(command):
             return fork(command, env, streams, inherited, self._forks.modules_file)
         return subprocess.Popen(
             command,
@@ -116,21 +125,25 @@ class Processes:
 
     def watch(self) -> None:
         """From now on `on_exit` is called, from a thread, for each process that exits."""
-        for rank, process in enumerate(self._processes):
-            waiter = threading.Thread(
-                target=self._wait,
-                args=(rank, process),
-                name=f"shoal-wait-{self._role}-{rank}",
-                daemon=True,
-            )
-            waiter.start()
-            self._waiters.append(waiter)
+        self._is_watched = True
+        for rank, process in zip(self._ranks, self._processes, strict=True):
+            self._watch(rank, process)
+
+    def _watch(self, rank: int, process: Process) -> None:
+        waiter = threading.Thread(
+            target=self._wait,
+            args=(rank, process),
+            name=f"shoal-wait-{self._role}-{rank}",
+            daemon=True,
+        )
+        waiter.start()
+        self._waiters.append(waiter)
 
     def running(self) -> list[tuple[str, int]]:
         """Names and ids of the processes that have not been reaped."""
         return [
             (f"{self._role} {rank}", process.pid)
-            for rank, process in enumerate(self._processes)
+            for rank, process in zip(list(self._ranks), list(self._processes), strict=False)
             if process.returncode is None
         ]
 

@@ -24,5 +24,6 @@ def run_report(strategy: str, workers: int, result: RunResult) -> dict[str, Any]
         "seconds": result.seconds,
         "samples_per_s": sum(rates) if rates else None,
         "lost": [asdict(lost) for lost in result.lost],
+        "came_back": [asdict(returned) for returned in result.returned],
         "ranks": list(result.reports),
     }

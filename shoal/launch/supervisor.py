@@ -85,6 +85,7 @@ class Supervisor:
     output_error: Exception | None = None  # raised by `write` or `on_progress`
     stopped_ns: int | None = None  # when the launcher began to end the processes
     survives: Callable[[ProcessExit], bool] | None = None
+    restart: Callable[[ProcessExit], bool] | None = None  # starts a lost worker again, or not
     memory_kills: OutOfMemoryKills = field(default_factory=OutOfMemoryKills)
 
     def run(
@@ -179,7 +180,11 @@ class Supervisor:
         ending = self.failed or self._must_stop() or self.stopped_ns is not None
         if exit.role == "server" or ending or self.survives is None:
             return exit.returncode == 0
-        return self.survives(exit)
+        if not self.survives(exit):
+            return False
+        if exit.returncode != 0 and self.restart is not None and self.restart(exit):
+            self.workers += 1
+        return True
 
     def _workers_exited(self) -> bool:
         return sum(exit.role == "worker" for exit in self.exits) == self.workers

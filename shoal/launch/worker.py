@@ -29,9 +29,10 @@ from shoal.comm.executor import Executor
 from shoal.comm.executors.deferred import Deferred
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.comm.meetings import Meetings
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group
 from shoal.comm.tracing import Traced
-from shoal.errors import BadInput, PeerLost, StrategyError
+from shoal.errors import BadInput, PeerLost, RunOver, StrategyError
 from shoal.launch.device import choose_backend, choose_device
 from shoal.launch.environment import Placement
 from shoal.launch.failures import report_failure
@@ -90,6 +91,8 @@ class Worker:
             if tracer.enabled:
                 group = Group(Traced(group.executor, tracer))
 
+            meetings = self._make_meetings()
+
             def make_job(kind: type[Job]) -> Job:
                 return kind(
                     self.strategy,
@@ -100,7 +103,8 @@ class Worker:
                         progress=progress,
                         tracer=tracer,
                         faults=faults_of(self.config, self.rank, self.size),
-                        elastic_sum=self._make_elastic_sum(),
+                        elastic_sum=self._make_elastic_sum(meetings),
+                        meetings=meetings,
                         preemption=preemption,
                         config=self.config,
                     ),
@@ -114,6 +118,9 @@ class Worker:
                 if not end.code:
                     self.mark_finished()
                 raise
+            except RunOver as over:
+                print(f"shoal: {over}", file=sys.stderr, flush=True)
+                return None
             except Exception as error:
                 self.fail(error)
                 raise
@@ -211,15 +218,23 @@ class Worker:
         run_dir = self.run_dir
         if self.placement is None or not self.strategy.sync_for(self.size).communicates:
             yield solo_group()
-        elif run_dir is not None and self.strategy.starts_apart:
+        elif run_dir is not None and (self.strategy.starts_apart or self._comes_back):
             folder = run_dir.start_folder(self.number)
             with ExitStack() as stack:
                 later = self._open_full_group(self.placement)
 
                 def make() -> Executor:
+                    if self.config.generation:
+                        raise BadInput(
+                            f"worker {self.rank} was started again, and the script exchanges "
+                            "tensors between all workers, who met without it: run it without "
+                            "--restart"
+                        )
                     return stack.enter_context(later).executor
 
-                yield Group(Deferred(folder, self.rank, self.size, run_dir.has_exited, make))
+                keeps = self._comes_back
+                has_exited = run_dir.has_exited
+                yield Group(Deferred(folder, self.rank, self.size, has_exited, make, keeps))
         else:
             with self._open_full_group(self.placement) as group:
                 if run_dir is not None:
@@ -299,14 +314,32 @@ class Worker:
             origin.fill_(time.monotonic_ns())
         return Recorder(self.rank, int(origin))
 
-    def _make_elastic_sum(self) -> ElasticSum | None:
+    def _make_elastic_sum(self, meetings: Meetings | None) -> ElasticSum | None:
         """None where no launcher notes exits; other launchers end the run with a lost worker."""
         run_dir = self.run_dir
         if run_dir is None or not self.strategy.survives_loss:
             return None
         folder = run_dir.tally_folder(self.number)
-        patience_s = self.config.wait.limit_s or math.inf
-        return ElasticSum(folder, self.rank, run_dir.has_exited, patience_s)
+        has_exited = run_dir.has_exited if meetings is None else meetings.is_missing
+        return ElasticSum(folder, self.rank, has_exited, self._patience_s)
+
+    def _make_meetings(self) -> Meetings | None:
+        """None where lost workers do not come back."""
+        run_dir = self.run_dir
+        if run_dir is None or not self._comes_back:
+            return None
+        file = run_dir.meetings(self.number)
+        generation = self.config.generation
+        return Meetings(file, self.rank, self.size, generation, run_dir.has_ended, self._patience_s)
+
+    @property
+    def _comes_back(self) -> bool:
+        """Whether the launcher starts lost workers again."""
+        return self.config.restarts > 0 and self.strategy.takes_back
+
+    @property
+    def _patience_s(self) -> float:
+        return self.config.wait.limit_s or math.inf
 
 
 def _check_host(strategy: Strategy, placement: Placement | None, device: torch.device) -> None:

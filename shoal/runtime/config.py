@@ -144,6 +144,9 @@ class RunConfig:
     slow: tuple[str, ...] = variable("SHOAL_SLOW", WORDS, ())  # as `shoal run --slow` takes them
     kill: tuple[str, ...] = variable("SHOAL_KILL", WORDS, ())
 
+    restarts: int = variable("SHOAL_RESTART", COUNT, 0)  # `shoal run --restart`
+    generation: int = variable("SHOAL_GENERATION", COUNT, 0)  # starts of this worker before this
+
     rank: int | None = variable("SHOAL_RANK", COUNT)  # written by Shoal's own launcher
     size: int | None = variable("SHOAL_SIZE", POSITIVE)
     local_rank: int | None = variable("SHOAL_LOCAL_RANK", COUNT)

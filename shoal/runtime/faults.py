@@ -75,6 +75,8 @@ def faults_of(config: RunConfig, rank: int, workers: int) -> Faults | None:
     """The faults of this worker; None, which is usual, without any."""
     slow_factors = read_slow(config.slow, workers)
     kill_steps = read_kill(config.kill, workers)
+    if config.generation:
+        kill_steps = {}  # once: a worker that was started again lives on
     if rank not in slow_factors and rank not in kill_steps:
         return None
     return Faults(slow_factors.get(rank, 1.0), kill_steps.get(rank))

@@ -7,6 +7,9 @@
     failure-2.json       why worker 2 failed, written by the worker
     finished-0           worker 0 has finished
     exited-2.json        the process of worker 2 has exited, written by the launcher
+    started-2            how often worker 2 was started again; then exited-2.1.json …
+    back-2.1.json        how it took its place among the others
+    meetings-1           what all workers did together (comm/meetings.py)
     preempted  ending    the launcher got SIGTERM; it ends the workers
     at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
     report-0.json        what happened on worker 0
@@ -85,8 +88,15 @@ class RunDir:
     def finished(self, rank: int) -> Path:
         return self.path / f"finished-{rank}"
 
-    def exited(self, rank: int) -> Path:
-        return self.path / f"exited-{rank}.json"
+    def exited(self, rank: int, generation: int = 0) -> Path:
+        return self.path / f"exited-{_life(rank, generation)}.json"
+
+    def back(self, rank: int, generation: int) -> Path:
+        return self.path / f"back-{_life(rank, generation)}.json"
+
+    def meetings(self, run_number: int) -> Path:
+        """For what all workers do together, where lost ones may come back."""
+        return self.path / f"meetings-{run_number}"
 
     def report(self, rank: int) -> Path:
         return self.path / f"report-{rank}.json"
@@ -156,11 +166,37 @@ class RunDir:
         name = signal_name(-returncode) if returncode < 0 else None
         document = {"rank": rank, "returncode": returncode, "signal": name}
         text = json.dumps({**document, "time_ns": time.monotonic_ns()})
-        write_atomically(self.exited(rank), text)
+        write_atomically(self.exited(rank, self.generation(rank)), text)
 
     def has_exited(self, rank: int) -> bool:
         """Whether the process of a worker has exited, with success or not."""
-        return self.exited(rank).exists()
+        return self.has_ended(rank, self.generation(rank))
+
+    def has_ended(self, rank: int, generation: int) -> bool:
+        """The same of one process of a worker that was started several times."""
+        return self.exited(rank, generation).exists()
+
+    # ------------------------------------------------------------------ workers that come back
+
+    def generation(self, rank: int) -> int:
+        """How often this worker was started again."""
+        try:
+            return _read_count(self.path / f"started-{rank}")
+        except FileNotFoundError:
+            return 0
+
+    def note_start(self, rank: int, generation: int) -> None:
+        """It is about to be started again; why it failed before does not count any more."""
+        self.failure(rank).unlink(missing_ok=True)
+        write_atomically(self.path / f"started-{rank}", str(generation))
+
+    def note_return(self, rank: int, generation: int, document: Mapping[str, Any]) -> None:
+        with suppress(OSError):
+            text = json.dumps({**document, "time_ns": time.monotonic_ns()})
+            write_atomically(self.back(rank, generation), text)
+
+    def read_return(self, rank: int, generation: int) -> dict[str, Any] | None:
+        return _read_json(self.back(rank, generation))
 
     # ------------------------------------------------------------------ preemption
 
@@ -349,6 +385,10 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
+
+
+def _life(rank: int, generation: int) -> str:
+    return f"{rank}.{generation}" if generation else str(rank)
 
 
 def _read_count(path: Path) -> int:

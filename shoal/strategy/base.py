@@ -148,6 +148,11 @@ class SyncTerm(Term, role="sync", abstract=True):
         return False
 
     @property
+    def takes_back(self) -> bool:
+        """Whether a worker that was lost can come back, as a new process, and go on."""
+        return False
+
+    @property
     def needs_first_replica(self) -> bool:
         """Whether the run fails with the workers of replica 0, even if it survives other losses."""
         return False

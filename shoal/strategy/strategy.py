@@ -124,6 +124,23 @@ class Strategy:
         """
         return self.sync is not None and self.sync.starts_apart and not self.splits
 
+    @property
+    def takes_back(self) -> bool:
+        """Whether a worker that was lost can come back; those of a split replica cannot."""
+        return self.sync is not None and self.sync.takes_back and not self.splits
+
+    def require_takes_back(self) -> None:
+        """Refuse to start lost workers again where they could not go on."""
+        if self.takes_back:
+            return
+        why = "its workers have to be there from the start to the end"
+        if self.sync is not None and self.sync.takes_back:
+            why = f"the workers of a replica that {self.splits[0]} splits meet at the start"
+        raise StrategyError(
+            f"--restart: {self} cannot take a lost worker back, for {why}; ps(quorum=…), "
+            'ps(staleness=…), ps(mode="async"), gossip(mode="async") and hogwild can'
+        )
+
     def needs(self, rank: int) -> bool:
         """Whether the run fails with this worker even if it survives the loss of others."""
         needs_first = self.sync is not None and self.sync.needs_first_replica

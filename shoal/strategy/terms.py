@@ -165,6 +165,10 @@ class Ps(SyncTerm):
         return self.survives_loss
 
     @property
+    def takes_back(self) -> bool:
+        return self.survives_loss
+
+    @property
     def needs_first_replica(self) -> bool:
         return self.placement == "rank0"
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,13 @@ from shoal.sync.optimizer_step import GradNorm, OptimizerStep
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
+
+
+class Returned(NamedTuple):
+    """A worker that came back goes on with `step`; its earlier process had come to `lost_at`."""
+
+    step: int
+    lost_at: int
 
 
 class Sync(Protocol):
@@ -143,6 +150,18 @@ class Sync(Protocol):
     def shared_bytes(self) -> int:
         """Memory of segments that this worker shares with others, without tensors of torch."""
         return 0
+
+    def come_back(self) -> Returned | None:
+        """Take the place of a process of this worker that was lost; None: it was never away."""
+        return None
+
+    def catch_up(self) -> None:
+        """After `come_back`: take the present weights."""
+        return None
+
+    def meet(self, number: int, generations: Sequence[int]) -> None:
+        """What follows is done by these processes: see `comm/meetings.py`."""
+        return None
 
     def report(self) -> dict[str, Any]:
         """What happened in this run, for machines: JSON-able."""

@@ -42,6 +42,11 @@ class Agreement:
         self._device = device
         self._elastic_sum = None if elastic_sum is None else elastic_sum.beside("agreement")
 
+    def begin(self, meeting: str) -> None:
+        """See `ElasticSum.begin`."""
+        if self._elastic_sum is not None:
+            self._elastic_sum.begin(meeting)
+
     def run(self, action: Callable[[], tuple[T, str]]) -> tuple[T, dict[int, str]]:
         """The result of `action`, and its text on every surviving rank.
 

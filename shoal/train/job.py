@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.elastic import ElasticSum
 from shoal.comm.group import Group
+from shoal.comm.meetings import Meeting, Meetings
 from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch
 from shoal.data.batch_options import BatchOptions
@@ -31,6 +32,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.strategy.strategy import Strategy
+from shoal.sync.base import Returned
 from shoal.sync.lr_schedule import SchedulerFactory
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train import checkpoint
@@ -48,12 +50,15 @@ from shoal.train.state import snapshot
 from shoal.train.step import AfterStep, Step
 from shoal.train.untrained_models import fit_untrained, gather_untrained, load_untrained
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class RunServices:
     """What surrounds a job: progress, tracing, injected faults, and sums over survivors.
 
-    `elastic_sum` is None if the loss of a rank ends the run. A job that no launcher made reads
+    `elastic_sum` is None if the loss of a rank ends the run, `meetings` if lost ranks do not come
+    back. A job that no launcher made reads
     its configuration from the environment.
     """
 
@@ -61,6 +66,7 @@ class RunServices:
     tracer: Tracer = OFF
     faults: Faults | None = None
     elastic_sum: ElasticSum | None = None
+    meetings: Meetings | None = None
     preemption: Preemption | None = None
     config: RunConfig = field(default_factory=RunConfig.from_environment)
 
@@ -111,6 +117,7 @@ class Job(LoopMethods):
             self.mesh.data, device, seed, self._steps_done, self._before_batch
         )
         self._stream.must_stop = self._must_stop
+        self._loaded = 0  # checkpoints
         self._saved: tuple[Path, dict[str, Any]] | None = None  # where the script saved last
         self.is_preempted = False
         self._stream.kind = strategy.sync_for(self.replicas).batches
@@ -175,6 +182,7 @@ class Job(LoopMethods):
         after `epochs`, or when the job has done `steps` steps. `loaders` processes fetch samples in
         the background. After `job.load` it skips the batches that the saved run has seen.
         """
+        self._come_back()
         options = BatchOptions(
             batch_size, epochs, steps, shuffle, drop_last, collate, loaders, sampler
         )
@@ -219,7 +227,8 @@ class Job(LoopMethods):
         evaluation = Evaluation(
             metric, step or self._latest_step(), services.elastic_sum, services.tracer, collate
         )
-        self._evaluated = evaluation.means(data, batch_size or self._stream.batch_size)
+        batch_size = batch_size or self._stream.batch_size
+        self._evaluated = self._meet(lambda: evaluation.means(data, batch_size))
         is_number = list(self._evaluated) == [""]
         return self._evaluated[""] if is_number else dict(self._evaluated)
 
@@ -241,7 +250,11 @@ class Job(LoopMethods):
         """
         if self.dry:
             return
-        self._agreement.run(lambda: (None, self._write(Path(path), about or {})))
+
+        def write() -> None:
+            self._agreement.run(lambda: (None, self._write(Path(path), about or {})))
+
+        self._meet(write)
         self._saved = (Path(path), about or {})
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -250,9 +263,17 @@ class Job(LoopMethods):
         Call it on all ranks, after `job.step`, before `job.batches`. All ranks load the same
         checkpoint, or raise and load nothing. Returns `about` of the checkpoint.
         """
-        path = Path(path)
         if not self._steps:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
+        before = self._loaded
+        document = self._meet(lambda: self._load(Path(path)))
+        if self._loaded == before:  # the others have loaded it, before this worker came back
+            self._stream.resume(document["batches"], document["position"], document["steps"])
+        about = document["about"]
+        return about if isinstance(about, dict) else {}
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """What a worker that comes back has to know of the checkpoint."""
         saved, states = self._agreement.load(path, lambda: self._read(path))
         averages = fit_averages(self._emas, saved, path)
         untrained = fit_untrained(self._loop.untrained, saved, path)
@@ -267,8 +288,9 @@ class Job(LoopMethods):
         self.steps = saved.document["steps"]
         self._stream.restore(saved.document["batches"], positions)
         self._throughput.restart()
-        about = saved.document.get("about", {})
-        return about if isinstance(about, dict) else {}
+        self._loaded += 1
+        names = ("about", "position", "batches", "steps")
+        return {name: saved.document.get(name, {}) for name in names}
 
     def close(self) -> None:
         """End the job: print the summary, stop threads, close connections."""
@@ -341,6 +363,55 @@ class Job(LoopMethods):
         self._services.progress.show(
             {"step": self._logged_step, "total": total, "metrics": values, **speeds}
         )
+
+    # ------------------------------------------------------------------ workers that come back
+
+    def _come_back(self) -> None:
+        """Take the place of a process of this worker that was lost, at the present step."""
+        meetings = self._services.meetings
+        if meetings is None or not meetings.is_away or not self._steps:
+            return
+        meetings.take_place(self._take_place)
+        for step in self._steps:
+            step.sync.catch_up()
+
+    def _take_place(self) -> int:
+        found = [step.sync.come_back() for step in self._steps]
+        returns = [returned for returned in found if returned is not None]
+        if not returns:
+            return -1  # it was lost before it had joined the others: it is there from the start
+        latest = max(returns)
+        for step in self._steps:
+            step.steps = step.update.steps = latest.step
+        self.steps = latest.step
+        self._stream.restore(latest.step, None)
+        self._throughput.restart()
+        self._note_return(latest)
+        return latest.step
+
+    def _note_return(self, returned: Returned) -> None:
+        config = self._services.config
+        if config.run_dir is not None:
+            document = returned._asdict()
+            config.run_dir.note_return(self.rank, config.generation, document)
+
+    def _meet(self, act: Callable[[], T]) -> T:
+        """Do what all workers do together; one that came back does not do again what was done."""
+        meetings = self._services.meetings
+        if meetings is None:
+            return act()
+        self._come_back()
+
+        def hold(meeting: Meeting) -> T:
+            for step in self._steps:
+                step.sync.meet(meeting.number, meeting.generations)
+            if self._services.elastic_sum is not None:
+                self._services.elastic_sum.begin(meeting.name)
+            self._agreement.begin(meeting.name)
+            return act()
+
+        result: T = meetings.hold(self.steps - self._stream.skip, hold)
+        return result
 
     def _steps_under_way(self) -> int:
         """Of a loop of the user's own: a step whose update is done ends with the next batch."""

@@ -42,13 +42,16 @@ class Deferred(Executor):
         size: int,
         has_exited: Callable[[int], bool],
         make: Callable[[], Executor],
+        keeps: bool = False,
     ):
+        """With `keeps` broadcasts stay, for workers that come later and call the same ones."""
         folder.mkdir(mode=0o700, exist_ok=True)
         self._folder = folder
         self.rank = rank
         self.size = size
         self._has_exited = has_exited
         self._make = make
+        self._keeps = keeps
         self._made: Executor | None = None
         self._timed = False
         self._round = 0
@@ -100,7 +103,14 @@ class Deferred(Executor):
         self._remove_if_last(path)
 
     def _write(self, path: Path, data: Tensor) -> None:
-        write_atomically(path, _memory(data.detach().cpu().contiguous()))
+        """The first one counts: the root may come back when another rank has taken its part."""
+        own = self._path(f"from-{self.rank}")
+        write_atomically(own, _memory(data.detach().cpu().contiguous()))
+        try:
+            os.link(own, path)
+        except FileExistsError:
+            self._read(path, data)
+        own.unlink()
 
     def _read(self, path: Path, data: Tensor) -> None:
         received = torch.empty_like(data, device="cpu", memory_format=torch.contiguous_format)
@@ -115,6 +125,8 @@ class Deferred(Executor):
         data.detach().copy_(received.view(data.shape))
 
     def _remove_if_last(self, path: Path) -> None:
+        if self._keeps:
+            return
         self._path(f"have-{self.rank}").touch()
         others = (r for r in range(self.size) if r != self.rank)
         if all(self._path(f"have-{r}").exists() or self._has_exited(r) for r in others):

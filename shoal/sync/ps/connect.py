@@ -156,6 +156,7 @@ def _join(replica: Replica, served: ServedOptions, servers: ServerSet) -> Client
         specs,
         replica.update.tracer,
         replica.config.tls,
+        replica.config.generation,
     )
     if shares_leader and replica.replica_group.is_leader:
         replica.replica_group.barrier()

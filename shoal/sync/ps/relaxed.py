@@ -71,6 +71,11 @@ class RelaxedPs(PsWorker):
         self._loss = local_loss / self.batch_fraction if self.batch_fraction else local_loss
         return self._loss.clone()
 
+    def catch_up(self) -> None:
+        step = self.update.steps
+        self._pending = self._leader.pull(step, self._rule.version_for(step))
+        self._receive()
+
     def _pull_next(self, step: int) -> None:
         self._pending = self._leader.pull(step + 1, self._rule.version_for(step + 1))
 

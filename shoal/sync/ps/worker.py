@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -35,7 +35,7 @@ from shoal.server.consistency import Rule
 from shoal.server.discovery import ServerSet
 from shoal.server.protocol.messages import Ack, Commit
 from shoal.server.row_client import ServerStore
-from shoal.sync.base import Sync
+from shoal.sync.base import Returned, Sync
 from shoal.sync.memory import tensors_of_server
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.optimizer_shards import join_state, shard_state
@@ -96,7 +96,8 @@ class PsWorker(Sync):
         self._loss = torch.zeros((), device=context.flat.device)
         self._stats: list[dict[str, Any]] = []
         self._closed = False
-        self._send_state()
+        if not self.client.comes_back:
+            self._send_state()
 
     # ------------------------------------------------------------------ a step
 
@@ -191,6 +192,18 @@ class PsWorker(Sync):
         with self._tracer.span(WAIT, "barrier"):
             self._leader.barrier()
         self.lowest_survivor = self._leader.lowest_survivor
+
+    # ------------------------------------------------------------------ workers that come back
+
+    def come_back(self) -> Returned | None:
+        if not self.client.comes_back:
+            return None
+        entered = self.client.enter()
+        self.update.steps = entered.step
+        return Returned(entered.step, entered.clock)
+
+    def meet(self, number: int, generations: Sequence[int]) -> None:
+        self.client.meet(number, generations)
 
     # ------------------------------------------------------------------ the end of a run
 

@@ -1,0 +1,219 @@
+"""The calls that all workers of a job make together, where lost workers may come back.
+
+A meeting is a `job.evaluate`, `job.save` or `job.load`. It is known by the step at which it is
+called, and by its number among those of that step. Who takes part is decided when the first worker
+arrives, and stays so:
+
+    worker 0   step 50: evaluate ────────────────────> 0.93
+    worker 1   step 50: evaluate ────────────────────> 0.93
+    worker 2   killed at step 41; comes back as another process at step 50, and takes part in
+               meetings of later steps. If its script calls this one, it gets the result: 0.93
+
+Decisions and results are lines of one file, written under a lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.errors import CheckpointError, PeerLost
+from shoal.runtime.backoff import Backoff
+from shoal.runtime.waits import waiting
+
+_FIRST_LOOK_S = 0.001
+_LONGEST_LOOK_S = 0.05
+_CHUNK_BYTES = 1 << 20
+Key = tuple[int, int]  # step, number among the meetings of that step
+
+
+class Meeting(NamedTuple):
+    """`generations` has that of every rank that takes part, -1 for the others."""
+
+    key: Key
+    attempt: int  # all that took part in an earlier one were lost
+    generations: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, (*self.key, self.attempt)))
+
+    @property
+    def number(self) -> int:
+        """Grows with every meeting; there are 256 numbers from one to the next."""
+        steps, ordinal = self.key
+        return (steps + 1 << 30) + (ordinal << 14) + (self.attempt << 8)
+
+
+class Place(NamedTuple):
+    """Which process of a rank takes part, and in the meetings after which step."""
+
+    generation: int = 0
+    after: int = -1
+
+
+class Meetings:
+    """One worker's view. `has_exited(rank, generation)` tells whether that process has ended."""
+
+    def __init__(
+        self,
+        file: Path,
+        rank: int,
+        size: int,
+        generation: int,
+        has_exited: Callable[[int, int], bool],
+        patience_s: float = float("inf"),
+    ):
+        self._file = file
+        self._rank = rank
+        self._generation = generation
+        self._has_exited = has_exited
+        self._patience_s = patience_s
+        self.is_away = generation > 0  # it has not taken its place yet
+        self._places = [Place()] * size
+        self._held: dict[Key, Meeting] = {}
+        self._results: dict[Key, dict[str, Any]] = {}
+        self._read_bytes = 0
+        self._last_key: Key | None = None
+        self._current: Meeting | None = None
+
+    def take_place(self, enter: Callable[[], int]) -> int:
+        """Come back: `enter()` returns the step that this worker goes on with, or -1 at the start.
+
+        It takes part in the meetings of later steps. No meeting begins meanwhile.
+        """
+        with self._locked():
+            step = enter()
+            self._append({"back": [self._rank, self._generation, step]})
+        self.is_away = False
+        return step
+
+    def hold(self, steps: int, act: Callable[[Meeting], Any]) -> Any:
+        """What `act` returns, which has to be JSON; or what it returned to those who took part."""
+        key = self._next_key(steps)
+        meeting = self._begin(key)
+        if meeting is None:
+            return self._result(key)
+        self._current = meeting
+        try:
+            result = act(meeting)
+        except CheckpointError as error:
+            self._conclude(key, {"error": str(error)})
+            raise
+        self._conclude(key, {"result": result})
+        return result
+
+    def is_missing(self, rank: int) -> bool:
+        """Whether nothing more comes from this rank in the present meeting."""
+        generation = -1 if self._current is None else self._current.generations[rank]
+        return generation < 0 or self._has_exited(rank, generation)
+
+    # ------------------------------------------------------------------ beginning
+
+    def _next_key(self, steps: int) -> Key:
+        last = self._last_key
+        self._last_key = (steps, last[1] + 1 if last is not None and last[0] == steps else 0)
+        return self._last_key
+
+    def _begin(self, key: Key) -> Meeting | None:
+        """None where others hold it, or have held it, without this worker."""
+        pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
+        start_s = time.monotonic()
+        with waiting(f"rank {self._rank}", "the other workers", f"a meeting at step {key[0]}"):
+            while True:
+                with self._locked():
+                    meeting = self._decide(key)
+                if meeting is not None and meeting.generations[self._rank] == self._generation:
+                    return meeting
+                if key in self._results:
+                    return None
+                if time.monotonic() - start_s > self._patience_s:
+                    raise PeerLost(
+                        self._rank, None, f"a meeting at step {key[0]}", self._patience_s
+                    )
+                pause()
+
+    def _decide(self, key: Key) -> Meeting | None:
+        """Under the lock: who takes part, if that is known or this worker may say it."""
+        held = self._held.get(key)
+        if key in self._results or (held is not None and not self._is_deserted(held.generations)):
+            return held
+        attempt = 0 if held is None else held.attempt + 1
+        meeting = Meeting(key, attempt, self._choose(key[0]))
+        if meeting.generations[self._rank] != self._generation:
+            return None
+        self._append({"at": key, "attempt": attempt, "generations": meeting.generations})
+        return meeting
+
+    def _choose(self, steps: int) -> tuple[int, ...]:
+        """Those that were there before this step; if none of them is left, all that are here."""
+        chosen = tuple(p.generation if p.after < steps else -1 for p in self._places)
+        if self._is_deserted(chosen):
+            chosen = tuple(place.generation for place in self._places)
+        return chosen
+
+    def _is_deserted(self, generations: tuple[int, ...]) -> bool:
+        return all(g < 0 or self._has_exited(rank, g) for rank, g in enumerate(generations))
+
+    # ------------------------------------------------------------------ results
+
+    def _conclude(self, key: Key, document: dict[str, Any]) -> None:
+        """The first one that is done writes for all."""
+        with self._locked():
+            if key not in self._results:
+                self._append({"at": key, **document})
+
+    def _result(self, key: Key) -> Any:
+        document = self._results[key]
+        if "error" in document:
+            raise CheckpointError(str(document["error"]))
+        return document["result"]
+
+    # ------------------------------------------------------------------ the file
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            self._read(handle)
+            self._handle = handle
+            yield
+        finally:
+            os.close(handle)  # and with it the lock
+
+    def _read(self, handle: int) -> None:
+        text = b""
+        while chunk := os.pread(handle, _CHUNK_BYTES, self._read_bytes + len(text)):
+            text += chunk
+        self._read_bytes += len(text)
+        for line in text.splitlines():
+            self._take(line)
+
+    def _append(self, document: dict[str, Any]) -> None:
+        """A line that a killed process left incomplete stays one that is not read."""
+        line = b"\n" + json.dumps(document).encode() + b"\n"
+        os.pwrite(self._handle, line, self._read_bytes)
+        self._read_bytes += len(line)
+        self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            document = json.loads(line)
+        except ValueError:
+            return
+        if "back" in document:
+            rank, generation, after = document["back"]
+            self._places[rank] = Place(generation, after)
+            return
+        key = (document["at"][0], document["at"][1])
+        if "generations" in document:
+            self._held[key] = Meeting(key, document["attempt"], tuple(document["generations"]))
+        else:
+            self._results[key] = document
