@@ -51,7 +51,7 @@ class Meeting(NamedTuple):
         return (steps + 1 << 30) + (ordinal << 14) + (self.attempt << 8)
 
 
-class Place(NamedTuple):
+class Seat(NamedTuple):
     """Which process of a rank takes part, and in the meetings after which step."""
 
     generation: int = 0
@@ -76,7 +76,7 @@ class Meetings:
         self._has_exited = has_exited
         self._patience_s = patience_s
         self.is_away = generation > 0  # it has not taken its place yet
-        self._places = [Place()] * size
+        self._seats = [Seat()] * size
         self._held: dict[Key, Meeting] = {}
         self._results: dict[Key, dict[str, Any]] = {}
         self._read_bytes = 0
@@ -153,9 +153,9 @@ class Meetings:
 
     def _choose(self, steps: int) -> tuple[int, ...]:
         """Those that were there before this step; if none of them is left, all that are here."""
-        chosen = tuple(p.generation if p.after < steps else -1 for p in self._places)
+        chosen = tuple(p.generation if p.after < steps else -1 for p in self._seats)
         if self._is_deserted(chosen):
-            chosen = tuple(place.generation for place in self._places)
+            chosen = tuple(seat.generation for seat in self._seats)
         return chosen
 
     def _is_deserted(self, generations: tuple[int, ...]) -> bool:
@@ -210,7 +210,7 @@ class Meetings:
             return
         if "back" in document:
             rank, generation, after = document["back"]
-            self._places[rank] = Place(generation, after)
+            self._seats[rank] = Seat(generation, after)
             return
         key = (document["at"][0], document["at"][1])
         if "generations" in document:

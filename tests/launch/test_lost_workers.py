@@ -194,6 +194,71 @@ def test_who_finished() -> None:
     assert summarize_losses(lost[:1], 4) == "finished by workers 0, 1 and 2, without worker 3"
 
 
+# -------------------------------------------------------------------------- started again
+
+
+def test_a_killed_worker_is_started_again_so_many_times_in_all_and_the_end_tells_of_it() -> None:
+    script = """
+        generation = int(os.environ.get("SHOAL_GENERATION", "0"))
+        if rank == 1 and generation < 3: os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            run_dir.note_return(1, generation, {"step": 61, "lost_at": 49})
+        while not os.path.exists(run_dir.back(1, 3)): time.sleep(0.005)
+        run_dir.write_report(rank, {"rank": rank, "steps": 5})
+    """
+    ending, screen = run(script, 2, Tolerance("ps(quorum=0.5)", restarts=3))
+    assert not ending.lost and [worker.rank for worker in ending.returned] == [1, 1, 1]
+    lines = screen.err.splitlines()
+    for number in (1, 2, 3):
+        assert lines[number - 1].startswith("shoal: worker 1 was killed by SIGKILL after ")
+        assert lines[number - 1].endswith(f" s; it is started again ({number} of 3)")
+    assert lines[3].endswith("was killed by SIGKILL and was started again, and did not come back")
+    assert "shoal: worker 1 was lost at step 50 and came back after " in lines[-1]
+    assert lines[-1].endswith(" s; 12 steps were not trained")
+
+
+def test_then_the_others_go_on_without_it() -> None:
+    script = """
+        if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+        while not run_dir.has_ended(1, 2): time.sleep(0.005)
+    """
+    ending, screen = run(script, 2, Tolerance("hogwild", restarts=2))
+    assert len(ending.returned) == 2 and [lost.rank for lost in ending.lost] == [1]
+    assert screen.err.splitlines()[-1] == "shoal: finished by worker 0, without worker 1"
+
+
+def test_a_worker_whose_code_raises_is_not_started_again() -> None:
+    with pytest.raises(WorkersFailed, match="the seventh seal"):
+        run("fail(ValueError('the seventh seal'))", 1, Tolerance("hogwild", restarts=2))
+
+
+def test_a_worker_is_not_started_again_when_another_has_finished(tmp_path: Path) -> None:
+    told = Told()
+    policy = LossPolicy(RunDir(tmp_path), 3, Tolerance("hogwild", restarts=2), told)
+    assert policy.survives(ProcessExit(0, 0, 0))
+    killed = ProcessExit(1, -9, 0)
+    assert policy.survives(killed) and not policy.restarts(killed)
+    assert told.lines[-1].endswith("; the others go on, as hogwild allows")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("ddp", "zero(3)", "ps", "ps(quorum=1)", "gossip", "localsgd", "mapreduce", "tp(2)"),
+        *('ps(mode="async") + pp(2)', 'ps(placement="workers", mode="async")'),
+    ],
+)
+def test_strategies_that_take_no_worker_back_say_so_before_the_start(strategy: str) -> None:
+    with pytest.raises(BadInput, match="cannot take a lost worker back") as caught:
+        tolerance_of(parse(strategy), 4, restarts=1)
+    assert str(parse(strategy)) in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["ps(quorum=0.5)", "ps(staleness=2)", 'ps(mode="async")'])
+def test_strategies_that_do(strategy: str) -> None:
+    assert tolerance_of(parse(strategy), 4, restarts=5) == Tolerance(strategy, restarts=5)
+
+
 # -------------------------------------------------------------------------- interactive ones
 
 
@@ -269,5 +334,6 @@ def test_the_report_of_a_run() -> None:
         "seconds": 4.0,
         "samples_per_s": 12.5,
         "lost": [{"rank": 1, "how": "was killed by SIGKILL", "after_s": 1.5}],
+        "came_back": [],
         "ranks": list(reports),
     }
