@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from shoal.coordinator.interface import Unavailable
-from shoal.coordinator.records import Answer, Left, Request, Watch
+from shoal.coordinator.records import Answer, Request, TimeLeft, Watch
 from shoal.coordinator.requester import Requester, describe
 from shoal.errors import BadInput
 from shoal.runtime.backoff import Backoff
@@ -94,21 +94,20 @@ class RemoteCoordinator(Requester):
 
     def _exchange(self, wire: _Wire, request: Request, deadline_s: float) -> Answer:
         """Send it until it is answered: a number belongs to one request."""
-        sequence = 0
-        if wire is self._calls:
-            self._sequence += 1
-            sequence = self._sequence
+        self._sequence += wire is self._calls
+        number = (self._sequence, 0)
         pause = Backoff(0.005, 0.1)
         while True:
             try:
                 sent_s = time.monotonic()
-                answer = wire.exchange(request, sequence, deadline_s)
+                answer = wire.exchange(request, number, deadline_s)
                 return _aged(answer, time.monotonic() - sent_s)
             except (AuthenticationError, BadInput):
                 raise
             except (OSError, Refused) as error:
                 if wire.is_closed or time.monotonic() >= deadline_s:
                     raise self._unavailable(request, str(error)) from error
+            number = (number[0], number[1] + 1)
             pause()
 
     def _unavailable(self, request: Request, reason: str) -> Unavailable:
@@ -120,7 +119,7 @@ class RemoteCoordinator(Requester):
 
 def _aged(answer: Answer, age_s: float) -> Answer:
     """What is left of a lease counts from before the request was sent."""
-    return Left(max(0.0, answer.seconds - age_s)) if isinstance(answer, Left) else answer
+    return TimeLeft(max(0.0, answer.seconds - age_s)) if isinstance(answer, TimeLeft) else answer
 
 
 class _Wire:
@@ -136,13 +135,14 @@ class _Wire:
         self._connection: Connection | None = None
         self._changing = threading.Lock()
 
-    def exchange(self, request: Request, sequence: int, deadline_s: float) -> Answer:
+    def exchange(self, request: Request, number: tuple[int, int], deadline_s: float) -> Answer:
+        """`number`: which request it is, and how often it was sent before."""
         connection = self._connection or self._connected(deadline_s)
         try:
             connection.sock.settimeout(_left_s(deadline_s))
-            header = Header(FrameKind.COORDINATE, incarnation=self._client, sequence=sequence)
+            header = Header(FrameKind.COORDINATE, 0, 0, self._client, *number)
             connection.send(header, encode(request))
-            return self._answer(connection, sequence)
+            return self._answer(connection, number[0])
         except BaseException:  # also Ctrl-C: an answer that comes later is not that of the next
             self.drop()
             raise

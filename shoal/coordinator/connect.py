@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from shoal.coordinator.client import CALL_S, RemoteCoordinator
+from shoal.coordinator.etcd.coordinator import ETCD_CALL_S, EtcdCoordinator
+from shoal.coordinator.etcd.endpoints import check_trusted, is_etcd, parse_endpoints, tls_context
+from shoal.coordinator.etcd.keys import RunKeys
 from shoal.coordinator.interface import Coordinator
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
@@ -12,7 +15,7 @@ ETCD_LEASE_TTL_S = 2.0  # the shortest that etcd grants
 
 
 def open_coordinator(
-    config: RunConfig, who: str = "this process", call_s: float = CALL_S
+    config: RunConfig, who: str = "this process", call_s: float | None = None
 ) -> Coordinator:
     """A client of `config.coordinator`; `who` asks, for errors. It connects when it is used."""
     address = config.coordinator
@@ -21,10 +24,21 @@ def open_coordinator(
     secret = config.read_secret()
     if secret is None:
         raise BadInput("the coordinator needs the secret of this run: set SHOAL_SECRET")
-    return RemoteCoordinator(address, secret, who, config.tls, call_s)
+    if is_etcd(address):
+        return open_etcd(config, address, secret, who, call_s or ETCD_CALL_S)
+    return RemoteCoordinator(address, secret, who, config.tls, call_s or CALL_S)
+
+
+def open_etcd(
+    config: RunConfig, address: str, secret: bytes, who: str, call_s: float = ETCD_CALL_S
+) -> EtcdCoordinator:
+    endpoints = parse_endpoints(address)
+    context = tls_context(config.etcd) if address.startswith("etcds:") else None
+    if context is None:
+        check_trusted(endpoints, config.tls.trusted_network)
+    return EtcdCoordinator(endpoints, RunKeys.of_secret(secret), who, context, call_s)
 
 
 def lease_ttl_s(config: RunConfig) -> float:
     """How long a server's lease lasts without being renewed."""
-    is_etcd = (config.coordinator or "").startswith("etcd")
-    return ETCD_LEASE_TTL_S if is_etcd else LEASE_TTL_S
+    return ETCD_LEASE_TTL_S if is_etcd(config.coordinator or "") else LEASE_TTL_S

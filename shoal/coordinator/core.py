@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from shoal.coordinator.interface import Changes, Compacted, Conflict, LeaseLost
-from shoal.coordinator.log import Log, LogBroken
+from shoal.coordinator.log import LogBroken, StoreLog
 from shoal.coordinator.records import (
     Answer,
     Conflicts,
@@ -20,7 +20,6 @@ from shoal.coordinator.records import (
     IsCompacted,
     IsLost,
     KeepAlive,
-    Left,
     List,
     Listed,
     Mutation,
@@ -28,6 +27,7 @@ from shoal.coordinator.records import (
     Record,
     Request,
     RequestId,
+    TimeLeft,
     Watch,
     Watched,
 )
@@ -62,14 +62,14 @@ class Core:
     def __init__(
         self,
         store: Store,
-        log: Log | None = None,
+        log: StoreLog | None = None,
         clock_s: Callable[[], float] | None = None,
     ):
         self._store = store
         self._log = log
         self._clock_s = clock_s or LeaseClock().now_s
         self._changed = threading.Condition()
-        self._seen: OrderedDict[int, int] = OrderedDict()  # the latest request of each client
+        self._seen: OrderedDict[int, tuple[int, int]] = OrderedDict()  # of each client: the latest
         self._is_closed = False
 
     def answer(self, request: Request, by: RequestId | None = None) -> Answer:
@@ -105,7 +105,7 @@ class Core:
 
     def _answer(self, request: Request, by: RequestId | None) -> Answer:
         if by is not None and not self._is_latest(by):
-            return Failed("a later request of this client has been answered")
+            return Failed("this client has sent another request since")
         store = self._store
         match request:
             case Get(key):
@@ -113,19 +113,20 @@ class Core:
             case List(name):
                 return Listed(store.list(name))
             case KeepAlive(lease_id):
-                return Left(store.renew(lease_id, self._clock_s()))
+                return TimeLeft(store.renew(lease_id, self._clock_s()))
             case Watch():
                 raise AssertionError("a watch waits outside of the lock")
             case _:
                 return self._mutate(request, by)
 
     def _is_latest(self, by: RequestId) -> bool:
-        """A request that its client has given up, and that arrives late, changes nothing."""
-        latest = self._seen.pop(by.client, 0)
-        self._seen[by.client] = max(latest, by.sequence)
+        """What its client has given up or sent again since, and arrives late, changes nothing."""
+        this = (by.sequence, by.attempt)
+        latest = self._seen.pop(by.client, this)
+        self._seen[by.client] = max(latest, this)
         if len(self._seen) > MAX_CLIENTS:
             self._seen.popitem(last=False)
-        return by.sequence >= latest
+        return this >= latest
 
     def _mutate(self, request: Mutation, by: RequestId | None) -> Answer:
         known = None if by is None else self._store.outcome(by)

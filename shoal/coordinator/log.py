@@ -29,7 +29,7 @@ class LogBroken(OSError):
     """A record may be in the file or not: its request has no known outcome."""
 
 
-class Log:
+class StoreLog:
     """Open for one process at a time."""
 
     def __init__(self, path: Path, growth_bytes: int = GROWTH_BYTES):

@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 
 from shoal.coordinator.core import Core
-from shoal.coordinator.log import Log
+from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
@@ -43,7 +43,7 @@ def _open(config: RunConfig) -> CoordinatorService:
     secret = config.read_secret()
     if run_dir is None or secret is None:
         raise BadInput("a coordinator needs a run directory and its secret: set SHOAL_RUN_DIR")
-    log = Log(run_dir.coordinator_log)
+    log = StoreLog(run_dir.coordinator_log)
     log.store.renew_all(0.0)
     addresses = [run_dir.coordinator]
     if config.coordinator_beyond:

@@ -77,10 +77,11 @@ Request = Mutation | KeepAlive | Get | List | Watch
 
 
 class RequestId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which client asks, and its how many-th request it is."""
+    """Which client asks, which of its requests it is, and how often that was sent before."""
 
     client: Number
     sequence: Number
+    attempt: Number = 0
 
 
 # ---------------------------------------------------------------------- answers
@@ -90,7 +91,7 @@ class Granted(Tagged, frozen=True):
     lease: Lease
 
 
-class Left(Tagged, frozen=True):
+class TimeLeft(Tagged, frozen=True):
     """Seconds that are left of a lease."""
 
     seconds: float
@@ -135,7 +136,7 @@ class Failed(Tagged, frozen=True):
 
 
 Outcome = Granted | Written | Done
-Answer = Outcome | Left | Found | Listed | Watched | Conflicts | IsLost | IsCompacted | Failed
+Answer = Outcome | TimeLeft | Found | Listed | Watched | Conflicts | IsLost | IsCompacted | Failed
 
 
 # ---------------------------------------------------------------------- records of the log

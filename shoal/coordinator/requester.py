@@ -33,12 +33,12 @@ from shoal.coordinator.records import (
     IsCompacted,
     IsLost,
     KeepAlive,
-    Left,
     List,
     Listed,
     PutIf,
     Request,
     Revoke,
+    TimeLeft,
     Watch,
     Watched,
     Written,
@@ -60,7 +60,7 @@ class Requester(ABC):
         return self._result(Grant(ttl_s, holder), Granted).lease
 
     def keep_alive(self, lease_id: int) -> float:
-        return self._result(KeepAlive(lease_id), Left).seconds
+        return self._result(KeepAlive(lease_id), TimeLeft).seconds
 
     def revoke(self, lease_id: int) -> None:
         self._result(Revoke(lease_id), Done)

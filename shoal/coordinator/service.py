@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.coordinator.core import Core
 from shoal.coordinator.log import LogBroken
-from shoal.coordinator.records import MAX_NUMBER, Request, RequestId, Watch
+from shoal.coordinator.records import MAX_NUMBER, Request, RequestId
 from shoal.errors import ShoalError
 from shoal.runtime.config import TlsConfig
 from shoal.server.protocol.connection import Connection
@@ -131,10 +131,10 @@ class CoordinatorService:
         header, meta = connection.receive(MAX_REQUEST_BYTES)
         if header.kind is not FrameKind.COORDINATE or header.payload_bytes:
             raise Refused(f"{header.kind.name} is no request to a coordinator")
-        if header.incarnation != client or max(client, header.sequence) > MAX_NUMBER:
+        by = RequestId(client, header.sequence, header.argument)
+        if header.incarnation != client or max(client, by.sequence, by.attempt) > MAX_NUMBER:
             raise Refused("a request of another client")
         request = decode_request(meta)
-        by = None if isinstance(request, Watch) else RequestId(client, header.sequence)
         try:
             answer = self._core.answer(request, by)
         except LogBroken as error:

@@ -18,6 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from shoal.coordinator.connect import open_coordinator
+from shoal.coordinator.etcd.coordinator import EtcdCoordinator
+from shoal.coordinator.etcd.endpoints import is_etcd
+from shoal.coordinator.interface import CoordinatorError
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import in_child
@@ -125,14 +129,36 @@ class EmbeddedCoordinator(RunCoordinator):
         return True
 
 
+class EtcdKeys(RunCoordinator):
+    """The keys of this run in an etcd cluster of the user; they are removed at its end."""
+
+    def __init__(self, config: RunConfig, run_dir: RunDir):
+        """BadInput where the cluster does not answer."""
+        super().__init__(config)
+        self._etcd = open_coordinator(replace(config, run_dir=run_dir), "the launcher")
+        assert isinstance(self._etcd, EtcdCoordinator)
+        try:
+            self._etcd.remove_all()
+        except CoordinatorError as error:
+            self._etcd.close()
+            raise BadInput(f"SHOAL_COORDINATOR is {config.coordinator}: {error}") from error
+
+    def close(self) -> None:
+        assert isinstance(self._etcd, EtcdCoordinator)
+        with suppress(CoordinatorError):
+            self._etcd.remove_all()
+        self._etcd.close()
+
+
 @contextmanager
 def coordinator_of(config: RunConfig, run_dir: RunDir, say: Say) -> Iterator[RunCoordinator]:
     """The one that SHOAL_COORDINATOR names, or else a process of this launcher."""
-    coordinator = (
-        EmbeddedCoordinator(config, run_dir, say)
-        if config.coordinator is None
-        else RunCoordinator(config)
-    )
+    if config.coordinator is None:
+        coordinator: RunCoordinator = EmbeddedCoordinator(config, run_dir, say)
+    elif is_etcd(config.coordinator):
+        coordinator = EtcdKeys(config, run_dir)
+    else:
+        coordinator = RunCoordinator(config)
     try:
         yield coordinator
     finally:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.coordinator.client import RemoteCoordinator
+from shoal.coordinator.connect import open_etcd
 from shoal.coordinator.core import Core
 from shoal.coordinator.interface import Coordinator
 from shoal.coordinator.local import LocalCoordinator
-from shoal.coordinator.log import Log
+from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir, new_secret
@@ -44,10 +45,10 @@ def local() -> Iterator[Connect]:
 
 
 @contextmanager
-def service(log: Log | None = None, tcp: bool = False) -> Iterator[CoordinatorService]:
+def service(log: StoreLog | None = None, tcp: bool = False) -> Iterator[CoordinatorService]:
     """In this process, at a socket."""
     with run_dir() as folder:
-        log = log or Log(folder.coordinator_log)
+        log = log or StoreLog(folder.coordinator_log)
         core = Core(log.store, log)
         address = "tcp:127.0.0.1:0" if tcp else folder.coordinator
         with CoordinatorService(core, SECRET, [address]) as found:
@@ -58,6 +59,22 @@ def service(log: Log | None = None, tcp: bool = False) -> Iterator[CoordinatorSe
 def served() -> Iterator[Connect]:
     with service() as found, ExitStack() as stack:
         yield lambda: stack.enter_context(RemoteCoordinator(found.addresses[0], SECRET))
+
+
+@contextmanager
+def etcd_run(hosts: str, call_s: float = PATIENCE_S) -> Iterator[Connect]:
+    """Coordinators of one run in a cluster; its keys are removed at the end."""
+    secret = new_secret()
+    with ExitStack() as stack:
+
+        def connect() -> Coordinator:
+            found = open_etcd(RunConfig(), f"etcd://{hosts}", secret, "a test", call_s)
+            return stack.enter_context(found)
+
+        yield connect
+        with open_etcd(RunConfig(), f"etcd://{hosts}", secret, "a test", call_s) as last:
+            last.remove_all()
+            assert last.list("").entries == {}
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -17,15 +18,29 @@ from shoal.coordinator.interface import (
     Versioned,
 )
 from shoal.errors import BadInput
-from tests.coordinator.helpers import Connect, local, served, until
+from tests.coordinator.etcd_cluster import NEEDS_ETCD, etcd_cluster
+from tests.coordinator.helpers import Connect, etcd_run, local, served, until
 
 KINDS = {"local": local, "service": served}
+ETCD = pytest.param("etcd", marks=[pytest.mark.whole, NEEDS_ETCD])
+Opened = AbstractContextManager[Connect]
 TTL_S = 60.0
 
 
-@pytest.fixture(params=KINDS)
-def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    with KINDS[request.param]() as found:
+@pytest.fixture(scope="module", params=[*KINDS, ETCD])
+def kind(request: pytest.FixtureRequest) -> Iterator[Callable[[], Opened]]:
+    """What makes coordinators of one kind; an etcd cluster serves all tests."""
+    if request.param != "etcd":
+        yield KINDS[request.param]
+        return
+    with etcd_cluster() as cluster:
+        cluster.leader()
+        yield lambda: etcd_run(cluster.hosts)
+
+
+@pytest.fixture
+def connect(kind: Callable[[], Opened]) -> Iterator[Connect]:
+    with kind() as found:
         yield found
 
 
@@ -102,7 +117,7 @@ def test_one_of_many_that_race_wins_each_version(connect: Connect) -> None:
     each = 10
 
     def increment(coordinator: Coordinator) -> list[int]:
-        versions = []
+        versions: list[int] = []
         while len(versions) < each:
             found = coordinator.get("counter")
             number = int(found.value) if found is not None else 0

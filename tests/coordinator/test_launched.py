@@ -13,9 +13,11 @@ import pytest
 
 from shoal.coordinator.connect import open_coordinator
 from shoal.coordinator.interface import Coordinator
+from shoal.errors import BadInput
 from shoal.launch.coordinator import MAX_RESTARTS, EmbeddedCoordinator, coordinator_of
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
+from tests.coordinator.etcd_cluster import NEEDS_ETCD, etcd_cluster
 from tests.coordinator.helpers import run_dir, until
 
 
@@ -58,10 +60,43 @@ def test_it_is_started_again_from_its_log_and_ends_with_the_block() -> None:
 
 def test_a_coordinator_of_the_user_is_used_as_it_is() -> None:
     with run_dir() as folder:
-        config = replace(RunConfig(), coordinator="etcd://h1:2379,h2:2379")
+        config = replace(RunConfig(), coordinator="tcp:127.0.0.1:4000")
         with coordinator_of(config, folder, Said()) as coordinator:
             coordinator.watch()
             assert coordinator.config == config
+
+
+def test_an_etcd_beyond_this_host_needs_tls_or_a_trusted_network() -> None:
+    with run_dir() as folder:
+        config = replace(RunConfig(), coordinator="etcd://10.0.0.1:2379")
+        with (
+            pytest.raises(BadInput, match=r"etcd at 10\.0\.0\.1:2379 in the clear: use etcds"),
+            coordinator_of(config, folder, Said()),
+        ):
+            pass
+
+
+@pytest.mark.whole
+def test_an_etcd_that_does_not_answer_is_bad_input() -> None:
+    with run_dir() as folder:
+        config = replace(RunConfig(), coordinator="etcd://127.0.0.1:1")
+        with (
+            pytest.raises(BadInput, match=r"the launcher: etcd at 127\.0\.0\.1:1 has not answered"),
+            coordinator_of(config, folder, Said()),
+        ):
+            pass
+
+
+@pytest.mark.whole
+@NEEDS_ETCD
+def test_no_key_of_the_run_is_left_in_etcd() -> None:
+    with run_dir() as folder, etcd_cluster() as cluster:
+        config = replace(RunConfig(), coordinator=f"etcd://{cluster.hosts}")
+        with coordinator_of(config, folder, Said()) as coordinator:
+            client = open_coordinator(replace(coordinator.config, run_dir=folder))
+            client.put_if("chain/0", b"1", 0)
+        assert client.list("").entries == {}
+        client.close()
 
 
 @pytest.mark.whole
