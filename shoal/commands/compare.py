@@ -24,6 +24,7 @@ from shoal.commands.launching import command_for, config_for, strategy_for
 from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import LaunchSpec, launch
+from shoal.launch.lost_servers import replication_of
 from shoal.launch.output import discard_lines
 from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome_of
 from shoal.runtime.config import RunConfig
@@ -196,7 +197,9 @@ class Comparison:
         workers = max(entry.workers for entry in group)
         servers = max(as_strategy(e.strategy).servers(e.workers) for e in group)
         config = replace(self._config, strategy=group[-1].strategy)
-        launch(LaunchSpec(command, workers, config, servers), discard_lines, self._show)
+        replication = replication_of(as_strategy(group[-1].strategy), workers)  # servers: alone
+        spec = LaunchSpec(command, workers, config, servers, replication=replication)
+        launch(spec, discard_lines, self._show)
 
 
 def _has_begun(entry: ComparedRun) -> bool:

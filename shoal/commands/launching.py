@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.launch.local import LaunchSpec, RunResult, launch
+from shoal.launch.lost_servers import SERVER_RESTARTS, replication_of
 from shoal.launch.lost_workers import tolerance_of
 from shoal.launch.output import OnProgress, Write, discard_lines, print_lines
 from shoal.launch.processes import Forks
@@ -54,7 +55,7 @@ class WorkersOptions:
             restarts=config.restarts if self.restarts is None else self.restarts,
             wait=replace(config.wait, limit_s=self.timeout_s or config.wait.limit_s),
         )
-        check_faults(config, self.workers)
+        check_faults(config, self.workers, strategy.servers(self.workers))
         if config.restarts:
             strategy.require_takes_back()
         return config
@@ -177,8 +178,10 @@ def _launch(
 ) -> RunResult:
     strategy = as_strategy(config.strategy or "single")
     servers = strategy.servers(workers)
+    replication = replication_of(strategy, workers, config.restarts or SERVER_RESTARTS)
     tolerance = tolerance_of(strategy, workers, config.restarts)
     spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance, forks=forks)
+    spec = replace(spec, replication=replication)
     return launch(spec, write, on_progress)
 
 

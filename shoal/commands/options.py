@@ -34,11 +34,17 @@ Trace = Annotated[
 ]
 Slow = Annotated[
     list[str] | None,
-    typer.Option(help="Slow a worker down: 1:4x makes worker 1 four times slower; repeatable."),
+    typer.Option(
+        help="Slow a worker or server down: 1:4x makes worker 1 four times slower, "
+        "server:1:4x server 1; repeatable."
+    ),
 ]
 Kill = Annotated[
     list[str] | None,
-    typer.Option(help="Kill a worker: 2@50 kills worker 2 at step 50; repeatable."),
+    typer.Option(
+        help="Kill a worker or server: 2@50 kills worker 2 at step 50, server:1@50 server 1; "
+        "repeatable."
+    ),
 ]
 Restart = Annotated[
     int | None,

@@ -23,6 +23,7 @@ from shoal.coordinator.etcd.coordinator import EtcdCoordinator
 from shoal.coordinator.etcd.endpoints import is_etcd
 from shoal.coordinator.interface import CoordinatorError
 from shoal.errors import BadInput
+from shoal.launch.lost_servers import Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, signal_name
@@ -163,6 +164,18 @@ def coordinator_of(config: RunConfig, run_dir: RunDir, say: Say) -> Iterator[Run
         yield coordinator
     finally:
         coordinator.close()
+
+
+@contextmanager
+def coordinated(
+    replication: Replication, config: RunConfig, run_dir: RunDir, say: Say
+) -> Iterator[RunCoordinator]:
+    """A coordinator where servers have replicas; else there is nothing to coordinate."""
+    if not replication.is_on:
+        yield RunCoordinator(config)
+        return
+    with coordinator_of(config, run_dir, say) as coordinator:
+        yield coordinator
 
 
 def _process_config(config: RunConfig, run_dir: RunDir) -> RunConfig:

@@ -61,6 +61,7 @@ class ProcessFailure:
     stderr_tail: str = ""
     role: Role = "worker"
     out_of_memory: bool = False  # the kernel has killed for memory while the run was going on
+    note: str = ""  # of a server: what its loss means
 
     @property
     def ending(self) -> str:
@@ -146,7 +147,7 @@ def _server_failed(failure: ProcessFailure) -> ServerFailed:
     code = failure.returncode
     how = f"ended with exit status {code}" if code >= 0 else failure.ending
     tail = f":\n{failure.stderr_tail}" if failure.stderr_tail else ""
-    return ServerFailed(failure.rank, f"{how} while workers needed it{tail}")
+    return ServerFailed(failure.rank, f"{how}{failure.note} while workers needed it{tail}")
 
 
 def _failed(rank: int, report: FailureReport) -> str:

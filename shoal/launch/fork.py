@@ -11,12 +11,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
+from shoal.launch.coordinator import coordinated
 from shoal.launch.failures import (
     ProcessFailure,
     first_failure,
@@ -24,6 +24,7 @@ from shoal.launch.failures import (
     read_failure,
     report_failure,
 )
+from shoal.launch.lost_servers import SINGLE_COPY, Replication, ServerPolicy
 from shoal.launch.lost_workers import LossPolicy, Tolerance, summarize_losses
 from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
 from shoal.launch.processes import ProcessExit
@@ -48,6 +49,7 @@ class ForkSpec:
     servers: int = 0
     server_command: Sequence[str] = SERVER_COMMAND
     tolerance: Tolerance | None = None
+    replication: Replication = SINGLE_COPY
 
 
 def fork(spec: ForkSpec) -> None:
@@ -59,10 +61,14 @@ def fork(spec: ForkSpec) -> None:
             for rank in range(spec.workers)
         ]
         policy = LossPolicy(run_dir, spec.workers, spec.tolerance, _say)
-        with _servers(spec, run_dir) as servers:
+        with (
+            coordinated(spec.replication, spec.config, run_dir, _say) as coordinator,
+            ForkServers(replace(spec, config=coordinator.config), run_dir) as servers,
+        ):
             try:
                 for process in processes:
                     process.start()
+                coordinator.watch()
                 failures = _wait_for_all(processes, servers, run_dir, policy)
             finally:
                 run_dir.mark_ending()
@@ -88,42 +94,87 @@ def _child(spec: ForkSpec, rank: int, run_dir: RunDir, session_pid: int) -> None
         sys.exit(1)
 
 
-@contextmanager
-def _servers(spec: ForkSpec, run_dir: RunDir) -> Iterator[list[subprocess.Popen[bytes]]]:
+class ForkServers:
     """Servers while the block runs; their output is kept in case one fails."""
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for index in range(spec.servers):
-            started.append(_start_server(spec, run_dir, index))
-        yield started
-    finally:
-        for server in started:
+
+    def __init__(self, spec: ForkSpec, run_dir: RunDir):
+        self._spec = spec
+        self._run_dir = run_dir
+        self._policy = ServerPolicy(spec.servers, spec.replication, _say)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> ForkServers:
+        try:
+            for index in range(self._spec.servers):
+                self._start(index)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._processes.values():
             server.terminate()
         deadline = time.monotonic() + GRACE_S
-        for server in started:
+        for server in self._processes.values():
             try:
                 server.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
 
+    def __bool__(self) -> bool:
+        return bool(self._processes)
 
-def _start_server(spec: ForkSpec, run_dir: RunDir, index: int) -> subprocess.Popen[bytes]:
-    config = server_config(spec.config, run_dir, index, spec.workers, spec.servers)
-    with run_dir.server_log(index).open("wb") as log:
-        return subprocess.Popen(
-            spec.server_command,
-            env=config.to_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+    def failed(self, known: list[ProcessFailure]) -> list[ProcessFailure]:
+        """Those that have exited and end the run; others are replaced by a new process."""
+        reported = {failure.rank for failure in known if failure.role == "server"}
+        ended = [i for i, s in self._processes.items() if i not in reported and s.poll()]
+        return [failure for index in ended for failure in self._judged(index)]
+
+    def _judged(self, index: int) -> list[ProcessFailure]:
+        returncode = self._processes[index].returncode
+        now_ns = time.monotonic_ns()
+        exit = ProcessExit(index, returncode, now_ns, "server")
+        if not self._policy.survives(exit):
+            tail = _tail(self._run_dir, index)
+            note = self._policy.reason(index)
+            return [
+                ProcessFailure(index, returncode, now_ns, None, tail, "server", note=note),
+            ]
+        if self._policy.replaces(exit):
+            self._run_dir.remove_socket(index)
+            self._start(index, failpoints=())
+        else:
+            del self._processes[index]
+        return []
+
+    def _start(self, index: int, **changes: Any) -> None:
+        spec = self._spec
+        config = server_config(
+            replace(spec.config, **changes),
+            self._run_dir,
+            index,
+            spec.workers,
+            spec.servers,
+            spec.replication,
         )
+        with self._run_dir.server_log(index).open("wb") as log:
+            process = subprocess.Popen(
+                spec.server_command,
+                env=config.to_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._processes[index] = process
+        self._run_dir.note_server_pid(index, process.pid)
 
 
 def _wait_for_all(
     processes: list[Process],
-    servers: list[subprocess.Popen[bytes]],
+    servers: ForkServers,
     run_dir: RunDir,
     policy: LossPolicy,
 ) -> list[ProcessFailure]:
@@ -139,7 +190,7 @@ def _wait_for_all(
             exited.append(failure)
             if not policy.survives(ProcessExit(rank, failure.returncode, failure.noticed_ns)):
                 failed.append(failure)
-        failed += _failed_servers(servers, run_dir, failed)
+        failed += servers.failed(failed)
         if failed and not wait(list(running), timeout=0.3):
             break
     if not failed and not any(failure.returncode == 0 for failure in exited):
@@ -149,19 +200,6 @@ def _wait_for_all(
 
 def _exit_of(rank: int, returncode: int, run_dir: RunDir) -> ProcessFailure:
     return ProcessFailure(rank, returncode, time.monotonic_ns(), read_failure(run_dir, rank))
-
-
-def _failed_servers(
-    servers: list[subprocess.Popen[bytes]], run_dir: RunDir, known: list[ProcessFailure]
-) -> list[ProcessFailure]:
-    reported = {failure.rank for failure in known if failure.role == "server"}
-    return [
-        ProcessFailure(
-            index, server.returncode, time.monotonic_ns(), None, _tail(run_dir, index), "server"
-        )
-        for index, server in enumerate(servers)
-        if index not in reported and server.poll()
-    ]
 
 
 def _tail(run_dir: RunDir, index: int) -> str:

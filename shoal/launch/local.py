@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import BadInput
+from shoal.launch.coordinator import coordinated
 from shoal.launch.failures import first_failure, launch_error
+from shoal.launch.lost_servers import SINGLE_COPY, LostServer, Replication, ServerPolicy
 from shoal.launch.lost_workers import (
     LossPolicy,
     LostWorker,
@@ -60,6 +62,7 @@ class LaunchSpec:
     tolerance: Tolerance | None = None
     threads: int | None = None
     forks: Forks | None = None
+    replication: Replication = SINGLE_COPY
 
     def check(self) -> None:
         if self.workers < 1:
@@ -87,6 +90,7 @@ class RunResult:
     reports: tuple[dict[str, Any] | None, ...]  # by rank; None for a worker without a report
     has_trained: bool = True  # a worker has come to the end of shoal.run
     returned: tuple[ReturnedWorker, ...] = ()
+    lost_servers: tuple[LostServer, ...] = ()
 
 
 def launch(
@@ -110,12 +114,16 @@ def launch(
     with SignalEvents(put) as signals, new_run_dir() as run_dir:
         with OutputPump(put) as pump, _messages(pump, write) as say:
             policy = LossPolicy(run_dir, spec.workers, spec.tolerance, say)
-            starter = _Starter(spec, run_dir, pump, write, on_progress)
+            server_policy = ServerPolicy(spec.servers, spec.replication, say)
             with (
+                coordinated(spec.replication, spec.config, run_dir, say) as coordinator,
                 Processes(put, "server", spec.forks) as servers,
                 Processes(put, forks=spec.forks) as workers,
             ):
+                coordinated_spec = replace(spec, config=coordinator.config)
+                starter = _Starter(coordinated_spec, run_dir, pump, write, on_progress)
                 stderr = starter.start_all(workers, servers)
+                coordinator.watch()
 
                 def restart(exit: ProcessExit) -> bool:
                     if not policy.restarts(exit):
@@ -123,7 +131,12 @@ def launch(
                     stderr["worker"][exit.rank] = starter.start_again(exit.rank, workers)
                     return True
 
+                def start_server(index: int) -> None:
+                    stderr["server"][index] = starter.start_server(index, servers, again=True)
+
                 supervisor.restart = restart
+                supervisor.server_policy = server_policy
+                supervisor.start_server = start_server
                 with StoppedProcesses(
                     spec.config.wait, lambda: [*workers.running(), *servers.running()], say
                 ):
@@ -137,6 +150,7 @@ def launch(
             tuple(reports),
             bool(finished),
             tuple(policy.returned()),
+            tuple(server_policy.lost),
         )
     signals.raise_first()
     if supervisor.output_error is not None:
@@ -185,7 +199,7 @@ class _Starter:
     def start_all(self, workers: Processes, servers: Processes) -> dict[Role, list[LineForwarder]]:
         """Start all workers and servers; returns the stderr of each."""
         stderr: dict[Role, list[LineForwarder]] = {
-            "server": [self._start_server(i, servers) for i in range(self.spec.servers)],
+            "server": [self.start_server(i, servers) for i in range(self.spec.servers)],
             "worker": [self._start_worker(rank, workers) for rank in range(self.spec.workers)],
         }
         self.pump.start()  # no thread before the last fork
@@ -193,10 +207,18 @@ class _Starter:
         workers.watch()
         return stderr
 
-    def _start_server(self, index: int, servers: Processes) -> LineForwarder:
+    def start_server(self, index: int, servers: Processes, again: bool = False) -> LineForwarder:
+        """Its process; `again`: in the place of one that was lost."""
         spec = self.spec
-        config = server_config(spec.config, self.run_dir, index, spec.workers, spec.servers)
-        pipes = servers.start(spec.server_command, config.to_environment())
+        config = server_config(
+            spec.config, self.run_dir, index, spec.workers, spec.servers, spec.replication
+        )
+        if again:
+            config = replace(config, failpoints=())
+            self.run_dir.remove_socket(index)
+        rank = index if again else None
+        pipes = servers.start(spec.server_command, config.to_environment(), rank=rank)
+        self.run_dir.note_server_pid(index, servers.pid_of(index))
         return self._forward(f"[server {index}] ", pipes)
 
     def start_again(self, rank: int, workers: Processes) -> LineForwarder:

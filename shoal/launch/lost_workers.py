@@ -38,6 +38,7 @@ def tolerance_of(strategy: Strategy, workers: int, restarts: int = 0) -> Toleran
     """None where the loss of any worker ends the run."""
     if restarts:
         strategy.require_takes_back()
+        restarts = restarts if strategy.takes_back else 0
     if not strategy.survives_loss:
         return None
     needed = tuple(r for r in range(workers) if strategy.needs(r))

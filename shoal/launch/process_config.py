@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import replace
 
+from shoal.launch.lost_servers import SINGLE_COPY, Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import threads_of
 from shoal.runtime.run_dir import RunDir
@@ -30,9 +31,20 @@ def worker_config(
 
 
 def server_config(
-    config: RunConfig, run_dir: RunDir, index: int, workers: int, servers: int
+    config: RunConfig,
+    run_dir: RunDir,
+    index: int,
+    workers: int,
+    servers: int,
+    replication: Replication = SINGLE_COPY,
 ) -> RunConfig:
     """A server knows the number of workers, and has no rank itself."""
+    role = replace(
+        config.server,
+        index=index,
+        replicas=replication.replicas,
+        consistency=replication.consistency,
+    )
     server = replace(
         config,
         rank=None,
@@ -42,7 +54,7 @@ def server_config(
         rendezvous=None,
         run_dir=run_dir,
         servers=servers,
-        server=replace(config.server, index=index),
+        server=role,
         launcher_pid=os.getpid(),
         progress_fd=None,
     )

@@ -139,6 +139,10 @@ class Processes:
         waiter.start()
         self._waiters.append(waiter)
 
+    def pid_of(self, rank: int) -> int:
+        """The process that was started last for this rank."""
+        return self._processes[max(i for i, r in enumerate(self._ranks) if r == rank)].pid
+
     def running(self) -> list[tuple[str, int]]:
         """Names and ids of the processes that have not been reaped."""
         return [

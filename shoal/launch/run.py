@@ -27,6 +27,7 @@ from shoal.launch.environment import Placement, detect
 from shoal.launch.failures import report_failure
 from shoal.launch.fork import ForkSpec, fork
 from shoal.launch.local import LaunchSpec, launch
+from shoal.launch.lost_servers import replication_of
 from shoal.launch.lost_workers import tolerance_of
 from shoal.launch.output import Write, discard_lines, print_lines
 from shoal.launch.uncaught import end_with_sentence
@@ -149,9 +150,11 @@ def _launch_self(
     config = replace(config, strategy=str(strategy), call=_calls)
     servers = strategy.servers(workers)
     tolerance = tolerance_of(strategy, workers)
+    replication = replication_of(strategy, workers)
     command = _command_of_script()
     if command is not None:
-        launch(LaunchSpec(command, workers, config, servers, tolerance=tolerance), write)
+        spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance)
+        launch(replace(spec, replication=replication), write)
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise BadInput(
@@ -163,7 +166,7 @@ def _launch_self(
         torch.set_num_threads(1)
         Worker(strategy, detect(worker_config), worker_config, _calls).run(train)
 
-    fork(ForkSpec(body, workers, config, servers, tolerance=tolerance))
+    fork(ForkSpec(body, workers, config, servers, tolerance=tolerance, replication=replication))
 
 
 def _command_of_script() -> list[str] | None:

@@ -7,8 +7,8 @@ run ──all workers exited─────────────────�
  │                                                              second Ctrl-C ──> SIGKILL
  └──SIGTERM: to the workers alone; they have 30 s to end a step and to save, then as above
 
-Whether a worker that exited with an error fails the run is decided by `survives`
-(see lost_workers.py).
+Whether a worker or a server that exited with an error fails the run is decided by `survives`
+(see lost_workers.py) and `server_policy` (see lost_servers.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from shoal.launch.failures import ProcessFailure, read_failure
+from shoal.launch.lost_servers import ServerPolicy
 from shoal.launch.output import LineForwarder
 from shoal.launch.processes import Processes, ProcessExit, Role
 from shoal.runtime.memory_limit import OutOfMemoryKills
@@ -86,6 +87,8 @@ class Supervisor:
     stopped_ns: int | None = None  # when the launcher began to end the processes
     survives: Callable[[ProcessExit], bool] | None = None
     restart: Callable[[ProcessExit], bool] | None = None  # starts a lost worker again, or not
+    server_policy: ServerPolicy | None = None
+    start_server: Callable[[int], None] | None = None  # another process in the place of a lost one
     memory_kills: OutOfMemoryKills = field(default_factory=OutOfMemoryKills)
 
     def run(
@@ -140,6 +143,7 @@ class Supervisor:
                 stderr[exit.role][exit.rank].tail(),
                 exit.role,
                 self.memory_kills.has_struck(),
+                self._note_of(exit),
             )
             for exit in (self.failed if succeeded or self.failed else errors)
         ]
@@ -178,6 +182,8 @@ class Supervisor:
         A server that exits with success was not needed any more.
         """
         ending = self.failed or self._must_stop() or self.stopped_ns is not None
+        if exit.role == "server" and not ending and self.server_policy is not None:
+            return self._continues_without(exit, self.server_policy)
         if exit.role == "server" or ending or self.survives is None:
             return exit.returncode == 0
         if not self.survives(exit):
@@ -185,6 +191,18 @@ class Supervisor:
         if exit.returncode != 0 and self.restart is not None and self.restart(exit):
             self.workers += 1
         return True
+
+    def _continues_without(self, exit: ProcessExit, policy: ServerPolicy) -> bool:
+        if not policy.survives(exit):
+            return False
+        if self.start_server is not None and policy.replaces(exit):
+            self.start_server(exit.rank)
+            self.servers += 1
+        return True
+
+    def _note_of(self, exit: ProcessExit) -> str:
+        is_server = exit.role == "server" and self.server_policy is not None
+        return self.server_policy.reason(exit.rank) if is_server and self.server_policy else ""
 
     def _workers_exited(self) -> bool:
         return sum(exit.role == "worker" for exit in self.exits) == self.workers

@@ -4,6 +4,8 @@
     --kill 2@50     worker 2 kills itself before it computes step 50; the first step is 1
     --kill 2@0      ... when it calls job.step, before it has joined the others
 
+Those of servers (--kill server:1@50) are in `server_faults.py`.
+
 The texts are checked before anything starts, and passed to workers in `RunConfig`.
 """
 
@@ -20,6 +22,12 @@ from typing import TypeVar
 
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
+from shoal.runtime.server_faults import (
+    ServerKills,
+    for_workers,
+    read_server_kills,
+    read_server_slow,
+)
 
 T = TypeVar("T")
 _SLOW = re.compile(r"([0-9]{1,6}):([0-9]{1,4}(?:\.[0-9]{1,4})?)x")
@@ -33,9 +41,12 @@ class Faults:
 
     slow: float = 1.0  # times slower
     kill_at: int | None = None  # or the next step that it computes: a sync may skip steps
+    servers: ServerKills | None = None
 
     def at_start(self) -> None:
         """Called before the worker joins the others."""
+        if self.servers is not None:
+            self.servers.at(0)
         if self.kill_at == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -49,6 +60,8 @@ class Faults:
         """`run` with these faults; `number()` is the number of the step."""
 
         def faulty(*args: object) -> T:
+            if self.servers is not None:
+                self.servers.at(number())
             if self.kill_at is not None and number() >= self.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             began_s = clock_s()
@@ -77,15 +90,20 @@ def faults_of(config: RunConfig, rank: int, workers: int) -> Faults | None:
     kill_steps = read_kill(config.kill, workers)
     if config.generation:
         kill_steps = {}  # once: a worker that was started again lives on
-    if rank not in slow_factors and rank not in kill_steps:
+    servers = None
+    if config.run_dir is not None and read_server_kills(config.kill):
+        servers = ServerKills(config.run_dir, read_server_kills(config.kill))
+    if rank not in slow_factors and rank not in kill_steps and servers is None:
         return None
-    return Faults(slow_factors.get(rank, 1.0), kill_steps.get(rank))
+    return Faults(slow_factors.get(rank, 1.0), kill_steps.get(rank), servers)
 
 
-def check_faults(config: RunConfig, workers: int) -> None:
+def check_faults(config: RunConfig, workers: int, servers: int = 0) -> None:
     """BadInput if a text or a rank is wrong."""
     read_slow(config.slow, workers)
     read_kill(config.kill, workers)
+    read_server_slow(config.slow, servers)
+    read_server_kills(config.kill, servers)
 
 
 def read_slow(texts: Sequence[str], workers: int) -> dict[int, float]:
@@ -108,7 +126,7 @@ def _read(
     option: str, form: re.Pattern[str], example: str, texts: Sequence[str], workers: int
 ) -> dict[int, str]:
     numbers: dict[int, str] = {}
-    for text in texts:
+    for text in for_workers(texts):
         match = form.fullmatch(text)
         if match is None:
             raise BadInput(f"{option} takes a text such as {example}, not {text[:40]!r}")

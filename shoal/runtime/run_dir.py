@@ -14,7 +14,9 @@
     at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
     report-0.json        what happened on worker 0
     operations-1.txt     the last operations of a shared-memory group, when one failed
-    server-0.sock        a server's socket; .address holds its TCP address, .log its output
+    server-0.sock        a server's socket; .address holds its TCP address, .log its output,
+                         .pid the number of its process
+    killed-server-0-50   a worker has killed server 0 at step 50 (--kill)
     coordinator.sock     the coordinator's socket; .address holds its TCP address, .log its records
     start-1/ tally-1/    files of comm/elastic.py, for the first shoal.run of the workers
     spans-0.json         the trace of worker 0 (in the folder of a trace or of a compared run)
@@ -117,6 +119,31 @@ class RunDir:
     def server_address(self, index: int) -> Path:
         """Holds the address of server `index` for other hosts."""
         return self.path / f"server-{index}.address"
+
+    def server_pid(self, index: int) -> Path:
+        return self.path / f"server-{index}.pid"
+
+    def read_server_pid(self, index: int) -> int | None:
+        """The number of the process that serves as server `index`, if the launcher noted it."""
+        with suppress(OSError, ValueError):
+            pid = int(self.server_pid(index).read_text()[:_MAX_DIGITS])
+            return pid if pid > 1 else None
+        return None
+
+    def note_server_pid(self, index: int, pid: int) -> None:
+        write_atomically(self.server_pid(index), str(pid))
+
+    def remove_socket(self, index: int) -> None:
+        """Of a server that was killed: another process is to listen there."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.socket(index).removeprefix("unix:"))
+
+    def claim_kill(self, server: int, step: int) -> bool:
+        """True for the first process that asks."""
+        with suppress(FileExistsError):
+            (self.path / f"killed-server-{server}-{step}").touch(exist_ok=False)
+            return True
+        return False
 
     def server_log(self, index: int) -> Path:
         return self.path / f"server-{index}.log"

@@ -74,7 +74,7 @@ class ServerSet:
         """The worker is on `host`; `started` are the servers that it has started."""
         self.announcer = announcer
         self.secret = announcer.secret
-        self.addresses = [server.seen_from(host) for server in servers]
+        self.addresses: list[str | tuple[str, ...]] = [s.seen_from(host) for s in servers]
         self._servers = list(servers)
         self._leader = servers[0]
         self._started = started
@@ -183,6 +183,11 @@ def find_or_start_servers(
     """All ranks call it together. Servers of all shards of a replica have one secret."""
     if term.placement == "servers" and config.servers is not None:
         return _launched(term, config, config.servers)
+    if term.replicas > 1:
+        raise BadInput(
+            f"{term}: servers with replicas are started by `shoal run`, with a coordinator beside "
+            "them; under another launcher start them yourself and name them all in SHOAL_SERVERS"
+        )
     met = introduce(group, replica_group, config)
     started = StartedServers(met.announcer.secret, config, met.secret_dir)
     try:
@@ -199,10 +204,15 @@ def _launched(term: Ps, config: RunConfig, servers: int | tuple[str, ...]) -> Se
     addresses = [run_dir.socket(i) for i in range(servers)] if isinstance(servers, int) else servers
     if secret is None:
         raise BadInput("SHOAL_SERVERS names servers, and there is no secret: set SHOAL_SECRET")
-    if len(addresses) < term.servers:
-        raise BadInput(f"{term} needs {term.servers} servers, and there are {len(addresses)}")
-    chosen = [ServerAddress("", address, "") for address in addresses[: term.servers]]
-    return ServerSet(Announcer(secret), chosen)
+    needed = term.servers * term.replicas
+    if len(addresses) < needed:
+        raise BadInput(f"{term} needs {needed} servers, and there are {len(addresses)}")
+    firsts = [ServerAddress("", address, "") for address in addresses[: needed : term.replicas]]
+    found = ServerSet(Announcer(secret), firsts)
+    if term.replicas > 1:
+        starts = range(0, needed, term.replicas)
+        found.addresses = [tuple(addresses[start : start + term.replicas]) for start in starts]
+    return found
 
 
 def _start(term: Ps, group: Group, met: Introduction, started: StartedServers) -> ServerSet:

@@ -188,6 +188,10 @@ class SyncTerm(Term, role="sync", abstract=True):
         return 1
 
     @property
+    def server_consistency(self) -> str:
+        return "strong"
+
+    @property
     def promise(self) -> str | None:
         """What replicas of servers promise, in one sentence; None where there are none."""
         return None

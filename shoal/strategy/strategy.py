@@ -130,8 +130,11 @@ class Strategy:
         return self.sync is not None and self.sync.takes_back and not self.splits
 
     def require_takes_back(self) -> None:
-        """Refuse to start lost workers again where they could not go on."""
-        if self.takes_back:
+        """Refuse to start lost workers again where they could not go on.
+
+        Servers with replicas are started again under every rule.
+        """
+        if self.takes_back or (self.sync is not None and self.sync.server_replicas > 1):
             return
         why = "its workers have to be there from the start to the end"
         if self.sync is not None and self.sync.takes_back:

@@ -185,6 +185,10 @@ class Ps(SyncTerm):
         return self.replicas
 
     @property
+    def server_consistency(self) -> str:
+        return self.consistency
+
+    @property
     def promise(self) -> str | None:
         if self.replicas == 1:
             return None
