@@ -20,17 +20,20 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
+from shoal.runtime.failpoints import arm
 from shoal.runtime.parent_death import die_with_launcher, die_with_parent
 from shoal.runtime.run_dir import RunDir, write_atomically
 from shoal.runtime.waits import Watcher
 
 if TYPE_CHECKING:
+    from shoal.server.replicas.start import ReplicaSettings
     from shoal.server.server import Server
 
 
 def main() -> int:
     try:
         config = RunConfig.from_environment()
+        arm(config.failpoints)
         die_with_launcher(config.launcher_pid)
         die_with_parent(config.server.parent_pid)
         stop = {signal.SIGTERM, signal.SIGINT}
@@ -59,11 +62,42 @@ def _open_server(config: RunConfig) -> Server:
     address = config.server.listen or run_dir.socket(index)
     beyond = config.server.beyond or ""
     has_exited = None if config.run_dir is None else config.run_dir.has_exited
-    server = Server(address, secret, has_exited=has_exited, remote_address=beyond, tls=config.tls)
+    server = Server(
+        address,
+        secret,
+        has_exited=has_exited,
+        remote_address=beyond,
+        tls=config.tls,
+        replica=_replica_settings(config, run_dir),
+    )
     server.host.most_threads = most_threads
     if beyond:
         write_atomically(run_dir.server_address(index), server.remote_address)
     return server
+
+
+def _replica_settings(config: RunConfig, run_dir: RunDir) -> ReplicaSettings | None:
+    """The place of this server in the chain of its shard; None if it has no replicas."""
+    from shoal.coordinator.connect import lease_ttl_s, open_coordinator
+    from shoal.server.replicas.runtime import ReplicaPlace
+    from shoal.server.replicas.start import ReplicaSettings
+
+    of_server = config.server
+    if of_server.replicas == 1:
+        return None
+    if of_server.consistency not in ("strong", "eventual"):
+        raise BadInput(f'consistency is "strong" or "eventual", not {of_server.consistency!r}')
+    eventual = of_server.consistency == "eventual"
+    place = ReplicaPlace(
+        of_server.shard,
+        of_server.replica,
+        of_server.replicas,
+        "eventual" if eventual else "strong",
+    )
+    first = place.shard * place.replicas
+    addresses = [run_dir.socket(first + replica) for replica in range(place.replicas)]
+    coordinator = open_coordinator(config, place.in_words())
+    return ReplicaSettings(place, addresses, coordinator, lease_ttl_s(config))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import Follow, ModelSpec
-from shoal.server.replicas.operations import Execute
+from shoal.server.replicas.operations import ChainAccess, Execute
 from shoal.server.replication import Follower, Followers
 
 MAX_MODELS = 64
@@ -34,6 +35,10 @@ class ModelHost:
 
     most_threads: int | None = None
     execute: Execute  # lets an operation take effect; returns its answer
+    is_replicated = False
+    chain: ChainAccess | None = None  # of a replicated server
+    keeps_payloads = False  # a replica that comes back is taught from the log
+    on_loss: Callable[[int, int, str], None] | None = None  # model, worker, reason
 
     def __init__(
         self,
@@ -95,20 +100,22 @@ class ModelHost:
         """Without the lock: the leader may be this server, with another shard of the replica."""
         is_leader = spec.index == 0
         try:
-            model = ServedModel(spec, is_leader)
+            model = ServedModel(spec, is_leader, self.is_replicated)
         except (BadInput, RuntimeError) as error:
             raise Refused(str(error)) from error
         has_exited = self.has_exited
         if has_exited is not None:
             model.membership.has_exited = lambda worker: has_exited(spec.split.rank(worker))
-        if not is_leader:
+        if self.on_loss is not None:
+            model.membership.on_loss = partial(self.on_loss, model_id)
+        if not is_leader and not self.is_replicated:
             leader_model = spec.split.leader_model
             followed = model_id if leader_model is None else leader_model
             follower = Follower(model, followed, self._secret, self._tls)
         with self._changed:
-            if not is_leader:
+            if not is_leader and not self.is_replicated:
                 self._following.append(follower)
-            elif spec.servers > 1:
+            elif is_leader and spec.servers > 1:
                 self._followers[model_id] = Followers(model)
             self.models[model_id] = model
         return model
@@ -117,7 +124,7 @@ class ModelHost:
         """Forget a model whose workers have all departed."""
         with self._changed:
             model = self.models.get(model_id)
-            if model is None or not model.membership.is_over:
+            if model is None or not model.membership.is_over or self.is_replicated:
                 return
             if any(member.channels for member in model.membership.members.values()):
                 return
@@ -139,6 +146,19 @@ class ModelHost:
         if followers is None:
             raise Refused("this server does not lead that model")
         followers.serve(request, connection)
+
+    def clear(self, reason: str) -> None:
+        """Give up all models; waits for them end."""
+        with self._changed:
+            models = list(self.models.values())
+            self.models.clear()
+            followers = list(self._followers.values())
+            self._followers.clear()
+            self._changed.notify_all()
+        for model in models:
+            model.fail(reason)
+        for each in followers:
+            each.close()
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Wait until every worker of every model has departed."""

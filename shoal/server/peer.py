@@ -7,7 +7,8 @@ one; the server gives up the worker if it does not. A broken Unix socket is the 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from shoal.server.model.membership import ActiveConnection, Member
 from shoal.server.model.served_model import ServedModel
@@ -17,7 +18,9 @@ from shoal.server.protocol.connection import Closed, Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import RECONNECT_S
 from shoal.server.protocol.messages import Channel, ErrorReply
-from shoal.server.replicas.operations import EMPTY, Operation, Payload
+from shoal.server.replicas.operations import EMPTY, ChainAccess, Operation, Payload
+
+T = TypeVar("T")
 
 
 class Peer:
@@ -64,6 +67,9 @@ class Peer:
 
     def start(self) -> None:
         """Take the channel of a worker that has joined; a control connection may join later."""
+        chain = self.host.chain
+        if chain is not None and self.channel != "chain":
+            chain.catch_up()
         if self.channel in ("push", "pull", "rows"):
             self.enter(self._known_model())
         elif self.channel == "control" and self._has_joined():
@@ -87,10 +93,23 @@ class Peer:
         """The connection has ended; `is_broken`: the other side may connect again."""
         if self.member is None or self.model is None:
             return
-        if not self._returns(self.model, self.member, is_broken):
+        is_lost = not self._returns(self.model, self.member, is_broken)
+        chain = self.host.chain
+        if is_lost and (chain is None or self._is_lost_to(chain)):
             self.model.membership.lose(self.worker, self.incarnation)
         self.model.membership.lose_absent()
         self.host.release(self.model_id)
+
+    def _is_lost_to(self, chain: ChainAccess) -> bool:
+        """Whether this is the head, and none of the worker's connections is left."""
+        assert self.model is not None and self.member is not None
+        is_here = self.host.models.get(self.model_id) is self.model
+        return is_here and chain.is_head and not self.member.channels
+
+    def read(self, action: Callable[[], T]) -> T:
+        """What the state holds, with everything that was acknowledged before."""
+        chain = self.host.chain
+        return action() if chain is None else chain.read(action)
 
     def _has_joined(self) -> bool:
         model = self.host.models.get(self.model_id)
@@ -113,7 +132,7 @@ class Peer:
         """
         if active.number > self._active.number:
             raise Closed("the worker has connected again")
-        if not self.connection.is_unix:
+        if not self.connection.is_unix or self.host.is_replicated:
             model.membership.displaced.add(active.thread)
             active.abort()
             model.lock.notify_all()
@@ -131,7 +150,7 @@ class Peer:
                 del member.channels[self.channel]
             membership.displaced.discard(self._active.thread)
             model.lock.notify_all()
-            if not is_broken or self.connection.is_unix:
+            if not is_broken or (self.connection.is_unix and not self.host.is_replicated):
                 return False
             self.connection.abort()
 

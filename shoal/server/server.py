@@ -36,6 +36,7 @@ from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.server.protocol.messages import ErrorReply
 from shoal.server.replicas.apply import apply
+from shoal.server.replicas.start import ReplicaParts, ReplicaSettings
 from shoal.server.session import Session
 from shoal.server.strangers import Strangers
 
@@ -54,8 +55,12 @@ class Server:
         has_exited: Callable[[int], bool] | None = None,
         remote_address: str = "",
         tls: TlsConfig = PLAIN,
+        replica: ReplicaSettings | None = None,
     ):
-        """`has_exited(rank)` tells whether a worker that has not joined never will."""
+        """`has_exited(rank)` tells whether a worker that has not joined never will.
+
+        With `replica` this server holds one copy of its shard.
+        """
         self.secret = secret
         self.host = ModelHost(secret, max_bytes or _memory_bytes(), self.report, has_exited, tls)
         self.host.execute = partial(apply, self.host)
@@ -68,8 +73,12 @@ class Server:
         self._numbers = itertools.count()
         self.strangers = Strangers()
         self._connections: set[Connection] = set()
+        self._of_replicas: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
+        self.replica: ReplicaParts | None = None
+        if replica is not None:
+            self.replica = ReplicaParts(replica, self.host, secret, self._end_workers, tls)
         self._accepting = [
             threading.Thread(
                 target=self._accept, args=(listener,), name="shoal-server", daemon=True
@@ -78,6 +87,8 @@ class Server:
         ]
         for thread in self._accepting:
             thread.start()
+        if self.replica is not None:
+            self.replica.start()
 
     def __enter__(self) -> Server:
         return self
@@ -100,6 +111,8 @@ class Server:
             threads = list(self._threads)
         for listener in self.listeners:
             listener.close()
+        if self.replica is not None:
+            self.replica.close(_JOIN_S)
         self.host.close(_JOIN_S)
         for connection in connections:
             connection.abort()
@@ -107,6 +120,13 @@ class Server:
         for thread in [*self._accepting, *threads]:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
+
+    def _end_workers(self) -> None:
+        """End the connections of workers and other shards; replicas go on."""
+        with self._lock:
+            connections = list(self._connections - self._of_replicas)
+        for connection in connections:
+            connection.abort()
 
     def report(self) -> dict[str, Any]:
         """Counts of the whole server."""
@@ -164,6 +184,8 @@ class Server:
         connection.sock.settimeout(None)
         with self._lock:
             self._connections.add(connection)
+            if hello.channel == "chain":
+                self._of_replicas.add(connection)
             if self._closed:
                 return None
         return Peer(self.host, connection, hello.channel, header, number)
@@ -186,6 +208,7 @@ class Server:
         with self._lock:
             if connection is not None:
                 self._connections.discard(connection)
+                self._of_replicas.discard(connection)
                 self._counts.update(_counts_of(connection))
             self._threads.discard(thread)
         if connection is not None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from shoal.errors import BadInput
-from shoal.server.handlers import compressed, control, pull, push, rows
+from shoal.runtime.failpoints import failpoint
+from shoal.server.handlers import chain, compressed, control, pull, push, rows
 from shoal.server.handlers.dispatch import HANDLERS, Registered
 from shoal.server.model.membership import ModelFailure
 from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Closed
-from shoal.server.protocol.frames import MAX_META_BYTES, Header, Refused
+from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, Refused
 from shoal.server.protocol.messages import ErrorReply
+from shoal.server.replicas.elsewhere import Elsewhere
 
-HANDLER_MODULES = (compressed, control, pull, push, rows)  # importing them fills the table
+HANDLER_MODULES = (chain, compressed, control, pull, push, rows)  # importing them fills the table
 _MAX_SHORT_META_BYTES = 64 << 10
+_UNANSWERED = {FrameKind.BUCKET, FrameKind.COMPRESSED, FrameKind.TABLE_PUSH}
+_OF_ANY_MEMBER = {
+    *(FrameKind.SETUP, FrameKind.STATS),
+    *(FrameKind.PULL, FrameKind.STATE_GET, FrameKind.RESIDUAL_GET),
+    *(FrameKind.TABLE_PULL, FrameKind.TABLE_GET),
+}
 
 
 class Session:
@@ -20,6 +30,7 @@ class Session:
 
     def __init__(self, peer: Peer):
         self.peer = peer
+        self._moved: Elsewhere | None = None
 
     def run(self) -> None:
         is_broken = False
@@ -29,6 +40,9 @@ class Session:
                 self._serve_one()
         except Closed:
             is_broken = True
+        except Elsewhere as elsewhere:  # before the first frame
+            with suppress(Closed):
+                self.peer.reply_error(elsewhere.reply)
         except Refused:
             raise
         except BadInput as error:
@@ -42,10 +56,38 @@ class Session:
     def _serve_one(self) -> None:
         header, meta = self.peer.connection.receive(self._max_meta_bytes())
         registered = self._check(header)
+        if not self._is_present(header):
+            return
+        failpoint("push.received")
         try:
             registered.handler(self.peer, header, meta)
         except ModelFailure as failure:
             self.peer.reply_error(ErrorReply(failure.reason, failure.worker))
+        except Elsewhere as elsewhere:
+            self._move(elsewhere, header)
+
+    def _is_present(self, header: Header) -> bool:
+        """Whether a replicated server may serve this frame; else it says where to send it."""
+        chain = self.peer.host.chain
+        if chain is None or self.peer.channel == "chain":
+            return True
+        try:
+            chain.check_epoch(header.epoch)
+            if self._moved is not None:
+                raise self._moved
+            if header.kind not in _OF_ANY_MEMBER:
+                chain.check_head()
+        except Elsewhere as elsewhere:
+            self.peer.connection.skip(header.payload_bytes)
+            self._move(elsewhere, header)
+            return False
+        return True
+
+    def _move(self, elsewhere: Elsewhere, header: Header) -> None:
+        """What follows on this connection would lack what was refused."""
+        self._moved = elsewhere
+        if header.kind not in _UNANSWERED:
+            self.peer.reply_error(elsewhere.reply)
 
     def _check(self, header: Header) -> Registered:
         peer = self.peer
@@ -54,7 +96,7 @@ class Session:
             raise Refused(f"{header.kind.name} is not allowed on a {peer.channel} connection")
         if (header.worker, header.incarnation) != (peer.worker, peer.incarnation):
             raise Refused(f"worker {peer.worker} sends as worker {header.worker}")
-        if header.model != peer.model_id or header.epoch:
+        if header.model != peer.model_id or (header.epoch and peer.host.chain is None):
             raise Refused("a frame of another model or epoch")
         if header.payload_bytes and not registered.has_payload:
             raise Refused(f"{header.kind.name} has no payload")
@@ -64,7 +106,8 @@ class Session:
         """Descriptions of a model and of its state are long; everything else is short."""
         peer = self.peer
         is_joining = peer.channel == "control" and (peer.member is None or peer.has_reconnected)
-        return MAX_META_BYTES if is_joining or peer.channel == "pull" else _MAX_SHORT_META_BYTES
+        is_long = is_joining or peer.channel in ("pull", "chain")
+        return MAX_META_BYTES if is_long else _MAX_SHORT_META_BYTES
 
     def _fail_model(self, error: Exception) -> None:
         model = self.peer.model

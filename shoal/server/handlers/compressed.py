@@ -26,7 +26,7 @@ def push(peer: Peer, header: Header, meta: bytes) -> None:
     member.pushes.expect(header.sequence)
     payload = torch.empty(header.payload_bytes, dtype=torch.uint8)
     peer.connection.read_into(bytes_of(payload))
-    compression.unpack(payload, member.pushes.gradients[0])
+    compression.unpack(payload, member.pushes.arriving.gradients[0])
     member.pushes.decompressed = header.sequence
 
 
@@ -46,12 +46,16 @@ def get_residual(peer: Peer, header: Header, meta: bytes) -> None:
     """The residual of the worker in `argument`; zeros if the worker has departed."""
     model, _ = peer.joined()
     compression = _compression(model, header)
-    with model.lock:
-        owner = model.membership.members.get(header.argument)
-        is_live = owner is not None and header.argument not in model.membership.departed
-        residual = owner.residual if owner is not None and is_live else None
+    residual = peer.read(lambda: _residual_of(model, header.argument))
     payload = bytearray(compression.residual_bytes) if residual is None else residual
     peer.reply(encode(SavedResidual(residual is not None)), memoryview(payload))
+
+
+def _residual_of(model: ServedModel, worker: int) -> bytearray | None:
+    with model.lock:
+        owner = model.membership.members.get(worker)
+        is_live = owner is not None and worker not in model.membership.departed
+        return owner.residual if owner is not None and is_live else None
 
 
 def _compression(model: ServedModel, header: Header) -> PushCompression:

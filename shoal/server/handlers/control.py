@@ -7,6 +7,7 @@ import os
 import msgspec
 
 from shoal.server.handlers.dispatch import handles
+from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Closed
@@ -33,6 +34,7 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
     if peer.has_reconnected and peer.model is not None:  # the answer was lost
         if decode(meta, ModelSpec) != peer.model.spec:
             raise Refused("the workers of one model describe it differently")
+        _attach_again(peer, peer.model)
         peer.reply(_set_up(peer))
         return
     if peer.member is not None:
@@ -54,6 +56,18 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
             os.close(descriptor)
     peer.enter(model)
     peer.reply(_set_up(peer))
+
+
+def _attach_again(peer: Peer, model: ServedModel) -> None:
+    """A replica reads pushes from the memory that the worker shares."""
+    descriptor = peer.connection.take_descriptor()
+    if descriptor is None:
+        return
+    try:
+        if peer.host.is_replicated:
+            model.attach(peer.worker, _segment(descriptor, model.spec))
+    finally:
+        os.close(descriptor)
 
 
 def _set_up(peer: Peer) -> bytes:

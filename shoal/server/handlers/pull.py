@@ -14,7 +14,8 @@ from shoal.server.shared_memory import bytes_of
 @handles(FrameKind.PULL, "pull")
 def pull(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
-    pulled, loss_flags, weights = model.pull(peer.worker, decode(meta, Pull))
+    request = decode(meta, Pull)
+    pulled, loss_flags, weights = peer.read(lambda: model.pull(peer.worker, request))
     payload = [bytes_of(loss_flags)]
     if weights is not None:
         payload.append(bytes_of(weights))
@@ -24,7 +25,7 @@ def pull(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.STATE_GET, "pull")
 def get_state(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
-    state, tensors = model.optimizer_state()
+    state, tensors = peer.read(model.optimizer_state)
     peer.reply(encode(state), *map(bytes_of, tensors))
 
 

@@ -17,11 +17,11 @@ def bucket(peer: Peer, header: Header, meta: bytes) -> None:
     start = header.argument
     count = header.payload_bytes
     itemsize = member.pushes.gradients.element_size()
-    if member.pulls.inbox is not None:
+    if member.shares_memory:
         raise Refused("BUCKET from a worker that shares its memory")
     if model.compression is not None:
         raise Refused("BUCKET, but the gradients of this model are compressed")
-    gradients = bytes_of(member.pushes.gradients)
+    gradients = bytes_of(member.pushes.arriving.gradients)
     if start % itemsize or count % itemsize or start + count > gradients.nbytes:
         raise Refused(f"{count} bytes at {start} do not fit into {gradients.nbytes} bytes")
     if member.pushes.is_repeated(header.sequence):
@@ -34,22 +34,28 @@ def bucket(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.COMMIT, "push", has_payload=True)
 def commit(peer: Peer, header: Header, meta: bytes) -> None:
     """The push is complete; its loss and flags are the payload."""
-    _, member = peer.joined()
+    model, member = peer.joined()
     request = decode(meta, Commit)
-    loss_flags = bytes_of(member.pushes.loss_flags)
+    pushes = member.pushes
+    loss_flags = bytes_of(pushes.arriving.loss_flags)
     if header.payload_bytes != loss_flags.nbytes:
         raise Refused(
             f"expected {loss_flags.nbytes} bytes of loss and flags, got {header.payload_bytes}"
         )
-    if member.pushes.is_repeated(header.sequence):
+    if pushes.is_repeated(header.sequence):
         peer.connection.skip(loss_flags.nbytes)
+        if pushes.is_replicated:
+            peer.reply(encode(model.repeat(member, header.sequence)))
+            return
     else:
-        member.pushes.expect(header.sequence)
+        model.check_push(member, header.sequence)
         peer.connection.read_into(loss_flags)
-    rows = member.pushes.take_rows()
-    batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in rows)
+        if pushes.is_replicated and member.out is not None:
+            pushes.arriving.gradients.copy_(member.out)
+    payload = Payload(rows=pushes.take_rows(), push=pushes.take_arrived())
+    batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in payload.rows)
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
-    ack: Ack = peer.execute(Pushed(*identity, request, batches), Payload(rows=rows))
+    ack: Ack = peer.execute(Pushed(*identity, request, batches), payload)
     peer.reply(encode(ack))
 
 

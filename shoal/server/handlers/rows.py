@@ -34,7 +34,7 @@ def pull(peer: Peer, header: Header, meta: bytes) -> None:
     dim = model.tables.table(request.table).spec.dim
     _check_size(header, request.count, 8, 8 + 4 * dim)
     ids = _read(peer.connection, request.count, torch.int64)
-    rows = model.tables.pull(request.table, ids)
+    rows = peer.read(lambda: model.tables.pull(request.table, ids))
     peer.reply(b"", bytes_of(rows))
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
 from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer
@@ -43,12 +45,17 @@ class Member:
     incarnation: int
     pushes: PushBuffer
     pulls: PullBuffer
+    out: Tensor | None = None  # where the worker writes its pushes, if it shares that memory
     channels: dict[Channel, ActiveConnection] = field(default_factory=dict)
     residual: bytearray | None = None  # what compression has not sent yet, as last saved
     barriers: int = 0  # that it has reached
     has_left: bool = False
     comes_back: bool = False  # in the place of a process that was lost; not live yet
     is_late: bool = False  # it was not at the start of the model
+
+    @property
+    def shares_memory(self) -> bool:
+        return self.pulls.inbox is not None or self.out is not None
 
 
 class Membership:

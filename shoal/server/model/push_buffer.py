@@ -10,6 +10,8 @@ from torch import Tensor
 
 from shoal.server.protocol.frames import Refused
 
+_MAX_SPARE = 2
+
 
 class RowPush(NamedTuple):
     """Gradients of rows of one table, from one worker; possibly of no row."""
@@ -20,22 +22,63 @@ class RowPush(NamedTuple):
     lr: float
 
 
+class PushTensors(NamedTuple):
+    """Memory for one push."""
+
+    gradients: Tensor  # [partial sums, elements of the slice]
+    loss_flags: Tensor  # [partial sums, 1 + parameters]
+
+
 class PushBuffer:
     """The push that a worker is sending, and the numbers that make every push count once.
 
     sequence   1 ... consumed         applied or dropped: its memory may be overwritten
                ... committed          complete, and not consumed yet: at most one push
                committed + 1          the push that may be received next
+
+    On a replicated server the next push is received into memory of its own (`arriving`), which
+    becomes the buffer when the push is committed in all replicas (`install`).
     """
 
-    def __init__(self, gradients: Tensor, loss_flags: Tensor):
+    def __init__(self, gradients: Tensor, loss_flags: Tensor, is_replicated: bool = False):
         self.gradients = gradients  # [partial sums, elements of the slice]
         self.loss_flags = loss_flags  # [partial sums, 1 + parameters]
+        self.is_replicated = is_replicated
+        self._arriving: PushTensors | None = None
+        self._spare: list[PushTensors] = []
         self.committed = 0
         self.consumed = 0
         self.decompressed = 0  # the push whose compressed gradients are in `gradients`
         self.rows: list[RowPush] = []  # that have been received, for the next push
         self.staged_rows: Sequence[RowPush] = ()  # of the push that is committed
+
+    @property
+    def arriving(self) -> PushTensors:
+        """Where the next push is received."""
+        if not self.is_replicated:
+            return PushTensors(self.gradients, self.loss_flags)
+        if self._arriving is None:
+            self._arriving = self.new_tensors()
+        return self._arriving
+
+    def new_tensors(self) -> PushTensors:
+        """Memory for a push that arrives, of the same form as the buffer."""
+        if self._spare:
+            return self._spare.pop()
+        shapes = (torch.empty_like(self.gradients), torch.empty_like(self.loss_flags))
+        return PushTensors(*shapes)
+
+    def take_arrived(self) -> PushTensors | None:
+        """The push that has been received; None if it is in the buffer already."""
+        arrived = self._arriving
+        self._arriving = None
+        return arrived
+
+    def install(self, tensors: PushTensors, recycles: bool) -> None:
+        """Make this push the one in the buffer; the memory before it may be used again."""
+        if recycles and len(self._spare) < _MAX_SPARE:
+            self._spare.append(PushTensors(self.gradients, self.loss_flags))
+        self.gradients, self.loss_flags = tensors
 
     def is_repeated(self, sequence: int) -> bool:
         """Whether this push was committed before; a worker resends after a broken connection."""

@@ -52,8 +52,10 @@ from shoal.server.shared_memory import WorkerSegment, attach_weights
 class ServedModel:
     """All parts share one lock, a condition. The thread that completes a step applies it."""
 
-    def __init__(self, spec: ModelSpec, is_leader: bool):
+    def __init__(self, spec: ModelSpec, is_leader: bool, is_replicated: bool = False):
+        """`is_replicated`: the memory of workers is read, and not used or written."""
         self.spec = spec
+        self.is_replicated = is_replicated
         self.is_leader = is_leader
         self.compression = None if spec.compress is None else PushCompression(spec)
         self.lock = threading.Condition()
@@ -79,7 +81,8 @@ class ServedModel:
     def join(self, worker: int, incarnation: int, segment: WorkerSegment | None = None) -> Member:
         """A worker joins. A segment is attached before others see the worker."""
         shard = self.state.shard
-        pushes = PushBuffer(shard.new_gradients(), shard.new_loss_flags())
+        tensors = (shard.new_gradients(), shard.new_loss_flags())
+        pushes = PushBuffer(*tensors, self.is_replicated)
         member = Member(worker, incarnation, pushes, PullBuffer())
         with self.lock:
             self.membership.join(member)
@@ -94,6 +97,9 @@ class ServedModel:
         elements = slice(self.spec.start, self.spec.stop)
         with self.lock:
             member = self.membership.members[worker]
+            if self.is_replicated:
+                member.out = segment.out[:, elements] if self.compression is None else None
+                return
             member.pulls.inbox = segment.inbox[elements]
             if self.compression is None:
                 member.pushes.gradients = segment.out[:, elements]
@@ -119,7 +125,7 @@ class ServedModel:
         spec = self.spec
         status = os.fstat(descriptor)
         file = (status.st_dev, status.st_ino)
-        if not spec.rule.is_synchronous or spec.optimizer is None:
+        if not spec.rule.is_synchronous or spec.optimizer is None or self.is_replicated:
             raise Refused(f"{spec.rule} does not share its weights with workers")
         with self.lock:
             if self._weights_file is None:
@@ -169,7 +175,7 @@ class ServedModel:
             if pushes.is_repeated(sequence):
                 self._statistics.repeated_pushes += 1
                 return Ack("again", self.log.position)
-            self._check_gradients(pushes, sequence)
+            self.check_push(member, sequence)
             pushes.commit(sequence, pushes.take_rows() if rows is None else rows)
             ack = Ack("staged", self.log.position)
             if self.is_leader:
@@ -178,7 +184,18 @@ class ServedModel:
             self.lock.notify_all()
             return ack
 
-    def _check_gradients(self, pushes: PushBuffer, sequence: int) -> None:
+    def repeat(self, member: Member, sequence: int) -> Ack:
+        """A push that was committed before is sent again; answered when it is decided."""
+        with self.lock:
+            self._statistics.repeated_pushes += 1
+            worker = member.worker
+            if self.is_leader:
+                self.membership.wait(worker, lambda: self.state.decided.get(worker, 0) >= sequence)
+            return Ack("again", self.log.position)
+
+    def check_push(self, member: Member, sequence: int) -> None:
+        """Refuse a push that skips one, or whose gradients have not come."""
+        pushes = member.pushes
         pushes.expect(sequence)
         is_compressed = self.compression is not None and self.state.shard.size > 0
         if is_compressed and pushes.decompressed != sequence:

@@ -61,6 +61,7 @@ class FrameKind(enum.IntEnum):
     RESIDUAL_SET = 51
     RESIDUAL_GET = 52
     COORDINATE = 60
+    CHAIN = 61
 
 
 class Refused(ShoalError):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-Channel = Literal["control", "push", "pull", "rows", "follow", "coordinator"]
+Channel = Literal["control", "push", "pull", "rows", "follow", "coordinator", "chain"]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 MAX_HELLO_BYTES = 512

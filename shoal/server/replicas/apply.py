@@ -30,7 +30,9 @@ def apply(host: ModelHost, operation: Operation, payload: Payload = EMPTY) -> An
 
 def _join(host: ModelHost, operation: ops.Joined, _: Payload) -> None:
     model = host.hold(operation.model, operation.spec)
-    model.join(operation.worker, operation.incarnation)
+    known = model.membership.members.get(operation.worker)
+    if known is None or known.incarnation != operation.incarnation or not host.is_replicated:
+        model.join(operation.worker, operation.incarnation)
 
 
 def _push(host: ModelHost, operation: ops.Pushed, payload: Payload) -> Ack:
@@ -39,7 +41,12 @@ def _push(host: ModelHost, operation: ops.Pushed, payload: Payload) -> Ack:
     member = model.membership.members.get(worker)
     if member is None or member.incarnation != operation.incarnation:
         raise Refused(f"worker {worker} was started again: its former process is refused")
-    return model.commit(member, operation.sequence, operation.commit, payload.rows)
+    with model.lock:
+        if payload.push is not None and not member.pushes.is_repeated(operation.sequence):
+            member.pushes.expect(operation.sequence)
+            member.pushes.install(payload.push, recycles=not host.keeps_payloads)
+            member.pushes.decompressed = operation.sequence
+        return model.commit(member, operation.sequence, operation.commit, payload.rows)
 
 
 def _enter(host: ModelHost, operation: ops.Returned, _: Payload) -> Entered:
@@ -58,7 +65,8 @@ def _reach(host: ModelHost, operation: ops.BarrierReached, _: Payload) -> None:
 
 def _leave(host: ModelHost, operation: ops.Left, _: Payload) -> int:
     membership = _model(host, operation.model).membership
-    membership.leave(operation.worker)
+    if not membership.has_left(operation.worker):
+        membership.leave(operation.worker)
     return membership.lowest_survivor
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
 from shoal.embedding.spec import TableSpec
 from shoal.server.consistency import Count
-from shoal.server.model.push_buffer import RowPush
+from shoal.server.model.push_buffer import PushTensors, RowPush
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.frames import Header
 from shoal.server.protocol.messages import (
     Commit,
     Generations,
@@ -161,12 +163,28 @@ Operation = (
 class Payload:
     """What an operation brings beside its fields.
 
-    The gradients, loss and flags of a push are in the push buffer of its worker already.
+    Without `push` the gradients, loss and flags of a push are in its worker's buffer already.
     """
 
     data: bytearray = field(default_factory=bytearray)
     rows: tuple[RowPush, ...] = ()
+    push: PushTensors | None = None
 
 
 EMPTY = Payload()
 Execute = Callable[[Operation, Payload], Any]
+
+
+T = TypeVar("T")
+
+
+class ChainAccess(Protocol):
+    """The chain of a replicated server, as connections use it."""
+
+    @property
+    def is_head(self) -> bool: ...
+    def check_epoch(self, epoch: int) -> None: ...
+    def check_head(self) -> None: ...
+    def catch_up(self) -> None: ...
+    def read(self, action: Callable[[], T]) -> T: ...
+    def receive(self, sender: int, header: Header, meta: bytes, connection: Connection) -> None: ...

@@ -1,0 +1,138 @@
+"""The connection from this replica to another one of its shard: made again when it breaks.
+
+Messages to the other go over it; its messages come over the connection that it has made.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from shoal.errors import ShoalError
+from shoal.runtime.config import TlsConfig
+from shoal.server.chain.messages import ChainMessage
+from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.endpoint import PLAIN, connect
+from shoal.server.protocol.frames import FrameKind, Header
+from shoal.server.protocol.handshake import authenticate
+from shoal.server.replicas.payloads import views_of
+from shoal.server.replicas.wire import encode_message
+
+_RETRY_S = 0.03
+_CONNECT_S = 2.0
+_MAX_ANSWER_BYTES = 8192
+
+
+class LinkOwner(Protocol):
+    def link_up(self, peer: int) -> None: ...
+    def link_lost(self, peer: int) -> None: ...
+
+
+class PeerLink:
+    """Two threads: one connects and notices the end, one sends."""
+
+    def __init__(
+        self,
+        owner: LinkOwner,
+        peer: int,
+        address: Callable[[], str | None],
+        secret: bytes,
+        header: Header,
+        tls: TlsConfig = PLAIN,
+    ):
+        """`header` says which replica this is, for the handshake."""
+        self.peer = peer
+        self._owner = owner
+        self._address = address
+        self._secret = secret
+        self._header = header
+        self._tls = tls
+        self._closed = threading.Event()
+        self._connection: Connection | None = None
+        self._messages: queue.SimpleQueue[tuple[Connection, ChainMessage | Call] | None]
+        self._messages = queue.SimpleQueue()
+        name = f"shoal-chain-{peer}"
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target in (self._dial, self._send)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def post(self, message: ChainMessage | Call) -> None:
+        """Send it if there is a connection; `link_up` repairs what is lost."""
+        connection = self._connection
+        if connection is not None:
+            self._messages.put((connection, message))
+
+    def close(self) -> None:
+        self._closed.set()
+        self._messages.put(None)
+        connection = self._connection
+        if connection is not None:
+            connection.abort()
+
+    def join(self, timeout_s: float) -> None:
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
+
+    # ------------------------------------------------------------------ threads
+
+    def _dial(self) -> None:
+        while not self._closed.is_set():
+            connection = self._connect()
+            if connection is not None:
+                self._connection = connection
+                if self._closed.is_set():
+                    connection.abort()
+                self._owner.link_up(self.peer)
+                self._await_end(connection)
+                self._connection = None
+                connection.close()
+                self._owner.link_lost(self.peer)
+            self._closed.wait(_RETRY_S)
+
+    def _connect(self) -> Connection | None:
+        address = self._address()
+        if address is None:
+            return None
+        try:
+            connection = connect(address, self._tls, _CONNECT_S)
+        except (OSError, ShoalError):
+            return None
+        try:
+            connection.sock.settimeout(_CONNECT_S)
+            authenticate(connection, self._secret, "chain", self._header)
+            connection.sock.settimeout(None)
+        except (OSError, ShoalError):
+            connection.close()
+            return None
+        return connection
+
+    def _await_end(self, connection: Connection) -> None:
+        with suppress(OSError, ShoalError):  # nothing comes but the end, or an error
+            connection.receive(_MAX_ANSWER_BYTES)
+
+    def _send(self) -> None:
+        while (item := self._messages.get()) is not None:
+            connection, message = item
+            if connection is not self._connection:
+                continue
+            try:
+                if callable(message):
+                    message(connection, self._header)
+                else:
+                    meta, payload = encode_message(message)
+                    header = self._header._replace(kind=FrameKind.CHAIN)
+                    connection.send(header, meta, *views_of(payload))
+            except (Closed, OSError):
+                connection.abort()
+
+
+Call = Callable[[Connection, Header], None]  # sends frames by itself

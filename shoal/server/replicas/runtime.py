@@ -1,0 +1,425 @@
+"""One replica of a shard: the chain node, the state it applies operations to, and who waits.
+
+    handler ── execute ──> node.propose ──> successor … tail ──> Acked ──> apply ──> answer
+    handler ── read ─────> what was logged when it arrived is applied; the lease counts
+
+All effects of the node are carried out under one lock, in which operations are applied, too. So
+no thread that holds the lock of a model may wait for this one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from shoal.errors import ShoalError
+from shoal.runtime.failpoints import failpoint
+from shoal.runtime.waits import waiting
+from shoal.server.chain.config import ChainConfig
+from shoal.server.chain.manager import ChainManager
+from shoal.server.chain.messages import (
+    Append,
+    Apply,
+    ChainMessage,
+    ChangeConfig,
+    Effect,
+    Refetch,
+    Reset,
+    Send,
+    SendSnapshot,
+    Teach,
+)
+from shoal.server.chain.node import ChainNode
+from shoal.server.chain.read_lease import ReadLease
+from shoal.server.chain.state import ChainConsistency, Fenced, NotHead
+from shoal.server.model.membership import ModelFailure
+from shoal.server.model_host import ModelHost
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.frames import Header, Refused
+from shoal.server.replicas.apply import apply
+from shoal.server.replicas.elsewhere import Elsewhere
+from shoal.server.replicas.operations import EMPTY, Lost, Operation, Payload, Pushed
+from shoal.server.replicas.payloads import read_payload
+from shoal.server.replicas.peer_link import PeerLink
+from shoal.server.replicas.wire import Proposed, decode_message
+
+COMMIT_S = 120.0  # an operation that is not committed after so long ends the run
+ABSENT_S = 10.0  # a worker that has not come to a new head after so long is lost
+_POLL_S = 0.5
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ReplicaPlace:
+    """Which replica of which shard this server is; process = shard * replicas + replica."""
+
+    shard: int
+    replica: int
+    replicas: int
+    consistency: ChainConsistency = "strong"
+
+    @property
+    def process(self) -> int:
+        return self.shard * self.replicas + self.replica
+
+    def in_words(self) -> str:
+        return f"server {self.process} (shard {self.shard}, replica {self.replica})"
+
+
+@dataclass
+class _Waiter:
+    """Who has proposed an operation, and its answer."""
+
+    node: ChainNode
+    is_done: bool = False
+    answer: Any = None
+    error: Exception | None = None
+
+
+@dataclass
+class _Outcome:
+    answer: Any = None
+    error: Exception | None = field(default=None)
+
+
+class ChainRuntime:
+    """The chain of one shard, as one of its replicas takes part in it."""
+
+    def __init__(self, place: ReplicaPlace, host: ModelHost, on_reset: Callable[[], None]):
+        """`on_reset` ends all connections of workers: this replica has lost its place."""
+        self.place = place
+        self.host = host
+        self.changed = threading.Condition()
+        self.links: dict[int, PeerLink] = {}
+        self.lease = ReadLease()
+        self.poke: Callable[[], None] = lambda: None  # the keeper is to look at the coordinator
+        self.applied = 0
+        self._on_reset = on_reset
+        self._waiters: dict[int, _Waiter] = {}
+        self._losses: dict[tuple[int, int], str] = {}  # (model, worker) -> reason
+        self._is_closed = False
+        self._loss_noted = threading.Event()
+        self._absent: dict[tuple[int, int], float] = {}  # (model, worker) -> since when
+        self._losing = threading.Thread(target=self._lose_workers, name="shoal-loss", daemon=True)
+        self._new_node(time.time_ns())
+        host.is_replicated = True
+        host.execute = self.execute
+        host.on_loss = self._note_loss
+
+    def _new_node(self, incarnation: int) -> None:
+        place = self.place
+        self.node = ChainNode(place.replica, incarnation, place.consistency, place.replicas)
+        founders = tuple(range(place.replicas))
+        self.manager = ChainManager(self.node, founders, self.lease)
+
+    def start(self, links: dict[int, PeerLink]) -> None:
+        self.links = links
+        for link in links.values():
+            link.start()
+        self._losing.start()
+
+    def close(self, join_s: float) -> None:
+        with self.changed:
+            self._is_closed = True
+            self.changed.notify_all()
+        self._loss_noted.set()
+        for link in self.links.values():
+            link.close()
+        for link in self.links.values():
+            link.join(join_s)
+
+    # ------------------------------------------------------------------ workers ask
+
+    def check_epoch(self, epoch: int) -> None:
+        """Elsewhere if a worker's epoch is not the present one, or this is no member."""
+        node = self.node
+        if not node.is_member:
+            raise self._elsewhere("is no member of its chain")
+        if epoch != node.epoch:
+            raise self._elsewhere(f"is in epoch {node.epoch}, and the request in epoch {epoch}")
+
+    @property
+    def is_head(self) -> bool:
+        return self.node.is_head
+
+    def check_head(self) -> None:
+        if not self.node.is_head:
+            raise self._elsewhere("is not the head of its chain")
+
+    def execute(self, operation: Operation, payload: Payload = EMPTY) -> Any:
+        """Propose, wait until it is committed and applied here, return the answer."""
+        _pass("push.validated", operation)
+        with self.changed:
+            waiter = self._propose(Proposed(operation, payload))
+            kind = type(operation).__name__
+            with waiting(self.place.in_words(), self._whom, f"the commitment of {kind}"):
+                self._await(lambda: waiter.is_done, waiter.node)
+        if waiter.error is not None:
+            raise waiter.error
+        if self.place.consistency == "eventual":
+            self.confirm()
+        _pass("push.acknowledged", operation)
+        return waiter.answer
+
+    def read(self, action: Callable[[], T]) -> T:
+        """What a member reads when all that was logged at this moment is applied."""
+        if self.place.consistency == "eventual":
+            return action()
+        with self.changed:
+            node = self.node
+            upto = node.position
+            self._await(lambda: self.applied >= upto, node)
+        result = action()
+        self.confirm()
+        return result
+
+    def catch_up(self) -> None:
+        """Wait until all that is logged now is applied."""
+        with self.changed:
+            node = self.node
+            upto = node.position
+            self._await(lambda: self.applied >= upto, node)
+
+    def confirm(self) -> None:
+        """What was read before was no old value: by the lease, or by asking all members."""
+        with self.changed:
+            node = self.node
+            if self.lease.is_valid(node.epoch, time.monotonic()) and node.is_member:
+                return
+            try:
+                number, effects = node.ask()
+                self._run(effects)
+                self._await(lambda: node.is_confirmed(number), node)
+            except Fenced as error:
+                raise self._elsewhere("was removed from its chain") from error
+
+    def _propose(self, proposed: Proposed) -> _Waiter:
+        node = self.node
+        try:
+            self._await(lambda: node.has_room, node)
+            position, effects = node.propose(proposed)
+        except (NotHead, Fenced) as error:
+            raise self._elsewhere("is not the head of its chain") from error
+        waiter = self._waiters[position] = _Waiter(node)
+        _pass("push.logged", proposed.operation)
+        self._run(effects)
+        return waiter
+
+    def _await(self, is_ready: Callable[[], bool], node: ChainNode) -> None:
+        """Under the lock; Elsewhere if this replica loses its place meanwhile."""
+        deadline_s = time.monotonic() + COMMIT_S
+        while not is_ready():
+            if self._is_closed:
+                raise ModelFailure("the server was stopped")
+            if node is not self.node:
+                raise self._elsewhere("was removed from its chain")
+            if time.monotonic() > deadline_s:
+                raise ModelFailure(f"{self._whom()} has not answered for {COMMIT_S:.0f} s")
+            self.changed.wait(1.0)
+
+    def _whom(self) -> str:
+        successor = self.node.successor
+        if successor is None:
+            return "the coordinator"
+        number = self.place.shard * self.place.replicas + successor
+        return f"server {number} (shard {self.place.shard}, replica {successor})"
+
+    def _elsewhere(self, reason: str) -> Elsewhere:
+        return Elsewhere(self.node.config, f"{self.place.in_words()} {reason}")
+
+    # ------------------------------------------------------------------ replicas speak
+
+    def receive(self, sender: int, header: Header, meta: bytes, connection: Connection) -> None:
+        """A message of another replica; its payload is read without the lock."""
+        message, operation = decode_message(meta)
+        if operation is None:
+            if header.payload_bytes:
+                raise Refused(f"{type(message).__name__} has no payload")
+            self._deliver(sender, message)
+            return
+        assert isinstance(message, Append | Teach)
+        if not self._expects(sender, message):
+            connection.skip(header.payload_bytes)
+            self._deliver(sender, _without_operation(message))
+            return
+        payload = read_payload(self.host, operation, connection, header.payload_bytes)
+        proposed = Proposed(operation, payload)
+        self._deliver(sender, _with_operation(message, proposed))
+
+    def _expects(self, sender: int, message: Append | Teach) -> bool:
+        """Whether this message would be appended; what it knows to be committed is applied."""
+        with self.changed:
+            node = self.node
+            if message.epoch != node.epoch or message.position != node.position + 1:
+                return False
+            if isinstance(message, Teach):
+                return not node.is_member and sender == node.config.tail
+            if sender != node.predecessor:
+                return False
+            self._run(node.receive(sender, _committed_alone(message, node.position)))
+            return node is self.node
+
+    def _deliver(self, sender: int, message: ChainMessage) -> None:
+        with self.changed:
+            node = self.node
+            is_skipped = isinstance(message, Append | Teach) and message.op is None
+            if is_skipped and message.epoch == node.epoch and _is_next(message, node):
+                self._run(node.link_up(sender))  # it has become the next: let it be sent again
+                return
+            self._run(node.receive(sender, message))
+
+    def link_up(self, peer: int) -> None:
+        with self.changed:
+            self._run(self.node.link_up(peer))
+
+    def link_lost(self, peer: int) -> None:
+        with self.changed:
+            self._run(self.node.link_lost(peer))
+        self.poke()
+
+    def reconfigure(self, change: Callable[[ChainManager], list[Effect]]) -> None:
+        """The keeper has an answer of the coordinator."""
+        with self.changed:
+            before = self.node.config
+            self._run(change(self.manager))
+            if self.node.config != before:
+                self._say_config(before, self.node.config)
+                self.changed.notify_all()
+
+    def _say_config(self, before: ChainConfig, config: ChainConfig) -> None:
+        pass
+
+    # ------------------------------------------------------------------ effects, under the lock
+
+    def _run(self, effects: list[Effect]) -> None:
+        """Messages first: others can go on while operations are applied here."""
+        has_snapshot = any(isinstance(effect, SendSnapshot) for effect in effects)
+        if not has_snapshot:
+            effects = sorted(effects, key=lambda effect: not isinstance(effect, Send))
+        for effect in effects:
+            self._carry_out(effect)
+        self.changed.notify_all()
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            link = self.links.get(effect.to)
+            if link is not None:
+                link.post(effect.message)
+        elif isinstance(effect, Apply):
+            for entry in effect.entries:
+                self._apply(entry.position, entry.op)
+        elif isinstance(effect, Reset):
+            self._reset()
+        elif isinstance(effect, SendSnapshot):
+            self._send_snapshot(effect)
+        else:
+            assert isinstance(effect, Refetch | ChangeConfig)
+            self.manager.look()
+            self.poke()
+
+    def _apply(self, position: int, proposed: Proposed) -> None:
+        _pass("push.replicated", proposed.operation)
+        outcome = _Outcome()
+        try:
+            outcome.answer = apply(self.host, proposed.operation, proposed.payload)
+        except (Refused, ModelFailure) as error:
+            outcome.error = error
+        except ShoalError as error:
+            outcome.error = Refused(str(error))
+        except Exception as error:  # of an optimizer: the same in all replicas
+            outcome.error = self._failed(proposed.operation, error)
+        self.applied = position
+        _pass("push.applied", proposed.operation)
+        waiter = self._waiters.pop(position, None)
+        if waiter is not None:
+            waiter.answer = outcome.answer
+            waiter.error = outcome.error
+            waiter.is_done = True
+
+    def _failed(self, operation: Operation, error: Exception) -> Exception:
+        reason = f"{self.place.in_words()} failed: {error!r}"[:4000]
+        model = self.host.models.get(getattr(operation, "model", -1))
+        if model is not None:
+            model.fail(reason)
+        return ModelFailure(reason)
+
+    def _reset(self) -> None:
+        """It has lost its place: begin again without state, as a learner."""
+        incarnation = max(time.time_ns(), self.node.incarnation + 1)
+        self._waiters.clear()
+        self._losses.clear()
+        self.applied = 0
+        self._new_node(incarnation)
+        self._on_reset()
+        self.host.clear("this server was removed from its chain")
+        self.manager.look()
+        self.poke()
+
+    def _send_snapshot(self, effect: SendSnapshot) -> None:
+        pass
+
+    # ------------------------------------------------------------------ lost workers
+
+    def _note_loss(self, model: int, worker: int, reason: str) -> None:
+        """Called under the lock of a model: only noted, for a thread without it."""
+        self._losses.setdefault((model, worker), reason)
+        self._loss_noted.set()
+
+    def _lose_workers(self) -> None:
+        """The thread of the losses; only the head has any effect."""
+        while not self._is_closed:
+            self._loss_noted.wait(_POLL_S)
+            self._loss_noted.clear()
+            self._note_absent()
+            for (model, worker), reason in list(self._losses.items()):
+                with suppress(Elsewhere, ModelFailure, ShoalError):
+                    if self.is_head:
+                        self.execute(Lost(model, worker, reason))
+                self._losses.pop((model, worker), None)
+
+    def _note_absent(self) -> None:
+        """Workers that do not connect to a head that is new to them."""
+        present = {
+            (number, worker)
+            for number, model in list(self.host.models.items())
+            for worker, member in list(model.membership.members.items())
+            if not member.channels and worker not in model.membership.departed
+        }
+        now_s = time.monotonic()
+        is_head = self.is_head
+        self._absent = {key: self._absent.get(key, now_s) for key in present if is_head}
+        for (number, worker), since_s in self._absent.items():
+            if now_s - since_s > ABSENT_S:
+                reason = f"worker {worker} was lost: it has not come to the new head"
+                self._losses.setdefault((number, worker), reason)
+
+
+def _pass(name: str, operation: Operation) -> None:
+    if isinstance(operation, Pushed):
+        failpoint(name)
+
+
+def _is_next(message: ChainMessage, node: ChainNode) -> bool:
+    return isinstance(message, Append | Teach) and message.position == node.position + 1
+
+
+def _without_operation(message: Append | Teach) -> Append | Teach:
+    if isinstance(message, Append):
+        return Append(message.epoch, message.position, message.committed, None)
+    return Teach(message.epoch, message.position, None)
+
+
+def _with_operation(message: Append | Teach, op: Proposed) -> Append | Teach:
+    if isinstance(message, Append):
+        return Append(message.epoch, message.position, message.committed, op)
+    return Teach(message.epoch, message.position, op)
+
+
+def _committed_alone(message: Append, position: int) -> Append:
+    """The same news of what is committed, with an entry that is known already."""
+    return Append(message.epoch, position, message.committed, None)

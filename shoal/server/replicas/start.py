@@ -1,0 +1,59 @@
+"""A server as one replica of its shard: the parts that take part in the chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from shoal.coordinator.interface import Coordinator
+from shoal.runtime.config import TlsConfig
+from shoal.server.model_host import ModelHost
+from shoal.server.protocol.endpoint import PLAIN
+from shoal.server.protocol.frames import FrameKind, Header
+from shoal.server.replicas.keeper import Keeper
+from shoal.server.replicas.peer_link import PeerLink
+from shoal.server.replicas.runtime import ChainRuntime, ReplicaPlace
+
+
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """Where the replicas of the shard listen, by their number, and what they agree through."""
+
+    place: ReplicaPlace
+    addresses: Sequence[str]
+    coordinator: Coordinator
+    ttl_s: float
+
+
+class ReplicaParts:
+    """The chain, its links and its keeper, of one server."""
+
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        host: ModelHost,
+        secret: bytes,
+        on_reset: Callable[[], None],
+        tls: TlsConfig = PLAIN,
+    ):
+        place = settings.place
+        self.runtime = ChainRuntime(place, host, on_reset)
+        host.chain = self.runtime
+        header = Header(FrameKind.HELLO, place.replica, place.shard)
+        self._links = {
+            peer: PeerLink(self.runtime, peer, partial(str, address), secret, header, tls)
+            for peer, address in enumerate(settings.addresses)
+            if peer != place.replica
+        }
+        own = settings.addresses[place.replica]
+        self.keeper = Keeper(self.runtime, settings.coordinator, settings.ttl_s, own)
+
+    def start(self) -> None:
+        """Once the server listens."""
+        self.runtime.start(self._links)
+        self.keeper.start()
+
+    def close(self, join_s: float) -> None:
+        self.keeper.close(join_s)
+        self.runtime.close(join_s)

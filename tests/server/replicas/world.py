@@ -1,0 +1,130 @@
+"""Replicated servers as threads of one process, and clients that push one-hot gradients."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.coordinator.local import LocalCoordinator
+from shoal.server.chain.state import ChainConsistency
+from shoal.server.client import Client
+from shoal.server.consistency import Rule
+from shoal.server.model.named_optimizer import NamedOptimizer
+from shoal.server.protocol.messages import Commit
+from shoal.server.replicas.runtime import ReplicaPlace
+from shoal.server.replicas.start import ReplicaSettings
+from shoal.server.server import Server
+from shoal.sync.ps.connect import ServedOptions, specs_of
+from tests.server.helpers import MODEL, SECRET, flat_of
+
+TTL_S = 0.5
+
+
+class SharedCoordinator(LocalCoordinator):
+    """Of all servers of a world: none of them closes it."""
+
+    def close(self) -> None:
+        return None
+
+
+class World:
+    """`shards` chains of `replicas` servers each."""
+
+    def __init__(
+        self,
+        folder: Path,
+        replicas: int,
+        shards: int = 1,
+        consistency: ChainConsistency = "strong",
+    ):
+        self.replicas = replicas
+        self.shards = shards
+        self.consistency: ChainConsistency = consistency
+        self.coordinator = SharedCoordinator()
+        self.addresses = [
+            [f"unix:{folder}/server-{s * replicas + r}.sock" for r in range(replicas)]
+            for s in range(shards)
+        ]
+        self.servers: dict[tuple[int, int], Server] = {}
+        for shard in range(shards):
+            for replica in range(replicas):
+                self.start(shard, replica)
+
+    def start(self, shard: int, replica: int) -> Server:
+        place = ReplicaPlace(shard, replica, self.replicas, self.consistency)
+        settings = ReplicaSettings(place, self.addresses[shard], self.coordinator, TTL_S)
+        server = Server(self.addresses[shard][replica], SECRET, replica=settings)
+        self.servers[shard, replica] = server
+        return server
+
+    def crash(self, shard: int, replica: int) -> None:
+        """All of its connections end; its lease runs out."""
+        self.servers.pop((shard, replica)).close()
+
+    def head(self, shard: int = 0) -> int:
+        """As the coordinator knows it."""
+        return self.members(shard)[0]
+
+    def members(self, shard: int = 0) -> tuple[int, ...]:
+        import msgspec
+
+        from shoal.server.chain.config import ChainConfig
+
+        stored = self.coordinator.get(f"chain/{shard}")
+        assert stored is not None
+        return msgspec.msgpack.decode(stored.value, type=ChainConfig).members
+
+    def client(self, rank: int, rule: Rule, **options: Any) -> Client:
+        served = ServedOptions(rule, **{"optimizer": NamedOptimizer("SGD", {"lr": 1.0}), **options})
+        specs = specs_of(flat_of(), [self.addresses[0][0]] * self.shards, served)
+        return Client(rank, MODEL, self.addresses, SECRET, specs)
+
+    def weights_of(self, shard: int, replica: int) -> Tensor:
+        return self.servers[shard, replica].models[MODEL].state.shard.data
+
+
+@contextmanager
+def world(
+    replicas: int = 3, shards: int = 1, consistency: ChainConsistency = "strong"
+) -> Iterator[World]:
+    with tempfile.TemporaryDirectory(prefix="shoal-rep-") as folder:
+        made = World(Path(folder), replicas, shards, consistency)
+        try:
+            yield made
+        finally:
+            for server in list(made.servers.values()):
+                server.close()
+
+
+def push_one_hot(client: Client, element: int, step: int) -> str:
+    """Subtract 1 from one weight (SGD with lr=1)."""
+    client.out.zero_()
+    client.out[0, element_of(client, element)] = 1.0
+    client.push(slice(0, client.size))
+    heads = torch.ones(1, 1 + client.specs[0].parameters)
+    return client.commit(Commit(step, 0, 1.0), heads).verdict
+
+
+def element_of(client: Client, element: int) -> int:
+    """Where the element of a parameter is in the flat buffer."""
+    places = [
+        held.start + i
+        for spec in client.specs
+        for held in spec.slices
+        for i in range(math.prod(held.shape))
+    ]
+    return places[element]
+
+
+def pulled(client: Client, version: int = 0) -> list[float]:
+    """All elements of all parameters."""
+    client.pull(None, version).wait()
+    count = sum(math.prod(held.shape) for spec in client.specs for held in spec.slices)
+    return [float(client.inbox[element_of(client, i)]) for i in range(count)]
