@@ -68,6 +68,9 @@ class ChainManager:
         self._must_look = True
 
     def next_request(self, now_s: float) -> CoordinatorRequest | None:
+        """None before the first lease: what is fetched then would have to be fetched again."""
+        if not self.lease.number:
+            return None
         if self._must_look or self._alive is None:
             return Fetch(self.lease.number)
         config = self._wanted(now_s)

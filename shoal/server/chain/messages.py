@@ -32,7 +32,8 @@ class Acked(ChainFrame, frozen=True):
 
 
 class Greet(ChainFrame, frozen=True):
-    """To a successor after a new epoch or connection: where are you?"""
+    """To a successor, or from the tail to a learner, in a new epoch or over a new connection:
+    where are you?"""
 
 
 class At(ChainFrame, frozen=True):

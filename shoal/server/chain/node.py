@@ -67,6 +67,8 @@ class ChainNode(ChainState):
     ):
         super().__init__(me, incarnation, consistency)
         self.replicas = replicas
+        self._early: dict[int, Any] = {}  # by position
+        self._ahead: set[int] = set()  # have sent messages of a later epoch, which were dropped
 
     def propose(self, op: Any) -> tuple[int, list[Effect]]:
         """At the head: the operation's position. It is done when that position is applied here."""
@@ -80,6 +82,7 @@ class ChainNode(ChainState):
 
     def receive(self, sender: int, message: ChainMessage) -> list[Effect]:
         if message.epoch > self.epoch:
+            self._ahead.add(sender)
             return [Refetch()]
         if isinstance(message, Stale):
             return []
@@ -104,13 +107,14 @@ class ChainNode(ChainState):
         was_member = self.is_member
         self.config = config
         self._successor_is_known = False
+        self._early.clear()
         self._teaching.end_epoch(self.is_tail)
         if was_member and not self.is_member:
             self.is_fenced = True
             return [Reset()]
         self._rounds.restart(self.others)
         effects = self._commit_alone()
-        for peer in config.members:
+        for peer in sorted({*config.members, *self._ahead}):
             effects += self._speak_to(peer)
         return effects
 
@@ -153,10 +157,10 @@ class ChainNode(ChainState):
         effects: list[Effect] = [
             Send(peer, Ask(self.epoch, number)) for number in self._rounds.open_for(peer)
         ]
-        if peer == self.successor:
-            return [*effects, Send(peer, Greet(self.epoch))]
         if peer == self.predecessor:
             return effects + self._at(peer)
+        if peer == self.successor or (self.is_tail and peer not in self.config.members):
+            return [*effects, Send(peer, Greet(self.epoch))]
         if peer == self.config.tail and not self.is_member and not self.is_fenced:
             return [Send(peer, Learn(self.epoch, self.incarnation, self.position))]
         return effects
@@ -166,10 +170,16 @@ class ChainNode(ChainState):
             return self._at(sender)
         if not isinstance(message, Append):
             return []
-        if message.position > self.position + 1:
-            return self._at(sender)
-        effects = self._append(message.op) if message.position == self.position + 1 else []
-        return effects + self._commit(message.committed)
+        return self._append_in_order(message) + self._commit(message.committed)
+
+    def _append_in_order(self, message: Append | Teach) -> list[Effect]:
+        """What comes too early waits; what is known is ignored. Over TCP nothing comes early."""
+        if message.position > self.position:
+            self._early[message.position] = message.op
+        effects: list[Effect] = []
+        while self.position + 1 in self._early:
+            effects += self._append(self._early.pop(self.position + 1))
+        return effects
 
     def _from_successor(self, message: ChainMessage) -> list[Effect]:
         if isinstance(message, Acked):
@@ -203,17 +213,16 @@ class ChainNode(ChainState):
         incarnation = message.incarnation
         if (self._teaching.incarnation_of(learner) or 0) > incarnation:
             return []
-        if not self._log.base <= message.position <= self.position:
+        position = self._teaching.taught(learner, incarnation, message.position)
+        if not self._log.base <= position <= self.position:
             return self._teach_from_snapshot(learner, message)
-        self._teaching.begin(learner, LearnerSession(incarnation, message.position, True))
-        missing = self._log.between(message.position, self.committed)
+        self._teaching.begin(learner, LearnerSession(incarnation, position, True))
+        missing = self._log.between(position, self.committed)
         return self._teach(learner, missing) + self._add_learner() + self._commit_alone()
 
     def _teach_from_snapshot(self, learner: int, message: Learn) -> list[Effect]:
         """It lacks entries that are gone."""
         incarnation = message.incarnation
-        if self._teaching.is_taught(learner, incarnation):
-            return []  # said long ago: since then it has got further
         if message.position:
             return [Send(learner, TooOld(self.epoch, incarnation))]
         if self._teaching.incarnation_of(learner) == incarnation:
@@ -228,13 +237,11 @@ class ChainNode(ChainState):
 
     def _from_teacher(self, teacher: int, message: ChainMessage) -> list[Effect]:
         """At a learner."""
+        if isinstance(message, Greet):
+            return self._speak_to(teacher)
         if isinstance(message, TooOld) and message.incarnation == self.incarnation:
             return [Reset()]
         if not isinstance(message, Teach):
             return []
-        if message.position > self.position + 1:
-            return self._speak_to(teacher)
-        effects: list[Effect] = []
-        if message.position == self.position + 1:
-            effects = self._append(message.op) + self._commit(message.position)
+        effects = self._append_in_order(message) + self._commit(self.position)
         return [*effects, Send(teacher, Taught(self.epoch, self.incarnation, self.position))]

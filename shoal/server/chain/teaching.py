@@ -39,13 +39,13 @@ class Teaching:
     def incarnation_of(self, peer: int) -> int | None:
         return self._sessions[peer].incarnation if peer in self._sessions else None
 
-    def is_taught(self, peer: int, incarnation: int) -> bool:
-        return self.incarnation_of(peer) == incarnation and self._sessions[peer].has_state
-
-    def taught(self, peer: int, incarnation: int, position: int) -> None:
-        if self.is_taught(peer, incarnation):
-            session = self._sessions[peer]
-            session.position = max(session.position, position)
+    def taught(self, peer: int, incarnation: int, position: int) -> int:
+        """It says that it has all up to `position`; it may have said more before."""
+        if self.incarnation_of(peer) != incarnation or not self._sessions[peer].has_state:
+            return position
+        session = self._sessions[peer]
+        session.position = max(session.position, position)
+        return session.position
 
     def listeners(self) -> list[int]:
         """Learners that get each entry when it is committed."""

@@ -1,0 +1,266 @@
+"""A server process of the simulated world: the production node and manager, an application."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.server.chain.manager import ChainManager, Fetch, Swap
+from shoal.server.chain.messages import (
+    Apply,
+    ChainMessage,
+    ChangeConfig,
+    Effect,
+    Refetch,
+    Reset,
+    Send,
+    SendSnapshot,
+)
+from shoal.server.chain.node import ChainNode
+from shoal.server.chain.state import Fenced, NotHead, TooFarAhead
+from tests.server.chain.counters import Counters, Push, Resume
+from tests.server.chain.loop import Process
+from tests.server.chain.network import MESSAGE_S
+from tests.server.chain.register import TTL_S, View
+
+if TYPE_CHECKING:
+    from tests.server.chain.world import World
+
+TICK_S = TTL_S / 4
+SNAPSHOT_S = 8 * MESSAGE_S
+Answer = Callable[[Any], None]
+
+
+@dataclass
+class PendingRead:
+    """What a thread of a server does for one pull."""
+
+    key: int
+    answer: Answer
+    position: int  # logged when it arrived
+    value: int | None = None
+    round: int | None = None
+
+
+class Replica:
+    """What production does with threads and sockets is done by events; the rest is its code."""
+
+    node_type = ChainNode
+    manager_type = ChainManager
+    state_type = Counters
+
+    def __init__(self, world: World, me: int):
+        self.world = world
+        self.me = me
+        self.process = Process(world.loop)
+        self.incarnation = 0
+        self.rate = 1.0 + 0.04 * (2 * world.loop.rng.random() - 1)  # of its clock
+
+    @property
+    def clock_s(self) -> float:
+        return self.world.loop.now_s * self.rate
+
+    def start(self) -> None:
+        self.process.start()
+        self.reset()
+        self.tick()
+
+    def reset(self) -> None:
+        """Begin with nothing, as another incarnation."""
+        self.incarnation += 1
+        self.world.loop.note(f"replica {self.me} begins incarnation {self.incarnation}")
+        world = self.world
+        self.node = self.node_type(
+            self.me, self.incarnation, world.consistency, world.replica_count
+        )
+        self.manager = self.manager_type(self.node, world.founders)
+        self.state = self.state_type()
+        self.has_lease = False
+        self.is_asking = False
+        self.waiting: dict[int, Answer] = {}
+        self.reads: list[PendingRead] = []
+        self.acks: list[tuple[int, Answer]] = []  # eventual, without a lease
+
+    # ------------------------------------------------------------------ the coordinator
+
+    def tick(self) -> None:
+        self.process.after(TICK_S, self.tick)
+        self.keep_lease()
+        self.manager.look()
+        self.pump()
+
+    def keep_lease(self) -> None:
+        asked_s = self.clock_s
+        store = self.world.coordinator.store
+        me, incarnation, lease = self.me, self.incarnation, self.manager.lease
+
+        def granted(ttl_s: float) -> None:
+            if incarnation == self.incarnation:
+                self.has_lease = True
+                lease.granted(asked_s, ttl_s)
+                self.pump()
+
+        def renewed(left_s: float | None) -> None:
+            if incarnation != self.incarnation:
+                return
+            if left_s is None:
+                self.has_lease = False
+                lease.lost()
+            else:
+                lease.renewed(asked_s, left_s)
+
+        request = store.keep_alive if self.has_lease else store.grant
+        answered = renewed if self.has_lease else granted
+        self.world.coordinator.call(
+            self.process, lambda: request(me, incarnation), answered, lambda: None
+        )
+
+    def pump(self) -> None:
+        """Carry out what the manager wants, one request at a time."""
+        request = None if self.is_asking else self.manager.next_request(self.clock_s)
+        if request is None:
+            return
+        self.is_asking = True
+        store = self.world.coordinator.store
+        incarnation = self.incarnation
+
+        def ask() -> Any:
+            if isinstance(request, Fetch):
+                return store.view()
+            return store.swap(request.config, request.version)
+
+        def answered(answer: Any) -> None:
+            if incarnation == self.incarnation:
+                self.is_asking = False
+                self.do(self.report(request, answer))
+                self.pump()
+
+        def unanswered() -> None:
+            if incarnation == self.incarnation:
+                self.is_asking = False
+
+        self.world.coordinator.call(self.process, ask, answered, unanswered)
+
+    def report(self, request: Fetch | Swap, answer: Any) -> list[Effect]:
+        manager = self.manager
+        if isinstance(request, Fetch):
+            view: View = answer
+            return manager.fetched(request, view.config, view.version, view.alive)
+        if answer is None:
+            manager.conflicted()
+            return []
+        return manager.swapped(request, answer)
+
+    def look(self) -> None:
+        """A watch has seen a change."""
+        self.manager.look()
+        self.pump()
+
+    # ------------------------------------------------------------------ the chain
+
+    def receive(self, sender: int, message: ChainMessage) -> None:
+        self.do(self.node.receive(sender, message))
+
+    def link_changed(self, peer: int, is_up: bool) -> None:
+        self.do(self.node.link_up(peer) if is_up else self.node.link_lost(peer))
+
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.world.network.send(self.me, effect.to, effect.message)
+            elif isinstance(effect, Apply):
+                self.apply(effect)
+            elif isinstance(effect, Reset):
+                self.start_again()
+                return
+            elif isinstance(effect, SendSnapshot):
+                self.world.send_snapshot(self.me, effect, self.state.copy())
+            elif isinstance(effect, Refetch | ChangeConfig):
+                self.look()
+        self.advance_waiting()
+
+    def start_again(self) -> None:
+        for answer in [*self.waiting.values(), *(a for _, a in self.acks)]:
+            answer(None)
+        for read in self.reads:
+            read.answer(None)
+        self.reset()
+        self.keep_lease()
+        self.pump()
+
+    def install(self, incarnation: int, position: int, state: Counters) -> None:
+        if incarnation == self.incarnation and self.node.takes_snapshot:
+            self.state = state
+            self.do(self.node.install(position))
+
+    def apply(self, effect: Apply) -> None:
+        for entry in effect.entries:
+            is_counted = self.state.apply(entry.op)
+            self.world.applied(self, entry, is_counted)
+            answer = self.waiting.pop(entry.position, None)
+            if answer is not None:
+                self.acknowledge(entry.position, answer, is_counted)
+
+    # ------------------------------------------------------------------ clients
+
+    def push(self, op: Push | Resume, answer: Answer) -> None:
+        """The answer: True, or the head to turn to (None if there is none, or not known)."""
+        try:
+            position, effects = self.node.propose(op)
+        except (Fenced, NotHead, TooFarAhead):
+            answer(self.node.config.head)
+        else:
+            self.waiting[position] = answer
+            self.do(effects)
+
+    def acknowledge(self, position: int, answer: Answer, is_counted: bool) -> None:
+        if not is_counted:
+            answer("resume")
+        elif self.node.consistency == "strong" or self.is_leased:
+            self.world.acknowledged(self)
+            answer(True)
+        else:
+            self.acks.append((position, answer))
+
+    @property
+    def is_leased(self) -> bool:
+        return self.node.is_member and self.manager.lease.is_valid(self.node.epoch, self.clock_s)
+
+    def read(self, key: int, answer: Answer) -> None:
+        """The answer: the value as a tuple of one, or the head to turn to."""
+        if not self.node.is_member:
+            answer(self.node.config.head)
+            return
+        self.reads.append(PendingRead(key, answer, self.node.position))
+        self.advance_waiting()
+
+    def advance_waiting(self) -> None:
+        for read in list(self.reads):
+            if read.value is None and self.may_read(read):
+                read.value = self.state.sums[read.key]
+                # a thread may be stopped between the two
+                self.process.after(self.world.loop.soon(MESSAGE_S / 4), self.check, read)
+            elif read.round is not None and self.node.is_confirmed(read.round):
+                self.finish(read)
+        for position, answer in list(self.acks):
+            if self.node.committed >= position:
+                self.acks.remove((position, answer))
+                self.world.acknowledged(self)
+                answer(True)
+
+    def may_read(self, read: PendingRead) -> bool:
+        return self.node.applied >= read.position
+
+    def check(self, read: PendingRead) -> None:
+        if read not in self.reads:
+            return
+        if self.is_leased:
+            self.finish(read)
+        else:
+            read.round, effects = self.node.ask()
+            self.do(effects)
+
+    def finish(self, read: PendingRead) -> None:
+        self.reads.remove(read)
+        read.answer((read.value,))

@@ -1,0 +1,58 @@
+"""Schedules of crashes, pauses, cuts, late and repeated messages: what is promised holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.chain.schedules import run_all, schedule
+from tests.server.chain.world import World
+
+STRONG = 150
+EVENTUAL = 60
+
+
+def test_a_strong_chain_loses_nothing_repeats_nothing_and_reads_are_linearizable() -> None:
+    assert run_all(range(STRONG)) > 0.95 * STRONG
+
+
+def test_an_eventual_chain_counts_what_it_loses() -> None:
+    assert run_all(range(EVENTUAL), consistency="eventual") > 0.95 * EVENTUAL
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(10))
+def test_10_000_schedules_of_a_strong_chain(part: int) -> None:
+    assert run_all(range(1000 * part + 1000, 1000 * part + 2000)) > 950
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(3))
+def test_3_000_schedules_of_an_eventual_chain(part: int) -> None:
+    seeds = range(1000 * part + 1000, 1000 * part + 2000)
+    assert run_all(seeds, consistency="eventual") > 950
+
+
+def test_a_seed_is_one_schedule() -> None:
+    first = schedule(3)
+    assert "crashes" in first or "stops" in first or "cut off" in first
+    assert first == schedule(3)
+
+
+def test_the_world_has_what_it_is_meant_to_have() -> None:
+    """Over some seeds: failovers, epochs with one more member, reads with and without a lease."""
+    epochs = reads = failovers = added = 0
+    for seed in range(40):
+        world = World(seed)
+        world.run()
+        config = world.coordinator.store.config
+        assert config is not None
+        epochs += config.epoch
+        reads += sum(len(r) for r in world.reads.values())
+        failovers += len(world.coordinator.store.heads) > 1
+        added += any(config.incarnation_of(m) > 1 for m in config.members)
+    assert epochs > 80
+    assert reads > 100
+    assert failovers > 5
+    assert added > 10
