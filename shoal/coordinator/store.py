@@ -153,6 +153,8 @@ class Store:
                 return KeyPut(key, value, lease_id)
             case DeleteIf(key, version):
                 self._check_version(key, version)
+                if not version:
+                    raise Conflict(key, None)
                 return KeyDeleted(key)
 
     def _check_version(self, key: str, version: int) -> None:

@@ -97,6 +97,7 @@ def test_a_version_of_a_key_that_does_not_exist_is_a_conflict(coordinator: Coord
     for change in (
         lambda: coordinator.put_if("chain/0", b"", 5),
         lambda: coordinator.delete_if("chain/0", 5),
+        lambda: coordinator.delete_if("chain/0", 0),
     ):
         with pytest.raises(Conflict, match="does not exist") as conflict:
             change()

@@ -1,0 +1,186 @@
+"""The pure store: what it decides, what it applies, and what of it survives on disk."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.coordinator import store as store_module
+from shoal.coordinator.core import LONGEST_TICK_S, Core, LeaseClock
+from shoal.coordinator.interface import CoordinatorError, LeaseLost, Unavailable
+from shoal.coordinator.local import LocalCoordinator
+from shoal.coordinator.records import (
+    Conflicts,
+    DeleteIf,
+    Done,
+    Failed,
+    Get,
+    Grant,
+    Mutation,
+    PutIf,
+    Record,
+    RequestId,
+    Revoke,
+    Written,
+)
+from shoal.coordinator.store import Store, StoreFull, covers
+
+KEYS = st.sampled_from(["a", "chain/0", "chain/1", "alive/1"])
+LEASES = st.integers(1, 4)
+REQUESTS = st.one_of(
+    st.builds(Grant, st.sampled_from([0.5, 2.0]), st.just("holder")),
+    st.builds(Revoke, LEASES),
+    st.builds(PutIf, KEYS, st.binary(max_size=3), st.integers(0, 6), st.none() | LEASES),
+    st.builds(DeleteIf, KEYS, st.integers(0, 6)),
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def carried_out(store: Store, request: Mutation, now_s: float, number: int) -> Record | None:
+    """The record of a request that changes something."""
+    if isinstance(request, PutIf | DeleteIf) and request.version:  # the right one, most often
+        current = store.get(request.key)
+        right = 0 if current is None else current.version
+        request = msgspec.structs.replace(request, version=right)
+    try:
+        effect = store.decide(request, now_s)
+    except CoordinatorError:
+        return None
+    record = Record(store.index + 1, effect, RequestId(7, number))
+    store.apply(record, now_s)
+    return record
+
+
+@given(st.lists(st.tuples(REQUESTS, st.floats(0, 0.4)), max_size=40), st.integers(0, 40))
+def test_a_log_after_an_image_gives_the_same_store(
+    steps: list[tuple[Mutation, float]], image_at: int
+) -> None:
+    """Every revision is greater than the one before it, also across the restart."""
+    store = Store()
+    restored = Store()
+    now_s = 0.0
+    for number, (request, pause_s) in enumerate(steps):
+        now_s += pause_s
+        if number == image_at:
+            restored = Store.of_image(
+                msgspec.msgpack.decode(
+                    msgspec.msgpack.encode(store.image()), type=type(store.image())
+                ),
+                0.0,
+            )
+        before = store.revision
+        ended = store.expired(now_s)
+        records = [] if ended is None else [Record(store.index + 1, ended)]
+        for record in records:
+            store.apply(record, now_s)
+        made = carried_out(store, request, now_s, number)
+        assert store.revision >= before
+        for record in (*records, *([] if made is None else [made])):
+            restored.apply(record, 0.0)
+    assert restored.image() == store.image()
+
+
+def test_deciding_changes_nothing() -> None:
+    store = Store()
+    before = store.image()
+    store.decide(PutIf("a", b"1", 0), 0.0)
+    store.decide(Grant(1.0, "x"), 0.0)
+    assert store.image() == before
+
+
+def test_records_come_one_after_the_other() -> None:
+    store = Store()
+    effect = store.decide(PutIf("a", b"1", 0), 0.0)
+    with pytest.raises(ValueError, match="record 2 after record 0"):
+        store.apply(Record(2, effect), 0.0)
+
+
+def test_a_name_that_ends_with_a_slash_stands_for_all_keys_that_begin_with_it() -> None:
+    assert covers("", "a") and covers("a/", "a/b") and covers("a", "a")
+    assert not covers("a/", "a") and not covers("a", "a/b") and not covers("a", "ab")
+
+
+def test_leases_end_by_the_time_that_is_given() -> None:
+    clock = Clock()
+    coordinator = LocalCoordinator(clock)
+    lease = coordinator.grant(0.5, "server 1")
+    coordinator.put_if("alive/1", b"", 0, lease.id)
+    clock.now_s = 0.4
+    assert coordinator.keep_alive(lease.id) == 0.5
+    clock.now_s = 0.8
+    assert list(coordinator.live("alive/")) == ["alive/1"]
+    clock.now_s = 0.9
+    with pytest.raises(LeaseLost, match=f"lease {lease.id} has ended"):
+        coordinator.keep_alive(lease.id)
+    assert coordinator.live("alive/") == {}
+
+
+def test_the_clock_of_leases_stands_still_while_the_coordinator_does() -> None:
+    real = Clock()
+    clock = LeaseClock(real)
+    real.now_s = 0.05
+    assert clock.now_s() == pytest.approx(0.05)
+    real.now_s = 3600.0
+    assert clock.now_s() == pytest.approx(0.05 + LONGEST_TICK_S)
+    real.now_s = 3599.0
+    assert clock.now_s() == pytest.approx(0.05 + LONGEST_TICK_S)
+
+
+def test_a_request_that_is_sent_again_gets_the_same_answer() -> None:
+    core = Core(Store())
+    request = PutIf("a", b"1", 0)
+    first = core.answer(request, RequestId(1, 5, 0))
+    assert isinstance(first, Written)
+    assert core.answer(request, RequestId(1, 5, 1)) == first
+    assert isinstance(core.answer(request, RequestId(2, 5, 0)), Conflicts)  # of another client
+    granted = core.answer(Grant(1.0, "x"), RequestId(1, 6, 0))
+    assert core.answer(Grant(1.0, "x"), RequestId(1, 6, 1)) == granted
+    deleted = core.answer(DeleteIf("a", first.version), RequestId(1, 7, 0))
+    assert isinstance(deleted, Done)
+    assert core.answer(DeleteIf("a", first.version), RequestId(1, 7, 1)) == deleted
+
+
+def test_a_request_that_arrives_after_its_client_has_gone_on_changes_nothing() -> None:
+    core = Core(Store())
+    core.answer(Get("a"), RequestId(1, 6, 0))
+    assert isinstance(core.answer(PutIf("a", b"late", 0), RequestId(1, 5, 0)), Failed)
+    assert core.answer(PutIf("a", b"", 9), RequestId(1, 7, 1)) == Conflicts(None)
+    assert isinstance(core.answer(PutIf("a", b"late", 0), RequestId(1, 7, 0)), Failed)
+
+
+def test_outcomes_survive_on_disk() -> None:
+    store = Store()
+    by = RequestId(1, 5)
+    outcome = store.apply(Record(1, store.decide(PutIf("a", b"1", 0), 0.0), by), 0.0)
+    assert Store.of_image(store.image(), 0.0).outcome(by) == outcome
+
+
+def test_a_store_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_KEYS", 2)
+    monkeypatch.setattr(store_module, "MAX_LEASES", 1)
+    monkeypatch.setattr(store_module, "MAX_STATE_BYTES", 20)
+    coordinator = LocalCoordinator()
+    entry = coordinator.put_if("a", bytes(5), 0)
+    coordinator.grant(1.0, "x")
+    for call in (
+        lambda: coordinator.grant(1.0, "x"),
+        lambda: coordinator.put_if("b", bytes(20), 0),
+        lambda: coordinator.put_if("a", bytes(20), entry.version),
+    ):
+        with pytest.raises(Unavailable, match="and no more"):
+            call()
+    coordinator.put_if("b", b"", 0)
+    with pytest.raises(Unavailable, match="2 keys, and no more"):
+        coordinator.put_if("c", b"", 0)
+    assert coordinator.get("a") == entry
+    coordinator.put_if("a", b"", entry.version)
+    assert issubclass(StoreFull, CoordinatorError)
