@@ -117,7 +117,7 @@ class Run:
         for batch in batches:
             before = job.steps
             step(batch)
-            if not step.sync.is_skipped:
+            if not step.sync.is_skipped and job.steps - before == 1:
                 with self.lock:
                     assert (job.rank, before) not in self.trained, "a batch was trained twice"
                     self.trained[job.rank, before] = batch[0][:, 0].clone()
@@ -133,4 +133,9 @@ class Run:
 def _die(job: Job) -> None:
     """What the kernel does with a process that is killed: its connections break."""
     for step in job._steps:
-        step.sync.client.close()  # type: ignore[attr-defined]
+        sync: Any = step.sync
+        if hasattr(sync, "client"):
+            sync.client.close()
+        else:
+            memory = sync.pages if hasattr(sync, "pages") else sync.buffer
+            memory._lasting.close()

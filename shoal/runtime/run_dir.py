@@ -9,6 +9,7 @@
     exited-2.json        the process of worker 2 has exited, written by the launcher
     started-2            how often worker 2 was started again; then exited-2.1.json …
     back-2.1.json        how it took its place among the others
+    memory-…/            where workers find memory that they share (shm/lasting_memory.py)
     meetings-1           what all workers did together (comm/meetings.py)
     preempted  ending    the launcher got SIGTERM; it ends the workers
     at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
@@ -165,6 +166,10 @@ class RunDir:
     def start_folder(self, run_number: int) -> Path:
         """For the broadcasts before the group exists."""
         return self.path / f"start-{run_number}"
+
+    def memory_folder(self, name: str) -> Path:
+        """Where workers that come back find the memory of the others."""
+        return self.path / f"memory-{name}"
 
     def tally_folder(self, run_number: int) -> Path:
         """For sums over the surviving ranks."""

@@ -279,6 +279,10 @@ class Gossip(SyncTerm):
     def survives_loss(self) -> bool:
         return self.mode == "async"
 
+    @property
+    def takes_back(self) -> bool:
+        return self.survives_loss
+
     def check(self, replicas: int) -> None:
         from shoal.schedules.gossip.mixing import mixing_for  # networkx: only where it is needed
 
@@ -313,6 +317,10 @@ class Hogwild(SyncTerm):
 
     @property
     def survives_loss(self) -> bool:
+        return True
+
+    @property
+    def takes_back(self) -> bool:
         return True
 
     @property

@@ -57,6 +57,7 @@ class Sync(Protocol):
     """
 
     batch_fraction: float = 1.0  # of the global batch, which this replica is about to compute
+    next_steps: int = 0  # of the job, when the step that begins is done
     collects: bool = True
     """Whether `collect` makes the gradients of this rank those of the global batch.
 

@@ -14,6 +14,7 @@ those that are linear in the gradient, which AdamW and clipping are not.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +28,14 @@ from torch import Tensor
 
 from shoal.comm.counting import Counting
 from shoal.comm.group import Group, Op
-from shoal.comm.objects import all_equal
+from shoal.comm.objects import all_equal, broadcast_bytes
 from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
 from shoal.schedules.gossip.mixing import Mixing, mixing_for
 from shoal.strategy.terms import Gossip
 from shoal.sync.base import Replica, Sync, SyncPlan
 from shoal.sync.gossip_async import AsyncGossip, async_memory
+from shoal.sync.lasting import comes_back
 from shoal.sync.local import LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.registry import runs
@@ -282,8 +284,16 @@ class GossipPlan(SyncPlan[Gossip]):
     def _check_same(self, mixing: Mixing, replica: Replica) -> None:
         """Files may differ between hosts, and random graphs between versions of networkx."""
         matrices = b"".join(matrix.tobytes() for matrix in mixing.matrices)
-        if not all_equal(replica.group, matrices, replica.flat.device):
+        if not _is_same(replica, matrices):
             raise BadInput(
                 f"{self.term}: not all ranks have the same graph; give all hosts the same file "
                 "and the same version of networkx"
             )
+
+
+def _is_same(replica: Replica, data: bytes) -> bool:
+    """Whether all ranks have these bytes; of those that come when they come: as the first one."""
+    if not comes_back(replica):
+        return all_equal(replica.group, data, replica.flat.device)
+    digest = hashlib.sha256(data).hexdigest().encode()
+    return broadcast_bytes(replica.group, digest, 0) == digest

@@ -24,10 +24,16 @@ from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
 from shoal.schedules.gossip.mixing import Mixing
-from shoal.sync.base import Replica, Sync
+from shoal.sync.base import Replica, Returned, Sync
+from shoal.sync.lasting import comes_back, join_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept
-from shoal.transport.shm.versioned_pages import Bytes, VersionedPages, page_bytes
+from shoal.transport.shm.versioned_pages import (
+    Bytes,
+    LastingPages,
+    VersionedPages,
+    page_bytes,
+)
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next
 _ALIGN = 64
@@ -66,14 +72,29 @@ class AsyncGossip(Sync):
         self._others = torch.empty_like(flat.data)
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
-        exchange = partial(all_gather_bytes, group, device=flat.device)
-        pages = VersionedPages.join(exchange, self.rank, self._page.bytes.nbytes)
+        self._generations: Sequence[int] | None = None  # of the workers at a meeting
+        self._is_away = comes_back(replica) and replica.config.generation > 0
+        self.pages = self._join(replica)
+
+    def _join(self, replica: Replica) -> VersionedPages:
+        num_bytes = self._page.bytes.nbytes
+        run_dir = replica.config.run_dir
+        if comes_back(replica) and run_dir is not None:
+            needed = LastingPages.needed_bytes(self.size, num_bytes)
+            memory = join_memory(replica, needed, lambda memory: None)
+            place = (self.rank, self.size, replica.config.generation)
+            return LastingPages(memory, place, num_bytes, run_dir.has_ended)
+        exchange = partial(all_gather_bytes, replica.group, device=self.flat.device)
+        pages = VersionedPages.join(exchange, self.rank, num_bytes)
         if pages is None:
             raise BadInput(
                 'gossip(mode="async") goes through the memory of one host, and these workers '
                 'share none: take mode="sync"'
             )
-        self.pages = pages
+        return pages
+
+    def begin(self) -> None:
+        self.pages.note_steps(self.update.steps)
 
     def finish(self) -> None:
         self.update.apply()
@@ -87,6 +108,7 @@ class AsyncGossip(Sync):
             data[0] = self.flat.grads.header[0] * self.size
         with self.update.tracer.span(WAIT, "average with what neighbours have laid out"):
             self._mix()
+            self.pages.note_steps(max(self.next_steps, self.update.steps))  # of it none is again
             self._lay_out()
         if has_room:
             self._loss = data[0].clone()
@@ -105,8 +127,34 @@ class AsyncGossip(Sync):
         with kept(self._tensors):
             self._wait_for_others()
             self._take_mean()
-            self.lowest_survivor = min(set(range(self.size)) - self.lost)
+            present = {rank for rank in range(self.size) if self._takes_part(rank)}
+            self.lowest_survivor = min(present - self.lost)
             yield
+
+    # ------------------------------------------------------------------ workers that come back
+
+    def come_back(self) -> Returned | None:
+        """None where the other workers have not begun to train."""
+        lost_at = self.pages.steps(self.rank)
+        step = max(self.pages.steps(peer) for peer in range(self.size))
+        if not self._is_away or not self.pages.latest():
+            return None
+        self._is_away = False
+        self.update.steps = self.steps = step
+        self.pages.note_steps(step)
+        return Returned(step, lost_at)
+
+    def catch_up(self) -> None:
+        """Begin with the mean of the others, as new as theirs."""
+        self._take_mean(with_own=False)
+        self._lay_out(at_least=self.pages.latest())
+
+    def meet(self, number: int, generations: Sequence[int]) -> None:
+        self._generations = generations
+
+    def _takes_part(self, peer: int) -> bool:
+        generations = self._generations
+        return generations is None or generations[peer] == self.pages.life(peer)
 
     def report(self) -> dict[str, Any]:
         return {
@@ -167,15 +215,17 @@ class AsyncGossip(Sync):
         self.bytes_read += self._page.bytes.nbytes
         return self._page.views[0].to(self.flat.device)
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, at_least: int = 0) -> None:
         for view, tensor in zip(self._page.views, self._tensors, strict=True):
             view.copy_(tensor)
-        self.pages.write(self._page.bytes)
+        self.pages.write(self._page.bytes, at_least)
         self.bytes_sent += self._page.bytes.nbytes
 
     def _note_loss_of(self, peer: int) -> None:
-        if peer not in self.lost and self.pages.has_died(peer):
+        if self.pages.has_died(peer):
             self.lost.add(peer)
+        else:
+            self.lost.discard(peer)
 
     def _wait_for_others(self) -> None:
         """Until those that still run have laid out as many versions as this worker."""
@@ -188,22 +238,25 @@ class AsyncGossip(Sync):
     def _is_behind(self, peer: int, version: int) -> bool:
         if self.pages.version(peer) >= version or self.pages.has_closed(peer):
             return False
+        if not self._takes_part(peer):
+            return False
         self._note_loss_of(peer)
         return peer not in self.lost
 
-    def _take_mean(self) -> None:
-        totals = [tensor.clone() for tensor in self._tensors]
-        count = 1
+    def _take_mean(self, with_own: bool = True) -> None:
+        totals = [tensor * with_own for tensor in self._tensors]
+        count = int(with_own)
         for peer in range(self.size):
             self._note_loss_of(peer)
-            if peer in self.lost or peer == self.rank:
+            if peer in self.lost or peer == self.rank or not self._takes_part(peer):
                 continue
             if self.pages.read(peer, self._page.bytes) is not None:
                 count += 1
                 for total, view in zip(totals, self._page.views, strict=True):
                     total.add_(view.to(total.device))
         for tensor, total in zip(self._tensors, totals, strict=True):
-            tensor.copy_(total.div_(count))
+            if count:
+                tensor.copy_(total.div_(count))
 
 
 class Page:

@@ -15,6 +15,7 @@ would make, on weights that are a little older. What Adagrad adds up is shared l
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,10 +29,11 @@ from shoal.errors import BadInput
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.waits import waiting
 from shoal.strategy.terms import Hogwild
-from shoal.sync.base import Replica, Sync, SyncPlan
+from shoal.sync.base import Replica, Returned, Sync, SyncPlan
+from shoal.sync.lasting import comes_back, join_memory
 from shoal.sync.local import LocalSync
 from shoal.sync.registry import runs
-from shoal.transport.shm.shared_buffer import SharedBuffer
+from shoal.transport.shm.shared_buffer import LastingBuffer, SharedBuffer
 
 _ALIGN = 64
 _FIRST_LOOK_S = 0.0005
@@ -64,18 +66,10 @@ class HogwildSync(Sync):
         self._settings = Settings(self.update.optimizer, momentum, replica.say)
         tensors = [flat.data, *statistics, *self._sums()]
         places, num_bytes = _lay_out(tensors)
-        exchange = partial(all_gather_bytes, group)
-        buffer = SharedBuffer.join(exchange, self.rank, self.size, num_bytes)
-        if buffer is None:
-            raise BadInput(
-                "hogwild keeps the weights in memory that all workers share, and these share "
-                f"none: run them as one user on one Linux host with {num_bytes / 1e9:.3g} GB free"
-            )
-        self.buffer = buffer
-        views = [self._view(tensor, at) for tensor, at in zip(tensors, places, strict=True)]
-        if self.rank == 0:
-            torch._foreach_copy_(views, tensors)
-        group.barrier().wait()
+        self._generations: Sequence[int] | None = None  # of the workers at a meeting
+        self._is_away = comes_back(replica) and replica.config.generation > 0
+        self._is_apart = comes_back(replica)  # workers come when they come
+        views = self._join(replica, tensors, places, num_bytes)
         flat.move_to(views[0])
         for tensor, view in zip(statistics, views[1:], strict=False):
             tensor.data = view
@@ -85,13 +79,44 @@ class HogwildSync(Sync):
         self._others = 0
         flat.grads.records_loss = False
 
+    def _join(
+        self, replica: Replica, tensors: list[Tensor], places: list[int], num_bytes: int
+    ) -> list[Tensor]:
+        """The tensors in the memory of all workers."""
+        run_dir = replica.config.run_dir
+        offset = LastingBuffer.needed_bytes(self.size, 0)
+
+        def fill(memory: mmap.mmap) -> None:
+            torch._foreach_copy_(_views(tensors, places, memory, offset), tensors)
+
+        if self._is_apart and run_dir is not None:
+            needed = LastingBuffer.needed_bytes(self.size, num_bytes)
+            place = (self.rank, self.size, replica.config.generation)
+            memory = join_memory(replica, needed, fill)
+            self.buffer: SharedBuffer = LastingBuffer(memory, place, run_dir.has_ended)
+            return _views(tensors, places, self.buffer.memory, offset)
+        exchange = partial(all_gather_bytes, self.group)
+        buffer = SharedBuffer.join(exchange, self.rank, self.size, num_bytes)
+        if buffer is None:
+            raise BadInput(
+                "hogwild keeps the weights in memory that all workers share, and these share "
+                f"none: run them as one user on one Linux host with {num_bytes / 1e9:.3g} GB free"
+            )
+        self.buffer = buffer
+        if self.rank == 0:
+            fill(buffer.memory)
+        self.group.barrier().wait()
+        return _views(tensors, places, buffer.memory, offset)
+
     def begin(self) -> None:
+        self.buffer.note_job_steps(self.update.steps)
         self._others = int(self.buffer.steps.sum())
 
     def reduce(self, bucket: slice) -> None:
         return None
 
     def finish(self) -> None:
+        self.buffer.note_job_steps(max(self.next_steps, self.update.steps))  # none is done twice
         self.update.apply()
         self.flat.zero_grad()
         self.spread()
@@ -112,18 +137,20 @@ class HogwildSync(Sync):
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         self._wait_for_others()
-        self.lowest_survivor = next(r for r in range(self.size) if not self.buffer.has_died(r))
+        present = [r for r in range(self.size) if self._takes_part(r)]
+        self.lowest_survivor = next(r for r in present if not self.buffer.has_died(r))
         with self._settings.as_asked():
             yield
 
     def _wait_for_others(self) -> None:
         """Until none of the others that still train is behind."""
         pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
-        mine = self.buffer.steps[self.rank]
+        mine = self.buffer.turns[self.rank]
 
         def behind() -> list[int]:
-            steps = self.buffer.steps
-            late = [peer for peer in range(self.size) if steps[peer] < mine]
+            turns = self.buffer.turns
+            present = [peer for peer in range(self.size) if self._takes_part(peer)]
+            late = [peer for peer in present if turns[peer] < mine]
             return [peer for peer in late if not self.buffer.has_finished(peer)]
 
         def whom() -> str:
@@ -133,11 +160,31 @@ class HogwildSync(Sync):
             while behind():
                 pause()
 
+    # ------------------------------------------------------------------ workers that come back
+
+    def come_back(self) -> Returned | None:
+        """None where the other workers have not begun to train."""
+        if not self._is_away or not int(self.buffer.turns.max()):
+            return None
+        self._is_away = False
+        lost_at = self.buffer.job_steps(self.rank)
+        self.buffer.take_turn()
+        self.update.steps = self.buffer.job_steps(self.rank)
+        return Returned(self.update.steps, lost_at)
+
+    def meet(self, number: int, generations: Sequence[int]) -> None:
+        self._generations = generations
+
+    def _takes_part(self, peer: int) -> bool:
+        generations = self._generations
+        return generations is None or generations[peer] == self.buffer.life(peer)
+
     def after_load(self) -> None:
         """All workers have written the same shared weights; none trains before the last one has."""
         self._settings.take()
         self._put_sums(new=True)
-        self.group.barrier().wait()
+        if not self._is_apart:  # else the job lets all workers meet after it
+            self.group.barrier().wait()
 
     def report(self) -> dict[str, Any]:
         return {
@@ -174,14 +221,16 @@ class HogwildSync(Sync):
                 shared.copy_(state[p]["sum"])
             state[p]["sum"] = shared
 
-    def _view(self, tensor: Tensor, at: int) -> Tensor:
-        flat = torch.frombuffer(
-            self.buffer.memory,
-            dtype=tensor.dtype,
-            count=tensor.numel(),
-            offset=self.buffer.offset + at,
-        )
-        return flat.view(tensor.shape)
+
+def _views(
+    tensors: Sequence[Tensor], places: Sequence[int], memory: mmap.mmap, offset: int
+) -> list[Tensor]:
+    """The same tensors in this memory."""
+    flat = [
+        torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=offset + at)
+        for t, at in zip(tensors, places, strict=True)
+    ]
+    return [view.view(tensor.shape) for view, tensor in zip(flat, tensors, strict=True)]
 
 
 class Settings:

@@ -288,6 +288,8 @@ class Job(LoopMethods):
         self.steps = saved.document["steps"]
         self._stream.restore(saved.document["batches"], positions)
         self._throughput.restart()
+        if self._services.meetings is not None:
+            self._agreement.run(lambda: (None, ""))  # none trains before the last one has loaded
         self._loaded += 1
         names = ("about", "position", "batches", "steps")
         return {name: saved.document.get(name, {}) for name in names}

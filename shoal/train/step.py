@@ -71,6 +71,7 @@ class Step:
         known = batch if isinstance(batch, (Batch, DictBatch)) else self.latest
         microbatches = self.cutter.cut(batch, known, self.steps)
         self.sync.batch_fraction = self._replica_fraction(batch, microbatches)
+        self.sync.next_steps = self.steps + concurrent_batches(known)
         self.sync.begin()
         loss = self.shard.broadcast_loss(
             self.sync.skip() if self.sync.is_skipped else self._train(batch, microbatches)

@@ -254,7 +254,10 @@ def test_strategies_that_take_no_worker_back_say_so_before_the_start(strategy: s
     assert str(parse(strategy)) in str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", ["ps(quorum=0.5)", "ps(staleness=2)", 'ps(mode="async")'])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ps(quorum=0.5)", "ps(staleness=2)", 'ps(mode="async")', 'gossip(mode="async")', "hogwild"],
+)
 def test_strategies_that_do(strategy: str) -> None:
     assert tolerance_of(parse(strategy), 4, restarts=5) == Tolerance(strategy, restarts=5)
 
