@@ -1,0 +1,116 @@
+"""How often rows are pulled, in bounded memory: the space-saving sketch.
+
+Of m counters, each belongs to one id. When an id comes that has none, it takes over the smallest
+counter: its count is too large by at most that count, which is kept as its error (Metwally,
+Agrawal, El Abbadi: Efficient computation of frequent and top-k elements in data streams, 2005).
+After n ids:
+
+    count - error <= true count <= count        for ids with a counter
+    true count <= smallest counter <= n / m     for all others
+
+Ids are counted in batches, which is faster and keeps both lines. In a batch each id without a
+counter gets one, with the smallest count so far as its error; then the m largest stay. What u new
+ids add to the sum of counters, u times the smallest, is at most what the u counters that go take
+with them. So the sum is at most n, and the smallest of m counters at most n / m.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.embedding.hashing import Ids
+
+Numbers = NDArray[np.int64]
+_NONE: Numbers = np.zeros(0, np.int64)
+_MIN_BATCH = 4096
+
+
+class Hottest(NamedTuple):
+    """Ids with their counts, the largest first, and by how much a count may be too large."""
+
+    ids: Ids
+    counts: Numbers
+    errors: Numbers
+
+    def first(self, number: int) -> Hottest:
+        return Hottest(self.ids[:number], self.counts[:number], self.errors[:number])
+
+
+class SpaceSaving:
+    """Counts of the most frequent ids of a stream, with at most `capacity` counters."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self._total = 0
+        self._ids: Ids = _NONE  # in ascending order
+        self._counts: Numbers = _NONE
+        self._errors: Numbers = _NONE
+        self._floor = 0  # no id without a counter came more often
+        self._batch: list[Ids] = []
+        self._batched = 0
+
+    @property
+    def total(self) -> int:
+        """The number of ids that came."""
+        return self._total + self._batched
+
+    @property
+    def error_bound(self) -> int:
+        """No count is too large by more; no id without a counter came more often."""
+        self._settle()
+        return self._floor
+
+    def add(self, ids: Ids) -> None:
+        """These ids came, each as often as it is among them."""
+        self._batch.append(ids)
+        self._batched += len(ids)
+        if self._batched >= max(_MIN_BATCH, self.capacity):
+            self._settle()
+
+    def merge(self, other: SpaceSaving) -> None:
+        """Count what another sketch has counted. The bounds of both add up."""
+        self._settle()
+        other._settle()
+        self._total += other._total
+        self._join(other._ids, other._counts, other._errors, other._floor)
+
+    def hottest(self, number: int | None = None) -> Hottest:
+        """The ids with the largest counts; of equal counts, the smaller id first."""
+        self._settle()
+        order = np.lexsort((self._ids, -self._counts))[:number]
+        return Hottest(self._ids[order], self._counts[order], self._errors[order])
+
+    def _settle(self) -> None:
+        if self._batched:
+            ids, counts = np.unique(np.concatenate(self._batch), return_counts=True)
+            self._total += self._batched
+            self._batch = []
+            self._batched = 0
+            self._join(ids, counts.astype(np.int64), np.zeros(len(ids), np.int64), 0)
+
+    def _join(self, ids: Ids, counts: Numbers, errors: Numbers, floor: int) -> None:
+        """Add counters; ids without one came at most `floor` times on that side."""
+        joined = np.union1d(self._ids, ids)
+        all_counts = np.zeros(len(joined), np.int64)
+        all_errors = np.zeros(len(joined), np.int64)
+        for own in (
+            (self._ids, self._counts, self._errors, self._floor),
+            (ids, counts, errors, floor),
+        ):
+            is_own = np.isin(joined, own[0], assume_unique=True)
+            all_counts[is_own] += own[1]
+            all_errors[is_own] += own[2]
+            all_counts[~is_own] += own[3]
+            all_errors[~is_own] += own[3]
+        self._floor += floor
+        kept = np.arange(len(joined))
+        if len(joined) > self.capacity:
+            order = np.argpartition(-all_counts, self.capacity - 1)
+            self._floor = max(self._floor, int(all_counts[order[self.capacity :]].max()))
+            kept = np.sort(order[: self.capacity])
+        self._ids = joined[kept]
+        self._counts = all_counts[kept]
+        self._errors = all_errors[kept]

@@ -1,0 +1,81 @@
+"""The space-saving sketch against exact counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.embedding.heat import SpaceSaving
+
+batches = st.lists(st.lists(st.integers(0, 30), max_size=40), max_size=12)
+
+
+def counted(capacity: int, stream: list[list[int]]) -> SpaceSaving:
+    sketch = SpaceSaving(capacity)
+    for batch in stream:
+        sketch.add(np.array(batch, np.int64))
+        sketch.hottest()  # what waits is counted: every batch takes its own place
+    return sketch
+
+
+def check(sketch: SpaceSaving, exact: Counter[int], bound: float) -> None:
+    """Both bounds of the sketch, and that no id over the bound is missing."""
+    found = sketch.hottest()
+    assert sketch.total == sum(exact.values())
+    assert len(found.ids) <= sketch.capacity
+    assert sketch.error_bound <= bound
+    for row, count, error in zip(*(each.tolist() for each in found), strict=True):
+        assert 0 <= error <= sketch.error_bound
+        assert count - error <= exact[row] <= count
+    for row in exact.keys() - set(found.ids.tolist()):
+        assert exact[row] <= sketch.error_bound
+    assert found.counts.tolist() == sorted(found.counts.tolist(), reverse=True)
+
+
+@given(stream=batches, capacity=st.integers(1, 12))
+@settings(max_examples=40, deadline=None)
+def test_counts_are_within_their_bounds(stream: list[list[int]], capacity: int) -> None:
+    exact = Counter(row for batch in stream for row in batch)
+    check(counted(capacity, stream), exact, exact.total() / capacity)
+
+
+@given(first=batches, second=batches, capacity=st.integers(1, 12))
+@settings(max_examples=25, deadline=None)
+def test_two_sketches_make_one(
+    first: list[list[int]], second: list[list[int]], capacity: int
+) -> None:
+    sketch = counted(capacity, first)
+    sketch.merge(counted(capacity, second))
+    exact = Counter(row for batch in first + second for row in batch)
+    check(sketch, exact, 2 * exact.total() / capacity)
+
+
+@given(stream=batches)
+@settings(max_examples=20, deadline=None)
+def test_counts_are_exact_while_there_is_a_counter_for_every_id(stream: list[list[int]]) -> None:
+    exact = Counter(row for batch in stream for row in batch)
+    found = counted(31, stream).hottest()
+    assert dict(zip(found.ids.tolist(), found.counts.tolist(), strict=True)) == dict(exact)
+    assert not found.errors.any()
+
+
+def test_a_long_stream_takes_bounded_memory_and_finds_its_hottest() -> None:
+    random = np.random.RandomState(0)
+    sketch = SpaceSaving(200)
+    exact: Counter[int] = Counter()
+    for _ in range(60):
+        ids = random.zipf(1.3, 5000).astype(np.int64)
+        sketch.add(ids)
+        exact.update(ids.tolist())
+    check(sketch, exact, exact.total() / 200)
+    assert sketch.hottest(10).ids.tolist() == [row for row, _ in exact.most_common(10)]
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_the_first_few_are_the_hottest(number: int) -> None:
+    sketch = counted(9, [[4, 4, 4, 2, 2, 7]])
+    assert sketch.hottest(number).ids.tolist() == [4, 2, 7][:number]
