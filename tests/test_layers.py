@@ -24,7 +24,7 @@ LAYERS = [
     ["embedding"],
     ["server.protocol", "server.strangers"],
     ["coordinator"],
-    ["server", "server.protocol.messages"],
+    ["server", "server.protocol.messages", "server.protocol.row_messages"],
     ["embedding.module"],
     ["sync"],
     ["launch"],

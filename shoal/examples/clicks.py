@@ -48,6 +48,7 @@ class ClickOptions(Options):
     ttl_steps: int | None = None
     hot_share: float = 0.0
     cache_steps: int = 0
+    frequent_first: bool = False
 
     @property
     def of_rows(self) -> RowOptions:
@@ -63,7 +64,7 @@ class ClickOptions(Options):
 
 def train(job: shoal.Job, options: ClickOptions | None = None) -> None:
     options = options or read_options()
-    train_set, test_set = load_clicks(options.samples, options.rows)
+    train_set, test_set = load_clicks(options.samples, options.rows, options.frequent_first)
     step = job.step(
         ClicksNet(options.rows, options.dim, options.dense, options.of_rows),
         F.binary_cross_entropy_with_logits,
@@ -92,7 +93,8 @@ def evaluate(job: shoal.Job, checkpoint: str, about: dict[str, Any]) -> dict[str
         optimizer=partial(torch.optim.Adagrad, lr=options["lr"]),
     )
     job.load(checkpoint)
-    return test(job, load_clicks(options["samples"], options["rows"])[1])
+    frequent_first = options.get("frequent_first", False)
+    return test(job, load_clicks(options["samples"], options["rows"], frequent_first)[1])
 
 
 def test(job: shoal.Job, test_set: TensorDataset) -> dict[str, float]:
@@ -136,22 +138,31 @@ class ClicksNet(nn.Module):
 # ------------------------------------------------------------------------------ the data
 
 
-def load_clicks(samples: int, rows: int) -> tuple[TensorDataset, TensorDataset]:
+def load_clicks(
+    samples: int, rows: int, frequent_first: bool = False
+) -> tuple[TensorDataset, TensorDataset]:
     """`samples` samples to train on, and 10,000 to test on."""
-    inputs, clicks = generate(samples + NUM_TEST, rows)
+    inputs, clicks = generate(samples + NUM_TEST, rows, frequent_first)
     return (
         TensorDataset(inputs[NUM_TEST:], clicks[NUM_TEST:]),
         TensorDataset(inputs[:NUM_TEST], clicks[:NUM_TEST]),
     )
 
 
-def generate(samples: int, rows: int) -> tuple[Tensor, Tensor]:
-    """[samples, 4 ids and 3 numbers] in float64, which holds both exactly, and the clicks."""
+def generate(samples: int, rows: int, frequent_first: bool = False) -> tuple[Tensor, Tensor]:
+    """[samples, 4 ids and 3 numbers] in float64, which holds both exactly, and the clicks.
+
+    Each kind has a quarter of the ids; with `frequent_first` kinds take turns, so that low ids of
+    the whole table are the most frequent, as in a table whose oldest users are its busiest.
+    """
     if rows < FIELDS:
         raise shoal.BadInput(f"{rows} rows are too few for ids of {FIELDS} kinds")
     random = np.random.RandomState(0)  # numpy keeps its stream across versions
     ids = power_law(random.random_sample((samples, FIELDS)), rows // FIELDS)
-    ids += np.arange(FIELDS) * (rows // FIELDS)
+    if frequent_first:
+        ids = ids * FIELDS + np.arange(FIELDS)
+    else:
+        ids += np.arange(FIELDS) * (rows // FIELDS)
     numbers = random.standard_normal((samples, NUMBERS))
     chance = 1 / (1 + np.exp(-appeal(ids, numbers)))
     clicks = random.random_sample(samples) < chance
@@ -198,6 +209,7 @@ def read_options(argv: Sequence[str] | None = None) -> ClickOptions:
     add("--ttl-steps", type=count, metavar="T", help="rows leave that T steps do not see")
     add("--hot-share", type=float, default=HOT_SHARE, help=_HOT)
     add("--cache-steps", type=int, default=0, help="steps for which workers keep rows")
+    add("--frequent-first", action="store_true", help="low ids are the most frequent")
     return ClickOptions(**vars(parse(parser, argv)))
 
 

@@ -84,6 +84,11 @@ class ServerSet:
         """The address of the leader, as each server reaches it."""
         return [self._leader.seen_from(server.host) for server in self._servers]
 
+    def seen_by(self, index: int) -> list[str]:
+        """The addresses of all servers, as server `index` reaches them."""
+        host = self._servers[index].host
+        return [server.seen_from(host) for server in self._servers]
+
     @property
     def has_processes(self) -> bool:
         """Whether this worker has started server processes, and has to end them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from shoal.errors import BadInput
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.cores import server_threads
+from shoal.server.copies import RowCopies
 from shoal.server.model.check_spec import check_spec
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import Follow, ModelSpec
+from shoal.server.protocol.row_messages import FollowRows
 from shoal.server.replicas.operations import ChainAccess, Execute
 from shoal.server.replication import Follower, Followers
 
@@ -59,6 +61,7 @@ class ModelHost:
         self._released: deque[int] = deque(maxlen=MAX_RELEASED)
         self._followers: dict[int, Followers] = {}  # of the models that are led here
         self._following: list[Follower] = []
+        self._copies: dict[int, RowCopies] = {}  # of models with hot rows
 
     @property
     def connections(self) -> list[Connection]:
@@ -131,9 +134,12 @@ class ModelHost:
             del self.models[model_id]
             self._released.append(model_id)
             followers = self._followers.pop(model_id, None)
+            copies = self._copies.pop(model_id, None)
             self._changed.notify_all()
         if followers is not None:
             followers.close()
+        if copies is not None:
+            copies.close()
 
     def is_released(self, model_id: int) -> bool:
         """Whether all workers of this model have departed before."""
@@ -160,6 +166,23 @@ class ModelHost:
         for each in followers:
             each.close()
 
+    def follow_rows(self, model_id: int, addresses: Sequence[str]) -> None:
+        """Read the hot rows of a model from the other servers."""
+        self._copies_of(model_id).follow(addresses)
+
+    def serve_rows(self, model_id: int, request: FollowRows, connection: Connection) -> None:
+        """Send the hot rows of a model to another server, until the model is released."""
+        self._copies_of(model_id).serve(request, connection)
+
+    def _copies_of(self, model_id: int) -> RowCopies:
+        with self._changed:
+            model = self.models.get(model_id)
+            if model is None:
+                raise Refused("this server does not hold that model")
+            if model_id not in self._copies:
+                self._copies[model_id] = RowCopies(model, model_id, self._secret, self._tls)
+            return self._copies[model_id]
+
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Wait until every worker of every model has departed."""
         with self._changed:
@@ -170,6 +193,8 @@ class ModelHost:
             model.fail("the server was stopped")
         for followers in list(self._followers.values()):
             followers.close()
+        for copies in list(self._copies.values()):
+            copies.close()
         for follower in self._following:
             follower.connection.abort()
         for follower in self._following:

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from shoal.errors import BadInput
 from shoal.runtime.failpoints import failpoint
-from shoal.server.handlers import chain, compressed, control, pull, push, rows
+from shoal.server.handlers import chain, compressed, control, hot_rows, pull, push, rows
 from shoal.server.handlers.dispatch import HANDLERS, Registered
 from shoal.server.model.membership import ModelFailure
 from shoal.server.peer import Peer
@@ -15,7 +15,8 @@ from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, Refu
 from shoal.server.protocol.messages import ErrorReply
 from shoal.server.replicas.elsewhere import Elsewhere
 
-HANDLER_MODULES = (chain, compressed, control, pull, push, rows)  # importing them fills the table
+# importing them fills the table
+HANDLER_MODULES = (chain, compressed, control, hot_rows, pull, push, rows)
 _MAX_SHORT_META_BYTES = 64 << 10
 _UNANSWERED = {FrameKind.BUCKET, FrameKind.COMPRESSED, FrameKind.TABLE_PUSH}
 _OF_ANY_MEMBER = {

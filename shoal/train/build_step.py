@@ -202,6 +202,11 @@ def assemble_step(
     store = sync.row_store()
     if store is not None and embeddings:
         bind_embeddings(model, functions.optimizer, context.seed, store)
+        if sync.synchronous and any(embedding.spec.cache_steps for embedding in embeddings):
+            context.say(
+                "cache_steps has no effect: synchronous training promises the result of one "
+                'device, so workers keep no rows; use ps(staleness=…), ps(mode="async") or a quorum'
+            )
 
     # the engine that computes micro-batches
     shard.token_axes.attach(flat.grads)

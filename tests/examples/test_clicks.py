@@ -26,6 +26,12 @@ def test_a_sample_has_an_id_of_each_kind_and_three_numbers() -> None:
         assert ids[:, kind].min() == kind * 1000 and ids[:, kind].max() < (kind + 1) * 1000
 
 
+def test_low_ids_are_the_most_frequent_if_asked() -> None:
+    ids = clicks.generate(5000, 4000, frequent_first=True)[0][:, :4].long()
+    assert ((ids % 4) == torch.arange(4)).all()
+    assert (ids < 1000).float().mean() > 0.85
+
+
 def test_the_log_is_the_same_every_time() -> None:
     first = clicks.generate(100, 4000)
     second = clicks.generate(100, 4000)

@@ -8,7 +8,7 @@ from shoal.server.protocol.frames import FrameKind
 
 HANDSHAKE = {FrameKind.CHALLENGE, FrameKind.HELLO, FrameKind.WELCOME}
 ANSWERS = {FrameKind.OK, FrameKind.ERROR}
-TO_FOLLOWERS = {FrameKind.ENTRY}
+TO_FOLLOWERS = {FrameKind.ENTRY, FrameKind.COPIED_ROWS}
 OTHER_LISTENERS = {FrameKind.COORDINATE}
 
 

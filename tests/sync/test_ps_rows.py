@@ -15,6 +15,8 @@ from torch.utils.data import TensorDataset
 import shoal
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.server.row_client import ServerStore
+from shoal.server.server import Server
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
@@ -144,3 +146,88 @@ def test_rows_learn_under_relaxed_rules(
         start = models[0].rows.spec.initial(seen)
         moved = (rows[seen] - start).abs().amax(1) > 0
         assert moved.any() if "quorum" in rule else moved.all(), "rows that occur have moved"
+
+
+# ------------------------------------------------------------------------------ copies of hot rows
+
+HOT = {"hot_share": 0.04, "placement": "range"}
+
+
+def copies_served(found: list[Server]) -> int:
+    """Rows that servers have answered from their copies."""
+    tables = [model.tables.hot["rows"] for server in found for model in server.models.values()]
+    return sum(int(hot.by_owner.sum() - hot.by_owner[hot.index]) for hot in tables)
+
+
+@pytest.mark.parametrize("options", [{}, {"min_count": 2, "ttl_steps": 2}], ids=["", "come and go"])
+def test_copies_of_hot_rows_leave_synchronous_training_as_it_is(
+    world: World, monkeypatch: pytest.MonkeyPatch, options: Any
+) -> None:
+    """Bit for bit: with copies as without."""
+
+    def train(**more: Any) -> tuple[list[Any], int]:
+        models = [Clicks(OPTIMIZERS["adagrad"], **options, **more) for _ in range(2)]
+        served: list[int] = []
+        with launched(monkeypatch, 2) as found:
+
+            def go_and_look(group: Group) -> Any:
+                job = Job(parse("ps(servers=2)"), group, device=CPU, seed=3)
+                model = models[group.rank]
+                sgd = partial(torch.optim.SGD, lr=0.1)
+                step = job.step(model, F.cross_entropy, optimizer=sgd)
+                losses = [float(step(batch)) for batch in job.batches(data(), 11, epochs=2)]
+                with step.sync.full_weights():
+                    rows = model.rows(torch.arange(50)).detach().clone()
+                group.barrier().wait()
+                if group.rank == 0:
+                    served.append(copies_served(found))
+                group.barrier().wait()
+                job.close()
+                return losses, rows
+
+            return world(2, go_and_look), served[0]
+
+    expected, none = train()
+    results, served = train(**HOT)
+    assert none == 0 and served > 10
+    for (losses, rows), (expected_losses, expected_rows) in zip(results, expected, strict=True):
+        assert losses == expected_losses
+        assert torch.equal(rows, expected_rows)
+
+
+@pytest.mark.parametrize("rule", ['mode="async"', "staleness=2", "quorum=0.5"])
+def test_rows_learn_with_copies_and_caches_under_relaxed_rules(
+    world: World, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    models = [Clicks(OPTIMIZERS["adagrad"], **HOT, cache_steps=2) for _ in range(2)]
+    with launched(monkeypatch, 2):
+        found = world(2, lambda g: go(g, f"ps({rule}, servers=2)", models[g.rank]))
+    for model, (_, rows, _) in zip(models, found, strict=True):
+        assert torch.isfinite(rows).all()
+        store = model.rows.store
+        assert isinstance(store, ServerStore) and store.caches["rows"].hits > 0
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_table_that_is_loaded_has_no_copies_of_what_was_there(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second half of a run is repeated from its checkpoint, in the same job."""
+    models = [Clicks(OPTIMIZERS["adagrad"], **HOT) for _ in range(2)]
+
+    def twice(group: Group) -> Any:
+        job = Job(parse("ps(servers=2)"), group, device=CPU, seed=3)
+        model = models[group.rank]
+        step = job.step(model, F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1))
+        losses = [float(step(batch)) for batch in job.batches(data(), 11, steps=4)]
+        job.save(tmp_path / "saved")
+        after = []
+        for _ in range(2):
+            job.load(tmp_path / "saved")
+            after.append([float(step(b)) for b in job.batches(data(), 11, epochs=3, steps=12)])
+        job.close()
+        return losses, after
+
+    with launched(monkeypatch, 2):
+        for _, (first, second) in world(2, twice):
+            assert first == second and len(first) == 8

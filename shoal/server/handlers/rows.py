@@ -32,10 +32,10 @@ def pull(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
     request = decode(meta, RowBatch)
     dim = model.tables.table(request.table).spec.dim
-    _check_size(header, request.count, 8, 8 + 4 * dim)
-    ids = _read(peer.connection, request.count, torch.int64)
-    rows = peer.read(lambda: model.tables.pull(request.table, ids))
-    peer.reply(b"", bytes_of(rows))
+    check_size(header, request.count, 8, 8 + 4 * dim)
+    ids = read_numbers(peer.connection, request.count, torch.int64)
+    pulled, rows = peer.read(lambda: model.tables.pull(request.table, ids, request.version))
+    peer.reply(encode(pulled), bytes_of(rows))
 
 
 @handles(FrameKind.TABLE_PUSH, "push", has_payload=True)
@@ -44,9 +44,11 @@ def push(peer: Peer, header: Header, meta: bytes) -> None:
     model, member = peer.joined()
     request = decode(meta, RowBatch)
     dim = model.tables.table(request.table).spec.dim
-    _check_size(header, request.count, 8 + 4 * dim, 0)
-    ids = _read(peer.connection, request.count, torch.int64)
-    grads = _read(peer.connection, request.count * dim, torch.float32).view(request.count, dim)
+    check_size(header, request.count, 8 + 4 * dim, 0)
+    ids = read_numbers(peer.connection, request.count, torch.int64)
+    grads = read_numbers(peer.connection, request.count * dim, torch.float32).view(
+        request.count, dim
+    )
     rows = RowPush(request.table, ids, grads, request.lr)
     model.tables.stage(member.pushes, header.sequence, rows)
 
@@ -80,14 +82,14 @@ def set_chunk(peer: Peer, header: Header, meta: bytes) -> None:
     columns = next((each for each in known if tuple(each)[1:] == request.keys), {})
     if request.keys and not columns:
         raise Refused(f"expected a chunk of {tuple(known[0])[1:]}, got {request.keys}")
-    _check_size(header, request.count, entry_bytes(columns), entry_bytes(columns))
+    check_size(header, request.count, entry_bytes(columns), entry_bytes(columns))
     chunk = bytearray(header.payload_bytes)
     peer.connection.read_into(memoryview(chunk))
     peer.execute(RowsSet(peer.model_id, request), Payload(chunk))
     peer.reply()
 
 
-def _check_size(header: Header, count: int, entry_bytes: int, answer_bytes: int) -> None:
+def check_size(header: Header, count: int, entry_bytes: int, answer_bytes: int) -> None:
     """`count` entries of that many bytes arrive, and entries of `answer_bytes` go back."""
     is_too_long = count * max(entry_bytes, answer_bytes) > MAX_ROW_BYTES
     if header.payload_bytes != count * entry_bytes or is_too_long:
@@ -95,11 +97,12 @@ def _check_size(header: Header, count: int, entry_bytes: int, answer_bytes: int)
 
 
 def _read_column(connection: Connection, count: int, column: Column) -> Tensor:
-    flat = _read(connection, count * (column.width or 1), column.dtype)
+    flat = read_numbers(connection, count * (column.width or 1), column.dtype)
     return flat if column.width is None else flat.view(count, column.width)
 
 
-def _read(connection: Connection, count: int, dtype: torch.dtype) -> Tensor:
+def read_numbers(connection: Connection, count: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of a payload whose size was checked."""
     tensor = torch.empty(count, dtype=dtype)
     connection.read_into(bytes_of(tensor))
     return tensor

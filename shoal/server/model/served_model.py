@@ -297,4 +297,5 @@ class ServedModel:
     def report(self) -> dict[str, Any]:
         with self.lock:
             ledger = self.state.ledger if self.is_leader else None
-            return self._statistics.report(self.version, self.membership, ledger)
+            counts = self._statistics.report(self.version, self.membership, ledger)
+            return counts | self.tables.report()

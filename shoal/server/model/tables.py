@@ -5,17 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable, sum_duplicates
+from shoal.server.model.hot_table import HotTable
 from shoal.server.model.push_buffer import PushBuffer, RowPush
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import ModelSpec
+from shoal.server.protocol.row_messages import RowsPulled
 
 MAX_TABLES = 256
+COPY_WAIT_S = 0.05  # for copies of the version that a worker has
 
 
 class Tables:
@@ -28,6 +32,7 @@ class Tables:
         self._lock = lock
         self._spec = spec
         self._tables: dict[str, RowTable] = {}
+        self.hot: dict[str, HotTable] = {}
         self._counted: list[tuple[int, RowPush]] = []  # (worker, push) of the open step
 
     def make(self, spec: TableSpec) -> None:
@@ -37,7 +42,9 @@ class Tables:
             if table is None:
                 if len(self._tables) >= MAX_TABLES:
                     raise Refused(f"a model has at most {MAX_TABLES} tables")
-                self._tables[spec.name] = RowTable(spec, self._spec.index, self._spec.servers)
+                table = RowTable(spec, self._spec.index, self._spec.servers)
+                self._tables[spec.name] = table
+                self.hot[spec.name] = HotTable(table)
             elif replace(table.spec, optimizer=spec.optimizer) != spec:
                 raise Refused(f"{spec} exists already, with other rows")
             elif table.optimizer != spec.optimizer:
@@ -48,9 +55,35 @@ class Tables:
             raise Refused(f"there is no table {name!r} here")
         return self._tables[name]
 
-    def pull(self, name: str, ids: Tensor) -> Tensor:
+    def pull(self, name: str, ids: Tensor, version: int | None = None) -> tuple[RowsPulled, Tensor]:
+        """Rows of this server; with `version` also copies that are not older.
+
+        Waits a little for copies that are on their way; the worker asks their owners for others.
+        """
         with self._lock:
-            return self.table(name).pull(ids)
+            table = self.table(name)
+            hot = self.hot[name]
+            owners = None if version is None else table.spec.owner(ids, table.shards)
+            if version is None or owners is None or not (owners != table.shard).any():
+                hot.note(ids)
+                return RowsPulled(hot.number, hot.asks()), table.pull(ids)
+            is_own = owners == table.shard
+            copied = ids[~is_own]
+            self._lock.wait_for(lambda: hot.is_settled(copied, version), COPY_WAIT_S)
+            rows = torch.empty(len(ids), table.spec.dim)
+            rows[is_own] = table.pull(ids[is_own])
+            rows[~is_own], is_there = hot.copies(copied, version)
+            missing = torch.nonzero(~is_own).flatten()[~is_there]
+            is_served = is_own.clone()
+            is_served[~is_own] = is_there
+            hot.note(ids[is_served], owners[is_served])
+            return RowsPulled(hot.number, hot.asks(), tuple(missing.tolist())), rows
+
+    def clear(self, name: str, steps: int) -> None:
+        """Reset all rows of a table, and forget copies of them."""
+        with self._lock:
+            self.table(name).load_state([], steps)
+            self.hot[name].clear()
 
     def stage(self, buffer: PushBuffer, sequence: int, rows: RowPush) -> None:
         """Rows of a push that is being received; they count if and when the push does."""
@@ -87,6 +120,11 @@ class Tables:
             grads = grads / divisor
         unique, sums = sum_duplicates(ids, grads)
         table.push(unique, sums, pushes[-1].lr, table.steps + 1)
+
+    def report(self) -> dict[str, Any]:
+        """The load of each table, if there is one."""
+        tables = {name: hot.report() for name, hot in self.hot.items()}
+        return {"tables": tables} if tables else {}
 
     def restore_counted(self, counted: Iterable[tuple[int, RowPush]]) -> None:
         """Replace the rows of the open step by those of a snapshot."""

@@ -57,6 +57,11 @@ class FrameKind(enum.IntEnum):
     TABLE_PUSH = 42
     TABLE_GET = 43
     TABLE_SET = 44
+    TABLE_HEAT = 45
+    TABLE_HOT_GET = 46
+    TABLE_HOT_SET = 47
+    FOLLOW_ROWS = 48
+    COPIED_ROWS = 49
     COMPRESSED = 50
     RESIDUAL_SET = 51
     RESIDUAL_GET = 52

@@ -129,11 +129,15 @@ class ShardState(WireMessage, frozen=True):
 
 
 class RowBatch(WireMessage, frozen=True):
-    """`count` ids in the payload, int64; with gradients behind them where rows are pushed."""
+    """`count` ids in the payload, int64; with gradients behind them where rows are pushed.
+
+    A pull with a `version` may ask for copies of rows, which are not older.
+    """
 
     table: Name
     count: Count
     lr: float = 0.0
+    version: Count | None = None
 
 
 class RowChunk(WireMessage, frozen=True):

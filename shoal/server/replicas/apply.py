@@ -94,7 +94,7 @@ def _set_rows(host: ModelHost, operation: ops.RowsSet, payload: Payload) -> None
         if chunk.keys:
             table.load_chunk(rows_of(table, chunk, payload.data))
         else:
-            table.load_state([], chunk.steps)
+            model.tables.clear(chunk.table, chunk.steps)
 
 
 def rows_of(table: RowTable, chunk: RowChunk, data: bytearray) -> dict[str, Tensor]:

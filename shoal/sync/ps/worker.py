@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -34,12 +34,13 @@ from shoal.server.client import Client, PullResult
 from shoal.server.consistency import Rule
 from shoal.server.discovery import ServerSet
 from shoal.server.protocol.messages import Ack, Commit
-from shoal.server.row_client import ServerStore
+from shoal.server.row_client import RowRules, ServerStore
 from shoal.sync.base import Returned, Sync
 from shoal.sync.memory import tensors_of_server
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.optimizer_shards import join_state, shard_state
 from shoal.sync.ps.push import GradientPush
+from shoal.sync.ps.row_load import load_sentences, table_loads, without_rows
 from shoal.sync.ps.summary import summarize
 from shoal.sync.ps.updates import Updates
 
@@ -95,6 +96,7 @@ class PsWorker(Sync):
         self._version = 0
         self._loss = torch.zeros((), device=context.flat.device)
         self._stats: list[dict[str, Any]] = []
+        self._rows: ServerStore | None = None
         self._closed = False
         if not self.client.comes_back:
             self._send_state()
@@ -127,7 +129,15 @@ class PsWorker(Sync):
     # ------------------------------------------------------------------ state
 
     def row_store(self) -> ServerStore:
-        return ServerStore(self.client)
+        rule = self.context.rule
+        rules = RowRules(
+            version=lambda: self._version,
+            seen_by=self.context.servers.seen_by,
+            copy_lag=rule.workers if rule.applies_each_push else 0,
+            may_cache=not rule.is_synchronous,
+        )
+        self._rows = ServerStore(self.client, rules)
+        return self._rows
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
@@ -135,7 +145,8 @@ class PsWorker(Sync):
         served = self._updates.served_optimizer if optimizer else None
         self._on_lowest_survivor(self._fetch_state if served is not None else _do_nothing)
         try:
-            yield
+            with nullcontext() if self._rows is None else self._rows.latest():
+                yield
         finally:
             if served is not None:
                 served.state.clear()
@@ -211,7 +222,8 @@ class PsWorker(Sync):
         ahead = Counter(max(0, step - slowest) for step, slowest in self.pulls)
         sent_bytes = [link.sent_bytes for link in self.client.links]
         return {
-            "servers": self._stats,
+            "servers": without_rows(self._stats),
+            "tables": table_loads(self._stats),
             "skipped": self.skipped,
             "steps_ahead": {str(k): ahead[k] for k in sorted(ahead)},
             "bytes_sent": sum(sent_bytes) + self.client.shared_bytes,
@@ -225,7 +237,12 @@ class PsWorker(Sync):
         counted = "replica" if self.context.replica_group.size > 1 else "worker"
         rule = self.context.rule
         sentences = summarize(self._stats, rule, self.client.shares_memory, counted)
-        return [*sentences, *self.push.summary()]
+        return [*sentences, *self.push.summary(), *self._row_sentences()]
+
+    def _row_sentences(self) -> list[str]:
+        caches = {} if self._rows is None else self._rows.caches
+        hits = {name: cache.hit_rate for name, cache in caches.items()}
+        return load_sentences(table_loads(self._stats), hits)
 
     def server_tensors(self) -> list[Tensor]:
         return tensors_of_server(self.context.servers.server_here)

@@ -1,0 +1,232 @@
+"""The rows of one table that are pulled often, as one server sees them.
+
+counts     pulls of rows here, by a space-saving sketch
+hot set    the rows over a share of all pulls; a worker has chosen them from the counts of all
+           servers, and every server has a copy of each
+published  the hot rows that this server owns, and the version at which each has changed last
+copies     the hot rows of other servers, and the version that each owner has published
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.embedding.hashing import Ids
+from shoal.embedding.heat import Hottest, SpaceSaving
+from shoal.embedding.spec import TableSpec
+from shoal.embedding.table import RowTable
+from shoal.server.protocol.frames import Refused
+from shoal.server.protocol.row_messages import MAX_HOT_ROWS
+
+MIN_COUNTERS = 4096
+MAX_COUNTERS = 1 << 17
+NO_VERSION = -1
+_REPORTED = 1024  # at least: a row that is hot in sum may not be among the hottest of one server
+
+
+def counters_of(spec: TableSpec) -> int:
+    """Enough to find every hot row, and the hottest 1% of small tables."""
+    wanted = max(2 / spec.hot_share if spec.hot_share else 0, 2 * spec.num_rows / 100)
+    return int(min(MAX_COUNTERS, max(MIN_COUNTERS, wanted)))
+
+
+def max_hot_rows(spec: TableSpec) -> int:
+    """Copies take at most 64 MiB on a server."""
+    return max(1, min(MAX_HOT_ROWS, (64 << 20) // (4 * spec.dim)))
+
+
+class RowChanges(NamedTuple):
+    """Hot rows of this server that have changed, as of `version`."""
+
+    number: int
+    version: int
+    ids: Tensor
+    rows: Tensor
+
+
+class HotTable:
+    """Counts, hot set and copies of one table on server `index`; under the model's lock."""
+
+    def __init__(self, table: RowTable):
+        self.table = table
+        self.spec = table.spec
+        self.index = table.shard
+        self.number = 0
+        self.is_published = False
+        self.total = SpaceSaving(counters_of(self.spec))
+        self.recent = SpaceSaving(counters_of(self.spec))
+        self.served = 0  # rows, since there are copies
+        self.by_owner = np.zeros(table.shards, np.int64)  # the same rows by their owner
+        self.before = 0  # rows that were served before there were copies
+        self.has_copies = False  # whether there was a hot set
+        self._asks_at = self._period()
+        self._forget()
+
+    # ------------------------------------------------------------------ counts
+
+    def note(self, ids: Tensor, owners: Tensor | None = None) -> None:
+        """These rows are served; `owners` where some are copies."""
+        numbers = ids.numpy()
+        self.recent.add(numbers)
+        if not self.has_copies:
+            self.before += len(numbers)
+            return
+        self.served += len(numbers)
+        if owners is None:
+            self.by_owner[self.index] += len(numbers)
+        else:
+            self.by_owner += np.bincount(owners.numpy(), minlength=self.table.shards)
+
+    def asks(self) -> bool:
+        """Whether the worker that pulls now should choose the hot set; asks one at a time."""
+        if not self.spec.hot_share or self.table.shards == 1 or self.index != 0:
+            return False
+        if self.recent.total < self._asks_at:
+            return False
+        self._asks_at = self.recent.total + self._period()
+        return True
+
+    def take_counts(self) -> tuple[Hottest, int]:
+        """The counts since this was called last."""
+        found = self.recent.hottest()
+        total = self.recent.total
+        self.total.merge(self.recent)
+        self.recent = SpaceSaving(self.recent.capacity)
+        self._asks_at = self._period()
+        return found, total
+
+    def _period(self) -> float:
+        """Rows to serve between two choices: the first comes early."""
+        pulls = 4 / self.spec.hot_share if self.spec.hot_share else 0.0
+        return max(1.0, pulls / self.table.shards * (4 if self.number else 1))
+
+    def report(self) -> dict[str, Any]:
+        """Counts for the end of a run, with as many of the hottest rows as a report needs."""
+        whole = SpaceSaving(self.total.capacity)
+        whole.merge(self.total)
+        whole.merge(self.recent)
+        found = whole.hottest(max(_REPORTED, self.spec.num_rows // 100))
+        return {
+            "rows": self.spec.num_rows,
+            "held": len(self.table),
+            "pulls": whole.total,
+            "before": self.before,
+            "served": self.served,
+            "by_owner": self.by_owner.tolist(),
+            "copies": len(self.ids),
+            "ids": found.ids.tolist(),
+            "counts": found.counts.tolist(),
+            "errors": found.errors.tolist(),
+        }
+
+    # ------------------------------------------------------------------ the hot set
+
+    def choose(self, number: int, ids: Ids, publish: bool) -> None:
+        """Take a newer set, or publish the present one; an older one has no effect."""
+        if number > self.number:
+            if len(ids) > max_hot_rows(self.spec) or (np.diff(ids) <= 0).any():
+                raise Refused(f"{len(ids)} hot rows of {self.spec} are too many or not in order")
+            self.spec.check(torch.from_numpy(ids))
+            self.number = number
+            self.is_published = False
+            self.has_copies |= len(ids) > 0
+            self._set(ids)
+        if number == self.number and publish:
+            self.is_published = True
+
+    def clear(self) -> None:
+        """The rows of the table were replaced: no copy is right any more."""
+        self.number += 1
+        self.is_published = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.ids: Ids = np.zeros(0, np.int64)
+        self._versions = [NO_VERSION] * self.table.shards
+        self._rows = torch.zeros(0, self.spec.dim)
+        self._has_row = torch.zeros(0, dtype=torch.bool)
+        self._set(self.ids)
+
+    def _set(self, ids: Ids) -> None:
+        """Copies of rows that stay in the set stay, as of the version that they have."""
+        kept = self._find(torch.from_numpy(ids))
+        is_kept = kept >= 0
+        rows = torch.zeros(len(ids), self.spec.dim)
+        rows[is_kept] = self._rows[kept[is_kept]]
+        has_row = torch.zeros(len(ids), dtype=torch.bool)
+        has_row[is_kept] = self._has_row[kept[is_kept]]
+        self.ids = ids
+        self._rows = rows
+        self._has_row = has_row
+        self._owners = self.spec.owner(torch.from_numpy(ids), self.table.shards)
+        self._own_ids = torch.from_numpy(ids)[self._owners == self.index]
+        self._published = torch.zeros(len(self._own_ids), self.spec.dim)
+        self._changed_at = torch.full((len(self._own_ids),), NO_VERSION)
+        self._published_at = NO_VERSION
+
+    # ------------------------------------------------------------------ as the owner
+
+    def changes(self, sent: tuple[int, int], version: int) -> RowChanges:
+        """What a server lacks that has set `sent[0]` as of version `sent[1]`."""
+        if self._published_at != version:
+            self._publish(version)
+        since = sent[1] if sent[0] == self.number else NO_VERSION - 1
+        is_new = self._changed_at > since
+        return RowChanges(self.number, version, self._own_ids[is_new], self._published[is_new])
+
+    def _publish(self, version: int) -> None:
+        """Rows that are not read differently now have not changed."""
+        rows = self.table.pull(self._own_ids)
+        is_first = self._published_at == NO_VERSION
+        has_changed = (rows != self._published).any(1)
+        self._changed_at[has_changed | is_first] = version
+        self._published = rows
+        self._published_at = version
+
+    # ------------------------------------------------------------------ as a reader
+
+    def install(self, owner: int, copied: RowChanges) -> None:
+        """Rows of another server; those of an older set are skipped."""
+        if copied.number != self.number:
+            return
+        positions = self._find(copied.ids)
+        if (positions < 0).any() or (self._owners[positions] != owner).any():
+            raise Refused(f"server {owner} publishes rows of {self.spec} that are not its hot rows")
+        self._rows[positions] = copied.rows
+        self._has_row[positions] = True
+        self._versions[owner] = copied.version
+
+    def lose(self, owner: int) -> None:
+        """Nothing comes from that server any more: its copies are not used."""
+        self._versions[owner] = NO_VERSION
+
+    def is_settled(self, ids: Tensor, version: int) -> bool:
+        """Whether all of these that are hot have copies that are not older than `version`."""
+        positions = self._find(ids)
+        return bool((self._fresh(positions, version) | (positions < 0)).all())
+
+    def copies(self, ids: Tensor, version: int) -> tuple[Tensor, Tensor]:
+        """Copies of rows, and which of them are there and not older than `version`."""
+        if not len(self.ids):
+            return torch.zeros(len(ids), self.spec.dim), torch.zeros(len(ids), dtype=torch.bool)
+        positions = self._find(ids)
+        return self._rows[positions.clamp(min=0)], self._fresh(positions, version)
+
+    def _find(self, ids: Tensor) -> Tensor:
+        """Positions in the hot set; -1 for rows that are not in it."""
+        if not len(self.ids):
+            return torch.full((len(ids),), -1)
+        places = np.minimum(np.searchsorted(self.ids, ids.numpy()), len(self.ids) - 1)
+        places[self.ids[places] != ids.numpy()] = -1
+        return torch.from_numpy(places)
+
+    def _fresh(self, positions: Tensor, version: int) -> Tensor:
+        if not len(self.ids):
+            return positions >= 0
+        held = positions.clamp(min=0)
+        versions = torch.tensor(self._versions)[self._owners[held]]
+        return (positions >= 0) & self._has_row[held] & (versions >= max(0, version))

@@ -1,0 +1,52 @@
+"""Which server is asked for which row: the owner, or for a hot row the least loaded one."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.embedding.hashing import Ids
+
+Numbers = NDArray[np.int64]
+
+
+def spread(owners: Ids, is_hot: NDArray[np.bool_], servers: int, turn: int) -> Numbers:
+    """The server to ask for each row of a pull, so that servers get equally many rows.
+
+    Rows that are not hot are asked of their owners. Hot ones fill up the others, in an order that
+    changes with `turn`.
+    """
+    loads = np.bincount(owners[~is_hot], minlength=servers)
+    shares = fill(loads, int(is_hot.sum()))
+    hot = np.roll(np.repeat(np.arange(servers), shares), turn)
+    targets = owners.copy()
+    targets[is_hot] = hot
+    return targets
+
+
+def fill(loads: Numbers, amount: int) -> Numbers:
+    """Portions of `amount` that make loads as even as they can be; the sum is `amount`."""
+    order = np.argsort(loads, kind="stable")
+    ordered = loads[order]
+    total = amount
+    for count in range(len(loads), 0, -1):  # the `count` smallest loads are filled to one level
+        total = amount + int(ordered[:count].sum())
+        if count == 1 or total >= count * ordered[count - 1]:
+            break
+    level, rest = divmod(total, count)
+    portions = np.zeros(len(loads), np.int64)
+    portions[order[:count]] = level - ordered[:count]
+    portions[order[:rest]] += 1
+    return portions
+
+
+def hottest_rows(ids: Ids, counts: Numbers, least: float, most_rows: int, hot: Ids) -> Ids:
+    """The ids whose counts add up to more than `least`, in order; at most so many of them.
+
+    Half of it keeps those that are `hot` now, so that few rows come and go by chance.
+    """
+    unique, inverse = np.unique(ids, return_inverse=True)
+    sums = np.bincount(inverse, counts, minlength=len(unique))
+    sums *= 1 + np.isin(unique, hot, assume_unique=True)
+    order = np.argsort(-sums, kind="stable")[:most_rows]
+    return np.sort(unique[order[sums[order] > least]])

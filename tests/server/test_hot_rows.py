@@ -1,0 +1,159 @@
+"""Hot rows: who is asked, what is copied, how old a copy or a kept row may be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.embedding.spec import RowOptimizer, TableSpec
+from shoal.embedding.table import RowTable
+from shoal.server.model.hot_table import HotTable
+from shoal.server.protocol.frames import Refused
+from shoal.server.row_cache import RowCache
+from shoal.server.row_routing import fill, hottest_rows, spread
+
+SGD = RowOptimizer("sgd", 1.0)
+SPEC = TableSpec("t", 40, 2, "zeros", optimizer=SGD, placement="range", hot_share=0.1)
+
+
+@given(
+    loads=st.lists(st.integers(0, 50), min_size=1, max_size=6),
+    amount=st.integers(0, 200),
+)
+@settings(max_examples=60, deadline=None)
+def test_portions_make_loads_as_even_as_they_can_be(loads: list[int], amount: int) -> None:
+    portions = fill(np.array(loads, np.int64), amount)
+    filled = [load + portion for load, portion in zip(loads, portions.tolist(), strict=True)]
+    assert portions.sum() == amount and portions.min() >= 0
+    given_to = [total for total, portion in zip(filled, portions, strict=True) if portion]
+    assert max(given_to, default=0) <= min(filled) + 1
+
+
+@given(
+    owners=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    turn=st.integers(0, 9),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_only_hot_rows_are_asked_elsewhere(
+    owners: list[int], turn: int, data: st.DataObject
+) -> None:
+    size = len(owners)
+    is_hot = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    targets = spread(np.array(owners), is_hot, 4, turn)
+    assert (targets[~is_hot] == np.array(owners)[~is_hot]).all()
+    assert ((targets >= 0) & (targets < 4)).all()
+
+
+def test_a_hot_row_is_asked_of_all_servers_in_turn() -> None:
+    targets = {int(spread(np.zeros(1, np.int64), np.ones(1, bool), 1, t)[0]) for t in range(4)}
+    assert targets == {0}
+    several = [spread(np.zeros(8, np.int64), np.ones(8, bool), 4, turn) for turn in range(8)]
+    assert {int(targets[0]) for targets in several} == {0, 1, 2, 3}
+
+
+def test_the_hottest_rows_are_those_over_the_share_and_stay_over_half_of_it() -> None:
+    ids = np.array([1, 2, 3, 1])
+    counts = np.array([6, 5, 4, 6])
+    assert hottest_rows(ids, counts, 10.0, 9, np.zeros(0, np.int64)).tolist() == [1]
+    assert hottest_rows(ids, counts, 4.5, 9, np.array([3])).tolist() == [1, 2, 3]
+    assert hottest_rows(ids, counts, 0.0, 2, np.zeros(0, np.int64)).tolist() == [1, 2]
+
+
+# ------------------------------------------------------------------------------ copies
+
+
+def pair() -> tuple[HotTable, HotTable]:
+    """The owner of rows 0 to 19, and the other server, with rows 1, 3 and 30 as hot ones."""
+    owner, reader = (HotTable(RowTable(SPEC, shard, 2)) for shard in range(2))
+    for hot in (owner, reader):
+        hot.choose(2, np.array([1, 3, 30]), publish=True)
+    return owner, reader
+
+
+def test_a_copy_is_used_for_versions_that_it_has_reached() -> None:
+    owner, reader = pair()
+    ids = torch.tensor([1, 3])
+    assert not reader.is_settled(ids, 0)
+    owner.table.push(torch.tensor([3]), torch.ones(1, 2))
+    first = owner.changes((0, 0), version=1)
+    assert first.ids.tolist() == [1, 3]
+    reader.install(0, first)
+    rows, is_there = reader.copies(ids, 1)
+    assert is_there.all() and torch.equal(rows, owner.table.pull(ids))
+    assert not reader.copies(ids, 2)[1].any() and not reader.is_settled(ids, 2)
+    assert reader.is_settled(torch.tensor([7]), 2), "no copy of it will come"
+    owner.table.push(torch.tensor([3]), torch.ones(1, 2))
+    later = owner.changes((2, 1), version=2)
+    assert later.ids.tolist() == [3], "only what has changed is sent"
+    reader.install(0, later)
+    rows, is_there = reader.copies(ids, 2)
+    assert is_there.all() and torch.equal(rows, owner.table.pull(ids))
+
+
+def test_copies_end_with_their_owner_and_with_the_rows_of_the_table() -> None:
+    owner, reader = pair()
+    reader.install(0, owner.changes((0, 0), version=4))
+    assert reader.copies(torch.tensor([1]), 4)[1].all()
+    reader.lose(0)
+    assert not reader.copies(torch.tensor([1]), 0)[1].any()
+    reader.install(0, owner.changes((0, 0), version=4))
+    reader.clear()
+    reader.install(0, owner.changes((0, 0), version=4))
+    assert not reader.copies(torch.tensor([1]), 0)[1].any(), "of a set that is no more"
+
+
+def test_rows_that_stay_hot_keep_their_copies_and_an_older_set_has_no_effect() -> None:
+    owner, reader = pair()
+    reader.install(0, owner.changes((0, 0), version=4))
+    reader.choose(3, np.array([2, 3]), publish=False)
+    assert reader.copies(torch.tensor([2, 3]), 4)[1].tolist() == [False, True]
+    reader.choose(2, np.array([5]), publish=True)
+    assert reader.ids.tolist() == [2, 3] and not reader.is_published
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [5, 1], [40], [-1]])
+def test_a_bad_set_of_hot_rows_is_refused(ids: list[int]) -> None:
+    hot = HotTable(RowTable(SPEC, 0, 2))
+    with pytest.raises(Exception, match=r"hot rows|has no row"):
+        hot.choose(1, np.array(ids), publish=True)
+    assert hot.number == 0 and not len(hot.ids)
+
+
+def test_rows_that_a_server_does_not_own_are_refused() -> None:
+    owner, reader = pair()
+    changes = owner.changes((0, 0), version=1)
+    with pytest.raises(Refused, match="that are not its hot rows"):
+        reader.install(1, changes)
+    with pytest.raises(Refused, match="that are not its hot rows"):
+        reader.install(0, changes._replace(ids=changes.ids + 1))
+
+
+def test_loads_are_counted_by_owner_and_as_they_were_served() -> None:
+    _, reader = pair()
+    reader.note(torch.tensor([30, 31]))
+    reader.note(torch.tensor([1, 3, 30]), torch.tensor([0, 0, 1]))
+    report = reader.report()
+    assert report["served"] == 5 and report["by_owner"] == [2, 3]
+    assert report["ids"][0] == 30 and report["counts"][0] == 2
+
+
+# ------------------------------------------------------------------------------ kept rows
+
+
+@given(st.lists(st.lists(st.integers(0, 9), unique=True), max_size=12), st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_a_kept_row_is_never_older_than_its_bound(pulls: list[list[int]], steps: int) -> None:
+    """The row of each id is the step at which it was pulled."""
+    cache = RowCache(steps)
+    for step, wanted in enumerate(pulls):
+        ids = torch.tensor(wanted, dtype=torch.int64)
+        rows = torch.full((len(ids), 1), -1.0)
+        is_kept = cache.get(ids, step, rows)
+        ages = step - rows[is_kept]
+        assert ((ages >= 1) & (ages <= steps)).all()
+        cache.put(ids[~is_kept], step, torch.full((int((~is_kept).sum()), 1), float(step)))
+    assert cache.asked == sum(map(len, pulls))
