@@ -18,7 +18,7 @@ from shoal.strategy.strategy import parse
 from tests.launch.test_servers import READY, WAIT_FOR_SERVERS, run_with
 
 THREE = Replication(3, restarts=1)
-NO_COORDINATOR = {"SHOAL_COORDINATOR": "etcd://127.0.0.1:1"}  # one of the user: none is started
+NO_COORDINATOR = {"SHOAL_COORDINATOR": "unix:/nowhere/coordinator.sock"}  # none is started
 
 
 def exit_of(server: int, returncode: int = -9) -> ProcessExit:
