@@ -22,7 +22,13 @@ from typing import Any
 from shoal.errors import BadInput
 from shoal.launch.coordinator import coordinated
 from shoal.launch.failures import first_failure, launch_error
-from shoal.launch.lost_servers import SINGLE_COPY, LostServer, Replication, ServerPolicy
+from shoal.launch.lost_servers import (
+    SINGLE_COPY,
+    LostServer,
+    Replication,
+    ServerPolicy,
+    summarize_server_losses,
+)
 from shoal.launch.lost_workers import (
     LossPolicy,
     LostWorker,
@@ -159,6 +165,9 @@ def launch(
         raise launch_error(first_failure(failures), finished)
     for returned in result.returned:
         write(f"shoal: {returned}\n", True)
+    if result.lost_servers:
+        losses = summarize_server_losses(result.lost_servers, result.reports)
+        write(f"shoal: {losses}\n", True)
     if result.lost:
         write(f"shoal: {summarize_losses(result.lost, spec.workers)}\n", True)
     return result

@@ -7,8 +7,9 @@ one of them lives; a lost one is started again in the background, a few times, a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.launch.failures import ProcessFailure
 from shoal.launch.processes import ProcessExit
@@ -114,6 +115,22 @@ class ServerPolicy:
             again = f"it is started again ({starts} of {self._replication.restarts})"
         who = self._replication.in_words(exit.rank)
         self._say(f"{who} {how} after {after_s:.1f} s; shard {shard} goes on with {left}; {again}")
+
+
+def without_service_s(reports: Sequence[dict[str, Any] | None]) -> float:
+    """How long the worker that waited longest got no service of a shard, as workers reported."""
+    found = [0.0]
+    for report in reports:
+        for part in (report or {}).get("sync") or []:
+            found += [sum(shard) for shard in part.get("interruptions_s") or []]
+    return round(max(found), 3)
+
+
+def summarize_server_losses(
+    lost: Sequence[LostServer], reports: Sequence[dict[str, Any] | None]
+) -> str:
+    """For the end of a run that succeeded."""
+    return f"servers lost: {len(lost)}; {without_service_s(reports):.1f} s without service"
 
 
 def _list(replicas: list[int]) -> str:

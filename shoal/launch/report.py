@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.launch.local import RunResult
+from shoal.launch.lost_servers import without_service_s
 
 
 def run_report(strategy: str, workers: int, result: RunResult) -> dict[str, Any]:
@@ -13,7 +14,8 @@ def run_report(strategy: str, workers: int, result: RunResult) -> dict[str, Any]
 
     `steps` is the largest number of steps of a worker, `seconds` the time of the run with its
     start. `samples_per_s` adds up all workers, each without the first fifth of its steps.
-    `ranks` holds the reports of the workers, null for one that was lost.
+    `without_service_s` is how long the worker that waited longest got no service of a shard of
+    servers with replicas. `ranks` holds the reports of the workers, null for one that was lost.
     """
     reports = [report for report in result.reports if report is not None]
     rates = [r["samples_per_s"] for r in reports if isinstance(r.get("samples_per_s"), float)]
@@ -25,5 +27,7 @@ def run_report(strategy: str, workers: int, result: RunResult) -> dict[str, Any]
         "samples_per_s": sum(rates) if rates else None,
         "lost": [asdict(lost) for lost in result.lost],
         "came_back": [asdict(returned) for returned in result.returned],
+        "servers_lost": [asdict(lost) for lost in result.lost_servers],
+        "without_service_s": without_service_s(result.reports),
         "ranks": list(result.reports),
     }

@@ -21,6 +21,7 @@ from shoal.errors import PeerLost
 from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain_view import ChainView
+from shoal.server.interruptions import Interruptions
 from shoal.server.link import (
     RETRY_S,
     START_TIMEOUT_S,
@@ -72,7 +73,7 @@ class ChainLink(ServerLink):
     ):
         self.addresses = tuple(addresses)
         self.view = ChainView(len(addresses), header.worker)
-        self.interruptions_s: list[float] = []  # the longest push at each change of the chain
+        self.interruptions = Interruptions(self.view)
         self.find_head_s = FIND_HEAD_S
         self._viewing = threading.Lock()
         self._searching = threading.Lock()
@@ -84,8 +85,6 @@ class ChainLink(ServerLink):
         self._descriptor: int | None = None
         self._answer = SetUp()
         self._acknowledged = (0, 0)  # sequence and step of the latest push
-        self._longest_push_s = 0.0
-        self._push_epoch = 0
         self._watch = ReplicaWatch(self)
         super().__init__(index, addresses[0], secret, header, rank_of, tracer, tls)
 
@@ -100,7 +99,7 @@ class ChainLink(ServerLink):
         self.open("control")
         if self._answer.is_over:
             return self._answer
-        self._push_epoch = self.view.epoch
+        self.interruptions.begin()
         self._watch.attach_members(_LONGEST_ASK_S)
         self.open("push")
         self.open("pull")
@@ -114,6 +113,9 @@ class ChainLink(ServerLink):
     @property
     def has_inbox(self) -> bool:
         return False  # a server that is the head no longer could write into it late
+
+    def interruptions_s(self) -> list[float]:
+        return self.interruptions.seconds()
 
     def close(self) -> None:
         self._is_closing = True
@@ -132,8 +134,10 @@ class ChainLink(ServerLink):
         began_s = time.monotonic()
         self._aim(channel, request.kind in _READS)
         reply = super()._call(channel, request)
-        if request.kind is FrameKind.COMMIT:
-            self._note_push(request, time.monotonic() - began_s)
+        is_push = request.kind is FrameKind.COMMIT
+        if is_push:
+            self._acknowledged = (request.sequence, request.argument)
+        self.interruptions.answered(channel, began_s, is_push)
         return reply
 
     def _exchange(self, channel: Channel, request: Request) -> Reply:
@@ -141,15 +145,6 @@ class ChainLink(ServerLink):
             return super()._exchange(channel, request)
         with self._watch.waiting(channel):
             return super()._exchange(channel, request)
-
-    def _note_push(self, request: Request, seconds: float) -> None:
-        """The longest push around a change of the chain: for so long it was not served."""
-        self._acknowledged = (request.sequence, request.argument)
-        self._longest_push_s = max(self._longest_push_s, seconds)
-        if self._push_epoch != self.view.epoch:
-            self.interruptions_s.append(self._longest_push_s)
-            self._longest_push_s = 0.0
-            self._push_epoch = self.view.epoch
 
     @property
     def _resends(self) -> bool:
@@ -216,6 +211,7 @@ class ChainLink(ServerLink):
         """Raises if no head is found in time."""
         if self._failure is not None or self._is_closing:
             raise self._failure or broken
+        self.interruptions.broken(channel)
         if isinstance(broken, MovedAway):
             self.learn(broken.moved)
         is_read = channel == "pull"

@@ -140,6 +140,10 @@ class ServerLink:
         """Whether what is pulled is in shared memory; else it comes with the answer."""
         return self.shares_memory
 
+    def interruptions_s(self) -> list[float]:
+        """How long it got no service, around each change of the server's replicas."""
+        return []
+
     @property
     def _resends(self) -> bool:
         """Whether requests without an answer may have to be sent again."""

@@ -114,7 +114,7 @@ def test_a_head_that_dies_at_a_push_costs_nothing_and_counts_nothing_twice(when:
         assert chain.counted == [1, 2, 3, 4]
         assert chain.repeated == ([3] if when == EFFECT_WITHOUT_ANSWER else [])
         assert chain.sequences[-1] == 2, "SETUP says what was acknowledged"
-        assert len(link_of(client).interruptions_s) == 1
+        assert len(link_of(client).interruptions_s()) == 1
 
 
 def test_a_head_that_moves_away_is_followed_and_a_replica_that_comes_back_is_used_again() -> None:

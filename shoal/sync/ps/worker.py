@@ -230,6 +230,7 @@ class PsWorker(Sync):
             "sent_bytes": sent_bytes,
             "received_bytes": [link.received_bytes for link in self.client.links],
             "shared_memory": self.client.shares_memory,
+            "interruptions_s": [link.interruptions_s() for link in self.client.links],
             **self.push.report(),
         }
 
