@@ -149,7 +149,7 @@ def _launch_self(
     strategy.layout(workers)
     config = replace(config, strategy=str(strategy), call=_calls)
     servers = strategy.servers(workers)
-    tolerance = tolerance_of(strategy, workers)
+    tolerance = tolerance_of(strategy, workers, config.restarts)
     replication = replication_of(strategy, workers)
     command = _command_of_script()
     if command is not None:
@@ -166,6 +166,11 @@ def _launch_self(
         torch.set_num_threads(1)
         Worker(strategy, detect(worker_config), worker_config, _calls).run(train)
 
+    if config.restarts:
+        raise BadInput(
+            "workers of an interactive session are forks of it and are not started again: put the "
+            "training function into a file, or leave out SHOAL_RESTART"
+        )
     fork(ForkSpec(body, workers, config, servers, tolerance=tolerance, replication=replication))
 
 

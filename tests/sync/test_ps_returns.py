@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal.comm.group import Group
+from shoal.sync.kept_statistics import KeptStatistics
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.returning import PER_EPOCH, STEPS, Killed, Run, Style, numbered
@@ -96,3 +97,17 @@ def test_its_weights_are_those_of_the_servers_not_those_of_its_start(
         jobs = lose_and_return(run, world, victim=0, at=3, until=7)
     ends = [torch.cat([p.flatten() for p in job._steps[0].model.parameters()]) for job in jobs]
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[1], ends[2])
+
+
+def test_statistics_of_batchnorm_are_the_latest_that_a_worker_has_kept(tmp_path: Path) -> None:
+    mine, theirs = ([torch.zeros(3), torch.zeros(2, dtype=torch.int64)] for _ in range(2))
+    other = KeptStatistics(tmp_path, 0, theirs)
+    back = KeptStatistics(tmp_path, 1, mine)
+    assert not back.take()
+    theirs[0].fill_(2.5)
+    theirs[1].fill_(7)
+    other.keep()
+    assert back.take()
+    assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+    (tmp_path / "2.statistics").write_bytes(b"cut")
+    assert not back.take(), "one that is not of this model is not read"

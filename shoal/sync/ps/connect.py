@@ -18,6 +18,7 @@ from shoal.server.model.shard import NAMES
 from shoal.server.protocol.messages import UNSPLIT, ModelSpec, ReplicaSplit
 from shoal.strategy.terms import Ps
 from shoal.sync.base import Copies, Replica
+from shoal.sync.kept_statistics import kept_statistics
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.compressed_push import CompressedPush
 from shoal.sync.ps.push import ExactPush, GradientPush, InPlacePush, StagedPush
@@ -48,7 +49,14 @@ def join_servers(term: Ps, replica: Replica) -> PsWorker:
         servers.close(failed=True)
         raise
     context = PsContext(
-        replica.flat, replica.update, replica.group, replica.replica_group, client, servers, rule
+        replica.flat,
+        replica.update,
+        replica.group,
+        replica.replica_group,
+        client,
+        servers,
+        rule,
+        None if rule.is_synchronous else kept_statistics(replica),
     )
     if rule.is_synchronous:
         return _synchronous(context, replica, served)

@@ -59,6 +59,8 @@ class RelaxedPs(PsWorker):
         self._pull_next(step)
         self.flat.zero_grad()
         self._updates.finish_step()
+        if self.context.statistics is not None:
+            self.context.statistics.keep()
         self._in_step = False
 
     def skip(self) -> Tensor:
@@ -75,6 +77,8 @@ class RelaxedPs(PsWorker):
         step = self.update.steps
         self._pending = self._leader.pull(step, self._rule.version_for(step))
         self._receive()
+        if self.context.statistics is not None:
+            self.context.statistics.take()
 
     def _pull_next(self, step: int) -> None:
         self._pending = self._leader.pull(step + 1, self._rule.version_for(step + 1))

@@ -36,6 +36,7 @@ from shoal.server.discovery import ServerSet
 from shoal.server.protocol.messages import Ack, Commit
 from shoal.server.row_client import RowRules, ServerStore
 from shoal.sync.base import Returned, Sync
+from shoal.sync.kept_statistics import KeptStatistics
 from shoal.sync.memory import tensors_of_server
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.optimizer_shards import join_state, shard_state
@@ -75,6 +76,7 @@ class PsContext:
     client: Client
     servers: ServerSet
     rule: Rule
+    statistics: KeptStatistics | None = None  # of BatchNorm, for workers that come back
 
 
 class PsWorker(Sync):
