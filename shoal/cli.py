@@ -12,6 +12,7 @@ from shoal import __version__
 from shoal.commands import bench, cluster, collectives, pipeline, trace
 from shoal.commands.compare import compare
 from shoal.commands.default_group import DEFAULT, DefaultGroup
+from shoal.commands.join import join
 from shoal.commands.memory import memory
 from shoal.commands.msccl import export, import_file
 from shoal.commands.plan import plan
@@ -36,6 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run)
+app.command()(join)
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(verify)

@@ -42,6 +42,7 @@ class WorkersOptions:
     timeout_s: float | None = None
     grace_s: float | None = None
     restarts: int | None = None
+    start: int | None = None
 
     def to_config(self) -> RunConfig:
         """The configuration of the workers; BadInput where an option makes no sense."""
@@ -53,10 +54,13 @@ class WorkersOptions:
             kill=tuple(self.kill or config.kill),
             grace_s=self.grace_s or config.grace_s,
             restarts=config.restarts if self.restarts is None else self.restarts,
+            start=self.start or config.start,
             wait=replace(config.wait, limit_s=self.timeout_s or config.wait.limit_s),
         )
         check_faults(config, self.workers, strategy.servers(self.workers))
-        if config.restarts:
+        if config.start is not None and config.start > self.workers:
+            raise BadInput(f"--start {config.start} is more than the {self.workers} workers of -n")
+        if config.takes_back:
             strategy.require_takes_back()
         return config
 
@@ -179,7 +183,7 @@ def _launch(
     strategy = as_strategy(config.strategy or "single")
     servers = strategy.servers(workers)
     replication = replication_of(strategy, workers, config.restarts or SERVER_RESTARTS)
-    tolerance = tolerance_of(strategy, workers, config.restarts)
+    tolerance = tolerance_of(strategy, workers, config.restarts, config.start)
     spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance, forks=forks)
     spec = replace(spec, replication=replication)
     return launch(spec, write, on_progress)

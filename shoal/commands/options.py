@@ -57,6 +57,14 @@ Restart = Annotated[
         show_default="0",
     ),
 ]
+Start = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Start so many of the workers now; `shoal join` starts the others, one at a time.",
+        show_default="all",
+    ),
+]
 Timeout = Annotated[
     float | None,
     typer.Option(

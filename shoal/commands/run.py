@@ -21,12 +21,13 @@ def run(
     grace: options.Grace = None,
     report: options.Report = None,
     restart: options.Restart = None,
+    start: options.Start = None,
 ) -> None:
     """Run a training script on several workers of this host."""
     command = command_for(script, args)
     strategy = resolve_auto(strategy, command, workers, device)
     asked = WorkersOptions(
-        workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart
+        workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start
     )
     with traced(asked.to_config(), trace) as config:
         run_shown(command, workers, config, report)

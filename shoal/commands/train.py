@@ -38,6 +38,7 @@ def train(
     grace: options.Grace = None,
     report: options.Report = None,
     restart: options.Restart = None,
+    start: options.Start = None,
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Where to save.", show_default="runs/EXAMPLE")
@@ -51,7 +52,7 @@ def train(
     command = command_for(example, extra)
     strategy = resolve_auto(strategy, command, workers, device)
     asked = WorkersOptions(
-        workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart
+        workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start
     )
     config = asked.to_config()
     start_s = time.monotonic()

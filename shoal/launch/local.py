@@ -22,6 +22,7 @@ from typing import Any
 from shoal.errors import BadInput
 from shoal.launch.coordinator import coordinated
 from shoal.launch.failures import first_failure, launch_error
+from shoal.launch.joining import JoinRequests
 from shoal.launch.lost_servers import (
     SINGLE_COPY,
     LostServer,
@@ -70,6 +71,11 @@ class LaunchSpec:
     forks: Forks | None = None
     replication: Replication = SINGLE_COPY
 
+    @property
+    def started(self) -> int:
+        """How many workers there are at first; the others are asked for later."""
+        return min(self.workers, self.config.start or self.workers)
+
     def check(self) -> None:
         if self.workers < 1:
             raise BadInput(f"cannot run on {self.workers} workers: at least 1 is needed")
@@ -114,7 +120,7 @@ def launch(
     """
     spec.check()
     spec = spec.with_threads()
-    supervisor = Supervisor(spec.workers, spec.servers, grace_s=spec.config.grace_s)
+    supervisor = Supervisor(spec.started, spec.servers, grace_s=spec.config.grace_s)
     put = supervisor.events.put
     start_s = time.monotonic()
     with SignalEvents(put) as signals, new_run_dir() as run_dir:
@@ -137,14 +143,27 @@ def launch(
                     stderr["worker"][exit.rank] = starter.start_again(exit.rank, workers)
                     return True
 
+                def join() -> bool:
+                    rank = policy.join()
+                    if rank is not None:
+                        stderr["worker"][rank] = starter.start_again(rank, workers)
+                    return rank is not None
+
                 def start_server(index: int) -> None:
                     stderr["server"][index] = starter.start_server(index, servers, again=True)
 
                 supervisor.restart = restart
+                supervisor.join = join
                 supervisor.server_policy = server_policy
                 supervisor.start_server = start_server
-                with StoppedProcesses(
-                    spec.config.wait, lambda: [*workers.running(), *servers.running()], say
+                if spec.started < spec.workers:
+                    now = f"{spec.started} of {spec.workers} workers are started"
+                    say(f"{now}; shoal join starts another one")
+                with (
+                    JoinRequests(run_dir, put, spec.config.takes_back),
+                    StoppedProcesses(
+                        spec.config.wait, lambda: [*workers.running(), *servers.running()], say
+                    ),
                 ):
                     supervisor.run(workers, servers, policy.survives, run_dir)
         failures = supervisor.failures(run_dir, stderr)
@@ -207,10 +226,15 @@ class _Starter:
 
     def start_all(self, workers: Processes, servers: Processes) -> dict[Role, list[LineForwarder]]:
         """Start all workers and servers; returns the stderr of each."""
+        started = self.spec.started
+        absent = range(started, self.spec.workers)
+        for rank in absent:  # the others do not wait for it
+            self.run_dir.note_exit(rank, 0)
         stderr: dict[Role, list[LineForwarder]] = {
             "server": [self.start_server(i, servers) for i in range(self.spec.servers)],
-            "worker": [self._start_worker(rank, workers) for rank in range(self.spec.workers)],
+            "worker": [self._start_worker(rank, workers) for rank in range(started)],
         }
+        stderr["worker"] += [LineForwarder(self.write, "", True) for _ in absent]
         self.pump.start()  # no thread before the last fork
         servers.watch()
         workers.watch()

@@ -34,15 +34,18 @@ class Tolerance:
     restarts: int = 0  # how often lost workers are started again, in all
 
 
-def tolerance_of(strategy: Strategy, workers: int, restarts: int = 0) -> Tolerance | None:
-    """None where the loss of any worker ends the run."""
-    if restarts:
+def tolerance_of(
+    strategy: Strategy, workers: int, restarts: int = 0, start: int | None = None
+) -> Tolerance | None:
+    """None where the loss of any worker ends the run; `start`: so many are there at first."""
+    takes_back = restarts > 0 or start is not None
+    if takes_back:
         strategy.require_takes_back()
         restarts = restarts if strategy.takes_back else 0
     if not strategy.survives_loss:
         return None
     needed = tuple(r for r in range(workers) if strategy.needs(r))
-    return Tolerance(str(strategy), needed, strategy.starts_apart or restarts > 0, restarts)
+    return Tolerance(str(strategy), needed, strategy.starts_apart or takes_back, restarts)
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,18 @@ class LossPolicy:
             return False
         self._restarted.append((failure, generation))
         return True
+
+    def join(self) -> int | None:
+        """The number of a worker that is not there, which is started now; None: all are."""
+        ranks = [rank for rank in range(self._workers) if self._run_dir.has_exited(rank)]
+        if not ranks or self._has_succeeded:
+            why = "the first workers have finished" if ranks else f"all {self._workers} are there"
+            self._say(f"a worker was asked for, and none is started: {why}")
+            return None
+        self._run_dir.note_start(ranks[0], self._run_dir.generation(ranks[0]) + 1)
+        self.lost = [lost for lost in self.lost if lost.rank != ranks[0]]
+        self._say(f"worker {ranks[0]} of {self._workers} is started, as it was asked for")
+        return ranks[0]
 
     def returned(self) -> list[ReturnedWorker]:
         """The workers that were started again, as far as they came back."""

@@ -149,7 +149,7 @@ def _launch_self(
     strategy.layout(workers)
     config = replace(config, strategy=str(strategy), call=_calls)
     servers = strategy.servers(workers)
-    tolerance = tolerance_of(strategy, workers, config.restarts)
+    tolerance = tolerance_of(strategy, workers, config.restarts, config.start)
     replication = replication_of(strategy, workers)
     command = _command_of_script()
     if command is not None:

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from shoal.launch.failures import ProcessFailure, read_failure
+from shoal.launch.joining import JoinRequest
 from shoal.launch.lost_servers import ServerPolicy
 from shoal.launch.output import LineForwarder
 from shoal.launch.processes import Processes, ProcessExit, Role
@@ -32,7 +33,9 @@ from shoal.runtime.run_dir import RunDir
 _GRACE_S = 0.3  # after the first failure
 _TERM_S = 2.0  # from SIGTERM to SIGKILL
 
-Event = ProcessExit | signal.Signals | Exception  # the last is raised by `write` or `on_progress`
+Event = (
+    ProcessExit | signal.Signals | JoinRequest | Exception
+)  # the last is raised by `write` or `on_progress`
 
 
 class SignalEvents:
@@ -87,6 +90,7 @@ class Supervisor:
     stopped_ns: int | None = None  # when the launcher began to end the processes
     survives: Callable[[ProcessExit], bool] | None = None
     restart: Callable[[ProcessExit], bool] | None = None  # starts a lost worker again, or not
+    join: Callable[[], bool] | None = None  # starts one that is not there, if there is one
     server_policy: ServerPolicy | None = None
     start_server: Callable[[int], None] | None = None  # another process in the place of a lost one
     memory_kills: OutOfMemoryKills = field(default_factory=OutOfMemoryKills)
@@ -173,6 +177,10 @@ class Supervisor:
         elif isinstance(event, signal.Signals):
             self.signals += 1
             self.first_signal = self.first_signal or event
+        elif isinstance(event, JoinRequest):
+            is_ending = self.failed or self._must_stop() or self.stopped_ns is not None
+            if self.join is not None and not is_ending and self.join():
+                self.workers += 1
         else:
             self.output_error = event
 

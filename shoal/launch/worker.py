@@ -335,7 +335,7 @@ class Worker:
     @property
     def _comes_back(self) -> bool:
         """Whether the launcher starts lost workers again."""
-        return self.config.restarts > 0 and self.strategy.takes_back
+        return self.config.takes_back and self.strategy.takes_back
 
     @property
     def _patience_s(self) -> float:

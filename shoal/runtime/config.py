@@ -145,6 +145,7 @@ class RunConfig:
     kill: tuple[str, ...] = variable("SHOAL_KILL", WORDS, ())
 
     restarts: int = variable("SHOAL_RESTART", COUNT, 0)  # `shoal run --restart`
+    start: int | None = variable("SHOAL_START", POSITIVE)  # workers at first; others come later
     generation: int = variable("SHOAL_GENERATION", COUNT, 0)  # starts of this worker before this
 
     rank: int | None = variable("SHOAL_RANK", COUNT)  # written by Shoal's own launcher
@@ -201,6 +202,11 @@ class RunConfig:
     def with_environ(self, **others: str) -> RunConfig:
         """The same with other values for variables that are not Shoal's."""
         return replace(self, environ={**self.environ, **others})
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether workers may come, or come back, after the start."""
+        return self.restarts > 0 or self.start is not None
 
     @property
     def is_launched(self) -> bool:

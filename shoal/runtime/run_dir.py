@@ -7,6 +7,7 @@
     failure-2.json       why worker 2 failed, written by the worker
     finished-0           worker 0 has finished
     exited-2.json        the process of worker 2 has exited, written by the launcher
+    joins/               requests of `shoal join`
     started-2            how often worker 2 was started again; then exited-2.1.json …
     back-2.1.json        how it took its place among the others
     memory-…/            where workers find memory that they share (shm/lasting_memory.py)
@@ -96,6 +97,10 @@ class RunDir:
 
     def back(self, rank: int, generation: int) -> Path:
         return self.path / f"back-{_life(rank, generation)}.json"
+
+    @property
+    def joins(self) -> Path:
+        return self.path / "joins"
 
     def meetings(self, run_number: int) -> Path:
         """For what all workers do together, where lost ones may come back."""
@@ -210,6 +215,24 @@ class RunDir:
 
     # ------------------------------------------------------------------ workers that come back
 
+    def open_joins(self) -> None:
+        """The launcher starts workers that are asked for (launch/joining.py)."""
+        self.joins.mkdir(mode=0o700)
+
+    def takes_joins(self) -> bool:
+        return self.joins.is_dir()
+
+    def ask_for_join(self) -> None:
+        handle, _ = tempfile.mkstemp(dir=self.joins)
+        os.close(handle)
+
+    def take_joins(self) -> int:
+        """How many workers were asked for since the last call."""
+        requests = list(self.joins.iterdir())
+        for request in requests:
+            request.unlink()
+        return len(requests)
+
     def generation(self, rank: int) -> int:
         """How often this worker was started again."""
         try:
@@ -309,6 +332,18 @@ def new_run_dir() -> Iterator[RunDir]:
         yield run_dir
     finally:
         run_dir.remove()
+
+
+def running_runs() -> list[RunDir]:
+    """The directories of runs of this user that go on, on this host."""
+    remove_abandoned()
+    with suppress(OSError):
+        locks = Path(tempfile.gettempdir()).glob("shoal-run-*/lock")
+        return sorted(
+            (RunDir(lock.parent) for lock in locks if lock.lstat().st_uid == os.getuid()),
+            key=lambda run_dir: run_dir.path,
+        )
+    return []
 
 
 def remove_abandoned() -> None:

@@ -140,7 +140,7 @@ class Strategy:
         if self.sync is not None and self.sync.takes_back:
             why = f"the workers of a replica that {self.splits[0]} splits meet at the start"
         raise StrategyError(
-            f"--restart: {self} cannot take a lost worker back, for {why}; ps(quorum=…), "
+            f"--restart and --start: {self} cannot take a worker back, for {why}; ps(quorum=…), "
             'ps(staleness=…), ps(mode="async"), gossip(mode="async") and hogwild can'
         )
 

@@ -14,7 +14,7 @@ from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
 
 def comes_back(replica: Replica) -> bool:
     """Whether the launcher starts lost workers of this run again."""
-    return replica.config.restarts > 0 and replica.config.run_dir is not None
+    return replica.config.takes_back and replica.config.run_dir is not None
 
 
 def join_memory(

@@ -53,6 +53,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
     slow=words,
     kill=words,
     restarts=count,
+    start=maybe(positive),
     generation=count,
     rank=maybe(count),
     size=maybe(positive),

@@ -1,0 +1,101 @@
+"""Workers that come after the start of a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import BadInput
+from shoal.launch.joining import ask_to_join
+from shoal.launch.local import LaunchSpec, RunResult, launch
+from shoal.launch.lost_workers import Tolerance
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import new_run_dir
+from tests.launch.helpers import ROOT, Screen, python
+
+SCRIPT = """
+    from pathlib import Path
+    from shoal.runtime.run_dir import RunDir
+    run_dir = RunDir(Path(run_dir))
+    generation = int(os.environ.get("SHOAL_GENERATION", "0"))
+    print("generation", generation, flush=True)
+    if rank == 0:
+        assert not run_dir.has_exited(0) and run_dir.has_exited(1)
+        run_dir.ask_for_join()
+        while not run_dir.back(1, 1).exists(): time.sleep(0.005)
+    else:
+        run_dir.note_return(rank, generation, {})
+    run_dir.write_report(rank, {"rank": rank})
+"""
+
+
+def run(script: str, workers: int, start: int) -> tuple[RunResult, Screen]:
+    screen = Screen()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "SHOAL_START": str(start)}
+    config = RunConfig.from_environment(env)
+    spec = LaunchSpec(
+        python(textwrap.dedent(script)), workers, config, tolerance=Tolerance("hogwild")
+    )
+    return launch(spec, screen), screen
+
+
+def test_a_worker_that_is_asked_for_is_started_as_one_that_comes_back() -> None:
+    ending, screen = run(SCRIPT, 3, start=1)
+    assert ending.reports == ({"rank": 0}, {"rank": 1}, None) and not ending.lost
+    assert sorted(screen.out.splitlines()) == ["[0] generation 0", "[1] generation 1"]
+    assert screen.err.splitlines() == [
+        "shoal: 1 of 3 workers are started; shoal join starts another one",
+        "shoal: worker 1 of 3 is started, as it was asked for",
+    ]
+
+
+def test_none_is_started_where_all_are_there() -> None:
+    script = """
+        from pathlib import Path
+        from shoal.runtime.run_dir import RunDir
+        RunDir(Path(run_dir)).ask_for_join()
+        while os.listdir(run_dir + "/joins"): time.sleep(0.005)
+    """
+    _, screen = run(script, 1, start=1)
+    assert screen.err == "shoal: a worker was asked for, and none is started: all 1 are there\n"
+
+
+def test_which_run_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with new_run_dir() as first, new_run_dir() as second:
+        with pytest.raises(BadInput, match="no run of yours on this host takes a worker"):
+            ask_to_join(None)
+        first.open_joins()
+        assert ask_to_join(None) == first
+        assert (first.take_joins(), first.take_joins()) == (1, 0)
+        second.open_joins()
+        with pytest.raises(BadInput, match="several runs take a worker"):
+            ask_to_join(None)
+        assert ask_to_join(second.path) == second
+
+
+@pytest.mark.whole
+def test_workers_join_a_run_that_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shoal", "run", "digits", "-n", "3", "--start", "1"]
+    command += ["-s", 'ps(mode="async")', "--", "--epochs", "200"]
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT) as process:
+        assert process.stderr is not None
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: lines.extend(process.stderr or []))
+        reader.start()
+        ask = [sys.executable, "-m", "shoal", "join"]
+        while subprocess.run(ask, env=env, check=False, capture_output=True).returncode:
+            assert process.poll() is None
+        process.wait(600)
+        reader.join()
+    said = "".join(lines)
+    assert process.returncode == 0, said
+    assert "worker 1 of 3 is started" in said and "worker 1: 0 pushes" not in said
