@@ -34,7 +34,7 @@ DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
 
 
-class Returned(NamedTuple):
+class Comeback(NamedTuple):
     """A worker that came back goes on with `step`; its earlier process had come to `lost_at`."""
 
     step: int
@@ -152,7 +152,7 @@ class Sync(Protocol):
         """Memory of segments that this worker shares with others, without tensors of torch."""
         return 0
 
-    def come_back(self) -> Returned | None:
+    def come_back(self) -> Comeback | None:
         """Take the place of a process of this worker that was lost; None: it was never away."""
         return None
 

@@ -24,7 +24,7 @@ from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
 from shoal.schedules.gossip.mixing import Mixing
-from shoal.sync.base import Replica, Returned, Sync
+from shoal.sync.base import Comeback, Replica, Sync
 from shoal.sync.lasting import comes_back, join_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept
@@ -133,7 +133,7 @@ class AsyncGossip(Sync):
 
     # ------------------------------------------------------------------ workers that come back
 
-    def come_back(self) -> Returned | None:
+    def come_back(self) -> Comeback | None:
         """None where the other workers have not begun to train."""
         lost_at = self.pages.steps(self.rank)
         step = max(self.pages.steps(peer) for peer in range(self.size))
@@ -142,7 +142,7 @@ class AsyncGossip(Sync):
         self._is_away = False
         self.update.steps = self.steps = step
         self.pages.note_steps(step)
-        return Returned(step, lost_at)
+        return Comeback(step, lost_at)
 
     def catch_up(self) -> None:
         """Begin with the mean of the others, as new as theirs."""

@@ -29,7 +29,7 @@ from shoal.errors import BadInput
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.waits import waiting
 from shoal.strategy.terms import Hogwild
-from shoal.sync.base import Replica, Returned, Sync, SyncPlan
+from shoal.sync.base import Comeback, Replica, Sync, SyncPlan
 from shoal.sync.lasting import comes_back, join_memory
 from shoal.sync.local import LocalSync
 from shoal.sync.registry import runs
@@ -162,7 +162,7 @@ class HogwildSync(Sync):
 
     # ------------------------------------------------------------------ workers that come back
 
-    def come_back(self) -> Returned | None:
+    def come_back(self) -> Comeback | None:
         """None where the other workers have not begun to train."""
         if not self._is_away or not int(self.buffer.turns.max()):
             return None
@@ -170,7 +170,7 @@ class HogwildSync(Sync):
         lost_at = self.buffer.job_steps(self.rank)
         self.buffer.take_turn()
         self.update.steps = self.buffer.job_steps(self.rank)
-        return Returned(self.update.steps, lost_at)
+        return Comeback(self.update.steps, lost_at)
 
     def meet(self, number: int, generations: Sequence[int]) -> None:
         self._generations = generations

@@ -32,7 +32,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.strategy.strategy import Strategy
-from shoal.sync.base import Returned
+from shoal.sync.base import Comeback
 from shoal.sync.lr_schedule import SchedulerFactory
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train import checkpoint
@@ -391,7 +391,7 @@ class Job(LoopMethods):
         self._note_return(latest)
         return latest.step
 
-    def _note_return(self, returned: Returned) -> None:
+    def _note_return(self, returned: Comeback) -> None:
         config = self._services.config
         if config.run_dir is not None:
             document = returned._asdict()

@@ -35,7 +35,7 @@ from shoal.server.consistency import Rule
 from shoal.server.discovery import ServerSet
 from shoal.server.protocol.messages import Ack, Commit
 from shoal.server.row_client import RowRules, ServerStore
-from shoal.sync.base import Returned, Sync
+from shoal.sync.base import Comeback, Sync
 from shoal.sync.kept_statistics import KeptStatistics
 from shoal.sync.memory import tensors_of_server
 from shoal.sync.optimizer_step import OptimizerStep
@@ -208,12 +208,12 @@ class PsWorker(Sync):
 
     # ------------------------------------------------------------------ workers that come back
 
-    def come_back(self) -> Returned | None:
+    def come_back(self) -> Comeback | None:
         if not self.client.comes_back:
             return None
         entered = self.client.enter()
         self.update.steps = entered.step
-        return Returned(entered.step, entered.clock)
+        return Comeback(entered.step, entered.clock)
 
     def meet(self, number: int, generations: Sequence[int]) -> None:
         self.client.meet(number, generations)
