@@ -1,0 +1,178 @@
+"""The coordinator as a process: killed while it writes, stopped, without room on the disk."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shoal.coordinator.client import RemoteCoordinator
+from shoal.coordinator.interface import Conflict, Unavailable
+from tests.coordinator.helpers import CoordinatorProcess, process, until
+
+APPEND = ["log.append.before", "log.append.partial", "log.append.written", "log.append.synced"]
+COMPACT = [
+    "log.compact.begin",
+    "log.compact.temporary",
+    "log.compact.fsync",
+    "log.compact.renamed",
+    "log.compact.done",
+]
+
+
+def incremented(client: RemoteCoordinator, times: int) -> list[int]:
+    """Versions of a counter that is increased by compare-and-set."""
+    versions: list[int] = []
+    while len(versions) < times:
+        found = client.get("counter")
+        number = int(found.value[:20]) if found is not None else 0
+        version = found.version if found is not None else 0
+        try:
+            value = b"%020d" % (number + 1) + bytes(60_000)
+            versions.append(client.put_if("counter", value, version).version)
+        except Conflict:
+            continue
+    return versions
+
+
+def count(client: RemoteCoordinator) -> int:
+    found = client.get("counter")
+    assert found is not None
+    return int(found.value[:20])
+
+
+def restarting(found: CoordinatorProcess, ending: threading.Event) -> int:
+    """Start it again whenever it dies; how often that was."""
+    restarts = 0
+    while not ending.is_set():
+        if found.process is not None and found.process.poll() is not None:
+            found.start()
+            restarts += 1
+        ending.wait(0.01)
+    return restarts
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", [*APPEND, *COMPACT])
+@pytest.mark.parametrize("passage", [1, 2])
+def test_killed_while_it_writes_it_loses_nothing_and_counts_nothing_twice(
+    name: str, passage: int
+) -> None:
+    """Two clients go on through the kill; what was answered is there, once."""
+    if name.startswith("log.compact"):
+        passage += 1  # the first one makes the file
+    each = 30
+    with process() as found:
+        found.start([f"{name}:kill@{passage}"])
+        ending = threading.Event()
+        with ThreadPoolExecutor(3) as pool:
+            restarts = pool.submit(restarting, found, ending)
+            try:
+                clients = [found.client() for _ in range(2)]
+                made = pool.map(incremented, clients, [each, each])
+                versions = [version for several in made for version in several]
+            finally:
+                ending.set()
+        assert restarts.result() == 1
+        assert len(set(versions)) == 2 * each
+        assert count(clients[0]) == 2 * each
+        found.kill()
+        found.start()
+        assert count(clients[1]) == 2 * each
+
+
+@pytest.mark.whole
+def test_a_fresh_coordinator_that_is_killed_while_it_makes_its_log_starts_again() -> None:
+    for name in COMPACT:
+        with process() as found:
+            found.start([f"{name}:kill"])
+            assert found.wait() == -signal.SIGKILL
+            found.start()
+            assert found.client().put_if("a", b"", 0).version == 1
+
+
+def test_leases_have_their_whole_time_after_a_restart() -> None:
+    with process() as found:
+        found.start()
+        client = found.client()
+        lease = client.grant(60.0, "server 1")
+        bound = client.put_if("alive/1", b"address", 0, lease.id)
+        found.kill()
+        found.start()
+        assert client.live("alive/") == {"alive/1": bound}
+        assert client.keep_alive(lease.id) > 50.0
+        assert client.grant(60.0, "server 2").id > lease.id
+        assert client.put_if("alive/1", b"", bound.version).version > bound.version
+
+
+@pytest.mark.whole
+def test_a_coordinator_that_was_stopped_ends_no_lease_for_it() -> None:
+    with process() as found:
+        found.start()
+        client = found.client()
+        lease = client.grant(1.0, "server 1")
+        client.put_if("alive/1", b"address", 0, lease.id)
+        found.signal(signal.SIGSTOP)
+        impatient = found.client(call_s=1.5)
+        impatient._start_s = 0.0
+        with pytest.raises(Unavailable, match=r"has not answered Get alive/1"):
+            impatient.get("alive/1")
+        found.signal(signal.SIGCONT)
+        assert client.keep_alive(lease.id) > 0
+
+
+def limited_files(limit_bytes: int) -> Callable[[], None]:
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
+
+    return limit
+
+
+@pytest.mark.whole
+def test_a_full_disk_refuses_changes_until_there_is_room() -> None:
+    with process() as found:
+        found.limits = limited_files(100_000)
+        found.start()
+        client = found.client()
+        first = client.put_if("a", bytes(60_000), 0)
+        for _ in range(3):
+            with pytest.raises(Unavailable, match=r"could not write its log .*nothing was changed"):
+                client.put_if("a", bytes(50_000), first.version)
+            assert client.get("a") == first
+        small = client.put_if("b", b"small", 0)
+        limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(found.pid, resource.RLIMIT_FSIZE, limit)
+        second = client.put_if("a", bytes(50_000), first.version)
+        assert second.version > small.version
+        found.limits = None
+        found.kill()
+        found.start()
+        assert (client.get("a"), client.get("b")) == (second, small)
+
+
+@pytest.mark.whole
+def test_it_ends_with_its_launcher_and_leaves_no_socket() -> None:
+    with process() as found:
+        found.start()
+        client = found.client()
+        client.get("a")
+        client.close()
+        found.signal(signal.SIGTERM)
+        assert found.wait() == 0
+        until(lambda: not (found.run_dir.path / "coordinator.sock").exists(), "the end")
+
+
+@pytest.mark.whole
+def test_a_client_of_no_coordinator_says_whom_it_waited_for() -> None:
+    with process() as found:
+        client = RemoteCoordinator(
+            found.run_dir.coordinator, bytes(32), "server 1", call_s=0.1, start_s=0.1
+        )
+        with pytest.raises(Unavailable, match=r"server 1: the coordinator at unix:.*has not answe"):
+            client.get("chain/0")
+        client.close()
