@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +42,12 @@ def embedded(
                 yield coordinator, client, folder
             finally:
                 client.close()
+
+
+def test_it_starts_without_torch() -> None:
+    hidden = "import sys; sys.modules['torch'] = None\n"
+    program = "import shoal.coordinator.main, shoal.coordinator.connect"
+    subprocess.run([sys.executable, "-c", hidden + program], check=True)
 
 
 def test_it_is_started_again_from_its_log_and_ends_with_the_block() -> None:

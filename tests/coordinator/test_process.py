@@ -95,6 +95,7 @@ def test_a_fresh_coordinator_that_is_killed_while_it_makes_its_log_starts_again(
             assert found.client().put_if("a", b"", 0).version == 1
 
 
+@pytest.mark.whole
 def test_leases_have_their_whole_time_after_a_restart() -> None:
     with process() as found:
         found.start()

@@ -1,6 +1,6 @@
 """HTTP requests to the members of an etcd cluster: the next member where one does not answer.
 
-A request that was not answered may have been carried out. `sent` says how often it was tried.
+A request that was not answered may have been carried out: `Tried.is_repeated`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.coordinator.etcd.endpoints import Endpoint
 from shoal.coordinator.interface import Unavailable
 
 T = TypeVar("T")
-FIRST_TRY_S = 0.5  # then twice as long each, until the call has to end
+FIRST_TRY_S = 0.5  # of each member; then twice as long, until the call has to end
 _LONGEST_TRY_S = 4.0
 _PAUSE_S = 0.03
 _MAX_ANSWER_BYTES = 64 << 20
@@ -75,25 +75,24 @@ class Gateway:
         return f"etcd at {', '.join(map(str, self._endpoints))}"
 
     def _until_answered(self, path: str, data: bytes, kind: type[T], deadline_s: float) -> Tried:
-        try_s = FIRST_TRY_S
-        is_repeated = False
+        tries = 0
         while True:
+            try_s = FIRST_TRY_S * 2 ** (tries // len(self._endpoints))
             sent_s = time.monotonic()
             try:
-                answer = self._try(path, data, min(try_s, deadline_s - sent_s))
-                return Tried(parse(answer, kind), is_repeated, sent_s)
+                answer = self._try(path, data, min(try_s, _LONGEST_TRY_S, deadline_s - sent_s))
+                return Tried(parse(answer, kind), tries > 0, sent_s)
             except EtcdError as error:
                 if error.code not in UNCERTAIN:
                     raise
                 reason = str(error)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 reason = str(error) or type(error).__name__
-            is_repeated = True
+            tries += 1
             self._next()
             if self._is_closed or time.monotonic() + _PAUSE_S >= deadline_s:
                 raise Unavailable(f"{self._who}: {self} has not answered {path} ({reason})")
             time.sleep(_PAUSE_S)
-            try_s = min(2 * try_s, _LONGEST_TRY_S)
 
     def _try(self, path: str, data: bytes, timeout_s: float) -> bytes:
         connection = self._connection or self.open(timeout_s)
