@@ -17,6 +17,7 @@ from torch import nn
 
 import shoal
 from shoal.bench.machine_calls import CallBench
+from shoal.bench.machine_handover import HandoverBench
 from shoal.bench.machine_kernels import KernelBench
 from shoal.bench.sampling import Synchronize, sample_rounds
 from shoal.strategy.strategy import as_strategy
@@ -54,6 +55,8 @@ def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
     found["step"] = tiny_step(job)
     if not alone:
         found["calls"] = CallBench(job, _SHARES["calls"] * seconds).measure()
+        if job.device.type == "cpu":
+            found["handover"] = HandoverBench(job.group).measure()
         found["served"] = {name: _served_step(job, text) for name, text in _SERVED.items()}
     return found
 

@@ -16,7 +16,15 @@ from shoal.bench.collectives import by_torch
 from shoal.bench.sampling import Sample, sample_rounds
 from shoal.comm.group import Group
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send")
+KINDS = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "all_to_all",
+    "send",
+)
 SIZES = (256, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _ROUNDS = 5
 _LARGE = 1 << 24  # fewer rounds from here on
@@ -57,6 +65,7 @@ class CallBench:
         other = whole.clone()
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda: group.all_reduce(whole).wait(),
+            "reduce": lambda: group.reduce(whole).wait(),
             "reduce_scatter": lambda: group.reduce_scatter(part, whole).wait(),
             "all_gather": lambda: group.all_gather(whole, part).wait(),
             "broadcast": lambda: group.broadcast(whole).wait(),

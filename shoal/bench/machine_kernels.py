@@ -38,8 +38,9 @@ LARGE_SHAPES = (
     (8192, 8192, 4096),
     (8192, 8192, 8192),
 )  # of an accelerator
-BYTES = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
-LARGE_BYTES = (1 << 27, 1 << 29)
+# the largest one is more than the caches of a host hold
+BYTES = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27)
+LARGE_BYTES = (1 << 29,)
 UPDATE_NUMEL = (1 << 10, 1 << 20)  # a small tensor shows the calls, a large one the bytes
 _LAYERS = 20
 

@@ -49,6 +49,8 @@ def device_of(found: Found, memory_bytes: float) -> Device:
         update_bytes_per_s=adam,
         momentum_bytes_per_s=momentum,
         update_launch_s=tensor_s,
+        wait_s=_handover_s(found, "hand over", "send"),
+        meet_s=_handover_s(found, "meet", "all_reduce"),
         step_s=_step_s(found, tensor_s),
         served_step_s=_served_s(found)[0],
         request_s=_served_s(found)[1],
@@ -170,13 +172,28 @@ def _step_s(found: Found, tensor_s: float) -> float:
     launches = found["launches"]
     model_s = 2 * launches["forward"]["median_s"] + 3 * launches["backward"]["median_s"]
     update_s = 2 * UPDATE_KERNELS["sgd"] * tensor_s
-    calls_s = sum(
-        calls["points"][0]["median_s"]
-        for calls in found.get("calls", ())
-        if calls["kind"] == "all_reduce" and calls["executor"] != "gloo"
-    )
+    calls_s = _smallest_s(found, "all_reduce")
     left_s: float = found["step"]["median_s"] - model_s - update_s - calls_s
     return max(0.0, left_s)
+
+
+def _handover_s(found: Found, name: str, kind: str) -> float:
+    """What workers wait that had computed, beyond the call where they do nothing else."""
+    if "handover" not in found:
+        return 0.0
+    took = found["handover"]
+    waited_s: float = took[name]["median_s"] - took["work"]["median_s"]
+    return max(0.0, waited_s - _smallest_s(found, kind))
+
+
+def _smallest_s(found: Found, kind: str) -> float:
+    """Of a call of Shoal's own with few bytes."""
+    seconds: float = sum(
+        calls["points"][0]["median_s"]
+        for calls in found.get("calls", ())
+        if calls["kind"] == kind and calls["executor"] != "gloo"
+    )
+    return seconds
 
 
 def _served_s(found: Found) -> tuple[float, float]:

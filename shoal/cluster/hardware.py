@@ -60,7 +60,9 @@ class Device:
     matmul_efficiency: Curve = Curve()  # share of the peak by operations of one matrix product
     memory_efficiency: Curve = Curve()  # share of the bandwidth by bytes of one kernel
     launch_s: float = 0.0  # the least time of one kernel
-    wait_s: float = 0.0  # the host waits for the device: at a blocking send between stages
+    # a blocking send between stages: the host waits for the device, a CPU worker is woken up
+    wait_s: float = 0.0
+    meet_s: float = 0.0  # CPU workers that computed meet in a call: more than its own time
     step_s: float = 0.0  # once a step: data, bookkeeping, the optimizer's host time
     served_step_s: float = 0.0  # more than that where a server of the host holds the weights
     request_s: float = 0.0  # of such a server's time, for one push and pull without bytes

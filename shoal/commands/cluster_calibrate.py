@@ -103,6 +103,8 @@ _FIGURES: tuple[tuple[str, str, Any], ...] = (
     ("launch, backward", "backward_launch_s", show_seconds),
     ("update", "update_bytes_per_s", _bytes),
     ("update, one kernel", "update_launch_s", show_seconds),
+    ("hand over to the next stage", "wait_s", show_seconds),
+    ("meet in a call", "meet_s", show_seconds),
     ("fixed cost of a step", "step_s", show_seconds),
     ("  more with a server", "served_step_s", show_seconds),
     ("  of it the server's", "request_s", show_seconds),

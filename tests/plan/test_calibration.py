@@ -147,3 +147,11 @@ def test_a_server_adds_what_a_tiny_step_takes_longer_with_it() -> None:
     busy = document | {"served": {"lockstep": around(800e-6), "async": around(3e-3)}}
     device = machine_of([measured(1), busy], 2, 8e9).device_of(2)
     assert device.request_s == pytest.approx(1.5e-3)  # the server is never idle
+
+
+def test_workers_that_computed_wait_longer_in_a_call_than_idle_ones() -> None:
+    took = {"work": around(500e-6), "meet": around(600e-6), "hand over": around(520e-6)}
+    device = machine_of([measured(1), measured(2) | {"handover": took}], 2, 8e9).device_of(2)
+    assert device.meet_s == pytest.approx(90e-6)  # 100, with 10 of the call itself
+    assert device.wait_s == pytest.approx(20e-6)
+    assert MACHINE.device_of(2).meet_s == 0

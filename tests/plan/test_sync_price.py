@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from shoal.cluster.cluster import Cluster, Node, Noise
-from shoal.cluster.hardware import LinkSpec
+from shoal.cluster.hardware import LinkSpec, MeasuredCalls
 from shoal.errors import BadInput
 from shoal.plan.prediction import Part
 from shoal.plan.price import price
 from shoal.plan.sync_price.base import SyncPrice, SyncQuestion
 from shoal.plan.sync_price.catalog import price_of
+from shoal.plan.sync_price.flat_sizes import TensorSizes
 from shoal.plan.sync_price.gossip import consensus_steps, mixing_of
 from shoal.schedules.collectives.catalog import build
 from shoal.strategy.strategy import parse
@@ -161,6 +162,28 @@ def test_zero_3_gathers_beside_computation() -> None:
     )
     assert part(cost("zero(3)", slow), "weights") > 10 * part(cost("zero(3)", fast), "weights")
     assert part(cost("zero(3)", fast), "weights") > 0
+
+
+def measured_host(ranks: int, meet_s: float) -> Cluster:
+    """CPU workers whose calls take 1 ms, those of a reduction 3 ms."""
+    kinds = {"all_reduce": 1e-3, "reduce": 3e-3, "broadcast": 1e-3, "reduce_scatter": 1e-3}
+    calls = tuple(
+        MeasuredCalls("shm", kind, "", ranks, ((1.0, seconds), (1e12, seconds)))
+        for kind, seconds in kinds.items()
+    )
+    core = replace(GPU, synchronous=True, meet_s=meet_s)
+    return Cluster("host", core, Node(ranks, fabric=NVLINK, measured=calls))
+
+
+def test_zero_on_a_host_reduces_and_broadcasts_shard_by_shard() -> None:
+    tensors = TensorSizes(((1000, 1000),) * 4)
+    idle, busy = (
+        cost("zero(1)", ask(measured_host(8, meet_s), 8, 4e6, tensors=tensors))
+        for meet_s in (0.0, 1e-4)
+    )
+    assert part(idle, "gradients") == pytest.approx(4 * 3e-3 + 1e-3)  # and the header
+    assert part(idle, "weights") == pytest.approx(4 * 1e-3)  # half of the ranks own nothing
+    assert part(busy, "gradients") - part(idle, "gradients") == pytest.approx(4 * 1e-4)
 
 
 def test_zero_2_reduces_every_microbatch() -> None:

@@ -135,7 +135,9 @@ def collective_time(
     """The faster of a ring and, for an all-reduce over several nodes, the hierarchical one."""
     if group.size <= 1:
         return CollectiveTime(0.0, "")
-    calls = _measured(cluster, "reduce_scatter" if kind == "reduce" else kind, group)
+    calls = _measured(cluster, kind, group)
+    if calls is None and kind == "reduce":
+        calls = _measured(cluster, "reduce_scatter", group)
     if calls is not None:
         return calls.time(num_bytes)
     if kind == "all_to_all":

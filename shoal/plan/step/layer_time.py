@@ -137,8 +137,14 @@ class LayerClock:
             axis = MESSAGE_AXES.index(message.axis)
             took = self.network.collective(message.kind, groups[axis], message.bytes)
             left_s = took.seconds - self._hidden_s(message, groups)
+            left_s += self._meeting_s(groups[axis])
             spent[axis] = AxisTime(spent[axis].seconds + left_s, took.bound)
         return spent
+
+    def _meeting_s(self, group: RankGroup) -> float:
+        """What CPU workers wait in a call for each other, which have computed before it."""
+        device = self.network.cluster.device
+        return device.meet_s if group.size > 1 and device.synchronous else 0.0
 
     def _hidden_s(self, message: LayerMessage, groups: AxisGroups) -> float:
         """What computing hides: all rounds of a ring but the last one send meanwhile."""

@@ -77,6 +77,7 @@ class _Stages:
     tied: CollectiveTime  # the sum of gradients that the first and the last stage share
     token_sums: tuple[Part, ...]  # of gradients over workers that have other tokens
     meetings: int  # of one micro-batch
+    adding_s: float  # of the gradients of one micro-batch to those of the ones before
 
 
 class ReplicaPricer:
@@ -158,7 +159,17 @@ class ReplicaPricer:
             tied=self._tied(pp, last_shares),
             token_sums=tuple(self._token_sums(table, inside, stages[fullest])),
             meetings=sum(n * t.meetings for n, t in zip(stages[slowest], table.times, strict=True)),
+            adding_s=self._adding_s(weight_of(stages[slowest], table.parameters)),
         )
+
+    def _adding_s(self, parameters: float) -> float:
+        """On a CPU two passes that read and one that writes; GPUs add inside of the product."""
+        device = self.cluster.device
+        if not device.synchronous:
+            return 0.0
+        moved = 3 * parameters * self.workload.precision.gradient_bytes
+        share = device.memory_efficiency.at(max(1.0, moved))
+        return moved / (device.memory_bytes_per_s * share)
 
     def _token_sums(self, table: LayerTable, inside: AxisGroups, stage: Stage) -> Iterator[Part]:
         """Workers of cp and ep sum the gradients of what they all hold, before replicas agree.
@@ -223,8 +234,10 @@ def _assemble(
         )
         parts += [part for part in waits if part.seconds]
         busy_s += sum(part.seconds for part in waits)
-    parts += stages.token_sums
-    busy_s += sum(part.seconds for part in stages.token_sums)
+    added = Part("accumulate", (microbatches - 1) * stages.adding_s, "memory")
+    more = (*stages.token_sums, *((added,) if added.seconds else ()))
+    parts += more
+    busy_s += sum(part.seconds for part in more)
     kept = in_flight(pipeline.schedule, count, microbatches, pipeline.chunks)
     return ReplicaPrice(
         tuple(parts),

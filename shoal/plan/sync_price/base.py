@@ -172,10 +172,12 @@ def _meeting_share(question: SyncQuestion) -> float:
     """What workers of a replica wait for each other between its calls, over that of a step.
 
     On a host's cores the noise of a part of a step is independent of that of the next part, so
-    that an n-th of the step has sqrt(n) times its relative deviation. GPUs differ for long.
+    that an n-th of the step has sqrt(n) times its relative deviation. GPUs differ for long. Where
+    meetings were measured, their time has it.
     """
     noise = question.cluster.noise
-    if question.meetings < 2 or not noise.jitter or not question.cluster.device.synchronous:
+    device = question.cluster.device
+    if question.meetings < 2 or not noise.jitter or not device.synchronous or device.meet_s:
         return 0.0
     parts = replace(noise, jitter=noise.jitter * math.sqrt(question.meetings))
     return expected_max(parts, question.each) - expected_max(noise, question.each)

@@ -47,6 +47,11 @@ def computes_on_cores(question: SyncQuestion) -> bool:
     return question.cluster.device.synchronous
 
 
+def meetings_s(question: SyncQuestion, calls: int) -> float:
+    """What CPU workers that compute between calls wait for each other in them."""
+    return calls * question.cluster.device.meet_s if computes_on_cores(question) else 0.0
+
+
 def exposed_buckets(
     question: SyncQuestion,
     buckets: Sequence[Buckets],
@@ -59,8 +64,10 @@ def exposed_buckets(
     """
     width = question.precision.gradient_bytes
     sizes = [bucket.elements * width for bucket in buckets]
-    times = [timer(size) for size in sizes]
-    adds = [min(took, (following or timer)(size)) for size, took in zip(sizes, times, strict=True)]
+    times = [_met(question, timer(size)) for size in sizes]
+    adds = times
+    if following is not None:
+        adds = [min(took, following(size)) for size, took in zip(sizes, times, strict=True)]
     all_s = sum(n.number * took.seconds for n, took in zip(buckets, adds, strict=True))
     all_s += times[-1].seconds - adds[-1].seconds
     elements = sum(bucket.number * bucket.elements for bucket in buckets)
@@ -70,6 +77,11 @@ def exposed_buckets(
     if queue_s <= times[-1].seconds:
         return min(times[-1].seconds, all_s), times[-1].bound
     return min(queue_s, all_s), _bound(buckets, adds)
+
+
+def _met(question: SyncQuestion, took: CollectiveTime) -> CollectiveTime:
+    met_s = meetings_s(question, 1)
+    return took._replace(seconds=took.seconds + met_s) if met_s else took
 
 
 def _bound(buckets: Sequence[Buckets], times: Sequence[CollectiveTime]) -> str:

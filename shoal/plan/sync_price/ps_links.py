@@ -12,6 +12,7 @@ so does away with the incast.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shoal.cluster.cluster import Cluster
@@ -143,7 +144,11 @@ def host_rate(term: Any, question: SyncQuestion, num_bytes: float) -> float:
 
 
 def server_device(term: Any, question: SyncQuestion) -> Device:
-    """The cores of one server: as many as the runtime gives it for its slice of the weights."""
+    """The cores of one server: as many as the runtime gives it for its slice of the weights.
+
+    How long a small kernel takes depends on how many processes compute at the same time: servers
+    alone, where workers wait for them.
+    """
     cluster = question.cluster
     node = cluster.node
     if term.placement != "servers" or node.cores is None:
@@ -153,7 +158,10 @@ def server_device(term: Any, question: SyncQuestion) -> Device:
     threads = server_threads(
         slice_bytes, most_server_threads(node.cores, process_count(term, question))
     )
-    return node.device_among(max(1, node.cores // threads), cluster.device)
+    device = node.device_among(max(1, node.cores // threads), cluster.device)
+    busy = process_count(term, question) + (0 if term.lockstep else question.workers)
+    beside = node.device_among(busy, cluster.device)
+    return replace(device, update_launch_s=min(device.update_launch_s, beside.update_launch_s))
 
 
 def memory_s(term: Any, question: SyncQuestion, message_bytes: float) -> float:

@@ -24,9 +24,14 @@ from shoal.plan.sync_price.base import (
     update_part,
     waiting_part,
 )
-from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, TensorSizes
-from shoal.plan.sync_price.overlap import computes_on_cores, exposed_buckets, hidden_s
-from shoal.plan.sync_price.zero_memory import even_gradients, tensor_gradients
+from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, Buckets, TensorSizes
+from shoal.plan.sync_price.overlap import (
+    computes_on_cores,
+    exposed_buckets,
+    hidden_s,
+    meetings_s,
+)
+from shoal.plan.sync_price.zero_memory import even_gradients, owned_buckets, tensor_gradients
 
 _SMALLEST_BUCKET_BYTES = 1 << 20
 _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
@@ -75,13 +80,30 @@ def _reduced(stage: int, question: SyncQuestion) -> Part:
     def message(num_bytes: float) -> CollectiveTime:
         return network.send(question.group, num_bytes)
 
-    num_bytes = bucket_bytes(question)
-    first_bytes = min(num_bytes, FIRST_BUCKET_BYTES)
-    buckets = question.sizes.buckets(num_bytes, first_bytes)
     following = None if computes_on_cores(question) else message
-    seconds, bound = exposed_buckets(question, buckets, timer, following)
+    seconds, bound = exposed_buckets(question, _buckets(question), timer, following)
     passes = question.microbatches if stage > 1 else 1
-    return Part("gradients", passes * seconds, bound)
+    return Part("gradients", passes * (seconds + _header_s(question)), bound)
+
+
+def _buckets(question: SyncQuestion) -> list[Buckets]:
+    """None crosses the border of a shard, where these are known."""
+    num_bytes = bucket_bytes(question)
+    sizes = question.sizes
+    if not isinstance(sizes, TensorSizes):
+        return sizes.buckets(num_bytes, min(num_bytes, FIRST_BUCKET_BYTES))
+    owned = owned_buckets(sizes, question.replicas, num_bytes)
+    return [Buckets(1, run.size, sizes.waiting(run)) for _, run in owned]
+
+
+def _header_s(question: SyncQuestion) -> float:
+    """The loss, and a flag for each tensor, are summed in a call of their own."""
+    sizes = question.sizes
+    if not isinstance(sizes, TensorSizes):
+        return 0.0
+    num_bytes = (1 + sizes.tensors) * question.precision.gradient_bytes
+    took = question.network.collective("all_reduce", question.group, num_bytes)
+    return took.seconds
 
 
 def _beside_gathers(stage: int, question: SyncQuestion) -> SyncQuestion:
@@ -93,8 +115,26 @@ def _beside_gathers(stage: int, question: SyncQuestion) -> SyncQuestion:
 
 
 def _spread(question: SyncQuestion) -> Part:
+    """Owners broadcast their shards. On CPUs one after the other; links carry all at once."""
+    if computes_on_cores(question):
+        return _broadcasts(question)
     took = question.network.collective("all_gather", question.group, question.parameter_bytes)
     return Part("weights", took.seconds, took.bound)
+
+
+def _broadcasts(question: SyncQuestion) -> Part:
+    sizes = question.sizes
+    n = question.replicas
+    shards = sizes.shards(n) if isinstance(sizes, TensorSizes) else [sizes.shard(n, 0)] * n
+    width = question.precision.parameter_bytes
+    network = question.network
+    took = [
+        network.collective("broadcast", question.group, width * shard.size)
+        for shard in shards
+        if shard.size
+    ]
+    seconds = sum(one.seconds for one in took) + meetings_s(question, 1)
+    return Part("weights", seconds, took[0].bound)
 
 
 def _layers_gathered(question: SyncQuestion) -> tuple[CollectiveTime, CollectiveTime]:

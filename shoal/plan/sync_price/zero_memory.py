@@ -30,7 +30,7 @@ def tensor_gradients(
     sizes: TensorSizes, stage: int, bucket_bytes: float, question: SyncQuestion, rank: int
 ) -> float:
     """The same, bucket by bucket, for one rank."""
-    owned = _owned_buckets(sizes, question.replicas, bucket_bytes)
+    owned = owned_buckets(sizes, question.replicas, bucket_bytes)
     waiting = [sizes.waiting(run) for _, run in owned]
     if question.is_stage or (question.accumulates and stage == 1):
         waiting = [sum(waiting[k:]) for k in range(len(waiting))]
@@ -41,7 +41,8 @@ def tensor_gradients(
     return kept.size + _most_under_way(owned, waiting, rank, passes)
 
 
-def _owned_buckets(sizes: TensorSizes, ranks: int, num_bytes: float) -> list[tuple[int, Extent]]:
+def owned_buckets(sizes: TensorSizes, ranks: int, num_bytes: float) -> list[tuple[int, Extent]]:
+    """Buckets with their owners, last one first; none crosses the border of a shard."""
     first = min(num_bytes, FIRST_BUCKET_BYTES)
     owned: list[tuple[int, Extent]] = []
     for rank, shard in reversed(list(enumerate(sizes.shards(ranks)))):
