@@ -113,14 +113,41 @@ class Worker:
         self.loop.after(RETRY_S, lambda: pulled(None))
 
     def call(self, replica: int, method: str, argument: Any, answered: Any) -> None:
-        """Requests and answers take time, are lost, and come twice."""
-        loop = self.loop
-        process = self.world.replicas[replica].process
+        call(self.world, replica, method, argument, answered)
 
-        def answer(value: Any) -> None:
-            if not loop.chance(0.03):
-                loop.after(loop.soon(MESSAGE_S), answered, value)
 
-        for _ in range(self.world.copies()):
-            do = getattr(self.world.replicas[replica], method)
-            loop.after(loop.soon(MESSAGE_S), process.run, process.life, do, (argument, answer))
+class Reader:
+    """Pulls from any replica, again and again."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.loop = world.loop
+        self.pull()
+
+    def pull(self) -> None:
+        if self.world.is_calm:
+            return
+        key = self.loop.rng.randrange(2)
+        replica = self.loop.rng.randrange(self.world.replica_count)
+        begun_s = self.loop.now_s
+
+        def pulled(answer: Any) -> None:
+            if isinstance(answer, tuple):
+                self.world.note_read(key, answer[0], begun_s)
+
+        call(self.world, replica, "read", key, pulled)
+        self.loop.after(self.loop.soon(0.005), self.pull)
+
+
+def call(world: World, replica: int, method: str, argument: Any, answered: Any) -> None:
+    """Requests and answers take time, are lost, and come twice."""
+    loop = world.loop
+    process = world.replicas[replica].process
+
+    def answer(value: Any) -> None:
+        if not loop.chance(0.03):
+            loop.after(loop.soon(MESSAGE_S), answered, value)
+
+    for _ in range(world.copies()):
+        do = getattr(world.replicas[replica], method)
+        loop.after(loop.soon(MESSAGE_S), process.run, process.life, do, (argument, answer))

@@ -49,7 +49,7 @@ class Counters:
         return True
 
     def copy(self) -> Counters:
-        other = Counters()
+        other = type(self)()
         other.sums = list(self.sums)
         other.table = dict(self.table)
         other.lost = dict(self.lost)

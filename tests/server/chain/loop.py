@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+MAX_EVENTS = 50_000  # a schedule has some hundred
+
 
 class Loop:
     """A seeded event loop. All randomness of a world comes from `rng`, in the order of events."""
@@ -36,6 +38,7 @@ class Loop:
         while events and events[0][0] <= until_s:
             self.now_s, _, do, arguments = heapq.heappop(events)
             do(*arguments)
+            assert self._count < MAX_EVENTS, "messages without end"
             if is_done():
                 return True
         self.now_s = until_s

@@ -11,26 +11,30 @@ if TYPE_CHECKING:
     from tests.server.chain.world import World
 
 
+FAULTS = (
+    "crash",
+    "crash",
+    "pause",
+    "pause",
+    "isolate",
+    "cut_coordinator",
+    "break_link",
+    "stall",
+    "stop_coordinator",
+    "restart_worker",
+)
+
+
 class Nemesis:
     """Faults at random moments of the first `chaos_s`, and their ends."""
 
-    def __init__(self, world: World, chaos_s: float):
+    def __init__(self, world: World, chaos_s: float, faults: tuple[str, ...]):
         self.world = world
         self.loop = world.loop
         rng = self.loop.rng
-        faults = (
-            self.crash,
-            self.crash,
-            self.pause,
-            self.pause,
-            self.isolate,
-            self.break_link,
-            self.stall,
-            self.stop_coordinator,
-            self.restart_worker,
-        )
         for _ in range(rng.randint(1, 7)):
-            self.loop.after(chaos_s * (0.05 + 0.95 * rng.random()), rng.choice(faults))
+            fault = getattr(self, rng.choice(faults))
+            self.loop.after(chaos_s * (0.05 + 0.95 * rng.random()), fault)
 
     def some_replica(self) -> Replica:
         return self.loop.rng.choice(self.world.replicas)
@@ -79,6 +83,15 @@ class Nemesis:
                 if self.loop.chance(0.5):
                     self.world.network.stall(other, replica.me, seconds)
 
+    def cut_coordinator(self) -> None:
+        """Some replicas reach each other, but not the coordinator."""
+        self.loop.note("the coordinator is cut off from some replicas")
+        for replica in self.world.replicas:
+            if self.loop.chance(0.6):
+                self.world.coordinator.cut.add(replica.process)
+                seconds = self.loop.soon(TTL_S)
+                self.loop.after(seconds, self.world.coordinator.cut.discard, replica.process)
+
     def break_link(self) -> None:
         a, b = self.loop.rng.sample(range(self.world.replica_count), 2)
         self.loop.note(f"the connection of {a} and {b} breaks")
@@ -108,6 +121,7 @@ class Nemesis:
         self.loop.note("calm")
         self.start_coordinator()
         self.world.coordinator.loss = 0.0
+        self.world.coordinator.cut.clear()
         for replica in self.world.replicas:
             self.resume(replica)
             self.restart(replica)

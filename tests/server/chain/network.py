@@ -10,6 +10,7 @@ from tests.server.chain.loop import Loop
 
 MESSAGE_S = 0.0005  # mean
 RECONNECT_S = 0.004
+LATE_S = 0.040  # of messages that outlive their connection
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Link:
 
 
 class Network:
-    """`is_ordered`: as TCP; otherwise any order, and messages come twice."""
+    """`is_ordered`: as TCP; otherwise in any order, twice, and some long after they were sent."""
 
     def __init__(self, loop: Loop, is_ordered: bool):
         self.loop = loop
@@ -50,6 +51,9 @@ class Network:
     def _carry(self, link: Link, sender: int, to: int, message: ChainMessage) -> None:
         loop = self.loop
         mean_s = MESSAGE_S if self.is_ordered else 3 * MESSAGE_S
+        if not self.is_ordered and loop.chance(0.03):
+            loop.after(loop.soon(LATE_S), self.deliver, sender, to, message)
+            return
         arrival_s = max(loop.now_s + loop.soon(mean_s), link.stalled_until_s.get(to, 0.0))
         if self.is_ordered:
             arrival_s = link.last_s[to] = max(arrival_s, link.last_s.get(to, 0.0))

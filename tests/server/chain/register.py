@@ -65,6 +65,7 @@ class Requests:
         self.store = store
         self.loss = loss
         self.is_up = True
+        self.slow = loop.rng.choice((0.02, 0.02, 0.3))  # the share of late messages
         self.cut: set[Process] = set()  # reach it no more
 
     def call(
@@ -91,7 +92,7 @@ class Requests:
 
     def _delay(self) -> float:
         """Sometimes longer than the patience of those who ask."""
-        return self.loop.soon(ANSWER_S) * (30 if self.loop.chance(0.02) else 1)
+        return self.loop.soon(ANSWER_S) * (15 if self.loop.chance(self.slow) else 1)
 
 
 class _Call:

@@ -7,8 +7,8 @@ import pytest
 from tests.server.chain.schedules import run_all, schedule
 from tests.server.chain.world import World
 
-STRONG = 150
-EVENTUAL = 60
+STRONG = 120
+EVENTUAL = 50
 
 
 def test_a_strong_chain_loses_nothing_repeats_nothing_and_reads_are_linearizable() -> None:

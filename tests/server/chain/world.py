@@ -7,11 +7,11 @@ from typing import Any
 from shoal.server.chain.config import Entry
 from shoal.server.chain.messages import ChainMessage, SendSnapshot
 from shoal.server.chain.state import ChainConsistency
-from tests.server.chain.clients import Worker
+from tests.server.chain.clients import Reader, Worker
 from tests.server.chain.counters import Counters, Push
 from tests.server.chain.history import NEVER, Added, Observed, contains, violation
 from tests.server.chain.loop import Loop
-from tests.server.chain.nemesis import Nemesis
+from tests.server.chain.nemesis import FAULTS, Nemesis
 from tests.server.chain.network import Network
 from tests.server.chain.register import Register, Requests
 from tests.server.chain.replica import SNAPSHOT_S, Replica
@@ -32,6 +32,7 @@ class World:
         seed: int,
         consistency: ChainConsistency = "strong",
         replica_type: type[Replica] = Replica,
+        faults: tuple[str, ...] = FAULTS,
     ):
         self.loop = Loop(seed)
         rng = self.loop.rng
@@ -47,8 +48,9 @@ class World:
         self.heads: dict[int, int] = {}  # who acknowledged in each epoch
         self.is_calm = False
         self._wire()
-        self.nemesis = Nemesis(self, CHAOS_S)
+        self.nemesis = Nemesis(self, CHAOS_S, faults)
         self.workers = [Worker(self, number, pushes=5) for number in range(rng.randint(1, 3))]
+        self.readers = [Reader(self) for _ in range(rng.randint(0, 1))]
         for replica in self.replicas:
             replica.start()
         self.connect_all()
