@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,13 @@ from shoal.server.replication import Follower, Followers
 
 MAX_MODELS = 64
 MAX_RELEASED = 4096  # models that are remembered for workers that come back too late
+
+
+class LogStreams(Protocol):
+    """The leader's log on its way to other servers."""
+
+    def serve(self, request: Follow, connection: Connection) -> None: ...
+    def close(self) -> None: ...
 
 
 class ModelHost:
@@ -59,7 +66,8 @@ class ModelHost:
         self._changed = threading.Condition()
         self._being_made: set[int] = set()
         self._released: deque[int] = deque(maxlen=MAX_RELEASED)
-        self._followers: dict[int, Followers] = {}  # of the models that are led here
+        self.make_followers: Callable[[ServedModel], LogStreams] = Followers
+        self._followers: dict[int, LogStreams] = {}  # of the models that are led here
         self._following: list[Follower] = []
         self._copies: dict[int, RowCopies] = {}  # of models with hot rows
 
@@ -119,7 +127,7 @@ class ModelHost:
             if not is_leader and not self.is_replicated:
                 self._following.append(follower)
             elif is_leader and spec.servers > 1:
-                self._followers[model_id] = Followers(model)
+                self._followers[model_id] = self.make_followers(model)
             self.models[model_id] = model
         return model
 

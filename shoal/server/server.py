@@ -111,7 +111,9 @@ class Server:
             threads = list(self._threads)
         for listener in self.listeners:
             listener.close()
-        if self.replica is not None:
+        if self.replica is not None:  # workers go on with another replica, and hear no error
+            for connection in connections:
+                connection.abort()
             self.replica.close(_JOIN_S)
         self.host.close(_JOIN_S)
         for connection in connections:

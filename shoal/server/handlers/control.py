@@ -133,7 +133,11 @@ def norms(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.TOTAL_NORM, "control")
 def total_norm(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
-    model.clipping.set_total(decode(meta, TotalNorm).value)
+    value = decode(meta, TotalNorm).value
+    if model.is_replicated:
+        model.close_with(peer.worker, value)
+    else:
+        model.clipping.set_total(value)
     peer.reply()
 
 

@@ -35,6 +35,7 @@ def bucket(peer: Peer, header: Header, meta: bytes) -> None:
 def commit(peer: Peer, header: Header, meta: bytes) -> None:
     """The push is complete; its loss and flags are the payload."""
     model, member = peer.joined()
+    model.membership.check()
     request = decode(meta, Commit)
     pushes = member.pushes
     loss_flags = bytes_of(pushes.arriving.loss_flags)
@@ -56,6 +57,8 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in payload.rows)
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
     ack: Ack = peer.execute(Pushed(*identity, request, batches), payload)
+    if ack.verdict == "staged" and model.is_leader:
+        ack = model.verdict(member, header.sequence)
     peer.reply(encode(ack))
 
 

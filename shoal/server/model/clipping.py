@@ -41,6 +41,10 @@ class Clipping:
             assert self._norms is not None
             return self._norms
 
+    @property
+    def awaits_total(self) -> bool:
+        return self._norms is not None and self._total is None
+
     def set_total(self, value: float) -> None:
         """The norm over all shards has arrived."""
         with self._lock:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from shoal.server.consistency import ImpossiblePush
 from shoal.server.model.clipping import Clipping
-from shoal.server.model.state import ModelState
+from shoal.server.model.state import ModelState, OpenStep, WaitingPush
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import (
     Ack,
@@ -66,8 +66,10 @@ class Log:
     All methods are called under the model's lock.
     """
 
-    def __init__(self, state: ModelState, clipping: Clipping):
+    def __init__(self, state: ModelState, clipping: Clipping, defers_norms: bool = False):
+        """`defers_norms`: a step that needs norms of other servers is closed later."""
         self.position = 0  # of the latest entry
+        self._defers_norms = defers_norms
         self.epoch = FIRST_EPOCH
         self.followers: FollowerSet = NoFollowers()
         self._state = state
@@ -78,6 +80,9 @@ class Log:
 
     def decide(self, worker: int, sequence: int, commit: Commit) -> Ack:
         """A push is staged on all servers: log the verdict, and the step that it completes."""
+        if self._state.open_step is not None:
+            self._state.waiting.append(WaitingPush(worker, sequence, commit))
+            return Ack("staged", self.position)
         try:
             verdict = self._state.ledger.judge(worker, commit.step)
         except ImpossiblePush as error:
@@ -86,9 +91,32 @@ class Log:
             worker, sequence, commit.step, verdict.value, commit.batch_fraction, commit.lr
         )
         self._append(push)
-        position = self.position
+        ack = self._state.acks[worker] = Ack(verdict.value, self.position)
         self._complete_step(push)
-        return Ack(verdict.value, position)
+        return ack
+
+    def close_step(self, step: StepApplied) -> None:
+        """The norms of all servers are known; pushes that have come meanwhile are judged."""
+        if self._state.open_step is None or step.version != self._state.version + 1:
+            return
+        self._state.open_step = None
+        self._append(step)
+        waiting = self._state.waiting
+        self._state.waiting = []
+        for push in waiting:
+            self.decide(*push)
+
+    def open_step(self) -> StepApplied | None:
+        """At the leader: the step that is to be closed, once all servers have said their norms."""
+        open_step = self._state.open_step
+        if open_step is None:
+            return None
+        divisor, latest = open_step
+        version = self._state.version + 1
+        factor = self._clip_factor(divisor, latest.batch_fraction)
+        if self._state.open_step is not open_step:
+            return None
+        return StepApplied(version, latest.lr, divisor, factor)
 
     def depart(self, worker: int) -> None:
         """A worker has left or was lost; the surviving ones may make up a step now."""
@@ -106,11 +134,20 @@ class Log:
     def _complete_step(self, latest: PushDecided) -> None:
         """Log an update if the counted pushes make up a step."""
         ledger = self._state.ledger
-        if not ledger.complete():
+        if not ledger.complete() or self._state.open_step is not None:
             return
         divisor = self._state.fraction if ledger.rule.quorum is not None else 1.0
+        if self._defers_norms and self._needs_norms():
+            self._state.open_step = OpenStep(divisor, latest)
+            return
         factor = self._clip_factor(divisor, latest.batch_fraction)
         self._append(StepApplied(ledger.version + 1, latest.lr, divisor, factor))
+
+    def _needs_norms(self) -> bool:
+        """Whether a step is clipped by more than the gradients that are here."""
+        spec = self._state.spec
+        is_clipped = spec.clip_norm is not None and spec.optimizer is not None
+        return is_clipped and (spec.servers > 1 or spec.norm_from_workers)
 
     def _clip_factor(self, divisor: float, batch_fraction: float) -> float | None:
         spec = self._state.spec

@@ -14,7 +14,7 @@ from shoal.server.consistency import Rule
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.incarnation import generation_of
-from shoal.server.protocol.messages import Channel
+from shoal.server.protocol.messages import Channel, Entered
 
 _START_BARRIERS = 1 << 20  # barriers up to this number belong to the start of a model
 _POLL_S = 0.1  # how often to look for workers that exited before they joined
@@ -52,6 +52,7 @@ class Member:
     has_left: bool = False
     comes_back: bool = False  # in the place of a process that was lost; not live yet
     is_late: bool = False  # it was not at the start of the model
+    entered: Entered | None = None  # the answer to its return
 
     @property
     def shares_memory(self) -> bool:

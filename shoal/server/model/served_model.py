@@ -63,7 +63,7 @@ class ServedModel:
         self.tables = Tables(self.lock, spec)
         self.clipping = Clipping(self.lock, self.membership, spec)
         self.state = ModelState(spec, self.tables)
-        self.log = Log(self.state, self.clipping)
+        self.log = Log(self.state, self.clipping, is_replicated)
         if is_leader:
             self.membership.on_departure = self._log_departure
         self._statistics = Statistics()
@@ -109,16 +109,20 @@ class ServedModel:
         with self.lock:
             self.membership.check()
             member = self.membership.members[worker]
+            if self.is_leader and not member.comes_back and member.entered is not None:
+                return member.entered  # the answer was lost
             if not self.is_leader or not member.comes_back:
                 raise Refused(f"worker {worker} takes no place here: it was never away")
             if self.membership.is_finished:
                 return Entered(self.version, 0, is_over=True)
-            self.log.followers.wait_connected()
+            if not self.is_replicated:
+                self.log.followers.wait_connected()
             clock = self.state.ledger.clocks[worker]
             step = self.log.rejoin(worker, member.incarnation)
             self._statistics.note_return(worker, clock, step)
             self.membership.enter(worker)
-            return Entered(step, clock)
+            member.entered = Entered(step, clock)
+            return member.entered
 
     def share_weights(self, worker: int, descriptor: int) -> None:
         """Keep the weights in memory that this worker maps: the same for all workers."""
@@ -166,7 +170,8 @@ class ServedModel:
         """A push is complete here. The leader decides about it; followers keep it until then."""
         worker = member.worker
         with self.lock:
-            self.membership.check()
+            if not self.is_replicated:
+                self.membership.check()
             if self.is_leader:
                 self.log.followers.wait_connected()
             if self.membership.members[worker] is not member:
@@ -188,10 +193,16 @@ class ServedModel:
         """A push that was committed before is sent again; answered when it is decided."""
         with self.lock:
             self._statistics.repeated_pushes += 1
-            worker = member.worker
-            if self.is_leader:
-                self.membership.wait(worker, lambda: self.state.decided.get(worker, 0) >= sequence)
-            return Ack("again", self.log.position)
+            if not self.is_leader:
+                return Ack("again", self.log.position)
+        return self.verdict(member, sequence)
+
+    def verdict(self, member: Member, sequence: int) -> Ack:
+        """The leader's answer to a push, which may have to wait for the norms of a step."""
+        worker = member.worker
+        with self.lock:
+            self.membership.wait(worker, lambda: self.state.decided.get(worker, 0) >= sequence)
+            return self.state.acks.get(worker, Ack("again", self.log.position))
 
     def check_push(self, member: Member, sequence: int) -> None:
         """Refuse a push that skips one, or whose gradients have not come."""
@@ -200,6 +211,21 @@ class ServedModel:
         is_compressed = self.compression is not None and self.state.shard.size > 0
         if is_compressed and pushes.decompressed != sequence:
             raise Refused(f"push {sequence} is committed without its gradients")
+
+    def close_with(self, worker: int, norm: float) -> None:
+        """The norm over all shards has arrived; returns when the step is closed with it."""
+        with self.lock:
+            version = self.version
+            if self.state.open_step is None:
+                return  # the answer was lost: it is closed already
+
+            def is_closed() -> bool:
+                return self.version > version
+
+            self.membership.wait(worker, lambda: is_closed() or self.clipping.awaits_total)
+            if not is_closed():
+                self.clipping.set_total(norm)
+            self.membership.wait(worker, is_closed)
 
     def settle(self, worker: int, position: int) -> None:
         """Wait until the log has been applied up to `position`."""

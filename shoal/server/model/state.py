@@ -12,6 +12,7 @@ copies of one slice have the same weights and optimizer state, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from shoal.server.consistency import Ledger, PushVerdict
 from shoal.server.model.push_buffer import PushBuffer
@@ -19,6 +20,8 @@ from shoal.server.model.shard import Shard
 from shoal.server.model.tables import Tables
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import (
+    Ack,
+    Commit,
     Decision,
     ModelSpec,
     PushDecided,
@@ -26,6 +29,21 @@ from shoal.server.protocol.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+
+
+class OpenStep(NamedTuple):
+    """A step that is complete, and waits for the norms of other servers."""
+
+    divisor: float
+    latest: PushDecided
+
+
+class WaitingPush(NamedTuple):
+    """A push that has come while a step waits for norms. It is judged after the step."""
+
+    worker: int
+    sequence: int
+    commit: Commit
 
 
 class ModelState:
@@ -45,6 +63,9 @@ class ModelState:
         self.counted: list[PushDecided] = []  # of the open step
         self.fraction = 0.0  # of the global batch that is counted in the open step
         self.is_summed = False
+        self.open_step: OpenStep | None = None
+        self.waiting: list[WaitingPush] = []
+        self.acks: dict[int, Ack] = {}  # worker -> the answer to its latest push with a verdict
 
     @property
     def version(self) -> int:

@@ -57,6 +57,13 @@ def _decide(host: ModelHost, operation: ops.Decided, _: Payload) -> None:
     _model(host, operation.model).replay(operation.entry)
 
 
+def _close_step(host: ModelHost, operation: ops.StepClosed, _: Payload) -> None:
+    model = _model(host, operation.model)
+    with model.lock:
+        model.log.close_step(operation.step)
+        model.lock.notify_all()
+
+
 def _reach(host: ModelHost, operation: ops.BarrierReached, _: Payload) -> None:
     _model(host, operation.model).membership.reach(
         operation.worker, operation.number, operation.generations
@@ -134,6 +141,7 @@ _APPLIED_BY: dict[type, Callable[..., Any]] = {
     ops.Pushed: _push,
     ops.Decided: _decide,
     ops.Returned: _enter,
+    ops.StepClosed: _close_step,
     ops.BarrierReached: _reach,
     ops.Left: _leave,
     ops.Lost: _lose,

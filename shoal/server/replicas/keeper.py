@@ -1,7 +1,8 @@
 """A replica's dealings with the coordinator: its lease, the configuration, the lost workers.
 
-A thread asks what `ChainManager` wants to know, at regular intervals and when it is poked. While
-the coordinator is down nothing changes, and the chain goes on as it is.
+One thread renews the lease: it waits for no operation that is being applied. Another asks what
+`ChainManager` wants to know, at regular intervals and when it is poked. While the coordinator is
+down nothing changes, and the chain goes on as it is.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Keeper:
-    """One thread of a server process."""
+    """Two threads of a server process."""
 
     def __init__(
         self, runtime: ChainRuntime, coordinator: Coordinator, ttl_s: float, address: str = ""
@@ -42,9 +43,13 @@ class Keeper:
         self._lease: Lease | None = None
         self._registered: int | None = None  # the incarnation in alive/<process>
         self._poked = threading.Event()
-        self._closed = False
         runtime.poke = self._poked.set
-        self._thread = threading.Thread(target=self._run, name="shoal-keeper", daemon=True)
+        self._threads = [
+            threading.Thread(target=target, name="shoal-keeper", daemon=True)
+            for target in (self._renew, self._run)
+        ]
+        self._over = threading.Event()
+        self._registering = threading.Lock()
 
     @property
     def chain_key(self) -> str:
@@ -55,34 +60,33 @@ class Keeper:
         return f"alive/{self._runtime.place.process}"
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
-    def close(self, join_s: float, revoke: bool = False) -> None:
-        self._closed = True
+    def close(self, join_s: float) -> None:
+        self._over.set()
         self._poked.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(join_s)
-        if revoke and self._lease is not None:
-            with suppress(CoordinatorError):
-                self._coordinator.revoke(self._lease.id)
+        for thread in self._threads:
+            thread.join(join_s)
         self._coordinator.close()
 
-    # ------------------------------------------------------------------ the thread
+    # ------------------------------------------------------------------ the threads
+
+    def _renew(self) -> None:
+        while not self._over.is_set():
+            with suppress(CoordinatorError):
+                self._keep_lease()
+            self._over.wait(self._ttl_s / _OF_TTL)
 
     def _run(self) -> None:
-        renewed_s = float("-inf")
-        while not self._closed:
-            is_due = time.monotonic() - renewed_s >= self._ttl_s / _OF_TTL
+        while not self._over.is_set():
             with suppress(CoordinatorError):
-                if is_due:
-                    renewed_s = time.monotonic()
-                    self._keep_lease()
                 self._look()
             self._poked.wait(self._ttl_s / _OF_TTL)
             self._poked.clear()
 
     def _keep_lease(self) -> None:
-        runtime = self._runtime
+        lease = self._runtime.lease
         asked_s = time.monotonic()
         if self._lease is None:
             self._grant()
@@ -91,35 +95,30 @@ class Keeper:
             left_s = self._coordinator.keep_alive(self._lease.id)
         except LeaseLost:
             self._lease = None
-            with runtime.changed:
-                runtime.lease.lost()
+            lease.lost()
             self._grant()
             return
-        with runtime.changed:
-            runtime.lease.renewed(asked_s, left_s)
-        if self._registered != runtime.node.incarnation:
-            self._register()
+        lease.renewed(asked_s, left_s)
 
     def _grant(self) -> None:
         asked_s = time.monotonic()
         lease = self._coordinator.grant(self._ttl_s, self._runtime.place.in_words())
+        self._register(lease)
+        self._runtime.lease.granted(asked_s, lease.ttl_s)
         self._lease = lease
-        self._register()
-        with self._runtime.changed:
-            self._runtime.lease.granted(asked_s, lease.ttl_s)
+        self._poked.set()
 
-    def _register(self) -> None:
+    def _register(self, lease: Lease) -> None:
         """Say that this life of the replica is there, in the place of an earlier one."""
-        assert self._lease is not None
+        with self._registering:
+            self._put_alive(lease)
+
+    def _put_alive(self, lease: Lease) -> None:
         incarnation = self._runtime.node.incarnation
         value = msgspec.msgpack.encode(Alive(incarnation, self._address))
         known = self._coordinator.get(self.alive_key)
         version = 0 if known is None else known.version
-        try:
-            self._coordinator.put_if(self.alive_key, value, version, self._lease.id)
-        except LeaseLost:
-            self._lease = None
-            raise
+        self._coordinator.put_if(self.alive_key, value, version, lease.id)
         self._registered = incarnation
 
     def _look(self) -> None:
@@ -127,10 +126,11 @@ class Keeper:
         with runtime.changed:
             runtime.manager.look()
         for _ in range(_MAX_REQUESTS):
+            lease = self._lease
+            if lease is None:
+                return
             if self._registered != runtime.node.incarnation:
-                if self._lease is None:
-                    return
-                self._register()
+                self._register(lease)
             with runtime.changed:
                 request = runtime.manager.next_request(time.monotonic())
             if isinstance(request, Fetch):

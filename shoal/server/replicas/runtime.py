@@ -98,6 +98,7 @@ class ChainRuntime:
         self.links: dict[int, PeerLink] = {}
         self.lease = ReadLease()
         self.poke: Callable[[], None] = lambda: None  # the keeper is to look at the coordinator
+        self.on_applied: Callable[[], None] = lambda: None
         self.applied = 0
         self._on_reset = on_reset
         self._waiters: dict[int, _Waiter] = {}
@@ -313,6 +314,7 @@ class ChainRuntime:
         elif isinstance(effect, Apply):
             for entry in effect.entries:
                 self._apply(entry.position, entry.op)
+            self.on_applied()
         elif isinstance(effect, Reset):
             self._reset()
         elif isinstance(effect, SendSnapshot):

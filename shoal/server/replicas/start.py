@@ -6,14 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from shoal.coordinator.interface import Coordinator
 from shoal.runtime.config import TlsConfig
 from shoal.server.model_host import ModelHost
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header
 from shoal.server.replicas.keeper import Keeper
+from shoal.server.replicas.leading import Leading
 from shoal.server.replicas.peer_link import PeerLink
 from shoal.server.replicas.runtime import ChainRuntime, ReplicaPlace
+from shoal.server.replicas.streams import StreamFollowers
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,13 @@ class ReplicaSettings:
     addresses: Sequence[str]
     coordinator: Coordinator
     ttl_s: float
+    leaders: Sequence[str] = ()  # the replicas of shard 0; default: this is shard 0
+
+
+def _load_optimizers() -> None:
+    """The first optimizer of a process loads modules for seconds: before others wait for it."""
+    p = torch.nn.Parameter(torch.zeros(1))
+    torch.optim.SGD([p], lr=0.0).step()
 
 
 class ReplicaParts:
@@ -38,14 +49,18 @@ class ReplicaParts:
         tls: TlsConfig = PLAIN,
     ):
         place = settings.place
+        _load_optimizers()
         self.runtime = ChainRuntime(place, host, on_reset)
         host.chain = self.runtime
+        host.make_followers = StreamFollowers
         header = Header(FrameKind.HELLO, place.replica, place.shard)
         self._links = {
             peer: PeerLink(self.runtime, peer, partial(str, address), secret, header, tls)
             for peer, address in enumerate(settings.addresses)
             if peer != place.replica
         }
+        leaders = settings.leaders or settings.addresses
+        self.leading = Leading(self.runtime, leaders, secret, tls)
         own = settings.addresses[place.replica]
         self.keeper = Keeper(self.runtime, settings.coordinator, settings.ttl_s, own)
 
@@ -53,7 +68,9 @@ class ReplicaParts:
         """Once the server listens."""
         self.runtime.start(self._links)
         self.keeper.start()
+        self.leading.start()
 
     def close(self, join_s: float) -> None:
         self.keeper.close(join_s)
         self.runtime.close(join_s)
+        self.leading.close(join_s)

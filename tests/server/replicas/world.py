@@ -59,7 +59,9 @@ class World:
 
     def start(self, shard: int, replica: int) -> Server:
         place = ReplicaPlace(shard, replica, self.replicas, self.consistency)
-        settings = ReplicaSettings(place, self.addresses[shard], self.coordinator, TTL_S)
+        settings = ReplicaSettings(
+            place, self.addresses[shard], self.coordinator, TTL_S, self.addresses[0]
+        )
         server = Server(self.addresses[shard][replica], SECRET, replica=settings)
         self.servers[shard, replica] = server
         return server
@@ -109,7 +111,10 @@ def push_one_hot(client: Client, element: int, step: int) -> str:
     client.out[0, element_of(client, element)] = 1.0
     client.push(slice(0, client.size))
     heads = torch.ones(1, 1 + client.specs[0].parameters)
-    return client.commit(Commit(step, 0, 1.0), heads).verdict
+    ack = client.commit(Commit(step, 0, 1.0), heads)
+    client.settle(ack.position)
+    client.wait_settled()
+    return ack.verdict
 
 
 def element_of(client: Client, element: int) -> int:
