@@ -62,7 +62,7 @@ class ModelHost:
         self.has_exited = has_exited
         self._secret = secret
         self._tls = tls
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._changed = threading.Condition()
         self._being_made: set[int] = set()
         self._released: deque[int] = deque(maxlen=MAX_RELEASED)
@@ -78,7 +78,7 @@ class ModelHost:
 
     def check(self, spec: ModelSpec) -> None:
         """Refuse a model that this server cannot hold."""
-        check_spec(spec, self._max_bytes)
+        check_spec(spec, self.max_bytes)
 
     def hold(self, model_id: int, spec: ModelSpec) -> ServedModel:
         """The model; it is made when its first worker joins. Called by every connection."""
@@ -98,7 +98,7 @@ class ModelHost:
                 return model
             if len(self.models) + len(self._being_made) >= MAX_MODELS:
                 raise Refused(f"this server holds {MAX_MODELS} models already")
-            check_spec(spec, self._max_bytes)
+            check_spec(spec, self.max_bytes)
             self._being_made.add(model_id)
         try:
             return self._make(model_id, spec)

@@ -31,7 +31,7 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost
 from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import PLAIN, Listener
+from shoal.server.protocol.endpoint import PLAIN, Listener, remove_left_socket
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.server.protocol.messages import ErrorReply
@@ -63,6 +63,8 @@ class Server:
         """
         self.secret = secret
         self.host = ModelHost(secret, max_bytes or _memory_bytes(), self.report, has_exited, tls)
+        if replica is not None:
+            remove_left_socket(address)
         self.host.execute = partial(apply, self.host)
         self.listeners = _listen(address, remote_address, tls)
         self.address = self.listeners[0].address

@@ -13,3 +13,11 @@ def chain(peer: Peer, header: Header, meta: bytes) -> None:
     if peer.host.chain is None:
         raise Refused("this server has no replicas")
     peer.host.chain.receive(header.worker, header, meta, peer.connection)
+
+
+@handles(FrameKind.SNAPSHOT, "chain", has_payload=True)
+def snapshot(peer: Peer, header: Header, meta: bytes) -> None:
+    """The state of the tail, for a replica that has none; no answer."""
+    if peer.host.chain is None:
+        raise Refused("this server has no replicas")
+    peer.host.chain.receive_snapshot(header.worker, header, meta, peer.connection)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 from shoal.server.consistency import ImpossiblePush
@@ -188,11 +189,18 @@ class Log:
             )
         return list(itertools.islice(self._entries, position + 1 - oldest, None))
 
-    def restart(self, position: int, epoch: int) -> None:
-        """The state was replaced: entries up to `position` do not lead to it."""
+    def restart(self, position: int, epoch: int, entries: Iterable[LogEntry] = ()) -> None:
+        """The state was replaced: entries up to `position` do not lead to it.
+
+        A copy of another replica's state comes with the latest entries that led to it.
+        """
         self.position = position
         self.epoch = epoch
         self._entries.clear()
+        self._entries += entries
+
+    def latest_entries(self, count: int) -> list[LogEntry]:
+        return list(self._entries)[-count:]
 
     def _apply(self, entry: LogEntry) -> None:
         self._state.apply(entry.decision)

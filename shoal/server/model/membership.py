@@ -78,8 +78,8 @@ class Membership:
         self.on_loss: Callable[[int, str], None] = self.record_loss
         self._lock = lock
         self._rule = rule
-        self._open_barriers: dict[int, Sequence[int] | None] = {}  # generations, as above
-        self._lowest_at: dict[int, int] = {}  # barrier -> lowest surviving worker
+        self.open_barriers: dict[int, Sequence[int] | None] = {}  # generations, as above
+        self.lowest_at: dict[int, int] = {}  # barrier -> lowest surviving worker
 
     # ------------------------------------------------------------------ joining and leaving
 
@@ -142,8 +142,8 @@ class Membership:
         """A worker is at a barrier."""
         with self._lock:
             self.members[worker].barriers = number
-            if number not in self._lowest_at:
-                self._open_barriers.setdefault(number, generations)
+            if number not in self.lowest_at:
+                self.open_barriers.setdefault(number, generations)
             self._complete_barriers()
             self._lock.notify_all()
 
@@ -201,7 +201,7 @@ class Membership:
 
             self.wait(worker, lambda: not missing(), missing, "a barrier")
             self.check()
-            return self._lowest_at.get(number, min(present(), default=worker))
+            return self.lowest_at.get(number, min(present(), default=worker))
 
     def wait(
         self,
@@ -291,12 +291,12 @@ class Membership:
 
     def _complete_barriers(self) -> None:
         """Fix the lowest survivor of each barrier that all live workers have reached."""
-        for number, generations in sorted(self._open_barriers.items()):
+        for number, generations in sorted(self.open_barriers.items()):
             present = self._present(number, generations)
             if all(self._is_at(worker, number) for worker in present):
-                self._lowest_at[number] = min(present, default=0)
-                self._lowest_at.pop(number - 2, None)
-                del self._open_barriers[number]
+                self.lowest_at[number] = min(present, default=0)
+                self.lowest_at.pop(number - 2, None)
+                del self.open_barriers[number]
 
     def _is_displaced(self) -> bool:
         return threading.get_ident() in self.displaced

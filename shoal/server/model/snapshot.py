@@ -53,7 +53,7 @@ class Snapshot:
 
 def take_snapshot(state: ModelState, position: int, epoch: int) -> Snapshot:
     """A snapshot between two entries; called under the model's lock."""
-    optimizer, tensors = _optimizer_state(state.shard)
+    optimizer, tensors = optimizer_image(state.shard)
     return Snapshot(
         position,
         epoch,
@@ -85,7 +85,8 @@ def install_snapshot(state: ModelState, snapshot: Snapshot) -> None:
     _restore_tables(state.tables, snapshot)
 
 
-def _optimizer_state(shard: Shard) -> tuple[ShardState, tuple[Tensor, ...]]:
+def optimizer_image(shard: Shard) -> tuple[ShardState, tuple[Tensor, ...]]:
+    """Copies of the state of the optimizer, with its settings."""
     optimizer, tensors = get_state(shard, steps=0)
     if shard.optimizer is not None:
         groups = shard.optimizer.param_groups

@@ -82,6 +82,17 @@ def _secured(sock: socket.socket, host: str, address: str, authority: str) -> ss
         sock.close()  # has no effect if TLS has taken the descriptor over
 
 
+def remove_left_socket(address: str) -> None:
+    """Remove the socket of a process that was killed; has no effect if one listens there."""
+    kind, _, path = address.partition(":")
+    if kind != "unix" or not os.path.exists(path):
+        return
+    try:
+        _connect_unix(path, CONNECT_S).close()
+    except ConnectionRefusedError:
+        os.unlink(path)
+
+
 class Listener:
     """Accepts connections at one address. `accept` returns None once it is closed.
 

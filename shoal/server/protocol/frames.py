@@ -67,6 +67,7 @@ class FrameKind(enum.IntEnum):
     RESIDUAL_GET = 52
     COORDINATE = 60
     CHAIN = 61
+    SNAPSHOT = 62
 
 
 class Refused(ShoalError):

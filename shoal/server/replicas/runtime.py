@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from shoal.errors import ShoalError
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.waits import waiting
-from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.manager import ChainManager
 from shoal.server.chain.messages import (
     Append,
@@ -42,9 +41,11 @@ from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import Header, Refused
 from shoal.server.replicas.apply import apply
 from shoal.server.replicas.elsewhere import Elsewhere
+from shoal.server.replicas.images import install_image
 from shoal.server.replicas.operations import EMPTY, Lost, Operation, Payload, Pushed
 from shoal.server.replicas.payloads import read_payload
 from shoal.server.replicas.peer_link import PeerLink
+from shoal.server.replicas.snapshots import Incoming, read_head, read_image, snapshot_sender
 from shoal.server.replicas.wire import Proposed, decode_message
 
 COMMIT_S = 120.0  # an operation that is not committed after so long ends the run
@@ -103,6 +104,7 @@ class ChainRuntime:
         self._on_reset = on_reset
         self._waiters: dict[int, _Waiter] = {}
         self._losses: dict[tuple[int, int], str] = {}  # (model, worker) -> reason
+        self._incoming: dict[int, Incoming] = {}  # snapshots, by sender
         self._is_closed = False
         self._loss_noted = threading.Event()
         self._absent: dict[tuple[int, int], float] = {}  # (model, worker) -> since when
@@ -289,11 +291,9 @@ class ChainRuntime:
             before = self.node.config
             self._run(change(self.manager))
             if self.node.config != before:
-                self._say_config(before, self.node.config)
+                is_full = len(self.node.config.members) == self.place.replicas
+                self.host.keeps_payloads = self.node.is_tail and not is_full
                 self.changed.notify_all()
-
-    def _say_config(self, before: ChainConfig, config: ChainConfig) -> None:
-        pass
 
     # ------------------------------------------------------------------ effects, under the lock
 
@@ -321,6 +321,8 @@ class ChainRuntime:
             self._send_snapshot(effect)
         else:
             assert isinstance(effect, Refetch | ChangeConfig)
+            if isinstance(effect, ChangeConfig):
+                failpoint("splice")
             self.manager.look()
             self.poke()
 
@@ -363,7 +365,40 @@ class ChainRuntime:
         self.poke()
 
     def _send_snapshot(self, effect: SendSnapshot) -> None:
-        pass
+        """The state as it is now; payloads of what follows are kept for the learner."""
+        assert self.applied == effect.position, f"{self.applied} is applied, not {effect.position}"
+        self.host.keeps_payloads = True
+        link = self.links.get(effect.to)
+        if link is not None:
+            link.post(snapshot_sender(self.host, effect.incarnation, effect.position))
+
+    def receive_snapshot(
+        self, sender: int, header: Header, meta: bytes, connection: Connection
+    ) -> None:
+        """At a learner; a snapshot for an earlier life, or from a former tail, has no effect."""
+        if header.argument:
+            self._incoming[sender] = Incoming(read_head(meta))
+        else:
+            incoming = self._incoming.get(sender)
+            if incoming is None or incoming.is_complete:
+                raise Refused("a part of a snapshot without its head")
+            limits = (header.payload_bytes, self.host.max_bytes)
+            incoming.images.append(read_image(meta, connection, *limits))
+        incoming = self._incoming[sender]
+        if incoming.is_complete:
+            del self._incoming[sender]
+            with self.changed:
+                self._install(sender, incoming)
+
+    def _install(self, sender: int, incoming: Incoming) -> None:
+        node = self.node
+        is_wanted = node.incarnation == incoming.head.incarnation and node.takes_snapshot
+        if not is_wanted or sender != node.config.tail:
+            return
+        for image, tensors in incoming.images:
+            install_image(self.host, image, tensors)
+        self.applied = incoming.head.position
+        self._run(node.install(incoming.head.position))
 
     # ------------------------------------------------------------------ lost workers
 
