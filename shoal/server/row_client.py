@@ -165,7 +165,7 @@ class ServerStore(RowStore):
 
     def push(self, table: str, ids: Tensor, grads: Tensor, lr: float, step: int) -> None:
         """A server that holds none of the rows receives an empty push: it counts updates."""
-        self._steps[table] += 1
+        self.next_step(table)
         owners = self.specs[table].owner(ids, len(self.client.links))
         for index, link in enumerate(self.client.links):
             positions = torch.nonzero(owners == index).flatten()
@@ -177,6 +177,10 @@ class ServerStore(RowStore):
                 is_answered=False,
             )
             link.post("push", request)
+
+    def next_step(self, table: str) -> None:
+        """A step of this worker has ended: rows that it keeps are a step older."""
+        self._steps[table] += 1
 
     def state(self, table: str) -> Iterator[dict[str, Tensor]]:
         for link in self.client.links:

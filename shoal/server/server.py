@@ -20,6 +20,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -139,7 +140,8 @@ class Server:
             for connection in (*self._connections, *self.host.connections):
                 counts.update(_counts_of(connection))
             names = ("requests", "received_bytes", "sent_bytes")
-            return {name: counts[name] for name in names} | {"refused": dict(self.refused)}
+            report: dict[str, Any] = {name: counts[name] for name in names}
+            return report | {"refused": dict(self.refused), "cpu_s": time.process_time()}
 
     # ------------------------------------------------------------------ connections
 

@@ -112,9 +112,11 @@ def barrier(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.STATS, "control")
 def stats(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
-    if decode(meta, Stats).final:
+    is_final = decode(meta, Stats).final
+    if is_final:
         model.membership.wait_over()
-    peer.reply(msgspec.msgpack.encode({**model.report(), **peer.host.report()}))
+    counts = {**model.report(with_tables=is_final), **peer.host.report()}
+    peer.reply(msgspec.msgpack.encode(counts))
 
 
 @handles(FrameKind.LEAVE, "control")

@@ -320,8 +320,8 @@ class ServedModel:
             self.log.restart(snapshot.position, snapshot.epoch)
             self.lock.notify_all()
 
-    def report(self) -> dict[str, Any]:
+    def report(self, with_tables: bool = True) -> dict[str, Any]:
         with self.lock:
             ledger = self.state.ledger if self.is_leader else None
             counts = self._statistics.report(self.version, self.membership, ledger)
-            return counts | self.tables.report()
+            return counts | self.tables.report() if with_tables else counts

@@ -1,0 +1,174 @@
+"""Pulls of rows that follow a power law, from servers that each own a range of them.
+
+Run by `shoal bench rows` in each worker of one run. Three tables with the same rows are pulled
+from alternately:
+
+    owners    every row is asked of its owner
+    copies    hot rows are copied to all servers, and asked of the least loaded one
+    cache     the same, and workers use a row again for some steps
+
+A pull asks for the distinct ids of one batch. Besides the time of a pull, the CPU time of every
+server process is measured: where servers have machines of their own, the busiest one bounds the
+pulls per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.embedding.spec import RowOptimizer, TableSpec
+from shoal.replica.flat_params import FlatParams
+from shoal.runtime.config import RunConfig
+from shoal.server.row_client import ServerStore
+from shoal.sync.base import Replica
+from shoal.sync.optimizer_step import OptimizerStep
+from shoal.sync.ps.worker import PsWorker
+from shoal.sync.registry import plan_for
+
+WAYS = ("owners", "copies", "cache")
+_BATCHES = 64  # that a worker pulls in turn
+_LR = 0.1
+
+
+@dataclass
+class Round:
+    """What was measured of one way in one round."""
+
+    seconds: float
+    server_cpu_s: list[float] = field(default_factory=list)
+
+
+def zipf_batches(rows: int, exponent: float, batch: int, seed: int) -> list[Tensor]:
+    """Distinct ids of batches; the chance of row k is proportional to 1 / (k + 1)^exponent."""
+    chances = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
+    random = np.random.RandomState(seed)
+    drawn = (random.random_sample(batch) * chances[-1] for _ in range(_BATCHES))
+    return [torch.from_numpy(np.unique(np.searchsorted(chances, draws))) for draws in drawn]
+
+
+class RowBench:
+    """One worker of the benchmark."""
+
+    def __init__(self, job: shoal.Job, args: argparse.Namespace):
+        self.job = job
+        self.args = args
+        self.batches = zipf_batches(args.rows, args.exponent, args.batch, job.rank)
+        self.rounds: dict[str, list[Round]] = {way: [] for way in WAYS}
+        flat = FlatParams([("weight", nn.Parameter(torch.zeros(1024)))])
+        update = OptimizerStep(flat.named, partial(torch.optim.SGD, lr=_LR))
+        replica = Replica(flat, update, job.group, config=RunConfig.from_environment())
+        sync = plan_for(job.strategy.sync_for(job.size)).build(replica)
+        assert isinstance(sync, PsWorker)
+        self.sync = sync
+        self.store: ServerStore = sync.row_store()
+        for way in WAYS:
+            self.store.create(self._spec(way))
+        self._next = 0
+
+    def _spec(self, way: str) -> TableSpec:
+        return TableSpec(
+            way,
+            self.args.rows,
+            self.args.dim,
+            optimizer=RowOptimizer("sgd", _LR),
+            placement="range",
+            hot_share=0.0 if way == "owners" else self.args.share,
+            cache_steps=self.args.cache if way == "cache" else 0,
+        )
+
+    def run(self) -> None:
+        for way in WAYS:
+            self._pulls(way, self.args.warmup)
+        for number in range(self.args.rounds):
+            for way in WAYS if number % 2 else reversed(WAYS):
+                self.rounds[way].append(self._round(way))
+
+    def _round(self, way: str) -> Round:
+        """The time until all workers have done their pulls."""
+        before = self._cpu_s()
+        self._barrier()
+        start_s = time.perf_counter()
+        self._pulls(way, self.args.pulls)
+        self._barrier()
+        seconds = time.perf_counter() - start_s
+        after = self._cpu_s()
+        used = [end - start for start, end in zip(before, after, strict=True)]
+        return Round(seconds, used)
+
+    def _pulls(self, way: str, count: int) -> None:
+        for _ in range(count):
+            self.store.pull(way, self.batches[self._next % _BATCHES])
+            self.store.next_step(way)
+            self._next += 1
+
+    def _cpu_s(self) -> list[float]:
+        """CPU seconds of each server so far; rank 0 asks."""
+        self._barrier()
+        if self.job.rank:
+            return []
+        return [counts["cpu_s"] for counts in self.sync.client.stats()]
+
+    def _barrier(self) -> None:
+        self.job.group.barrier().wait()
+
+    def results(self) -> dict[str, Any]:
+        """After `sync.close`: speeds of each way, and how its load was spread."""
+        loads = self.sync.report()["tables"]
+        pulls = self.args.pulls * self.job.size
+        ways = {}
+        for way, rounds in self.rounds.items():
+            ways[way] = {
+                "pulls_per_s": [pulls / each.seconds for each in rounds],
+                "busiest_server_pulls_per_s": [pulls / max(e.server_cpu_s) for e in rounds],
+                "max_over_mean_cpu": [_max_over_mean(each.server_cpu_s) for each in rounds],
+                "max_over_mean_load": loads[way]["max_over_mean_as_served"],
+                "load": loads[way]["as_served"],
+                "copied_rows": loads[way]["copied_rows"],
+            }
+        cache = self.store.caches.get("cache")
+        return {
+            "rows_per_pull": sum(map(len, self.batches)) / len(self.batches),
+            "hit_rate": cache.hit_rate if cache is not None else 0.0,
+            "ways": ways,
+        }
+
+
+def _max_over_mean(values: list[float]) -> float:
+    return max(values) * len(values) / sum(values) if sum(values) else 1.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("rows", "dim", "batch", "pulls", "rounds", "warmup", "cache"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--exponent", type=float, required=True)
+    parser.add_argument("--share", type=float, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    args = parser.parse_args()
+
+    def train(job: shoal.Job) -> None:
+        torch.set_num_threads(1)
+        bench = RowBench(job, args)
+        try:
+            bench.run()
+        finally:
+            bench.sync.close()
+        if job.rank == 0:
+            args.result.write_text(json.dumps(bench.results()))
+
+    shoal.run(train)
+
+
+if __name__ == "__main__":
+    main()
