@@ -9,6 +9,7 @@ to time: a row stays in memory at most a quarter longer than its `ttl_steps`.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,7 +69,11 @@ class HeldRows:
         """Copies of rows after `step`. Where all rows stay, they take memory from now on."""
         slots = self.slots(ids)
         if self._spec.keeps_rows:
-            return self.rows["rows"].index_select(0, self.use(ids, slots))
+            found = self._index[slots]
+            if len(found) and found.min() <= 0:
+                return self.rows["rows"].index_select(0, self.use(ids, slots))
+            places = torch.from_numpy(np.subtract(found, 1, dtype=np.int64))
+            return self.rows["rows"].index_select(0, places)
         positions = torch.from_numpy(self._index[slots]).long() - 1
         is_held = positions >= 0
         positions = positions.clamp(min=0)

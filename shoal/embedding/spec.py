@@ -175,10 +175,12 @@ class TableSpec:
                 f"{tuple(ids.shape)} of {ids.dtype} on {ids.device}"
             )
         if ids.numel():
-            low, high = ids.aminmax()
-            wrong = low if low < 0 else high
+            numbers = ids.numpy()
+            low = int(numbers.min())
+            high = int(numbers.max())
             if low < 0 or high >= self.num_rows:
-                raise BadInput(f"{self} has no row {int(wrong)}: ids are 0 to {self.num_rows - 1}")
+                wrong = low if low < 0 else high
+                raise BadInput(f"{self} has no row {wrong}: ids are 0 to {self.num_rows - 1}")
 
     def locate(self, ids: Tensor, shards: int) -> tuple[Ids, Ids]:
         """The shard that owns each id, and its slot among the rows of that shard.

@@ -111,13 +111,15 @@ class ServerStore(RowStore):
 
     def _pull(self, table: str, ids: Tensor) -> Tensor:
         rows = torch.empty(len(ids), self.specs[table].dim)
-        targets, version = self._targets(table, ids)
-        asked = self._ask_for(table, ids, torch.arange(len(ids)), targets, version)
+        owners = self.specs[table].owner(ids, len(self.client.links))
+        asked = self._ask_for(table, ids, owners, self._targets(table, ids, owners))
         with self.client.tracer.span(WAIT, f"pull {len(ids)} rows of {table}"):
             missing, latest, refresh = _take(asked, rows)
             if len(missing):
-                owners = self.specs[table].owner(ids[missing], len(self.client.links))
-                _take(self._ask_for(table, ids, missing, owners, None), rows)
+                rest = torch.empty(len(missing), rows.shape[1])
+                asked = self._ask_for(table, ids[missing], owners[missing], owners[missing])
+                _take(asked, rest)
+                rows[missing] = rest
         if self._rules is not None and self._rules.may_copy:
             if refresh:
                 self._hot[table] = refresh_hot(
@@ -130,33 +132,39 @@ class ServerStore(RowStore):
     def _known(self, table: str) -> HotSet:
         return self._hot.get(table, NO_ROWS)
 
-    def _targets(self, table: str, ids: Tensor) -> tuple[Tensor, int | None]:
-        """The server to ask for each row, and the version that copies have at least."""
-        servers = len(self.client.links)
-        owners = self.specs[table].owner(ids, servers)
+    def _targets(self, table: str, ids: Tensor, owners: Tensor) -> Tensor:
+        """The server to ask for each row."""
         hot = self._known(table)
         if self._rules is None or not len(hot.ids):
-            return owners, None
+            return owners
         self._pulls += 1
         is_hot = hot.contains(ids.numpy())
-        targets = spread(owners.numpy(), is_hot, servers, self._pulls)
-        lag = 0 if self._wants_latest else self._rules.copy_lag
-        return torch.from_numpy(targets), max(0, self._rules.version() - lag)
+        return torch.from_numpy(spread(owners.numpy(), is_hot, len(self.client.links), self._pulls))
 
-    def _ask_for(
-        self, table: str, ids: Tensor, chosen: Tensor, targets: Tensor, version: int | None
-    ) -> list[_Asked]:
-        """Ask for the rows at positions `chosen`, each of its target."""
+    def _version(self) -> int:
+        """The version that copies have at least."""
+        if self._rules is None:
+            return 0
+        return max(0, self._rules.version() - (0 if self._wants_latest else self._rules.copy_lag))
+
+    def _ask_for(self, table: str, ids: Tensor, owners: Tensor, targets: Tensor) -> list[_Asked]:
+        """Ask for rows, each of its target; copies come before rows that it owns."""
         dim = self.specs[table].dim
         max_rows = max(1, MAX_ROW_BYTES // (8 + 4 * dim))
+        version = self._version()
         asked = []
         for index, link in enumerate(self.client.links):
-            mine = chosen[targets == index]
-            for positions in torch.split(mine, max_rows) if len(mine) else ():
+            is_mine = targets == index
+            copies = torch.nonzero(is_mine & (owners != index)).flatten()
+            own = torch.nonzero(is_mine & (owners == index)).flatten()
+            for positions in torch.split(torch.cat([copies, own]), max_rows):
+                if not len(positions):
+                    continue
                 rows = torch.empty(len(positions), dim)
+                count = int((owners[positions] != index).sum()) if len(copies) else 0
                 request = Request(
                     FrameKind.TABLE_PULL,
-                    encode(RowBatch(table, len(positions), version=version)),
+                    encode(RowBatch(table, len(positions), copies=count, version=version)),
                     payload=(bytes_of(ids[positions]),),
                     into=(bytes_of(rows),),
                 )

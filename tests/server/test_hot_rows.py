@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.embedding.table import RowTable
@@ -74,43 +75,53 @@ def pair() -> tuple[HotTable, HotTable]:
     return owner, reader
 
 
+def read(reader: HotTable, ids: Tensor, version: int) -> Tensor:
+    """Copies that are all there."""
+    found = reader.look(ids.numpy(), version)
+    assert found.is_fresh.all()
+    rows = torch.empty(len(ids), 2)
+    reader.read(found, rows)
+    return rows
+
+
 def test_a_copy_is_used_for_versions_that_it_has_reached() -> None:
     owner, reader = pair()
     ids = torch.tensor([1, 3])
-    assert not reader.is_settled(ids, 0)
+    assert not reader.look(ids.numpy(), 0).is_settled
     owner.table.push(torch.tensor([3]), torch.ones(1, 2))
     first = owner.changes((0, 0), version=1)
     assert first.ids.tolist() == [1, 3]
     reader.install(0, first)
-    rows, is_there = reader.copies(ids, 1)
-    assert is_there.all() and torch.equal(rows, owner.table.pull(ids))
-    assert not reader.copies(ids, 2)[1].any() and not reader.is_settled(ids, 2)
-    assert reader.is_settled(torch.tensor([7]), 2), "no copy of it will come"
+    assert torch.equal(read(reader, ids, 1), owner.table.pull(ids))
+    assert (
+        not reader.look(ids.numpy(), 2).is_fresh.any()
+        and not reader.look(ids.numpy(), 2).is_settled
+    )
+    assert reader.look(np.array([7]), 2).is_settled, "no copy of it will come"
     owner.table.push(torch.tensor([3]), torch.ones(1, 2))
     later = owner.changes((2, 1), version=2)
     assert later.ids.tolist() == [3], "only what has changed is sent"
     reader.install(0, later)
-    rows, is_there = reader.copies(ids, 2)
-    assert is_there.all() and torch.equal(rows, owner.table.pull(ids))
+    assert torch.equal(read(reader, ids, 2), owner.table.pull(ids))
 
 
 def test_copies_end_with_their_owner_and_with_the_rows_of_the_table() -> None:
     owner, reader = pair()
     reader.install(0, owner.changes((0, 0), version=4))
-    assert reader.copies(torch.tensor([1]), 4)[1].all()
+    assert reader.look(np.array([1]), 4).is_fresh.all()
     reader.lose(0)
-    assert not reader.copies(torch.tensor([1]), 0)[1].any()
+    assert not reader.look(np.array([1]), 0).is_fresh.any()
     reader.install(0, owner.changes((0, 0), version=4))
     reader.clear()
     reader.install(0, owner.changes((0, 0), version=4))
-    assert not reader.copies(torch.tensor([1]), 0)[1].any(), "of a set that is no more"
+    assert not reader.look(np.array([1]), 0).is_fresh.any(), "of a set that is no more"
 
 
 def test_rows_that_stay_hot_keep_their_copies_and_an_older_set_has_no_effect() -> None:
     owner, reader = pair()
     reader.install(0, owner.changes((0, 0), version=4))
     reader.choose(3, np.array([2, 3]), publish=False)
-    assert reader.copies(torch.tensor([2, 3]), 4)[1].tolist() == [False, True]
+    assert reader.look(np.array([2, 3]), 4).is_fresh.tolist() == [False, True]
     reader.choose(2, np.array([5]), publish=True)
     assert reader.ids.tolist() == [2, 3] and not reader.is_published
 
@@ -134,8 +145,9 @@ def test_rows_that_a_server_does_not_own_are_refused() -> None:
 
 def test_loads_are_counted_by_owner_and_as_they_were_served() -> None:
     _, reader = pair()
-    reader.note(torch.tensor([30, 31]))
-    reader.note(torch.tensor([1, 3, 30]), torch.tensor([0, 0, 1]))
+    reader.note(np.array([30, 31]))
+    reader.install(0, pair()[0].changes((0, 0), version=1))
+    reader.note(np.array([1, 3, 30]), reader.look(np.array([1, 3]), 1))
     report = reader.report()
     assert report["served"] == 5 and report["by_owner"] == [2, 3]
     assert report["ids"][0] == 30 and report["counts"][0] == 2

@@ -34,7 +34,11 @@ def pull(peer: Peer, header: Header, meta: bytes) -> None:
     dim = model.tables.table(request.table).spec.dim
     check_size(header, request.count, 8, 8 + 4 * dim)
     ids = read_numbers(peer.connection, request.count, torch.int64)
-    pulled, rows = peer.read(lambda: model.tables.pull(request.table, ids, request.version))
+    if request.copies > request.count:
+        raise Refused(f"{request.copies} copies among {request.count} rows")
+    pulled, rows = peer.read(
+        lambda: model.tables.pull(request.table, ids, request.copies, request.version)
+    )
     peer.reply(encode(pulled), bytes_of(rows))
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.embedding.hashing import Ids
@@ -48,6 +49,18 @@ class RowChanges(NamedTuple):
     rows: Tensor
 
 
+class FoundCopies(NamedTuple):
+    """Positions of rows in the hot set, -1 for others, and which copies are new enough."""
+
+    positions: Ids
+    is_fresh: NDArray[np.bool_]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no copy is on its way: all hot rows are there."""
+        return bool((self.is_fresh | (self.positions < 0)).all())
+
+
 class HotTable:
     """Counts, hot set and copies of one table on server `index`; under the model's lock."""
 
@@ -68,18 +81,18 @@ class HotTable:
 
     # ------------------------------------------------------------------ counts
 
-    def note(self, ids: Tensor, owners: Tensor | None = None) -> None:
-        """These rows are served; `owners` where some are copies."""
-        numbers = ids.numpy()
-        self.recent.add(numbers)
+    def note(self, ids: Ids, copies: FoundCopies | None = None) -> None:
+        """These rows are served; the first of them as copies, if they were found."""
+        self.recent.add(ids)
         if not self.has_copies:
-            self.before += len(numbers)
+            self.before += len(ids)
             return
-        self.served += len(numbers)
-        if owners is None:
-            self.by_owner[self.index] += len(numbers)
-        else:
-            self.by_owner += np.bincount(owners.numpy(), minlength=self.table.shards)
+        owners = () if copies is None else self._owners[copies.positions[copies.is_fresh]]
+        own = len(ids) - (0 if copies is None else len(copies.positions))
+        self.served += own + len(owners)
+        self.by_owner[self.index] += own
+        if len(owners):
+            self.by_owner += np.bincount(owners, minlength=self.table.shards)
 
     def asks(self) -> bool:
         """Whether the worker that pulls now should choose the hot set; asks one at a time."""
@@ -146,24 +159,24 @@ class HotTable:
 
     def _forget(self) -> None:
         self.ids: Ids = np.zeros(0, np.int64)
-        self._versions = [NO_VERSION] * self.table.shards
-        self._rows = torch.zeros(0, self.spec.dim)
-        self._has_row = torch.zeros(0, dtype=torch.bool)
+        self._versions = np.full(self.table.shards, NO_VERSION)
+        self._rows = np.zeros((0, self.spec.dim), np.float32)
+        self._has_row = np.zeros(0, np.bool_)
         self._set(self.ids)
 
     def _set(self, ids: Ids) -> None:
         """Copies of rows that stay in the set stay, as of the version that they have."""
-        kept = self._find(torch.from_numpy(ids))
+        kept = self._find(ids)
         is_kept = kept >= 0
-        rows = torch.zeros(len(ids), self.spec.dim)
+        rows = np.zeros((len(ids), self.spec.dim), np.float32)
         rows[is_kept] = self._rows[kept[is_kept]]
-        has_row = torch.zeros(len(ids), dtype=torch.bool)
+        has_row = np.zeros(len(ids), np.bool_)
         has_row[is_kept] = self._has_row[kept[is_kept]]
         self.ids = ids
         self._rows = rows
         self._has_row = has_row
-        self._owners = self.spec.owner(torch.from_numpy(ids), self.table.shards)
-        self._own_ids = torch.from_numpy(ids)[self._owners == self.index]
+        self._owners = self.spec.owner(torch.from_numpy(ids), self.table.shards).numpy()
+        self._own_ids = torch.from_numpy(ids[self._owners == self.index])
         self._published = torch.zeros(len(self._own_ids), self.spec.dim)
         self._changed_at = torch.full((len(self._own_ids),), NO_VERSION)
         self._published_at = NO_VERSION
@@ -193,10 +206,10 @@ class HotTable:
         """Rows of another server; those of an older set are skipped."""
         if copied.number != self.number:
             return
-        positions = self._find(copied.ids)
+        positions = self._find(copied.ids.numpy())
         if (positions < 0).any() or (self._owners[positions] != owner).any():
             raise Refused(f"server {owner} publishes rows of {self.spec} that are not its hot rows")
-        self._rows[positions] = copied.rows
+        self._rows[positions] = copied.rows.numpy()
         self._has_row[positions] = True
         self._versions[owner] = copied.version
 
@@ -204,29 +217,26 @@ class HotTable:
         """Nothing comes from that server any more: its copies are not used."""
         self._versions[owner] = NO_VERSION
 
-    def is_settled(self, ids: Tensor, version: int) -> bool:
-        """Whether all of these that are hot have copies that are not older than `version`."""
+    def look(self, ids: Ids, version: int) -> FoundCopies:
+        """Copies of these rows that are not older than `version`."""
         positions = self._find(ids)
-        return bool((self._fresh(positions, version) | (positions < 0)).all())
-
-    def copies(self, ids: Tensor, version: int) -> tuple[Tensor, Tensor]:
-        """Copies of rows, and which of them are there and not older than `version`."""
         if not len(self.ids):
-            return torch.zeros(len(ids), self.spec.dim), torch.zeros(len(ids), dtype=torch.bool)
-        positions = self._find(ids)
-        return self._rows[positions.clamp(min=0)], self._fresh(positions, version)
+            return FoundCopies(positions, positions >= 0)
+        is_fresh = (self._versions >= max(0, version))[self._owners[positions]]
+        is_fresh &= self._has_row[positions]
+        is_fresh &= positions >= 0
+        return FoundCopies(positions, is_fresh)
 
-    def _find(self, ids: Tensor) -> Tensor:
+    def read(self, found: FoundCopies, rows: Tensor) -> None:
+        """Fill in copies; rows that are not hot get any values."""
+        if len(self.ids):
+            self._rows.take(found.positions, 0, out=rows.numpy(), mode="wrap")
+
+    def _find(self, ids: Ids) -> Ids:
         """Positions in the hot set; -1 for rows that are not in it."""
         if not len(self.ids):
-            return torch.full((len(ids),), -1)
-        places = np.minimum(np.searchsorted(self.ids, ids.numpy()), len(self.ids) - 1)
-        places[self.ids[places] != ids.numpy()] = -1
-        return torch.from_numpy(places)
-
-    def _fresh(self, positions: Tensor, version: int) -> Tensor:
-        if not len(self.ids):
-            return positions >= 0
-        held = positions.clamp(min=0)
-        versions = torch.tensor(self._versions)[self._owners[held]]
-        return (positions >= 0) & self._has_row[held] & (versions >= max(0, version))
+            return np.full(len(ids), -1)
+        places = self.ids.searchsorted(ids)
+        np.minimum(places, len(self.ids) - 1, out=places)
+        places[self.ids[places] != ids] = -1
+        return places

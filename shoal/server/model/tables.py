@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,29 +56,30 @@ class Tables:
             raise Refused(f"there is no table {name!r} here")
         return self._tables[name]
 
-    def pull(self, name: str, ids: Tensor, version: int | None = None) -> tuple[RowsPulled, Tensor]:
-        """Rows of this server; with `version` also copies that are not older.
+    def pull(
+        self, name: str, ids: Tensor, copies: int = 0, version: int = 0
+    ) -> tuple[RowsPulled, Tensor]:
+        """Rows of this server; the first `copies` of them are copies not older than `version`.
 
         Waits a little for copies that are on their way; the worker asks their owners for others.
         """
         with self._lock:
             table = self.table(name)
             hot = self.hot[name]
-            owners = None if version is None else table.spec.owner(ids, table.shards)
-            if version is None or owners is None or not (owners != table.shard).any():
-                hot.note(ids)
+            if not copies:
+                hot.note(ids.numpy())
                 return RowsPulled(hot.number, hot.asks()), table.pull(ids)
-            is_own = owners == table.shard
-            copied = ids[~is_own]
-            self._lock.wait_for(lambda: hot.is_settled(copied, version), COPY_WAIT_S)
+            wanted = ids[:copies].numpy()
+            found = hot.look(wanted, version)
+            if not found.is_settled:
+                self._lock.wait_for(lambda: hot.look(wanted, version).is_settled, COPY_WAIT_S)
+                found = hot.look(wanted, version)
             rows = torch.empty(len(ids), table.spec.dim)
-            rows[is_own] = table.pull(ids[is_own])
-            rows[~is_own], is_there = hot.copies(copied, version)
-            missing = torch.nonzero(~is_own).flatten()[~is_there]
-            is_served = is_own.clone()
-            is_served[~is_own] = is_there
-            hot.note(ids[is_served], owners[is_served])
-            return RowsPulled(hot.number, hot.asks(), tuple(missing.tolist())), rows
+            hot.read(found, rows[:copies])
+            rows[copies:] = table.pull(ids[copies:])
+            hot.note(ids.numpy(), found)
+            missing = tuple(np.flatnonzero(~found.is_fresh).tolist())
+            return RowsPulled(hot.number, hot.asks(), missing), rows
 
     def clear(self, name: str, steps: int) -> None:
         """Reset all rows of a table, and forget copies of them."""

@@ -131,13 +131,14 @@ class ShardState(WireMessage, frozen=True):
 class RowBatch(WireMessage, frozen=True):
     """`count` ids in the payload, int64; with gradients behind them where rows are pushed.
 
-    A pull with a `version` may ask for copies of rows, which are not older.
+    In a pull the first `copies` ids are of rows of other servers: copies of `version` or later.
     """
 
     table: Name
     count: Count
     lr: float = 0.0
-    version: Count | None = None
+    copies: Count = 0
+    version: Count = 0
 
 
 class RowChunk(WireMessage, frozen=True):
