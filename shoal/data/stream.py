@@ -107,11 +107,22 @@ class BatchStream:
             self._counted = loop.in_epoch if is_resumed else 0
             if is_resumed and has_state:
                 self._counted = 0  # the data itself goes on in place
-            start = self._counted + self.skip
+            start = self._counted + self._to_skip(last_step)
             yield from self._deliver(source.epoch(loop, number, start), loop, last_step)
 
     def _is_enough(self, last_step: int | None) -> bool:
-        return (last_step is not None and self.steps_done() >= last_step) or self.must_stop()
+        return (last_step is not None and self.steps_passed >= last_step) or self.must_stop()
+
+    @property
+    def steps_passed(self) -> int:
+        """The steps of the job as far as its loops have come: less while batches are left out."""
+        return self.steps_done() - self.skip
+
+    def _to_skip(self, last_step: int | None) -> int:
+        """Batches of the present loop that were trained on, and no longer counted in it."""
+        if last_step is None:
+            return self.skip
+        return min(self.skip, max(0, last_step - self.steps_passed))
 
     def _last_step(self, data: Any, options: BatchOptions) -> int | None:
         """The step to stop after: the script's `steps` or `max_steps`, whichever is less.

@@ -76,9 +76,9 @@ class ReturnedWorker:
             return f"worker {self.rank} {self.how} and was started again, and did not come back"
         missed = self.step - self.lost_at
         steps = f"{missed} step{'s' * (missed != 1)} {'was' if missed == 1 else 'were'} not trained"
+        where = f"at step {self.lost_at + 1}" if self.step else "before the first step"
         return (
-            f"worker {self.rank} was lost at step {self.lost_at + 1} and came back after "
-            f"{self.away_s:.1f} s; {steps}"
+            f"worker {self.rank} was lost {where} and came back after {self.away_s:.1f} s; {steps}"
         )
 
 

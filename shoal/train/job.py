@@ -373,14 +373,15 @@ class Job(LoopMethods):
         meetings = self._services.meetings
         if meetings is None or not meetings.is_away or not self._steps:
             return
-        meetings.take_place(self._take_place)
-        for step in self._steps:
-            step.sync.catch_up()
+        if meetings.take_place(self._take_place) >= 0:
+            for step in self._steps:
+                step.sync.catch_up()
 
     def _take_place(self) -> int:
         found = [step.sync.come_back() for step in self._steps]
         returns = [returned for returned in found if returned is not None]
         if not returns:
+            self._note_return(Comeback(0, 0))
             return -1  # it was lost before it had joined the others: it is there from the start
         latest = max(returns)
         for step in self._steps:
@@ -412,7 +413,7 @@ class Job(LoopMethods):
             self._agreement.begin(meeting.name)
             return act()
 
-        result: T = meetings.hold(self.steps - self._stream.skip, hold)
+        result: T = meetings.hold(self._stream.steps_passed, hold)
         return result
 
     def _steps_under_way(self) -> int:

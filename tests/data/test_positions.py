@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from shoal.comm.executors.solo import solo_group
+from shoal.data.batch_options import BatchOptions
 from shoal.data.position import LoopPosition, Positions, positions_of
+from shoal.data.sampling import BatchSplit
+from shoal.data.stream import BatchStream
 from shoal.errors import CheckpointError
 from shoal.train import checkpoint
 from shoal.train.job import Job
@@ -165,3 +169,30 @@ def test_many_loops_take_little_space() -> None:
 def test_a_position_that_is_none_is_refused(document: Any) -> None:
     with pytest.raises(CheckpointError, match="position in the data"):
         positions_of(document)
+
+
+def test_loops_that_end_at_a_step_are_passed_over_as_they_were_trained() -> None:
+    """A worker that comes back at step 7 goes on where the others are, in the same order."""
+
+    def batches_of(stream: BatchStream, counted: list[int]) -> list[list[int]]:
+        seen = []
+        for steps in (3, 9):
+            options = BatchOptions(2, epochs=100, steps=steps)
+            for batch in stream.batches(TensorDataset(torch.arange(4)), BatchSplit(), options):
+                seen.append(batch[0].tolist())
+                counted[0] += 1
+        return seen
+
+    def stream_of(counted: list[int]) -> BatchStream:
+        cpu = torch.device("cpu")
+        return BatchStream(solo_group(), cpu, 5, lambda: counted[0], lambda batch: None)
+
+    counted = [0]
+    everything = batches_of(stream_of(counted), counted)
+    assert len(everything) == 9
+    for present in range(10):
+        counted = [present]
+        stream = stream_of(counted)
+        stream.restore(present, None)
+        assert batches_of(stream, counted) == everything[present:]
+        assert stream.steps_passed == 9
