@@ -353,5 +353,6 @@ class ChainLink(ServerLink):
 
     def _not_found(self, began_s: float, reason: Exception | None) -> PeerLost:
         after_s = round(time.monotonic() - began_s, 1)
-        doing = f"looking for the head of {self.in_words()}: {reason or 'no replica answers'}"
+        why = reason.doing if isinstance(reason, PeerLost) else reason or "no replica answers"
+        doing = f"looking for the head of {self.in_words()} ({why})"
         return PeerLost(self.rank, None, doing, after_s)
