@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -113,13 +114,32 @@ def ps(
     rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats in a sparse pull.")] = 1000,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 15,
     workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Number of workers.")] = 2,
+    replicas: Annotated[
+        str | None, typer.Option(help="Compare numbers of replicas instead, such as 1,2,3.")
+    ] = None,
+    consistency: Annotated[
+        str, typer.Option(help="strong, eventual, or both with a comma; with --replicas.")
+    ] = "strong,eventual",
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw what --replicas measures to this file.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Milliseconds per round of a parameter server.
 
     Against Ray's example and torch.distributed.rpc: a push and pull of all weights, and a pull
-    of some rows.
+    of some rows. With --replicas: ms a push, how far copies are apart, and what a killed server
+    costs.
     """
+    if replicas is not None:
+        from shoal.commands.bench_ps_replicas import ReplicaBench
+
+        bench = ReplicaBench(replicas, consistency, size, rounds, workers, svg)
+        found = bench.run()
+        print(json.dumps(found)) if as_json else bench.print(found)
+        return
+    if svg is not None:
+        raise BadInput("--svg draws what --replicas measures: add --replicas 1,2,3")
     from shoal.commands.bench_ps import measure, print_table
 
     document = measure(against.split(","), size, rows, rounds, workers)

@@ -330,6 +330,23 @@ class ChainLink(ServerLink):
             raise
         return connection
 
+    @property
+    def reader(self) -> int:
+        """The replica that pulls go to."""
+        return self._channels["pull"].replica
+
+    def connect_reader(self, replica: int, timeout_s: float) -> Connection:
+        """One more connection for pulls, to another replica than `reader`."""
+        return self._connected("pull", replica, timeout_s)
+
+    def ask(self, connection: Connection, request: Request) -> bytes:
+        """The metadata of the answer on such a connection; its payload is skipped."""
+        header = self._header._replace(kind=request.kind, epoch=self.view.epoch)
+        connection.send(header, request.meta)
+        answer, meta = self._receive_from(connection, request.kind)
+        connection.skip(answer.payload_bytes)
+        return meta
+
     def probe(self, connection: Connection, timeout_s: float) -> None:
         """Ask a member that is not the head; MovedAway says in which epoch it is."""
         connection.sock.settimeout(timeout_s)
