@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cluster.cluster import Cluster, Node, Noise
-from shoal.cluster.hardware import LinkSpec, MeasuredCalls
+from shoal.cluster.hardware import Curve, LinkSpec, MeasuredCalls
 from shoal.errors import BadInput
 from shoal.plan.prediction import Part
 from shoal.plan.price import price
@@ -184,6 +184,17 @@ def test_zero_on_a_host_reduces_and_broadcasts_shard_by_shard() -> None:
     assert part(idle, "gradients") == pytest.approx(4 * 3e-3 + 1e-3)  # and the header
     assert part(idle, "weights") == pytest.approx(4 * 1e-3)  # half of the ranks own nothing
     assert part(busy, "gradients") - part(idle, "gradients") == pytest.approx(4 * 1e-4)
+
+
+def test_a_server_of_many_workers_finds_their_pushes_in_no_cache() -> None:
+    core = replace(
+        GPU, synchronous=True, threads=1, memory_efficiency=Curve(((1e6, 1.0), (1e7, 0.1)))
+    )
+    host = Cluster("host", core, Node(16, fabric=NVLINK, cores=16, crowded=((16, core),)))
+    few, many = (
+        part(cost('ps(mode="async")', ask(host, n, 2.5e5, backward_s=0.0)), "push") for n in (2, 16)
+    )
+    assert many > 1.1 * few  # the same bytes of one worker
 
 
 def test_zero_2_reduces_every_microbatch() -> None:

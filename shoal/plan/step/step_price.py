@@ -159,17 +159,25 @@ class ReplicaPricer:
             tied=self._tied(pp, last_shares),
             token_sums=tuple(self._token_sums(table, inside, stages[fullest])),
             meetings=sum(n * t.meetings for n, t in zip(stages[slowest], table.times, strict=True)),
-            adding_s=self._adding_s(weight_of(stages[slowest], table.parameters)),
+            adding_s=self._adding_s(table, stages[slowest]),
         )
 
-    def _adding_s(self, parameters: float) -> float:
-        """On a CPU two passes that read and one that writes; GPUs add inside of the product."""
+    def _adding_s(self, table: LayerTable, stage: Stage) -> float:
+        """On a CPU two passes that read and one that writes; GPUs add inside of the product.
+
+        Backward of a profile adds, too, and its pace has that in proportion to kernels: what is
+        missing is that of kernels which are shorter with fewer rows, those bound by compute.
+        """
         device = self.cluster.device
         if not device.synchronous:
             return 0.0
-        moved = 3 * parameters * self.workload.precision.gradient_bytes
+        backward = [time.backward for time in table.times]
+        compute_s = weight_of(stage, [spent.compute_s for spent in backward])
+        all_s = weight_of(stage, [spent.seconds for spent in backward])
+        missing = 1.0 if device.backward_pace == 1 else compute_s / max(1e-12, all_s)
+        moved = 3 * weight_of(stage, table.parameters) * self.workload.precision.gradient_bytes
         share = device.memory_efficiency.at(max(1.0, moved))
-        return moved / (device.memory_bytes_per_s * share)
+        return missing * moved / (device.memory_bytes_per_s * share)
 
     def _token_sums(self, table: LayerTable, inside: AxisGroups, stage: Stage) -> Iterator[Part]:
         """Workers of cp and ep sum the gradients of what they all hold, before replicas agree.

@@ -137,10 +137,25 @@ def host_rate(term: Any, question: SyncQuestion, num_bytes: float) -> float:
     if not computes_on_cores(question):
         return _bus(cluster)
     device = server_device(term, question)
-    share = device.memory_efficiency.at(max(1.0, num_bytes))
+    share = device.memory_efficiency.at(max(1.0, num_bytes, _gone_through(term, question, device)))
     return share * min(
         servers * device.memory_bytes_per_s, max(device.memory_bytes_per_s, _bus(cluster))
     )
+
+
+def _gone_through(term: Any, question: SyncQuestion, device: Device) -> float:
+    """A device's share of the bytes between two passes over the same ones, which caches must hold.
+
+    A server goes through the pushes of all workers, the weights, their sum and the optimizer's
+    state, and through the inboxes of workers that share no weights with it. Rates by bytes were
+    measured while as many such devices as the host has went through so many bytes each.
+    """
+    node = question.cluster.node
+    if question.workers > node.devices or node.cores is None or device.threads is None:
+        return 0.0
+    vectors = question.workers * (1 if term.lockstep else 2) + 2
+    held = vectors * question.parameter_bytes + question.state_bytes
+    return held * device.threads / node.cores
 
 
 def server_device(term: Any, question: SyncQuestion) -> Device:
