@@ -149,15 +149,15 @@ def ps(
 @app.command(name="rows")
 def hot_rows(
     rows: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 100_000,
-    dim: Annotated[int, typer.Option(min=1, help="Numbers in a row.")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="Ids drawn for a pull.")] = 4096,
+    dim: Annotated[int, typer.Option(min=1, help="Numbers in a row.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Ids drawn for a pull.")] = 16_384,
     exponent: Annotated[float, typer.Option(help="The power law of ids.")] = 1.1,
-    share: Annotated[float, typer.Option(help="Rows over this share of pulls are copied.")] = 5e-5,
+    share: Annotated[float, typer.Option(help="Rows over this share of pulls are copied.")] = 2e-5,
     cache: Annotated[int, typer.Option(min=1, max=1024, help="Steps that workers keep rows.")] = 4,
     servers: Annotated[int, typer.Option(min=2, help="Number of servers.")] = 4,
     workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")] = 2,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 9,
-    pulls: Annotated[int, typer.Option(min=1, help="Pulls of a worker in a round.")] = 50,
+    pulls: Annotated[int, typer.Option(min=1, help="Pulls of a worker in a round.")] = 20,
     as_json: options.Json = False,
 ) -> None:
     """Pulls per second of rows that follow a power law, and the load of servers.

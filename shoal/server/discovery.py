@@ -84,6 +84,11 @@ class ServerSet:
         """The address of the leader, as each server reaches it."""
         return [self._leader.seen_from(server.host) for server in self._servers]
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether each server is a chain of replicas, with an address each."""
+        return any(isinstance(address, tuple) for address in self.addresses)
+
     def seen_by(self, index: int) -> list[str]:
         """The addresses of all servers, as server `index` reaches them."""
         host = self._servers[index].host

@@ -87,6 +87,11 @@ class ServerStore(RowStore):
         for link in self.client.links:
             _ask(link, Request(FrameKind.TABLE_MAKE, encode(spec)))
 
+    @property
+    def copies_rows(self) -> bool:
+        """Whether hot rows are copied to all servers; replicas of a server serve pulls already."""
+        return self._rules is not None and self._rules.may_copy
+
     @contextmanager
     def latest(self) -> Iterator[None]:
         """While the block runs, rows are as new as the weights of the worker."""
@@ -120,7 +125,7 @@ class ServerStore(RowStore):
                 asked = self._ask_for(table, ids[missing], owners[missing], owners[missing])
                 _take(asked, rest)
                 rows[missing] = rest
-        if self._rules is not None and self._rules.may_copy:
+        if self._rules is not None and self.copies_rows:
             if refresh:
                 self._hot[table] = refresh_hot(
                     self.client, self.specs[table], self._known(table), self._rules.seen_by

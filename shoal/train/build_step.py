@@ -202,6 +202,11 @@ def assemble_step(
     store = sync.row_store()
     if store is not None and embeddings:
         bind_embeddings(model, functions.optimizer, context.seed, store)
+        if not store.copies_rows and any(embedding.spec.hot_share for embedding in embeddings):
+            context.say(
+                "hot_share has no effect where servers have replicas: the pulls of a row are "
+                "spread over the replicas of its owner"
+            )
         if sync.synchronous and any(embedding.spec.cache_steps for embedding in embeddings):
             context.say(
                 "cache_steps has no effect: synchronous training promises the result of one "

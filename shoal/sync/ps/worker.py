@@ -137,6 +137,7 @@ class PsWorker(Sync):
             seen_by=self.context.servers.seen_by,
             copy_lag=rule.workers if rule.applies_each_push else 0,
             may_cache=not rule.is_synchronous,
+            may_copy=not self.context.servers.has_replicas,
         )
         self._rows = ServerStore(self.client, rules)
         return self._rows
