@@ -125,7 +125,7 @@ def _save_residual(host: ModelHost, operation: ops.ResidualSaved, payload: Paylo
         model.membership.members[operation.worker].residual = payload.data
 
 
-def _do_nothing(host: ModelHost, operation: ops.Nothing, _: Payload) -> None:
+def _do_nothing(host: ModelHost, operation: ops.NoChange, _: Payload) -> None:
     return None
 
 
@@ -149,5 +149,5 @@ _APPLIED_BY: dict[type, Callable[..., Any]] = {
     ops.TableMade: _make_table,
     ops.RowsSet: _set_rows,
     ops.ResidualSaved: _save_residual,
-    ops.Nothing: _do_nothing,
+    ops.NoChange: _do_nothing,
 }

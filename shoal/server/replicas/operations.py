@@ -130,13 +130,13 @@ class Resumed(WireMessage, frozen=True, tag="resumed"):
     step: Count
 
 
-class Released(WireMessage, frozen=True, tag="released"):
+class ModelReleased(WireMessage, frozen=True, tag="released"):
     """All workers of a model have departed."""
 
     model: Count
 
 
-class Nothing(WireMessage, frozen=True, tag="nothing"):
+class NoChange(WireMessage, frozen=True, tag="nothing"):
     """Changes nothing: once it is committed, what was read before was no old value."""
 
 
@@ -154,8 +154,8 @@ Operation = (
     | RowsSet
     | ResidualSaved
     | Resumed
-    | Released
-    | Nothing
+    | ModelReleased
+    | NoChange
 )
 
 
