@@ -165,7 +165,7 @@ class ChainRuntime:
         if waiter.error is not None:
             raise waiter.error
         if self.place.consistency == "eventual":
-            self.confirm()
+            self.confirm(waiter.node)
         _pass("push.acknowledged", operation)
         return waiter.answer
 
@@ -178,7 +178,7 @@ class ChainRuntime:
             upto = node.position
             self._await(lambda: self.applied >= upto, node)
         result = action()
-        self.confirm()
+        self.confirm(node)
         return result
 
     def catch_up(self) -> None:
@@ -188,10 +188,14 @@ class ChainRuntime:
             upto = node.position
             self._await(lambda: self.applied >= upto, node)
 
-    def confirm(self) -> None:
-        """What was read before was no old value: by the lease, or by asking all members."""
+    def confirm(self, node: ChainNode) -> None:
+        """What was read under this node was no old value: by the lease, or by asking all members.
+
+        Elsewhere if it has been replaced: a later life of this replica says nothing about it.
+        """
         with self.changed:
-            node = self.node
+            if node is not self.node:
+                raise self._elsewhere("was removed from its chain")
             if self.lease.is_valid(node.epoch, time.monotonic()) and node.is_member:
                 return
             try:
@@ -270,9 +274,8 @@ class ChainRuntime:
     def _deliver(self, sender: int, message: ChainMessage) -> None:
         with self.changed:
             node = self.node
-            is_skipped = isinstance(message, Append | Teach) and message.op is None
-            if is_skipped and message.epoch == node.epoch and _is_next(message, node):
-                self._run(node.link_up(sender))  # it has become the next: let it be sent again
+            if _is_missed(message, node):
+                self._run(node.link_up(sender))  # let it be sent again
                 return
             self._run(node.receive(sender, message))
 
@@ -441,8 +444,11 @@ def _pass(name: str, operation: Operation) -> None:
         failpoint(name)
 
 
-def _is_next(message: ChainMessage, node: ChainNode) -> bool:
-    return isinstance(message, Append | Teach) and message.position == node.position + 1
+def _is_missed(message: ChainMessage, node: ChainNode) -> bool:
+    """Whether its payload was skipped though its entry is not in the log."""
+    if not isinstance(message, Append | Teach) or message.op is not None:
+        return False
+    return message.epoch == node.epoch and message.position > node.position
 
 
 def _without_operation(message: Append | Teach) -> Append | Teach:

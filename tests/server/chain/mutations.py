@@ -95,16 +95,6 @@ class ForgetsWhatItAsked(ChainManager):
         return request
 
 
-class RemovesByOldNews(ChainManager):
-    """Who was alive before this epoch decides about removals in it."""
-
-    def _know(self, config: ChainConfig, version: int) -> list[Effect]:
-        alive = self._alive
-        effects = super()._know(config, version)
-        self._alive = alive
-        return effects
-
-
 class _CountsAtOnce(ReadLease):
     def needs_epoch(self, epoch: int) -> bool:
         return False
@@ -169,7 +159,6 @@ MUTATIONS: dict[str, type[Replica]] = {
     "entries are taken in the order in which they come": replica(node_type=SkipsPositions),
     "an entry that comes twice is taken twice": replica(node_type=AcceptsRepeats),
     "an unknown outcome is taken for a refusal": replica(manager_type=ForgetsWhatItAsked),
-    "removals rest on old news": replica(manager_type=RemovesByOldNews),
     "a new lease counts at once": replica(manager_type=TrustsNewLease),
     "pushes are not deduplicated": replica(state_type=CountsAgain),
     "a snapshot lacks the table of pushes": replica(state_type=SnapshotWithoutTable),

@@ -126,6 +126,9 @@ def test_a_lease_counts_from_before_it_was_asked_for_and_ends_before_the_coordin
     assert lease.is_valid(5, 10.7)
     lease.lost()
     assert not lease.is_valid(5, 10.7)
+    lease.renewed(10.6, 0.5)  # of a lease that holds no key yet
+    lease.saw(4, lease.number)
+    assert not lease.is_valid(5, 10.7)
 
 
 def test_a_new_lease_counts_only_in_an_epoch_that_began_after_it() -> None:
