@@ -26,10 +26,10 @@ class ReadLease:
     def granted(self, asked_s: float, ttl_s: float) -> None:
         """There is a new lease, asked for at `asked_s`, and alive/<process> is bound to it."""
         self.number += 1
+        self._after_epoch = None  # first: another thread may ask for `is_valid`
         self._is_held = True
         self._until_s = asked_s + _OF_TTL * ttl_s
         self._settled_s = asked_s + ttl_s
-        self._after_epoch = None
 
     def renewed(self, asked_s: float, left_s: float) -> None:
         if self._is_held:
