@@ -15,14 +15,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
+from shoal.coordinator.alive import forget
 from shoal.coordinator.connect import open_coordinator
 from shoal.coordinator.etcd.coordinator import EtcdCoordinator
 from shoal.coordinator.etcd.endpoints import is_etcd
-from shoal.coordinator.interface import CoordinatorError
-from shoal.errors import BadInput
+from shoal.coordinator.interface import Coordinator, CoordinatorError
+from shoal.errors import BadInput, ShoalError
 from shoal.launch.lost_servers import Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import in_child
@@ -37,14 +38,35 @@ Say = Callable[[str], None]
 class RunCoordinator:
     """`config` names the coordinator, for servers and workers."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, run_dir: RunDir | None = None):
         self.config = config
+        self._run_dir = run_dir
+        self._forgetting: list[tuple[threading.Thread, Coordinator]] = []
 
     def watch(self) -> None:
         """From now on a coordinator that dies is started again."""
 
+    def server_exited(self, index: int, pid: int) -> None:
+        """Say so, in the background: the other replicas need not wait for the end of its lease."""
+        if self.config.coordinator is None or self._run_dir is None:
+            return
+        client = open_coordinator(replace(self.config, run_dir=self._run_dir), "the launcher")
+        thread = threading.Thread(
+            target=_forget, args=(client, index, pid), name="shoal-lost-server", daemon=True
+        )
+        self._forgetting.append((thread, client))
+        thread.start()
+
     def close(self) -> None:
         """No process, thread or key is left."""
+        for thread, client in self._forgetting:
+            client.close()  # its waits end
+            thread.join()
+
+
+def _forget(client: Coordinator, index: int, pid: int) -> None:
+    with suppress(ShoalError, OSError), closing(client):
+        forget(client, index, pid)
 
 
 class EmbeddedCoordinator(RunCoordinator):
@@ -57,7 +79,7 @@ class EmbeddedCoordinator(RunCoordinator):
         say: Say,
         command: Sequence[str] = COORDINATOR_COMMAND,
     ):
-        super().__init__(replace(config, coordinator=run_dir.coordinator))
+        super().__init__(replace(config, coordinator=run_dir.coordinator), run_dir)
         self._say = say
         self._command = command
         self._process_config = _process_config(config, run_dir)
@@ -86,6 +108,7 @@ class EmbeddedCoordinator(RunCoordinator):
             self._watcher.join()
         else:
             _close_output(self._process)
+        super().close()
 
     def _start(self, config: RunConfig) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -135,7 +158,7 @@ class EtcdKeys(RunCoordinator):
 
     def __init__(self, config: RunConfig, run_dir: RunDir):
         """BadInput where the cluster does not answer."""
-        super().__init__(config)
+        super().__init__(config, run_dir)
         self._etcd = open_coordinator(replace(config, run_dir=run_dir), "the launcher")
         assert isinstance(self._etcd, EtcdCoordinator)
         try:
@@ -145,6 +168,7 @@ class EtcdKeys(RunCoordinator):
             raise BadInput(f"SHOAL_COORDINATOR is {config.coordinator}: {error}") from error
 
     def close(self) -> None:
+        super().close()
         assert isinstance(self._etcd, EtcdCoordinator)
         with suppress(CoordinatorError):
             self._etcd.remove_all()
@@ -159,7 +183,7 @@ def coordinator_of(config: RunConfig, run_dir: RunDir, say: Say) -> Iterator[Run
     elif is_etcd(config.coordinator):
         coordinator = EtcdKeys(config, run_dir)
     else:
-        coordinator = RunCoordinator(config)
+        coordinator = RunCoordinator(config, run_dir)
     try:
         yield coordinator
     finally:

@@ -150,6 +150,7 @@ def launch(
                     return rank is not None
 
                 def start_server(index: int) -> None:
+                    coordinator.server_exited(index, servers.pid_of(index))
                     stderr["server"][index] = starter.start_server(index, servers, again=True)
 
                 supervisor.restart = restart

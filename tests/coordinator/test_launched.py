@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import msgspec
 import pytest
 
+from shoal.coordinator.alive import Alive
 from shoal.coordinator.connect import open_coordinator
 from shoal.coordinator.interface import Coordinator
 from shoal.errors import BadInput
@@ -105,6 +107,18 @@ def test_no_key_of_the_run_is_left_in_etcd() -> None:
             client.put_if("chain/0", b"1", 0)
         assert client.list("").entries == {}
         client.close()
+
+
+@pytest.mark.whole
+def test_a_server_that_has_exited_is_forgotten_before_its_lease_ends() -> None:
+    with embedded(Said()) as (coordinator, client, _):
+        lease = client.grant(60.0, "server 1")
+        value = msgspec.msgpack.encode(Alive(1, "", 77))
+        written = client.put_if("alive/1", value, 0, lease.id)
+        coordinator.server_exited(1, 77)
+        assert client.watch("alive/1", written.version, 20.0).changes[0].value is None
+        os.kill(coordinator.pid, signal.SIGSTOP)
+        coordinator.server_exited(1, 77)  # its thread ends with the block
 
 
 @pytest.mark.whole

@@ -7,12 +7,14 @@ down nothing changes, and the chain goes on as it is.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import suppress
 
 import msgspec
 
+from shoal.coordinator.alive import Alive, alive_key
 from shoal.coordinator.interface import Conflict, Coordinator, CoordinatorError, Lease, LeaseLost
 from shoal.runtime.failpoints import failpoint
 from shoal.server.chain.config import ChainConfig
@@ -21,13 +23,6 @@ from shoal.server.replicas.runtime import ChainRuntime
 
 _OF_TTL = 5  # renewals, and looks, in the time of a lease
 _MAX_REQUESTS = 8  # of one look
-
-
-class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The value of alive/<process>: which life of the replica it is, and where it listens."""
-
-    incarnation: int
-    address: str = ""
 
 
 class Keeper:
@@ -57,7 +52,7 @@ class Keeper:
 
     @property
     def alive_key(self) -> str:
-        return f"alive/{self._runtime.place.process}"
+        return alive_key(self._runtime.place.process)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -115,7 +110,7 @@ class Keeper:
 
     def _put_alive(self, lease: Lease) -> None:
         incarnation = self._runtime.node.incarnation
-        value = msgspec.msgpack.encode(Alive(incarnation, self._address))
+        value = msgspec.msgpack.encode(Alive(incarnation, self._address, os.getpid()))
         known = self._coordinator.get(self.alive_key)
         version = 0 if known is None else known.version
         self._coordinator.put_if(self.alive_key, value, version, lease.id)

@@ -1,0 +1,37 @@
+"""The keys by which server processes say that they are there, each bound to its lease."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.coordinator.interface import Conflict, Coordinator
+
+
+class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which life of the replica it is, where it listens, and which process it is there."""
+
+    incarnation: int
+    address: str = ""
+    pid: int = 0
+
+
+def alive_key(process: int) -> str:
+    return f"alive/{process}"
+
+
+def forget(coordinator: Coordinator, process: int, pid: int) -> bool:
+    """Delete the key of a process that has exited: the others need not wait for its lease.
+
+    False where the key is that of another process, which may have taken its place.
+    """
+    key = alive_key(process)
+    found = coordinator.get(key)
+    if found is None or not pid:
+        return False
+    try:
+        if msgspec.msgpack.decode(found.value, type=Alive).pid != pid:
+            return False
+        coordinator.delete_if(key, found.version)
+    except (msgspec.MsgspecError, Conflict):
+        return False
+    return True
