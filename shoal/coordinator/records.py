@@ -130,7 +130,7 @@ class IsCompacted(Tagged, frozen=True):
 
 
 class Failed(Tagged, frozen=True):
-    """Nothing was changed."""
+    """NoEffect was changed."""
 
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -162,11 +162,11 @@ class KeyDeleted(Tagged, frozen=True):
     key: Key
 
 
-class Nothing(Tagged, frozen=True):
+class NoEffect(Tagged, frozen=True):
     """A lease that is to be revoked has ended before."""
 
 
-Effect = LeaseBegun | LeasesEnded | KeyPut | KeyDeleted | Nothing
+Effect = LeaseBegun | LeasesEnded | KeyPut | KeyDeleted | NoEffect
 
 
 class Record(Tagged, frozen=True):

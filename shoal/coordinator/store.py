@@ -35,7 +35,7 @@ from shoal.coordinator.records import (
     LeasesEnded,
     LeaseTerms,
     Mutation,
-    Nothing,
+    NoEffect,
     Outcome,
     PutIf,
     Record,
@@ -144,7 +144,7 @@ class Store:
                     raise StoreFull(f"the coordinator holds {MAX_LEASES} leases, and no more")
                 return LeaseBegun(self._next_lease, ttl_s, holder)
             case Revoke(lease_id):
-                return LeasesEnded((lease_id,)) if lease_id in self._leases else Nothing()
+                return LeasesEnded((lease_id,)) if lease_id in self._leases else NoEffect()
             case PutIf(key, value, version, lease_id):
                 self._check_version(key, version)
                 self._check_room(key, value)
@@ -195,7 +195,7 @@ class Store:
                 return Written(self._put(key, value, lease_id))
             case KeyDeleted(key):
                 self._delete(key)
-            case Nothing():
+            case NoEffect():
                 pass
         return Done(self.revision)
 
