@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.server.handlers.dispatch import handles
+from shoal.server.model.push_buffer import PushBuffer
 from shoal.server.peer import Peer
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.messages import Ack, Commit, RowBatch
@@ -24,6 +25,7 @@ def bucket(peer: Peer, header: Header, meta: bytes) -> None:
     gradients = bytes_of(member.pushes.arriving.gradients)
     if start % itemsize or count % itemsize or start + count > gradients.nbytes:
         raise Refused(f"{count} bytes at {start} do not fit into {gradients.nbytes} bytes")
+    _catch_up(peer, member.pushes, header.sequence)
     if member.pushes.is_repeated(header.sequence):
         peer.connection.skip(count)
         return
@@ -43,6 +45,7 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
         raise Refused(
             f"expected {loss_flags.nbytes} bytes of loss and flags, got {header.payload_bytes}"
         )
+    _catch_up(peer, pushes, header.sequence)
     if pushes.is_repeated(header.sequence):
         peer.connection.skip(loss_flags.nbytes)
         if pushes.is_replicated:
@@ -60,6 +63,14 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     if ack.verdict == "staged" and model.is_leader:
         ack = model.verdict(member, header.sequence)
     peer.reply(encode(ack))
+
+
+def _catch_up(peer: Peer, pushes: PushBuffer, sequence: int) -> None:
+    """A worker may have seen an update at another replica before this one has applied it."""
+    is_behind = sequence > pushes.committed + 1 or pushes.consumed != pushes.committed
+    chain = peer.host.chain
+    if chain is not None and is_behind:
+        chain.catch_up()
 
 
 @handles(FrameKind.SETTLE, "push")
