@@ -73,6 +73,15 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
+class ServerCheckpointConfig:
+    """Periodic checkpoints of servers; off without a folder."""
+
+    folder: Path | None = variable("SHOAL_SERVER_CHECKPOINT", PATH)
+    every: int = variable("SHOAL_SERVER_CHECKPOINT_EVERY", POSITIVE, 100)  # steps
+    resume: bool = variable("SHOAL_SERVER_CHECKPOINT_RESUME", FLAG, False)  # from the latest one
+
+
+@dataclass(frozen=True)
 class EtcdConfig:
     """Files for TLS with the members of an etcd cluster (etcds://)."""
 
@@ -166,6 +175,7 @@ class RunConfig:
     secret: bytes | None = variable("SHOAL_SECRET", SECRET, show=False)
     secret_file: Path | None = variable("SHOAL_SECRET_FILE", PATH)  # holds the same, mode 0600
     server: ServerConfig = field(default_factory=ServerConfig)
+    server_checkpoint: ServerCheckpointConfig = field(default_factory=ServerCheckpointConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
 
     coordinator: str | None = variable("SHOAL_COORDINATOR", COORDINATOR)  # of replicated servers
@@ -306,6 +316,7 @@ def _write(config: Any) -> dict[str, str]:
 
 _SECTIONS: dict[str, type] = {
     "server": ServerConfig,
+    "server_checkpoint": ServerCheckpointConfig,
     "tls": TlsConfig,
     "etcd": EtcdConfig,
     "wait": WaitConfig,

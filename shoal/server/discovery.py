@@ -31,6 +31,7 @@ from shoal.runtime.config import RunConfig, ServerConfig
 from shoal.runtime.cores import threads_of
 from shoal.runtime.run_dir import RunDir, new_server_dir
 from shoal.server.introduction import Announcer, Introduction, introduce
+from shoal.server.saving.background import ShardSaver
 from shoal.server.server import Server
 from shoal.strategy.terms import Ps
 
@@ -165,6 +166,9 @@ class StartedServers:
             remote_address=remote,
             tls=self.config.tls,
         )
+        folder = self.config.server_checkpoint.folder
+        if folder is not None:
+            self.server.host.saver = ShardSaver(folder, "a server")
         return self.server.remote_address
 
     def _start_process(self, term: Ps, index: int, remote: str) -> str:

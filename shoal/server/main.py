@@ -50,6 +50,7 @@ def main() -> int:
 def _open_server(config: RunConfig) -> Server:
     import torch
 
+    from shoal.server.saving.background import ShardSaver
     from shoal.server.server import Server
 
     most_threads = config.num_threads or 1
@@ -71,6 +72,8 @@ def _open_server(config: RunConfig) -> Server:
         replica=_replica_settings(config, run_dir),
     )
     server.host.most_threads = most_threads
+    if config.server_checkpoint.folder is not None:
+        server.host.saver = ShardSaver(config.server_checkpoint.folder, f"server {index}")
     if beyond:
         write_atomically(run_dir.server_address(index), server.remote_address)
     return server

@@ -23,6 +23,7 @@ from shoal.server.protocol.messages import Follow, ModelSpec
 from shoal.server.protocol.row_messages import FollowRows
 from shoal.server.replicas.operations import ChainAccess, Execute
 from shoal.server.replication import Follower, Followers
+from shoal.server.saving.background import ShardSaver
 
 MAX_MODELS = 64
 MAX_RELEASED = 4096  # models that are remembered for workers that come back too late
@@ -48,6 +49,7 @@ class ModelHost:
     chain: ChainAccess | None = None  # of a replicated server
     keeps_payloads = False  # a replica that comes back is taught from the log
     on_loss: Callable[[int, int, str], None] | None = None  # model, worker, reason
+    saver: ShardSaver | None = None  # writes checkpoints
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class ModelHost:
             model = ServedModel(spec, is_leader, self.is_replicated)
         except (BadInput, RuntimeError) as error:
             raise Refused(str(error)) from error
+        model.log.on_save = partial(self._save, model_id, model)
         has_exited = self.has_exited
         if has_exited is not None:
             model.membership.has_exited = lambda worker: has_exited(spec.split.rank(worker))
@@ -130,6 +133,10 @@ class ModelHost:
                 self._followers[model_id] = self.make_followers(model)
             self.models[model_id] = model
         return model
+
+    def _save(self, model_id: int, model: ServedModel, number: int) -> None:
+        if self.saver is not None:
+            self.saver.save(model_id, model.spec, number, model.saved_state)
 
     def release(self, model_id: int) -> None:
         """Forget a model whose workers have all departed."""
@@ -208,3 +215,5 @@ class ModelHost:
         for follower in self._following:
             if follower.thread is not threading.current_thread():
                 follower.thread.join(join_s)
+        if self.saver is not None:
+            self.saver.close()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from shoal.server.consistency import ImpossiblePush
@@ -73,6 +73,7 @@ class Log:
         self._defers_norms = defers_norms
         self.epoch = FIRST_EPOCH
         self.followers: FollowerSet = NoFollowers()
+        self.on_save: Callable[[int], None] = lambda number: None
         self._state = state
         self._clipping = clipping
         self._entries: deque[LogEntry] = deque(maxlen=MAX_ENTRIES)
@@ -89,11 +90,18 @@ class Log:
         except ImpossiblePush as error:
             raise Refused(str(error)) from error
         push = PushDecided(
-            worker, sequence, commit.step, verdict.value, commit.batch_fraction, commit.lr
+            worker,
+            sequence,
+            commit.step,
+            verdict.value,
+            commit.batch_fraction,
+            commit.lr,
+            commit.save,
         )
         self._append(push)
-        ack = self._state.acks[worker] = Ack(verdict.value, self.position)
-        self._complete_step(push)
+        position = self.position
+        saved = self._complete_step(push)
+        ack = self._state.acks[worker] = Ack(verdict.value, position, saved)
         return ack
 
     def close_step(self, step: StepApplied) -> None:
@@ -117,7 +125,7 @@ class Log:
         factor = self._clip_factor(divisor, latest.batch_fraction)
         if self._state.open_step is not open_step:
             return None
-        return StepApplied(version, latest.lr, divisor, factor)
+        return StepApplied(version, latest.lr, divisor, factor, self._state.next_save)
 
     def depart(self, worker: int) -> None:
         """A worker has left or was lost; the surviving ones may make up a step now."""
@@ -132,17 +140,19 @@ class Log:
         self._append(WorkerJoined(worker, incarnation, step))
         return step
 
-    def _complete_step(self, latest: PushDecided) -> None:
-        """Log an update if the counted pushes make up a step."""
+    def _complete_step(self, latest: PushDecided) -> int | None:
+        """Log an update if the counted pushes make up a step; the number that it is saved under."""
         ledger = self._state.ledger
         if not ledger.complete() or self._state.open_step is not None:
-            return
+            return None
         divisor = self._state.fraction if ledger.rule.quorum is not None else 1.0
         if self._defers_norms and self._needs_norms():
             self._state.open_step = OpenStep(divisor, latest)
-            return
+            return self._state.next_save
         factor = self._clip_factor(divisor, latest.batch_fraction)
-        self._append(StepApplied(ledger.version + 1, latest.lr, divisor, factor))
+        save = self._state.next_save
+        self._append(StepApplied(ledger.version + 1, latest.lr, divisor, factor, save))
+        return save
 
     def _needs_norms(self) -> bool:
         """Whether a step is clipped by more than the gradients that are here."""
@@ -203,6 +213,9 @@ class Log:
         return list(self._entries)[-count:]
 
     def _apply(self, entry: LogEntry) -> None:
-        self._state.apply(entry.decision)
+        decision = entry.decision
+        self._state.apply(decision)
         self.position = entry.position
         self._entries.append(entry)
+        if isinstance(decision, StepApplied) and decision.save is not None:
+            self.on_save(decision.save)

@@ -313,6 +313,12 @@ class ServedModel:
             self.lock.wait_for(lambda: not self.state.is_summed)
             return take_snapshot(self.state, self.log.position, self.log.epoch)
 
+    def saved_state(self) -> tuple[Snapshot, dict[int, int]]:
+        """For a checkpoint, under the lock: a snapshot, and the process of each worker in it."""
+        snapshot = take_snapshot(self.state, self.log.position, self.log.epoch)
+        members = self.membership.members.items()
+        return snapshot, {worker: member.incarnation for worker, member in members}
+
     def install(self, snapshot: Snapshot) -> None:
         """Replace the state; entries after the snapshot's position can be replayed on it."""
         with self.lock:

@@ -66,6 +66,14 @@ class ModelState:
         self.open_step: OpenStep | None = None
         self.waiting: list[WaitingPush] = []
         self.acks: dict[int, Ack] = {}  # worker -> the answer to its latest push with a verdict
+        self._latest_save = 0
+
+    @property
+    def next_save(self) -> int | None:
+        """The checkpoint that counted pushes ask for; several workers ask for the same one."""
+        asked = [push.save for push in self.counted if push.save is not None]
+        latest = max(asked, default=0)
+        return latest if latest > self._latest_save else None
 
     @property
     def version(self) -> int:
@@ -124,6 +132,7 @@ class ModelState:
         self.counted.clear()
         self.fraction = 0.0
         self.is_summed = False
+        self._latest_save = max(self._latest_save, step.save or 0)
         self.ledger.apply()
 
     def _sum_pushes(self, divisor: float) -> None:

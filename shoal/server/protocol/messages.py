@@ -87,11 +87,13 @@ class Commit(WireMessage, frozen=True):
     version: Count
     batch_fraction: float  # of the global batch
     lr: float | None = None
+    save: Count | None = None  # servers save the step of this push under that number
 
 
 class Ack(WireMessage, frozen=True):
     verdict: Literal["admitted", "folded", "dropped", "staged", "again"]
     position: Count
+    save: Count | None = None  # the push has completed a step that the servers save
 
 
 class Pull(WireMessage, frozen=True):
@@ -228,6 +230,7 @@ class PushDecided(WireMessage, frozen=True, tag="push"):
     verdict: Literal["admitted", "folded", "dropped"]
     batch_fraction: float
     lr: float | None
+    save: Count | None = None
 
 
 class StepApplied(WireMessage, frozen=True, tag="step"):
@@ -240,6 +243,7 @@ class StepApplied(WireMessage, frozen=True, tag="step"):
     lr: float | None
     divisor: float
     clip_factor: float | None
+    save: Count | None = None  # the number of the checkpoint that follows it
 
 
 class WorkerLeft(WireMessage, frozen=True, tag="left"):

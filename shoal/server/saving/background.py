@@ -1,0 +1,99 @@
+"""Files of checkpoints that are written beside training: one at a time, and a failure is a line."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from shoal.server.model.snapshot import Snapshot
+from shoal.server.protocol.messages import ModelSpec
+from shoal.server.saving.folder import shard_name, version_of, write_durably
+from shoal.server.saving.shard_file import write_shard
+
+_CLOSE_S = 60.0
+
+
+def _print(sentence: str) -> None:
+    print(f"shoal: {sentence}", file=sys.stderr, flush=True)
+
+
+class BackgroundWriter:
+    """Runs one action at a time in a thread. Of failures in a row the first is told."""
+
+    def __init__(self, what: str, folder: Path, say: Callable[[str], None] = _print):
+        self._what = what
+        self._folder = folder
+        self._say = say
+        self._thread: threading.Thread | None = None
+        self._has_told = False
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Only while it is not busy."""
+        self._thread = threading.Thread(
+            target=self._run, args=(action,), name="shoal-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _run(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._has_told = False
+        except (OSError, SafetensorError, MemoryError, RuntimeError) as error:
+            if not self._has_told:
+                self._has_told = True
+                self._say(
+                    f"{self._what} cannot write its checkpoint to {self._folder}: {error}; "
+                    "training goes on, and the checkpoint before it stays"
+                )
+
+
+class ShardSaver:
+    """Saves the models of one server."""
+
+    def __init__(self, folder: Path, server: str, say: Callable[[str], None] = _print):
+        self.writes: Callable[[], bool] = lambda: True  # False: another replica does
+        self._folder = folder
+        self._writer = BackgroundWriter(server, folder, say)
+        self._lock = threading.Lock()
+
+    def save(
+        self,
+        model: int,
+        spec: ModelSpec,
+        number: int,
+        snapshot: Callable[[], tuple[Snapshot, dict[int, int]]],
+    ) -> None:
+        """Copy the state by `snapshot()`, and write it later; leaves it out if it is behind."""
+        version = version_of(self._folder, number, model)
+        name = shard_name(spec.index, spec.servers)
+        with self._lock:
+            if self._writer.is_busy or not self.writes():
+                return
+            copied, incarnations = snapshot()
+
+            def write() -> None:
+                if (version.path / name).exists():  # by another replica of this shard
+                    return
+                write_durably(
+                    version,
+                    name,
+                    lambda file: write_shard(file, number, spec, copied, incarnations),
+                )
+
+            self._writer.start(write)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,140 @@
+"""What one server saves: the snapshot of its state after a step, and which pushes it includes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from shoal.embedding.spec import TableSpec
+from shoal.errors import CheckpointError
+from shoal.server.consistency import Count, LedgerState
+from shoal.server.model.shard import DTYPES
+from shoal.server.model.snapshot import Snapshot
+from shoal.server.protocol.messages import ModelSpec, Name, ShardState
+from shoal.server.saving.tensor_file import read_tensors_of, write_tensors
+
+FORMAT = "shoal server checkpoint 1"
+_WEIGHTS = "weights"
+
+
+class CountedPush(msgspec.Struct, frozen=True):
+    """All pushes of a process of a worker up to `sequence` are in the weights."""
+
+    worker: Count
+    incarnation: Count
+    sequence: Count
+
+
+class SavedTable(msgspec.Struct, frozen=True):
+    """Names of the tensors of each chunk of rows."""
+
+    spec: TableSpec
+    steps: Count
+    chunks: tuple[tuple[Name, ...], ...]
+
+
+class ShardDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is no tensor in the file of a server."""
+
+    format: Literal["shoal server checkpoint 1"]
+    number: Count
+    spec: ModelSpec
+    position: Count
+    epoch: Count
+    ledger: LedgerState
+    pushes: tuple[CountedPush, ...]
+    optimizer: ShardState
+    tables: tuple[SavedTable, ...]
+
+
+class SavedShard(NamedTuple):
+    """The file of a server, checked in itself."""
+
+    document: ShardDocument
+    weights: Tensor
+    optimizer: list[Tensor]
+    tables: dict[str, list[dict[str, Tensor]]]
+    digest: bytes
+
+
+def write_shard(
+    file: Path, number: int, spec: ModelSpec, snapshot: Snapshot, incarnations: Mapping[int, int]
+) -> None:
+    tables = [
+        SavedTable(table.spec, table.steps, tuple(tuple(chunk) for chunk in table.chunks))
+        for table in snapshot.tables
+    ]
+    pushes = [
+        CountedPush(worker, incarnations.get(worker, 0), sequence)
+        for worker, sequence in sorted(snapshot.decided.items())
+    ]
+    document = ShardDocument(
+        FORMAT,
+        number,
+        spec,
+        snapshot.position,
+        snapshot.epoch,
+        snapshot.ledger,
+        tuple(pushes),
+        snapshot.optimizer,
+        tuple(tables),
+    )
+    write_tensors(file, _tensors(snapshot), document)
+
+
+def _tensors(snapshot: Snapshot) -> dict[str, Tensor]:
+    tensors = {_WEIGHTS: snapshot.weights}
+    tensors |= {f"optimizer/{i}": tensor for i, tensor in enumerate(snapshot.optimizer_tensors)}
+    for i, table in enumerate(snapshot.tables):
+        for j, chunk in enumerate(table.chunks):
+            tensors |= {f"table/{i}/{j}/{key}": tensor for key, tensor in chunk.items()}
+    return tensors
+
+
+def read_shard(file: Path) -> SavedShard:
+    """CheckpointError if it is damaged or its tensors are not those that it describes."""
+    tensors, document, digest = read_tensors_of(file, ShardDocument)
+    try:
+        weights = tensors.pop(_WEIGHTS)
+        optimizer = [tensors.pop(f"optimizer/{i}") for i in range(len(document.optimizer.tensors))]
+        tables = {
+            table.spec.name: [
+                {key: tensors.pop(f"table/{i}/{j}/{key}") for key in chunk}
+                for j, chunk in enumerate(table.chunks)
+            ]
+            for i, table in enumerate(document.tables)
+        }
+    except KeyError as error:
+        raise _damaged(file, f"it has no tensor {error}") from error
+    if tensors:
+        raise _damaged(file, f"nothing is known of its tensor {next(iter(tensors))!r}")
+    _check(file, document, weights, optimizer)
+    return SavedShard(document, weights, optimizer, tables, digest)
+
+
+def _check(file: Path, document: ShardDocument, weights: Tensor, optimizer: list[Tensor]) -> None:
+    spec = document.spec
+    is_shard = weights.shape == (spec.stop - spec.start,) and weights.dtype == DTYPES[spec.dtype]
+    if not is_shard or not spec.start <= spec.stop <= spec.size:
+        raise _damaged(file, "its weights are not those that it describes")
+    for held in spec.slices:
+        start = held.start - spec.start
+        is_inside = 0 <= start <= start + math.prod(held.shape) <= len(weights)
+        if not is_inside or held.parameter >= spec.parameters:
+            raise _damaged(file, "a parameter lies outside its weights")
+    for described, tensor in zip(document.optimizer.tensors, optimizer, strict=True):
+        form = (tuple(tensor.shape), tensor.dtype)
+        is_held = described.slice < len(spec.slices)
+        if not is_held or form != (described.shape, DTYPES[described.dtype]):
+            raise _damaged(file, "its optimizer state is not what it describes")
+    if any(i >= len(spec.slices) for i, _, _ in document.optimizer.numbers):
+        raise _damaged(file, "its optimizer state is not what it describes")
+
+
+def _damaged(file: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint at {file} is damaged: {reason}")
