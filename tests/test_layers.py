@@ -34,7 +34,10 @@ LAYERS = [
     ["data.stream", "train.arguments", "train.known_parameters", "train.options"],
     ["train.cut_batch"],
     ["train.step"],
-    ["train.build_step", "train.evaluate", "train.state", "train.restore"],
+    [
+        *("train.build_step", "train.evaluate", "train.state", "train.restore"),
+        "train.server_checkpoint",
+    ],
     [
         "train.loop_part",
         "train.loop_rows",

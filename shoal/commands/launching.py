@@ -65,6 +65,27 @@ class WorkersOptions:
         return config
 
 
+def with_server_checkpoint(config: RunConfig, text: str | None, resume: bool) -> RunConfig:
+    """The same with periodic checkpoints of servers: `text` is DIR or DIR:every=STEPS."""
+    checkpoint = config.server_checkpoint
+    if text is not None:
+        folder, _, every = text.partition(":every=")
+        if not folder or ((every or ":every=" in text) and not _is_steps(every)):
+            raise BadInput(f"--server-checkpoint takes DIR or DIR:every=STEPS, not {text!r}")
+        steps = int(every) if every else checkpoint.every
+        checkpoint = replace(checkpoint, folder=Path(folder).absolute(), every=steps)
+    if checkpoint.folder is None:
+        return config
+    strategy = as_strategy(config.strategy or "single")
+    if strategy.sync is None or not strategy.sync.has_servers:
+        raise BadInput(f"--server-checkpoint is for ps, and this run has -s {strategy}")
+    return replace(config, server_checkpoint=replace(checkpoint, resume=resume))
+
+
+def _is_steps(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 12 and int(text) > 0
+
+
 def command_for(script: str, args: Sequence[str] | None) -> list[str]:
     """The command that runs an example or a script in a worker."""
     if script in EXAMPLES and not Path(script).exists():

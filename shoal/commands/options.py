@@ -65,6 +65,17 @@ Start = Annotated[
         show_default="all",
     ),
 ]
+ServerCheckpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR[:every=STEPS]",
+        help="Let the servers of ps save what they hold in DIR, every 100 steps or as many as "
+        "given, beside training; the last two stay.",
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option(help="Continue from the latest checkpoint in --server-checkpoint.")
+]
 Timeout = Annotated[
     float | None,
     typer.Option(

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from shoal.commands import options
-from shoal.commands.launching import WorkersOptions, command_for, resolve_auto, run_shown, traced
+from shoal.commands.launching import (
+    WorkersOptions,
+    command_for,
+    resolve_auto,
+    run_shown,
+    traced,
+    with_server_checkpoint,
+)
+from shoal.errors import BadInput
 
 
 def run(
@@ -22,6 +30,8 @@ def run(
     report: options.Report = None,
     restart: options.Restart = None,
     start: options.Start = None,
+    server_checkpoint: options.ServerCheckpoint = None,
+    resume: options.Resume = False,
 ) -> None:
     """Run a training script on several workers of this host."""
     command = command_for(script, args)
@@ -29,5 +39,8 @@ def run(
     asked = WorkersOptions(
         workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start
     )
-    with traced(asked.to_config(), trace) as config:
+    saved = with_server_checkpoint(asked.to_config(), server_checkpoint, resume)
+    if resume and saved.server_checkpoint.folder is None:
+        raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
+    with traced(saved, trace) as config:
         run_shown(command, workers, config, report)

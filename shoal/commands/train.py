@@ -18,6 +18,7 @@ from shoal.commands.launching import (
     resolve_auto,
     run_shown,
     traced,
+    with_server_checkpoint,
 )
 from shoal.errors import BadInput, CheckpointError
 from shoal.train.checkpoint_folder import MANIFEST
@@ -39,6 +40,7 @@ def train(
     report: options.Report = None,
     restart: options.Restart = None,
     start: options.Start = None,
+    server_checkpoint: options.ServerCheckpoint = None,
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Where to save.", show_default="runs/EXAMPLE")
@@ -54,7 +56,7 @@ def train(
     asked = WorkersOptions(
         workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start
     )
-    config = asked.to_config()
+    config = with_server_checkpoint(asked.to_config(), server_checkpoint, resume)
     start_s = time.monotonic()
     with traced(config, trace) as traced_config:
         run_shown(command, workers, traced_config, report)

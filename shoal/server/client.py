@@ -91,6 +91,7 @@ class Client:
         """`generation` is how often the process of this worker was started again."""
         first = specs[0]
         self.rank = rank
+        self.model = model
         self.specs = list(specs)
         self.tracer = tracer
         self.dtype = DTYPES[first.dtype]

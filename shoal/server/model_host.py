@@ -135,7 +135,8 @@ class ModelHost:
         return model
 
     def _save(self, model_id: int, model: ServedModel, number: int) -> None:
-        if self.saver is not None:
+        is_copy = self.chain is not None and not self.chain.is_head  # the head writes for all
+        if self.saver is not None and not is_copy:
             self.saver.save(model_id, model.spec, number, model.saved_state)
 
     def release(self, model_id: int) -> None:

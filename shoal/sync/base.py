@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -39,6 +40,21 @@ class Comeback(NamedTuple):
 
     step: int
     lost_at: int
+
+
+class PeriodicSaves(Protocol):
+    """Checkpoints that servers write by themselves (`sync/ps/saves.py`)."""
+
+    folder: Path
+    model: int
+
+    def take_accepted(self) -> int | None:
+        """The one that this worker has to write the part of the workers of."""
+        ...
+
+    def write(self, number: int, describe: Callable[[], tuple[dict[str, Tensor], Any]]) -> None:
+        """Write what `describe()` returns now, in the background."""
+        ...
 
 
 class Sync(Protocol):
@@ -71,6 +87,8 @@ class Sync(Protocol):
 
     lowest_survivor: int = 0
     """The lowest surviving replica, as far as known here: it saves and prints for all."""
+
+    saves: PeriodicSaves | None = None  # where servers write checkpoints by themselves
 
     def begin(self) -> None:
         """Weights are usable when this returns."""

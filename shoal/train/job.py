@@ -46,6 +46,12 @@ from shoal.train.options import Count, StepFunctions, StepOptions
 from shoal.train.other_optimizers import OtherOptimizers
 from shoal.train.own_loop import OwnLoop
 from shoal.train.restore import FittingState, fit, fit_positions
+from shoal.train.server_checkpoint import (
+    check_unused,
+    is_server_checkpoint,
+    read_servers,
+    worker_part,
+)
 from shoal.train.state import snapshot
 from shoal.train.step import AfterStep, Step
 from shoal.train.untrained_models import fit_untrained, gather_untrained, load_untrained
@@ -118,6 +124,7 @@ class Job(LoopMethods):
         )
         self._stream.must_stop = self._must_stop
         self._loaded = 0  # checkpoints
+        self._has_continued = False
         self._saved: tuple[Path, dict[str, Any]] | None = None  # where the script saved last
         self.is_preempted = False
         self._stream.kind = strategy.sync_for(self.replicas).batches
@@ -182,6 +189,7 @@ class Job(LoopMethods):
         after `epochs`, or when the job has done `steps` steps. `loaders` processes fetch samples in
         the background. After `job.load` it skips the batches that the saved run has seen.
         """
+        self._continue()
         self._come_back()
         options = BatchOptions(
             batch_size, epochs, steps, shuffle, drop_last, collate, loaders, sampler
@@ -272,9 +280,44 @@ class Job(LoopMethods):
         about = document["about"]
         return about if isinstance(about, dict) else {}
 
+    def _continue(self) -> None:
+        """Before the first batch: go on from the latest checkpoint of the servers, if asked to."""
+        asked = self._services.config.server_checkpoint
+        if asked.folder is None or self._has_continued or not self._steps:
+            return
+        self._has_continued = True
+        saves = self._steps[-1].sync.saves
+        if not asked.resume:
+            if saves is not None:
+                check_unused(asked.folder, saves.model)
+            return
+        folder = asked.folder
+        before = self._loaded
+        document = self._meet(lambda: self._load_latest(folder))
+        if document and self._loaded == before:
+            self._stream.resume(document["batches"], document["position"], document["steps"])
+
+    def _load_latest(self, folder: Path) -> dict[str, Any]:
+        def read() -> tuple[checkpoint.Checkpoint | None, str]:
+            saved = read_servers(folder, self._say_once)
+            return saved, "none" if saved is None else saved.digest
+
+        saved = self._agreement.load(folder, read)
+        if saved is None or saved.document["steps"] <= self.steps:
+            self._say_once(f"no later checkpoint of servers is in {folder}: training starts here")
+            return {}
+        document = self._install(saved, fit(self._steps, saved, folder), folder)
+        self._say_once(f"resuming from {folder} after {self.steps} steps")
+        return document
+
     def _load(self, path: Path) -> dict[str, Any]:
         """What a worker that comes back has to know of the checkpoint."""
         saved, states = self._agreement.load(path, lambda: self._read(path))
+        return self._install(saved, states, path)
+
+    def _install(
+        self, saved: checkpoint.Checkpoint, states: list[FittingState], path: Path
+    ) -> dict[str, Any]:
         averages = fit_averages(self._emas, saved, path)
         untrained = fit_untrained(self._loop.untrained, saved, path)
         positions = fit_positions(saved, path)
@@ -347,11 +390,25 @@ class Job(LoopMethods):
 
     def _add_step(self, step: Step) -> None:
         self._watch_optimizers()
+        self._check_saves(step)
         step.after = [self._after_step, *self.on_step]
         self._steps.append(step)
         self._stream.same.compares &= step.sync.synchronous
         for callback in self.on_build:
             callback(step)
+
+    def _check_saves(self, step: Step) -> None:
+        """Periodic checkpoints of servers hold one model, which the servers train."""
+        folder = self._services.config.server_checkpoint.folder
+        if folder is None or self.dry:
+            return
+        if step.sync.saves is None:
+            raise BadInput(f"--server-checkpoint is for ps, and this run trains by {step.term}")
+        if self._steps or self._emas:
+            raise BadInput(
+                "--server-checkpoint is for scripts that train one model with one optimizer and "
+                "no averages: use job.save"
+            )
 
     def _show_log(self) -> None:
         """Show what was logged last."""
@@ -430,6 +487,7 @@ class Job(LoopMethods):
         self._loss_watch.note(self.steps + steps, loss)
         self._throughput.end_step(steps)
         self.steps += steps
+        self._save_part(step)
         for callback in self.on_step:
             callback(step, loss)
 
@@ -465,15 +523,7 @@ class Job(LoopMethods):
             states = [step.sync.state() for step in self._steps]
             if self.replica != self._first:
                 return ""
-            document = {
-                "steps": self.steps,
-                "batches": self._stream.delivered,
-                "position": self._stream.positions.document(),
-                "seed": self.seed,
-                "strategy": str(self.strategy),
-                "workers": self.size,
-                "about": about,
-            }
+            document = self._description(about)
             document["averages"] = [tied for _, tied in averages]
             saved = snapshot(self._steps, states, document)
             for i, (tensors, _) in enumerate(averages):
@@ -485,7 +535,11 @@ class Job(LoopMethods):
 
     def _read(self, path: Path) -> tuple[tuple[checkpoint.Checkpoint, list[FittingState]], str]:
         """A checkpoint that fits, and its digest; nothing is changed."""
-        saved = checkpoint.read(path)
+        saved = None
+        if is_server_checkpoint(path):
+            saved = read_servers(path, self._say_once)
+        if saved is None:
+            saved = checkpoint.read(path)
         return (saved, fit(self._steps, saved, path)), saved.digest
 
     def _tell_bare(self, names: list[str]) -> None:
@@ -494,6 +548,25 @@ class Job(LoopMethods):
                 f"the checkpoint has no optimizer state of {len(names)} parameters, such as "
                 f"{names[0]}: the optimizer starts there as in step 0"
             )
+
+    def _save_part(self, step: Step) -> None:
+        """Add the part of the workers to a checkpoint that the servers write by themselves."""
+        saves = step.sync.saves
+        number = None if saves is None else saves.take_accepted()
+        if saves is not None and number is not None:
+            document = {**self._description({}), "averages": []}
+            saves.write(number, lambda: worker_part(step, document))
+
+    def _description(self, about: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "batches": self._stream.delivered,
+            "position": self._stream.positions.document(),
+            "seed": self.seed,
+            "strategy": str(self.strategy),
+            "workers": self.size,
+            "about": about,
+        }
 
     def _step_context(self) -> StepContext:
         return StepContext(
@@ -533,6 +606,7 @@ class Job(LoopMethods):
             self._loss_watch.note(step.steps, loss)
             self._throughput.end_step(step.steps - self.steps)
             self.steps = step.steps
+        self._save_part(step)
 
     @property
     def _first(self) -> int:

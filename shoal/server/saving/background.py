@@ -64,7 +64,6 @@ class ShardSaver:
     """Saves the models of one server."""
 
     def __init__(self, folder: Path, server: str, say: Callable[[str], None] = _print):
-        self.writes: Callable[[], bool] = lambda: True  # False: another replica does
         self._folder = folder
         self._writer = BackgroundWriter(server, folder, say)
         self._lock = threading.Lock()
@@ -80,7 +79,7 @@ class ShardSaver:
         version = version_of(self._folder, number, model)
         name = shard_name(spec.index, spec.servers)
         with self._lock:
-            if self._writer.is_busy or not self.writes():
+            if self._writer.is_busy:
                 return
             copied, incarnations = snapshot()
 

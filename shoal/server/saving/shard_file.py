@@ -18,7 +18,8 @@ from shoal.server.model.snapshot import Snapshot
 from shoal.server.protocol.messages import ModelSpec, Name, ShardState
 from shoal.server.saving.tensor_file import read_tensors_of, write_tensors
 
-FORMAT = "shoal server checkpoint 1"
+Format = Literal["shoal server checkpoint 1"]
+_FORMAT: Format = "shoal server checkpoint 1"
 _WEIGHTS = "weights"
 
 
@@ -41,7 +42,7 @@ class SavedTable(msgspec.Struct, frozen=True):
 class ShardDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is no tensor in the file of a server."""
 
-    format: Literal["shoal server checkpoint 1"]
+    format: Format
     number: Count
     spec: ModelSpec
     position: Count
@@ -74,7 +75,7 @@ def write_shard(
         for worker, sequence in sorted(snapshot.decided.items())
     ]
     document = ShardDocument(
-        FORMAT,
+        _FORMAT,
         number,
         spec,
         snapshot.position,

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
+from shoal.server.shared_memory import bytes_of
 
 T = TypeVar("T")
 _META = "__meta__"
@@ -69,7 +70,7 @@ def _digest(tensors: Mapping[str, Tensor], packed: bytes) -> bytes:
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if tensor.numel():
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(bytes_of(tensor.contiguous()))
     return digest.digest()
 
 

@@ -23,6 +23,7 @@ from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.compressed_push import CompressedPush
 from shoal.sync.ps.push import ExactPush, GradientPush, InPlacePush, StagedPush
 from shoal.sync.ps.relaxed import PullAheadPs, RelaxedPs
+from shoal.sync.ps.saves import ServerSaves
 from shoal.sync.ps.split_replica import NormExchange, SharedLeader
 from shoal.sync.ps.synchronous import SynchronousPs
 from shoal.sync.ps.updates import UpdateInPlace, UpdateOnServers, UpdateOnWorkers, Updates
@@ -36,6 +37,8 @@ def join_servers(term: Ps, replica: Replica) -> PsWorker:
     own; under all others one leader decides for all shards.
     """
     rule = Rule.of(term, replica.group.size)
+    if replica.config.server_checkpoint.folder is not None:
+        _check_saves(term, replica)
     served = _served_model(term, replica, rule)
     if rule.quorum is not None:
         is_split = replica.replica_group.size > 1
@@ -58,9 +61,12 @@ def join_servers(term: Ps, replica: Replica) -> PsWorker:
         rule,
         None if rule.is_synchronous else kept_statistics(replica),
     )
-    if rule.is_synchronous:
-        return _synchronous(context, replica, served)
-    return _relaxed(context, replica, served)
+    choose = _synchronous if rule.is_synchronous else _relaxed
+    worker = choose(context, replica, served)
+    if replica.config.server_checkpoint.folder is not None:
+        settings = replica.config.server_checkpoint
+        worker.saves = ServerSaves(settings, client.model, replica.group.rank)
+    return worker
 
 
 # ---- what the servers are to hold ---------------------------------------------------------------
@@ -77,6 +83,20 @@ class ServedOptions:
     compress: str | None = None
     norm_from_workers: bool = False
     split: ReplicaSplit = UNSPLIT
+
+
+def _check_saves(term: Ps, replica: Replica) -> None:
+    """Refuse periodic checkpoints where servers do not have what a checkpoint needs."""
+    if term.update == "worker":
+        raise BadInput(
+            f"--server-checkpoint saves what servers hold, and with {term} workers hold the "
+            "weights: use job.save"
+        )
+    if replica.replica_group.size > 1:
+        raise BadInput(
+            "--server-checkpoint needs whole replicas, and this strategy splits each of them "
+            f"over {replica.replica_group.size} workers: use job.save"
+        )
 
 
 def _served_model(term: Ps, replica: Replica, rule: Rule) -> ServedOptions:

@@ -42,6 +42,7 @@ from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.optimizer_shards import join_state, shard_state
 from shoal.sync.ps.push import GradientPush
 from shoal.sync.ps.row_load import load_sentences, table_loads, without_rows
+from shoal.sync.ps.saves import ServerSaves
 from shoal.sync.ps.summary import summarize
 from shoal.sync.ps.updates import Updates
 
@@ -82,6 +83,7 @@ class PsContext:
 class PsWorker(Sync):
     """One worker of a model whose weights live on servers."""
 
+    saves: ServerSaves | None = None
     skipped = 0  # steps that the other workers have done without this one
 
     def __init__(self, context: PsContext, push: GradientPush, updates: Updates, leader: Leader):
@@ -113,7 +115,13 @@ class PsWorker(Sync):
         with self._tracer.span(WAIT, f"push step {step}"):
             loss_flags = self.push.finish()
             lr = self._updates.learning_rate(step)
-            return self._decide(Commit(step, self._version, self.batch_fraction, lr), loss_flags)
+            saves = self.saves
+            save = None if saves is None else saves.due(step + 1)
+            commit = Commit(step, self._version, self.batch_fraction, lr, save)
+            ack = self._decide(commit, loss_flags)
+            if saves is not None and ack.save is not None:
+                saves.accepted = ack.save
+            return ack
 
     def _decide(self, commit: Commit, loss_flags: Tensor) -> Ack:
         return self._leader.commit(commit, loss_flags)
@@ -262,6 +270,8 @@ class PsWorker(Sync):
         except ShoalError:
             has_failed = True  # the step has raised the reason already
         finally:
+            if self.saves is not None:
+                self.saves.close()
             self.client.close()
             self.context.servers.close(has_failed)
 

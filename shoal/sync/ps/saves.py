@@ -1,0 +1,74 @@
+"""The worker's side of periodic server checkpoints: when to ask for one, and its own part.
+
+Every worker asks with the push of each `every`-th step. The servers save when the step of that
+push is applied, and the worker whose push has completed the step writes the part of the workers.
+So all files of a checkpoint are of the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shoal.errors import BadInput
+from shoal.runtime.config import ServerCheckpointConfig
+from shoal.server.saving.background import BackgroundWriter
+from shoal.server.saving.folder import WORKER_FILE, remove_old, version_of, write_durably
+from shoal.server.saving.tensor_file import write_tensors
+
+_PATIENCE = 4  # times `every` steps, for a checkpoint that is being written
+
+
+class ServerSaves:
+    """Checkpoints that one worker asks the servers of one model for."""
+
+    def __init__(self, config: ServerCheckpointConfig, model: int, rank: int):
+        if config.folder is None:
+            raise BadInput("periodic checkpoints of servers need a folder")
+        self.folder = config.folder
+        self.model = model
+        self.accepted: int | None = None  # this worker writes the part of the workers of it
+        self._every = config.every
+        self._latest = 0  # that was asked for
+        self._writer = BackgroundWriter(f"worker {rank}", self.folder)
+
+    def due(self, number: int) -> int | None:
+        """The checkpoint to ask for with the push that completes step `number`."""
+        if number % self._every:
+            return None
+        is_awaited = self._latest > number - _PATIENCE * self._every
+        if self._latest and is_awaited and self._is_being_written():
+            return None  # the disk is slower than training: this one is left out
+        self._latest = number
+        return number
+
+    def _is_being_written(self) -> bool:
+        latest = version_of(self.folder, self._latest, self.model)
+        return self._writer.is_busy or (latest.path.exists() and not latest.is_complete)
+
+    def write(self, number: int, describe: Callable[[], tuple[dict[str, Tensor], Any]]) -> None:
+        """Write the part of the workers in the background: what `describe()` returns now."""
+        if self._writer.is_busy:
+            return
+        tensors, document = describe()
+        version = version_of(self.folder, number, self.model)
+
+        def write_file(file: Path) -> None:
+            write_tensors(file, tensors, document)
+
+        def write() -> None:
+            write_durably(version, WORKER_FILE, write_file)
+            remove_old(self.folder, version)
+
+        self._writer.start(write)
+
+    def take_accepted(self) -> int | None:
+        accepted = self.accepted
+        self.accepted = None
+        return accepted
+
+    def close(self) -> None:
+        self._writer.close()
