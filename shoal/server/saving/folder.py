@@ -84,6 +84,9 @@ def remove_old(folder: Path, present: SavedVersion) -> None:
     for version in versions_in(folder):
         if version.path not in kept:
             shutil.rmtree(version.path, ignore_errors=True)
+        elif version.path != present.path:
+            for workplace in version.path.glob("writing-*"):  # of a process that was killed
+                shutil.rmtree(workplace, ignore_errors=True)
 
 
 def write_durably(version: SavedVersion, name: str, write: Callable[[Path], None]) -> None:

@@ -1,0 +1,121 @@
+"""The folder of server checkpoints: a complete one stays complete, whatever dies or fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.errors import CheckpointError
+from shoal.runtime.failpoints import arm, armed
+from shoal.server.saving.background import BackgroundWriter
+from shoal.server.saving.folder import (
+    WORKER_FILE,
+    SavedVersion,
+    complete_versions,
+    remove_old,
+    shard_name,
+    version_of,
+    versions_in,
+    write_durably,
+)
+from shoal.server.saving.tensor_file import read_tensors_of, write_tensors
+
+NAMES = (shard_name(0, 2), shard_name(1, 2), WORKER_FILE)
+
+
+def save(folder: Path, number: int, names: tuple[str, ...] = NAMES) -> SavedVersion:
+    version = version_of(folder, number, 7)
+    for name in names:
+        write_durably(version, name, lambda file: file.write_bytes(b"%d" % number) and None)
+    return version
+
+
+def numbers(folder: Path) -> list[int]:
+    return [version.number for version in complete_versions(folder)]
+
+
+@pytest.mark.parametrize("point", ["begin", "temporary", "fsync", "rename"])
+@pytest.mark.parametrize("passage", [4, 5, 6])
+def test_a_kill_at_any_point_leaves_the_checkpoint_before(
+    tmp_path: Path, point: str, passage: int
+) -> None:
+    pid = os.fork()
+    if pid == 0:
+        arm([f"snapshot.{point}:kill@{passage}"])
+        save(tmp_path, 100)
+        save(tmp_path, 200)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    is_last = point == "rename" and passage == 6
+    assert numbers(tmp_path) == ([200, 100] if is_last else [100])
+    remove_old(tmp_path, save(tmp_path, 300))
+    assert numbers(tmp_path) == ([300, 200] if is_last else [300, 100])
+    assert not [file for file in tmp_path.rglob("writing-*")]
+
+
+def test_two_complete_checkpoints_stay(tmp_path: Path) -> None:
+    for number in (100, 200, 300):
+        save(tmp_path, number)
+    save(tmp_path, 400, NAMES[:2])
+    remove_old(tmp_path, save(tmp_path, 500, NAMES[1:]))
+    assert [version.number for version in versions_in(tmp_path)] == [500, 300, 200]
+    assert numbers(tmp_path) == [300, 200]
+
+
+def test_a_failing_disk_is_one_line(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = BackgroundWriter("server 1", tmp_path, said.append)
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    save(tmp_path, 100)
+    with armed("snapshot.temporary", fail):
+        for number in (200, 300):
+            writer.start(lambda number=number: save(tmp_path, number) and None)
+            writer.close()
+    assert numbers(tmp_path) == [100]
+    (sentence,) = said
+    assert "server 1 cannot write its checkpoint" in sentence and "No space left" in sentence
+    writer.start(lambda: save(tmp_path, 400) and None)
+    writer.close()
+    assert numbers(tmp_path) == [400, 100]
+
+
+def test_other_files_and_hostile_names_are_no_checkpoints(tmp_path: Path) -> None:
+    version = save(tmp_path, 100)
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "notes.txt").touch()
+    (version.path / "server-0-of-0.safetensors").touch()
+    (version.path / "server-7-of-99999.safetensors").touch()
+    assert [found.number for found in versions_in(tmp_path)] == [100]
+    assert version.shard_files() == [version.path / name for name in NAMES[:2]]
+    assert versions_in(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("at", ["begin", "middle", "end"])
+def test_a_changed_byte_is_found(tmp_path: Path, at: str) -> None:
+    file = tmp_path / "f"
+    write_tensors(file, {"x": torch.arange(40.0)}, {"steps": 3})
+    tensors, meta, _ = read_tensors_of(file, dict)
+    assert torch.equal(tensors["x"], torch.arange(40.0)) and meta == {"steps": 3}
+    data = bytearray(file.read_bytes())
+    data[{"begin": 3, "middle": len(data) // 2, "end": -1}[at]] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_tensors_of(file, dict)
+
+
+@pytest.mark.parametrize("size", [0, 7, 100])
+def test_a_truncated_file_is_refused(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "f"
+    write_tensors(file, {"x": torch.arange(40.0)}, {"steps": 3})
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_tensors_of(file, dict)
