@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from shoal.comm import objects
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.group import Group
@@ -138,7 +140,7 @@ class StartedServers:
             remote = f"tcp:{self.config.hostname or socket.gethostname()}:0"
         if term.placement == "servers":
             return ServerAddress(host, local, self._start_process(term, index, remote))
-        return ServerAddress(host, local, self._start_thread(local, remote))
+        return ServerAddress(host, local, self._start_thread(term, local, remote))
 
     def close(self, failed: bool = False) -> None:
         """End them when no worker uses them; after a failure, after a few seconds."""
@@ -155,7 +157,7 @@ class StartedServers:
             self._run_dir.remove()
             self._run_dir = None
 
-    def _start_thread(self, local: str, remote: str) -> str:
+    def _start_thread(self, term: Ps, local: str, remote: str) -> str:
         """Returns the address for other hosts."""
         run_dir = self.config.run_dir
         has_exited = None if run_dir is None else run_dir.has_exited
@@ -166,6 +168,8 @@ class StartedServers:
             remote_address=remote,
             tls=self.config.tls,
         )
+        if term.on != "cpu":
+            self.server.host.device = device_of_server(term)
         folder = self.config.server_checkpoint.folder
         if folder is not None:
             self.server.host.saver = ShardSaver(folder, "a server")
@@ -189,6 +193,13 @@ class StartedServers:
                 raise BadInput(f"server {index} does not listen at {remote}: see its output")
             time.sleep(_POLL_S)
         return address_file.read_text()
+
+
+def device_of_server(term: Ps) -> torch.device:
+    """The GPU of the worker whose thread the server is."""
+    if not torch.cuda.is_available():
+        raise BadInput(f'{term} keeps weights on a GPU, and there is no CUDA here: use on="cpu"')
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def find_or_start_servers(

@@ -50,6 +50,7 @@ class ModelHost:
     keeps_payloads = False  # a replica that comes back is taught from the log
     on_loss: Callable[[int, int, str], None] | None = None  # model, worker, reason
     saver: ShardSaver | None = None  # writes checkpoints
+    device: torch.device | None = None  # where weights and optimizers are; None: the CPU
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class ModelHost:
         """Without the lock: the leader may be this server, with another shard of the replica."""
         is_leader = spec.index == 0
         try:
-            model = ServedModel(spec, is_leader, self.is_replicated)
+            model = ServedModel(spec, is_leader, self.is_replicated, self.device)
         except (BadInput, RuntimeError) as error:
             raise Refused(str(error)) from error
         model.log.on_save = partial(self._save, model_id, model)

@@ -137,6 +137,7 @@ class Ps(SyncTerm):
     replicas: Annotated[int, whole(1)] = 1  # of each server, in a chain
     consistency: Annotated[str, one_of("strong", "eventual")] = "strong"  # among replicas
     placement: Annotated[str, one_of("servers", "rank0", "workers")] = "servers"
+    on: Annotated[str, one_of("cpu", "cuda")] = "cpu"  # where servers keep weights and update
     update: Annotated[str, one_of("server", "worker")] = "server"
     compress: Annotated[str | None, optional(COMPRESS)] = None
 
@@ -209,6 +210,11 @@ class Ps(SyncTerm):
         return replace(self, update="worker") if self.lockstep else self
 
     def check(self, replicas: int) -> None:
+        if self.on == "cuda" and self.placement == "servers":
+            raise StrategyError(
+                'ps(on="cuda") puts servers on the GPUs of workers: add placement="rank0" or '
+                'placement="workers"'
+            )
         if self.quorum is not None and self.quorum > max(1, replicas):
             there = f"there {'is' if replicas == 1 else 'are'} {replicas}"
             raise StrategyError(

@@ -131,5 +131,5 @@ class PullBuffer:
             self.inbox.copy_(source)
             return None
         if self._outbox is None:
-            self._outbox = torch.empty_like(source)
+            self._outbox = torch.empty_like(source, device="cpu")
         return self._outbox.copy_(source)

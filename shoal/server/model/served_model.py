@@ -22,6 +22,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.server.model.clipping import Clipping
@@ -52,7 +53,13 @@ from shoal.server.shared_memory import WorkerSegment, attach_weights
 class ServedModel:
     """All parts share one lock, a condition. The thread that completes a step applies it."""
 
-    def __init__(self, spec: ModelSpec, is_leader: bool, is_replicated: bool = False):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        is_leader: bool,
+        is_replicated: bool = False,
+        device: torch.device | None = None,
+    ):
         """`is_replicated`: the memory of workers is read, and not used or written."""
         self.spec = spec
         self.is_replicated = is_replicated
@@ -62,7 +69,7 @@ class ServedModel:
         self.membership = Membership(self.lock, spec.rule)
         self.tables = Tables(self.lock, spec)
         self.clipping = Clipping(self.lock, self.membership, spec)
-        self.state = ModelState(spec, self.tables)
+        self.state = ModelState(spec, self.tables, device)
         self.log = Log(self.state, self.clipping, is_replicated)
         if is_leader:
             self.membership.on_departure = self._log_departure
@@ -129,6 +136,8 @@ class ServedModel:
         spec = self.spec
         status = os.fstat(descriptor)
         file = (status.st_dev, status.st_ino)
+        if self.state.shard.device.type != "cpu":
+            raise Refused("weights on a GPU are not shared with workers")
         if not spec.rule.is_synchronous or spec.optimizer is None or self.is_replicated:
             raise Refused(f"{spec.rule} does not share its weights with workers")
         with self.lock:
@@ -265,7 +274,7 @@ class ServedModel:
                 return pulled, loss_flags, pulls.fill(source)
         if pulls.sees_weights:
             return pulled, loss_flags, None
-        if pulls.inbox is None:
+        if pulls.inbox is None and source.device.type == "cpu":
             return pulled, loss_flags, source
         return pulled, loss_flags, pulls.fill(source)
 

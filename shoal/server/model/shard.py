@@ -29,12 +29,17 @@ class Shard:
     parameter that is positive if the parameter has a gradient.
     """
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, device: torch.device | None = None):
+        """Weights, sums and optimizer state are on `device`; pushes and pulls go through the host.
+
+        Loss and flags stay on the host, where decisions are made.
+        """
         self.spec = spec
         self.size = spec.stop - spec.start
         self.dtype = DTYPES[spec.dtype]
-        self.data = torch.zeros(self.size, dtype=self.dtype)
-        self.sum = torch.zeros(self.size, dtype=self.dtype)
+        self.device = device or torch.device("cpu")
+        self.data = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        self.sum = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         self.loss_flags = torch.zeros(1 + spec.parameters, dtype=DTYPES[spec.loss_flags_dtype])
         self.params = [nn.Parameter(self._view(self.data, i)) for i in range(len(spec.slices))]
         self._grads = [self._view(self.sum, i) for i in range(len(spec.slices))]
@@ -72,7 +77,7 @@ class Shard:
             if first:
                 total.copy_(pushed)
             else:
-                total.add_(pushed)
+                total.add_(pushed.to(total.device))
 
     def add_all(self, pushes: Sequence[tuple[Tensor, Tensor]]) -> None:
         """The sum of the pushes of all workers, in an order that is independent of arrival."""
@@ -80,6 +85,7 @@ class Shard:
         self._sum_into(self.loss_flags, [loss_flags for _, loss_flags in pushes])
 
     def _sum_into(self, total: Tensor, pushes: Sequence[Tensor]) -> None:
+        pushes = [pushed.to(total.device) for pushed in pushes]
         if self._subtrees is not None:
             total.copy_(self._ordered_sum(pushes, self._subtrees))
         elif len(pushes) > 1:

@@ -27,7 +27,7 @@ def get_state(shard: Shard, steps: int) -> tuple[ShardState, list[Tensor]]:
         for key, value in entries.items():
             if isinstance(value, Tensor):
                 specs.append(StateTensor(i, key, _dtype_name(value.dtype), tuple(value.shape)))
-                tensors.append(value.detach().contiguous())
+                tensors.append(value.detach().cpu().contiguous())
             elif value is None or isinstance(value, (bool, int, float)):
                 numbers.append((i, key, value))
     return ShardState(steps, tuple(specs), tuple(numbers), weights=False), tensors

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from shoal.server.consistency import Ledger, PushVerdict
 from shoal.server.model.push_buffer import PushBuffer
 from shoal.server.model.shard import Shard
@@ -52,9 +54,9 @@ class ModelState:
     A decision about a push refers to data that is in the worker's push buffer on this server.
     """
 
-    def __init__(self, spec: ModelSpec, tables: Tables):
+    def __init__(self, spec: ModelSpec, tables: Tables, device: torch.device | None = None):
         self.spec = spec
-        self.shard = Shard(spec)
+        self.shard = Shard(spec, device)
         self.tables = tables
         self.ledger = Ledger(spec.rule)
         self.pushes: dict[int, PushBuffer] = {}  # by worker

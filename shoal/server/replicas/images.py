@@ -106,7 +106,7 @@ def image_of(number: int, model: ServedModel) -> tuple[ModelImage, list[Tensor]]
         state = model.state
         membership = model.membership
         optimizer, optimizer_tensors = optimizer_image(state.shard)
-        tensors = [state.shard.data.clone(), state.shard.sum.clone()]
+        tensors = [t.to("cpu", copy=True) for t in (state.shard.data, state.shard.sum)]
         tensors += [state.shard.loss_flags.clone(), *optimizer_tensors]
         members = [_member_image(model, m, tensors) for m in membership.members.values()]
         for _, rows in state.tables.counted:

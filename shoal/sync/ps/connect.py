@@ -11,7 +11,12 @@ from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
 from shoal.server.consistency import Rule, quorum_in_words
-from shoal.server.discovery import ServerSet, all_gather_text, find_or_start_servers
+from shoal.server.discovery import (
+    ServerSet,
+    all_gather_text,
+    device_of_server,
+    find_or_start_servers,
+)
 from shoal.server.model.named_optimizer import NamedOptimizer, name_of
 from shoal.server.model.partition import FlatParameter, partition
 from shoal.server.model.shard import NAMES
@@ -39,6 +44,8 @@ def join_servers(term: Ps, replica: Replica) -> PsWorker:
     rule = Rule.of(term, replica.group.size)
     if replica.config.server_checkpoint.folder is not None:
         _check_saves(term, replica)
+    if term.on != "cpu":
+        device_of_server(term)  # refuses a host without one, on every rank alike
     served = _served_model(term, replica, rule)
     if rule.quorum is not None:
         is_split = replica.replica_group.size > 1
@@ -83,6 +90,7 @@ class ServedOptions:
     compress: str | None = None
     norm_from_workers: bool = False
     split: ReplicaSplit = UNSPLIT
+    on: str = "cpu"  # where servers keep the weights
 
 
 def _check_saves(term: Ps, replica: Replica) -> None:
@@ -113,6 +121,7 @@ def _served_model(term: Ps, replica: Replica, rule: Rule) -> ServedOptions:
         term.compress,
         norm_from_workers=replica.update.grad_norm.over_replica is not None and rule.is_synchronous,
         split=ReplicaSplit(replica.replica_group.rank, replica.replica_group.size),
+        on=term.on,
     )
 
 
@@ -254,6 +263,6 @@ def _updates_of(context: PsContext, served: ServedOptions, copies: Copies | None
     client = context.client
     if served.optimizer is None:
         return UpdateOnWorkers(flat, update, client, copies)
-    if flat.device.type == "cpu" and copies is None:
+    if flat.device.type == "cpu" and copies is None and served.on == "cpu":
         return UpdateInPlace(flat, update, client, partial(all_gather_text, context.group))
     return UpdateOnServers(flat, update, client, copies)

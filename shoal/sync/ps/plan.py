@@ -61,7 +61,7 @@ class PsPlan(SyncPlan[Ps]):
         servers have replicas, a worker outlives the server that it has the weights from.
         """
         is_split_compressed = sizes.is_stage and self.term.compress is not None
-        takes_copies = self.term.replicas > 1 or is_split_compressed
+        takes_copies = self.term.replicas > 1 or is_split_compressed or self.term.on != "cpu"
         return self.term.update == "server" and self.term.lockstep and not takes_copies
 
     def _sums_per_push(self, sizes: ModelSizes, replicas: int) -> int:
