@@ -82,10 +82,15 @@ def test_which_run_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.whole
-def test_workers_join_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_workers_join_a_run_that_goes_on() -> None:
+    with tempfile.TemporaryDirectory(prefix="join-") as folder:  # short: it holds sockets
+        _join_a_run(folder)
+
+
+def _join_a_run(folder: str) -> None:
     command = [sys.executable, "-m", "shoal", "run", "digits", "-n", "3", "--start", "1"]
     command += ["-s", 'ps(mode="async")', "--", "--epochs", "200"]
-    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TMPDIR": folder, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT) as process:
         assert process.stderr is not None
         lines: list[str] = []

@@ -45,6 +45,7 @@ def lose_and_return(run: Run, world: World, victim: int, at: int, until: int) ->
     return world(run.size, body)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("style", ["epochs", "in the loop"])
 @pytest.mark.parametrize("rule", RULES)
 def test_it_goes_on_at_the_present_step_with_the_samples_of_its_rank(
@@ -74,6 +75,7 @@ def test_it_goes_on_at_the_present_step_with_the_samples_of_its_rank(
     assert returned is not None and (returned["step"], returned["lost_at"]) == (7, 3)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("style", ["epochs", "in the loop"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_all_workers_get_the_results_of_what_they_do_together(

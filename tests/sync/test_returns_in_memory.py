@@ -18,6 +18,7 @@ from tests.sync.test_ps_returns import lose_and_return
 STRATEGIES = ['gossip(mode="async")', 'gossip(graph="complete", mode="async")', "hogwild"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("style", ["epochs", "in the loop"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("victim", [0, 1])
@@ -41,6 +42,7 @@ def test_under_hogwild_it_trains_the_weights_of_the_others(world: World, tmp_pat
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[1], ends[2])
 
 
+@pytest.mark.whole
 def test_under_gossip_it_begins_with_the_mean_of_the_others(world: World, tmp_path: Path) -> None:
     run = Run(tmp_path, 'gossip(graph="complete", mode="async")', 3, "in the loop")
     jobs = lose_and_return(run, world, 1, at=3, until=8)
