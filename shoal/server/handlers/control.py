@@ -24,7 +24,7 @@ from shoal.server.protocol.messages import (
     Stats,
     TotalNorm,
 )
-from shoal.server.replicas.operations import BarrierReached, Joined, Left, Returned
+from shoal.server.replicas.operations import BarrierReached, Joined, Left, Resumed, Returned
 from shoal.server.shared_memory import WorkerSegment, attach
 
 
@@ -35,6 +35,7 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
         if decode(meta, ModelSpec) != peer.model.spec:
             raise Refused("the workers of one model describe it differently")
         _attach_again(peer, peer.model)
+        _resume(peer, header)
         peer.reply(_set_up(peer))
         return
     if peer.member is not None:
@@ -56,6 +57,15 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
             os.close(descriptor)
     peer.enter(model)
     peer.reply(_set_up(peer))
+
+
+def _resume(peer: Peer, header: Header) -> None:
+    """A worker says which of its pushes was acknowledged last, in which step."""
+    _, member = peer.joined()
+    chain = peer.host.chain
+    if chain is not None and chain.is_head and header.sequence > member.pushes.committed:
+        step = header.argument
+        peer.execute(Resumed(peer.model_id, peer.worker, header.sequence, step))
 
 
 def _attach_again(peer: Peer, model: ServedModel) -> None:

@@ -213,6 +213,10 @@ class ServedModel:
             self.membership.wait(worker, lambda: self.state.decided.get(worker, 0) >= sequence)
             return self.state.acks.get(worker, Ack("again", self.log.position))
 
+    def note_lost_pushes(self, count: int) -> None:
+        """Eventual consistency: they were acknowledged by a head that is gone."""
+        self._statistics.lost_pushes += count
+
     def check_push(self, member: Member, sequence: int) -> None:
         """Refuse a push that skips one, or whose gradients have not come."""
         pushes = member.pushes

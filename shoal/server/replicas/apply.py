@@ -125,8 +125,20 @@ def _save_residual(host: ModelHost, operation: ops.ResidualSaved, payload: Paylo
         model.membership.members[operation.worker].residual = payload.data
 
 
-def _do_nothing(host: ModelHost, operation: ops.NoChange, _: Payload) -> None:
-    return None
+def _resume(host: ModelHost, operation: ops.Resumed, _: Payload) -> None:
+    """Pushes that were acknowledged and are not here are lost, and counted."""
+    model = _model(host, operation.model)
+    worker = operation.worker
+    with model.lock:
+        pushes = model.membership.members[worker].pushes
+        if operation.sequence <= pushes.committed:
+            return
+        model.note_lost_pushes(operation.sequence - pushes.committed)
+        pushes.committed = pushes.consumed = operation.sequence
+        model.state.decided[worker] = operation.sequence
+        clocks = model.state.ledger.clocks
+        clocks[worker] = max(clocks[worker], operation.step + 1)
+        model.lock.notify_all()
 
 
 def _model(host: ModelHost, number: int) -> ServedModel:
@@ -149,5 +161,5 @@ _APPLIED_BY: dict[type, Callable[..., Any]] = {
     ops.TableMade: _make_table,
     ops.RowsSet: _set_rows,
     ops.ResidualSaved: _save_residual,
-    ops.NoChange: _do_nothing,
+    ops.Resumed: _resume,
 }

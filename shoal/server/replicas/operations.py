@@ -130,16 +130,6 @@ class Resumed(WireMessage, frozen=True, tag="resumed"):
     step: Count
 
 
-class ModelReleased(WireMessage, frozen=True, tag="released"):
-    """All workers of a model have departed."""
-
-    model: Count
-
-
-class NoChange(WireMessage, frozen=True, tag="nothing"):
-    """Changes nothing: once it is committed, what was read before was no old value."""
-
-
 Operation = (
     Joined
     | Pushed
@@ -154,8 +144,6 @@ Operation = (
     | RowsSet
     | ResidualSaved
     | Resumed
-    | ModelReleased
-    | NoChange
 )
 
 
