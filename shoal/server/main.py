@@ -23,6 +23,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.failpoints import arm
 from shoal.runtime.parent_death import die_with_launcher, die_with_parent
 from shoal.runtime.run_dir import RunDir, write_atomically
+from shoal.runtime.server_faults import read_server_slow
 from shoal.runtime.waits import Watcher
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def _open_server(config: RunConfig) -> Server:
     server.host.most_threads = most_threads
     if config.server_checkpoint.folder is not None:
         server.host.saver = ShardSaver(config.server_checkpoint.folder, f"server {index}")
+    server.host.slow = read_server_slow(config.slow).get(index, 1.0)
     if beyond:
         write_atomically(run_dir.server_address(index), server.remote_address)
     return server

@@ -60,6 +60,7 @@ class ModelHost:
         has_exited: Callable[[int], bool] | None = None,
         tls: TlsConfig = PLAIN,
     ):
+        self.slow = 1.0  # times slower, for a test (--slow server:1:4x)
         self.models: dict[int, ServedModel] = {}
         self.report = report
         self.has_exited = has_exited

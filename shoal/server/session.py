@@ -61,6 +61,7 @@ class Session:
             return
         failpoint("push.received")
         try:
+            self.peer.begin()
             registered.handler(self.peer, header, meta)
         except ModelFailure as failure:
             self.peer.reply_error(ErrorReply(failure.reason, failure.worker))
