@@ -1,8 +1,8 @@
 """The folder of server checkpoints: one folder for each, which the parts of a run fill.
 
     step-000000000200-3fa9c1d2e4b50718/      of model 3fa9…, when a worker had done 200 steps
-        server-0-of-2.safetensors            weights, optimizer, ledger and rows of one server
-        server-1-of-2.safetensors
+        shard-0-of-2.safetensors            weights, optimizer, ledger and rows of one server
+        shard-1-of-2.safetensors
         worker.safetensors                   buffers, position in the data, names of parameters
 
 A checkpoint is complete when all of its files are there. A file appears under its name by a rename
@@ -27,7 +27,7 @@ KEPT = 2  # complete checkpoints that are not removed
 MAX_NUMBER = 10**12
 _MAX_SERVERS = 1 << 16
 _VERSION = re.compile(r"step-(?P<number>[0-9]{12})-(?P<model>[0-9a-f]{16})")
-_SHARD = re.compile(r"server-(?P<index>[0-9]{1,5})-of-(?P<servers>[0-9]{1,5})\.safetensors")
+_SHARD = re.compile(r"shard-(?P<index>[0-9]{1,5})-of-(?P<servers>[0-9]{1,5})\.safetensors")
 
 
 class SavedVersion(NamedTuple):
@@ -60,7 +60,7 @@ def version_of(folder: Path, number: int, model: int) -> SavedVersion:
 
 
 def shard_name(index: int, servers: int) -> str:
-    return f"server-{index}-of-{servers}.safetensors"
+    return f"shard-{index}-of-{servers}.safetensors"
 
 
 def versions_in(folder: Path) -> list[SavedVersion]:

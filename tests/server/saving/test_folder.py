@@ -92,8 +92,8 @@ def test_other_files_and_hostile_names_are_no_checkpoints(tmp_path: Path) -> Non
     version = save(tmp_path, 100)
     (tmp_path / "step-1").mkdir()
     (tmp_path / "notes.txt").touch()
-    (version.path / "server-0-of-0.safetensors").touch()
-    (version.path / "server-7-of-99999.safetensors").touch()
+    (version.path / "shard-0-of-0.safetensors").touch()
+    (version.path / "shard-7-of-99999.safetensors").touch()
     assert [found.number for found in versions_in(tmp_path)] == [100]
     assert version.shard_files() == [version.path / name for name in NAMES[:2]]
     assert versions_in(tmp_path / "nowhere") == []
