@@ -256,4 +256,4 @@ def test_servers_are_killed_while_they_save(
 
 def logged(folder: Path) -> Any:
     document = json.loads((folder / "report").read_text())
-    return [worker["logged"] for worker in document["workers"]]
+    return [rank["logged"] for rank in document["ranks"]]
