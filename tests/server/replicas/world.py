@@ -89,7 +89,11 @@ class World:
         return Client(rank, MODEL, self.addresses, SECRET, specs)
 
     def weights_of(self, shard: int, replica: int) -> Tensor:
-        return self.servers[shard, replica].models[MODEL].state.shard.data
+        """When all that the replica has logged is applied there."""
+        server = self.servers[shard, replica]
+        assert server.replica is not None
+        server.replica.runtime.catch_up()
+        return server.models[MODEL].state.shard.data
 
 
 @contextmanager
