@@ -9,7 +9,7 @@ from shoal.server.protocol.hello import Moved
 
 @dataclass
 class ChainView:
-    """The latest epoch that a replica has told of, with its head and members.
+    """The latest epoch that a replica has announced, with its head and members.
 
     Epochs only grow: what a replica of an earlier epoch says, such as a head that was stopped
     and goes on, has no effect.

@@ -22,7 +22,7 @@ def _print(sentence: str) -> None:
 
 
 class BackgroundWriter:
-    """Runs one action at a time in a thread. Of failures in a row the first is told."""
+    """Runs one action at a time in a thread. Of failures in a row only the first is reported."""
 
     def __init__(self, what: str, folder: Path, say: Callable[[str], None] = _print):
         self._what = what
