@@ -8,20 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import shoal
 from shoal.bench.machine_calls import CallBench
 from shoal.bench.machine_handover import HandoverBench
 from shoal.bench.machine_kernels import KernelBench
-from shoal.bench.sampling import Synchronize, sample_rounds
-from shoal.strategy.strategy import as_strategy
-from shoal.train.job import Job
+from shoal.bench.machine_served import served, tiny_step
+from shoal.bench.sampling import Synchronize
 
 _SHARES = {
     "products": 0.35,
@@ -31,9 +28,6 @@ _SHARES = {
     "updates": 0.1,
     "calls": 0.3,
 }
-_STEPS = 50
-_SERVED_STEPS = 20
-_SERVED = {"lockstep": "ps", "async": 'ps(mode="async")'}
 
 
 def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
@@ -57,7 +51,7 @@ def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
         found["calls"] = CallBench(job, _SHARES["calls"] * seconds).measure()
         if job.device.type == "cpu":
             found["handover"] = HandoverBench(job.group).measure()
-        found["served"] = {name: _served_step(job, text) for name, text in _SERVED.items()}
+        found["served"] = served(job)
     return found
 
 
@@ -69,26 +63,6 @@ def _together(job: shoal.Job, section: Callable[..., Any], *args: Any) -> Any:
 
 def synchronize_of(device: torch.device) -> Synchronize:
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-
-def tiny_step(job: shoal.Job, steps: int = _STEPS) -> dict[str, float]:
-    """A step of a model of one tiny layer: what Shoal and the loop cost without the model."""
-    model = nn.Linear(4, 4).to(job.device)
-    optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
-    step = job.step(model, nn.functional.mse_loss, optimizer=optimizer)
-    data = torch.ones(8 * job.size, 4)
-    batch = next(iter(job.batches([(data, data)])))
-    took = sample_rounds(lambda: step(batch), steps, 5, lambda: job.group.barrier().wait())
-    return took._asdict()
-
-
-def _served_step(job: shoal.Job, strategy: str) -> dict[str, float]:
-    """The same tiny step where a server holds the weights."""
-    served = Job(as_strategy(strategy), job.group, device=job.device)
-    try:
-        return tiny_step(served, _SERVED_STEPS)
-    finally:
-        served.close()
 
 
 def _name(device: torch.device) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
+from shoal.calibration.served import served
 from shoal.cluster.hardware import UPDATE_KERNELS, Curve, Device
 
 Found = Mapping[str, Any]
@@ -35,6 +36,7 @@ def device_of(found: Found, memory_bytes: float) -> Device:
     (adam, adam_spread), (momentum, momentum_spread), tensor_s = _update(found["updates"])
     forward = [row for row in products[widest] if row["way"] == "forward"]
     backward = [row for row in products[widest] if row["way"] != "forward"]
+    serving = served(found)
     device = Device(
         name=_name(found),
         memory_bytes=memory_bytes,
@@ -52,8 +54,10 @@ def device_of(found: Found, memory_bytes: float) -> Device:
         wait_s=_handover_s(found, "hand over", "send"),
         meet_s=_handover_s(found, "meet", "all_reduce"),
         step_s=_step_s(found, tensor_s),
-        served_step_s=_served_s(found)[0],
-        request_s=_served_s(found)[1],
+        served_step_s=serving.step_s,
+        request_s=serving.request_s,
+        served_bytes_per_s=serving.bytes_per_s,
+        served_efficiency=serving.efficiency,
         threads=found["threads"] if synchronous else None,
         source="measured",
         spread={
@@ -194,18 +198,3 @@ def _smallest_s(found: Found, kind: str) -> float:
         if calls["kind"] == kind and calls["executor"] != "gloo"
     )
     return seconds
-
-
-def _served_s(found: Found) -> tuple[float, float]:
-    """What a server adds to a step that waits for it, and what it takes of a server's time.
-
-    Asynchronous workers come back to the server after `away_s`. A cycle of theirs ends when the
-    server has answered, or when it has served all others, whichever is later.
-    """
-    if "served" not in found:
-        return 0.0, 0.0
-    away_s = found["step"]["median_s"]
-    cycle_s = found["served"]["async"]["median_s"]
-    lockstep_s = found["served"]["lockstep"]["median_s"]
-    request_s = min(cycle_s / found["workers"], cycle_s - away_s)
-    return max(0.0, lockstep_s - away_s), max(0.0, request_s)

@@ -66,6 +66,9 @@ class Device:
     step_s: float = 0.0  # once a step: data, bookkeeping, the optimizer's host time
     served_step_s: float = 0.0  # more than that where a server of the host holds the weights
     request_s: float = 0.0  # of such a server's time, for one push and pull without bytes
+    # bytes a second of an asynchronous push and pull, with an update as SGD with momentum makes it
+    served_bytes_per_s: float | None = None  # None: from passes over memory
+    served_efficiency: Curve = Curve()  # share of it by bytes of a push
     backward_launch_s: float | None = None  # the same through autograd; None: as `launch_s`
     synchronous: bool = False  # launches add to kernels, as on a CPU: nothing runs ahead
     update_bytes_per_s: float | None = None  # of the optimizer; None: as other kernels

@@ -108,6 +108,7 @@ _FIGURES: tuple[tuple[str, str, Any], ...] = (
     ("fixed cost of a step", "step_s", show_seconds),
     ("  more with a server", "served_step_s", show_seconds),
     ("  of it the server's", "request_s", show_seconds),
+    ("asynchronous pushes", "served_bytes_per_s", show_rate),
 )
 
 

@@ -17,6 +17,7 @@ from shoal.cluster.toml_writer import cluster_text
 from shoal.errors import BadInput
 from shoal.plan.spread import at_quartile
 from shoal.plan.step.kernel_time import KernelModel
+from shoal.plan.step.relaxed_rules import queue_cycle_s
 from shoal.plan.workloads.workload import Kernel
 
 FLOPS_PER_S = 40e9
@@ -147,6 +148,23 @@ def test_a_server_adds_what_a_tiny_step_takes_longer_with_it() -> None:
     busy = document | {"served": {"lockstep": around(800e-6), "async": around(3e-3)}}
     device = machine_of([measured(1), busy], 2, 8e9).device_of(2)
     assert device.request_s == pytest.approx(1.5e-3)  # the server is never idle
+
+
+def test_the_rate_of_pushes_is_the_one_that_gives_the_measured_cycle() -> None:
+    """2 workers on 2 cores, which the server takes part of: 1 ns for each byte of a push."""
+    pushes = []
+    for size, rate in ((1 << 20, 1e9), (64 << 20, 0.5e9)):
+        request_s = 200e-6 + size / rate
+        away_s = 500e-6 + 1e-3 + 2 * request_s / 2
+        cycle_s = queue_cycle_s(2, away_s, request_s)
+        pushes.append({"bytes": size, "computed": around(1e-3), "async": around(cycle_s)})
+    tiny = {"lockstep": around(800e-6), "async": around(700e-6)}
+    document = measured(2) | {"served": {**tiny, "pushes": pushes}}
+    cluster = machine_of([measured(1), document], 2, 8e9)
+    device = parse_cluster(cluster_text(cluster), "m.toml", "m").device_of(2)
+    assert device.served_bytes_per_s == pytest.approx(1e9)
+    assert device.served_efficiency.at(1 << 20) == pytest.approx(1.0)
+    assert device.served_efficiency.at(64 << 20) == pytest.approx(0.5)
 
 
 def test_workers_that_computed_wait_longer_in_a_call_than_idle_ones() -> None:

@@ -197,6 +197,20 @@ def test_a_server_of_many_workers_finds_their_pushes_in_no_cache() -> None:
     assert many > 1.1 * few  # the same bytes of one worker
 
 
+def test_measured_asynchronous_pushes_take_the_place_of_passes_over_memory() -> None:
+    core = replace(GPU, synchronous=True, threads=1, served_bytes_per_s=1e9, request_s=1e-3)
+    host = Cluster("host", core, Node(16, fabric=NVLINK, cores=16, crowded=((16, core),)))
+    question = ask(host, 16, 2.5e6, backward_s=0.0)  # 10 MB
+    async_price = cost('ps(mode="async")', question)
+    assert part(async_price, "push and pull") == pytest.approx(10e-3)
+    assert part(async_price, "requests") == pytest.approx(1e-3)
+    total = sum(part.seconds for part in async_price.parts) + question.compute_s
+    assert total >= 16 * 11e-3  # the server is busy all the time
+    two = cost('ps(mode="async", servers=2)', question)
+    assert 5e-3 <= part(two, "push and pull") < 10e-3
+    assert part(cost('ps(mode="async", replicas=3)', question), "push") > 0
+
+
 def test_zero_2_reduces_every_microbatch() -> None:
     question = alone(8, microbatches=4)
     one, two = (part(cost(f"zero({stage})", question), "gradients") for stage in (1, 2))

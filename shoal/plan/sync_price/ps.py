@@ -11,6 +11,7 @@ Pushes go out while backward runs, in buckets of 4 MiB; a compressed slice when 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from shoal.plan.prediction import Part
@@ -31,7 +32,9 @@ from shoal.plan.sync_price.packed import factor_rank, is_factored, packed_bytes
 from shoal.plan.sync_price.ps_links import (
     Way,
     chain_s,
+    has_measured_pushes,
     host_rate,
+    measured_push_s,
     process_count,
     pull,
     push,
@@ -108,6 +111,13 @@ def server_update_s(term: Any, question: SyncQuestion) -> float:
     return question.each * int(term.replicas) * moved / (hosts * host_rate(term, question, moved))
 
 
+def momentum_update_s(term: Any, question: SyncQuestion) -> float:
+    """The part of an update that measured pushes contain."""
+    precision = replace(question.precision, master_bytes=0, state_bytes=4)
+    slices = question.each * question.parameters / server_count(term, question)
+    return update_s(server_device(term, question), precision, slices)
+
+
 def _lockstep(term: Any, question: SyncQuestion, up: Way, down: Way) -> tuple[Part, ...]:
     update = update_part(question)
     if term.update == "server":
@@ -135,6 +145,8 @@ def _relaxed(
         return (), 1.0
     replicas = question.replicas
     pace, updates = _pace(term, question)
+    if updates > 1 and has_measured_pushes(term, question):
+        return _measured(term, question, pace), updates
     compute_s = question.compute_s
     update_s = server_update_s(term, question)
     every_push = 1 if updates > 1 else 1 / replicas  # an update for each push, or for each step
@@ -157,6 +169,27 @@ def _relaxed(
         Part("servers", cycle_s - away_s - request_s, "queue in front of the servers"),
     )
     return parts, updates
+
+
+def _measured(term: Any, question: SyncQuestion, pace: float) -> tuple[Part, ...]:
+    """From the time of asynchronous pushes on this host, with an update for each of them."""
+    compute_s = question.compute_s
+    moved_s = measured_push_s(term, question)
+    answer_s = _answers_s(question)[1]
+    update_s = server_update_s(term, question)
+    more_s = max(0.0, update_s - momentum_update_s(term, question))
+    service_s = question.each * (moved_s + answer_s) + more_s
+    taken_s = _taken_cores_s(term, question, service_s)
+    away_s = pace * compute_s + taken_s
+    cycle_s = _cycle_s(question.replicas, away_s, service_s, service_s)
+    return some(
+        Part("cores", taken_s, "cores shared with servers"),
+        Part("push and pull", question.each * moved_s, "memory of the host"),
+        Part("requests", question.each * answer_s, "latency of the servers"),
+        Part("stragglers", (pace - 1) * compute_s, "noise of workers"),
+        Part("update", more_s, "memory of the servers"),
+        Part("servers", cycle_s - away_s - service_s, "queue in front of the servers"),
+    )
 
 
 def _cycle_s(workers: int, away_s: float, request_s: float, service_s: float) -> float:

@@ -186,6 +186,26 @@ def memory_s(term: Any, question: SyncQuestion, message_bytes: float) -> float:
     return passes * message_bytes / (hosts * host_rate(term, question, message_bytes))
 
 
+def has_measured_pushes(term: Any, question: SyncQuestion) -> bool:
+    """Whether it is known how long servers of this host take for asynchronous pushes by bytes."""
+    is_measured = question.cluster.device.served_bytes_per_s is not None
+    is_one_host = question.workers <= question.cluster.node.devices
+    is_plain = term.placement == "servers" and term.compress is None and term.replicas == 1
+    return is_measured and is_one_host and is_plain and computes_on_cores(question)
+
+
+def measured_push_s(term: Any, question: SyncQuestion) -> float:
+    """A push and pull of one worker: several servers work at the same time, on one bus."""
+    device = question.cluster.device
+    assert device.served_bytes_per_s is not None
+    servers = int(term.servers)
+    share = question.parameter_bytes / servers
+    rate = device.served_bytes_per_s * device.served_efficiency.at(max(1.0, share))
+    one = replace(term, servers=1)
+    beside = servers * host_rate(one, question, share) / host_rate(term, question, share)
+    return max(1.0, beside) * share / rate
+
+
 def _shared_memory(term: Any, question: SyncQuestion, message_bytes: float, passes: int) -> Way:
     cluster = question.cluster
     rate = host_rate(term, question, message_bytes)
