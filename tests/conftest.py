@@ -126,7 +126,7 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     left = [t for t in threading.enumerate() if t not in threads]
     for thread in left:  # one that has done its work may still be on its way out
-        thread.join(10.0)
+        thread.join(30.0)
     left_threads = [
         t.name for t in left if t.is_alive() and not t.name.startswith(("pytest", "Dummy"))
     ]

@@ -83,9 +83,9 @@ class Run:
     def _job(self, rank: int, generation: int) -> Job:
         run_dir = self.run_dir
         meetings = Meetings(
-            run_dir.meetings(1), rank, self.size, generation, run_dir.has_ended, 30.0
+            run_dir.meetings(1), rank, self.size, generation, run_dir.has_ended, 60.0
         )
-        sums = ElasticSum(run_dir.tally_folder(1), rank, meetings.is_missing, 30.0)
+        sums = ElasticSum(run_dir.tally_folder(1), rank, meetings.is_missing, 60.0)
         config = replace(
             RunConfig.from_environment(), generation=generation, restarts=1, run_dir=run_dir
         )

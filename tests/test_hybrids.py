@@ -65,7 +65,7 @@ def test_servers_that_all_parts_share(
     with launched(monkeypatch, 2, tcp) as servers:
         strategy = f"ps(servers=2) + {split}"
         assert_equal(world, 4, strategy, gpt, texts(16), **GPT_OPTIONS)
-        assert all(server.wait_idle(10) for server in servers)
+        assert all(server.wait_idle(60) for server in servers)
 
 
 @pytest.mark.whole

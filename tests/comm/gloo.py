@@ -63,7 +63,7 @@ class GlooWorld:
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
-            process.join(10)
+            process.join(60)
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()

@@ -29,7 +29,7 @@ class Table:
 
     def __init__(self, size: int):
         self._said: list[bytes] = [b""] * size
-        self._all_here = threading.Barrier(size, timeout=20)
+        self._all_here = threading.Barrier(size, timeout=60)
 
     def exchange(self, rank: int) -> Exchange:
         def say(what: bytes) -> list[bytes]:

@@ -23,7 +23,7 @@ def on_ranks(
         return body(Group(Deferred(folder, rank, size, lambda r: r in gone, Solo)))
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(work, [r for r in range(size) if r not in gone], timeout=20))
+        return list(pool.map(work, [r for r in range(size) if r not in gone], timeout=60))
 
 
 def twice(group: Group) -> Tensor:

@@ -114,7 +114,7 @@ def test_it_waits_for_the_result_of_others(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: got.append(again.hold(3, never)))
     thread.start()
     lives.of(0).hold(3, lambda _: {"accuracy": 0.5})
-    thread.join(20)
+    thread.join(60)
     assert got == [{"accuracy": 0.5}]
 
 

@@ -80,7 +80,7 @@ def on_backend(
             ours.send("all have answered")
     finally:
         for process in processes:
-            process.join(10)
+            process.join(60)
             process.kill()
             process.join()
     wrong = [text for text in found if isinstance(text, str) and text.startswith("Traceback")]

@@ -43,7 +43,7 @@ def test_in_the_background_operations_start_at_the_call() -> None:
     queue = WorkQueue("queue", idle_s=0.0)
     started = threading.Event()
     queue.call(started.set)
-    assert started.wait(20)
+    assert started.wait(60)
     queue.close()
 
 
@@ -73,7 +73,7 @@ def test_the_thread_takes_over_what_is_polled() -> None:
     done = threading.Event()
     queue.submit(work)
     work.when_done(done.set)
-    assert done.wait(20) and work.poll()
+    assert done.wait(60) and work.poll()
     assert log == ["begin a", "end a thread"]
     work.when_done(lambda: log.append("at once"))
     assert log[-1] == "at once"
@@ -122,12 +122,12 @@ def test_a_callback_may_wait_for_operations_that_only_the_thread_carries_out() -
     def again() -> None:
         inner = threading.Event()
         queue.call(lambda: log.append("second")).when_done(inner.set)
-        assert inner.wait(20)
+        assert inner.wait(60)
         queue.call(lambda: log.append("third")).when_done(ended.set)
 
     release = threading.Event()
-    first = queue.call(lambda: (release.wait(20), log.append("first"))[1])
+    first = queue.call(lambda: (release.wait(60), log.append("first"))[1])
     first.when_done(again)
     release.set()
-    assert ended.wait(20) and log == ["first", "second", "third"]
+    assert ended.wait(60) and log == ["first", "second", "third"]
     queue.close()

@@ -24,7 +24,7 @@ def forked_ranks(main: Callable[[int], Any], size: int, timeout_s: float = 120.0
         return [_received(ours, rank, timeout_s) for rank, (ours, _) in enumerate(pairs)]
     finally:
         for process in processes:
-            process.join(10)
+            process.join(60)
             process.kill()
             process.join()
 

@@ -24,7 +24,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir, new_secret
 
 SECRET = new_secret()
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 Connect = Callable[[], Coordinator]
 
 

@@ -198,7 +198,7 @@ def feeders_end() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name == "QueueFeederThread":
-            thread.join(10)
+            thread.join(60)
 
 
 @pytest.mark.usefixtures("feeders_end")

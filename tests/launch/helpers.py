@@ -73,14 +73,17 @@ class Rope:
         self._read = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         self._own = os.open(self.path, os.O_WRONLY)  # no end before somebody holds it
 
-    def wait_held(self, processes: int, seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
-        while processes > 0:
-            processes -= len(self._next(deadline))
+    def wait_held(self, processes: int, seconds: float = 60.0) -> None:
+        self.wait_bytes(processes, seconds)
         os.close(self._own)
         self._own = -1
 
-    def wait_released(self, seconds: float = 6.0) -> None:
+    def wait_bytes(self, count: int, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while count > 0:
+            count -= len(self._next(deadline))
+
+    def wait_released(self, seconds: float = 50.0) -> None:
         deadline = time.monotonic() + seconds
         while self._next(deadline):
             pass

@@ -306,7 +306,7 @@ def test_forked_workers(mode: str, status: int, says: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
     )
     assert done.returncode == status, done.stderr
     assert says in done.stderr

@@ -103,7 +103,7 @@ def test_a_handler_of_the_script_gets_the_time_that_it_needs(rope: Rope) -> None
     with launcher(own, 1, rope) as process:
         rope.wait_held(2)
         process.terminate()
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=50)
     assert b"handled" in stderr
     assert process.returncode == 143
 
@@ -148,7 +148,7 @@ with Preemption(RunDir(Path({str(run_dir)!r})), 1, 2):
         assert process.stdout is not None
         process.stdout.readline()
         process.terminate()
-        assert process.wait(20) == -signal.SIGTERM
+        assert process.wait(50) == -signal.SIGTERM
 
 
 def test_the_pipe_of_an_event_loop_is_given_back(tmp_path: Path) -> None:

@@ -80,12 +80,14 @@ def test_a_dead_server_wins_over_the_workers_that_lost_it() -> None:
         from pathlib import Path
         from shoal.launch.failures import report_failure
         from shoal.runtime.run_dir import RunDir
-        while not os.path.exists(run_dir + "/ready-0"): time.sleep(0.005)
+        while not os.path.exists(run_dir + "/pid"): time.sleep(0.005)
+        while os.path.exists("/proc/" + os.readlink(run_dir + "/pid")): time.sleep(0.005)
         report_failure(RunDir(Path(run_dir)), rank, PeerLost(rank, None, "a pull"))
         sys.exit(1)
     """
     with pytest.raises(ServerFailed, match=r"^server 0 was killed by SIGKILL while workers"):
-        run_with(1, READY + "os.kill(os.getpid(), 9)", worker)
+        tells = "os.symlink(str(os.getpid()), run_dir + '/pid')\n"
+        run_with(1, tells + "os.kill(os.getpid(), 9)", worker)
 
 
 def test_a_worker_that_fails_ends_the_servers_too(rope: Rope) -> None:

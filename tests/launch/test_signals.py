@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 
 import pytest
 
@@ -13,7 +12,11 @@ SLEEP = """
     if rank == 0 and os.fork() == 0: os.write(rope, b"x")
     time.sleep(60)
 """
-STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(rope, b'x'); time.sleep(60)"
+STUBBORN = """
+signal.signal(signal.SIGTERM, lambda *_: os.write(rope, b"t"))
+os.write(rope, b"x")
+time.sleep(60)
+"""
 LOYAL = (
     DIE_WITH_LAUNCHER
     + """
@@ -39,7 +42,7 @@ def test_a_signal_ends_everything(rope: Rope, number: signal.Signals, status: in
     with launcher(SLEEP, 3, rope) as process:
         rope.wait_held(4)
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=10)
+        _, stderr = process.communicate(timeout=50)
     rope.wait_released()
     assert process.returncode == status
     assert (b"KeyboardInterrupt" in stderr) == (number == signal.SIGINT)
@@ -51,8 +54,8 @@ def test_a_second_ctrl_c_kills_without_the_grace_period(rope: Rope) -> None:
     with launcher(STUBBORN, 2, rope, before) as process:
         rope.wait_held(4)
         process.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=0.3)
+        rope.wait_bytes(2)  # both workers have got SIGTERM, and go on
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
         rope.wait_released()
     assert left_in_tmp(rope) == []
@@ -62,7 +65,7 @@ def test_stubborn_workers_are_killed_after_one_ctrl_c(rope: Rope) -> None:
     with launcher(STUBBORN, 2, rope) as process:
         rope.wait_held(4)
         process.send_signal(signal.SIGINT)
-        rope.wait_released(seconds=5)
+        rope.wait_released()
 
 
 def test_workers_die_with_a_killed_launcher(rope: Rope) -> None:
@@ -77,4 +80,4 @@ def test_an_ignored_signal_stays_ignored(rope: Rope) -> None:
     with launcher("time.sleep(0.5)", 1, rope, before=ignore) as process:
         rope.wait_held(1)
         process.send_signal(signal.SIGHUP)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=50) == 0

@@ -10,7 +10,8 @@ import pytest
 from tests import forked
 
 SCRIPT = """
-import os, socket, sys
+import os, random, socket, sys
+from contextlib import suppress
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import shoal
 
@@ -30,10 +31,17 @@ def by_process_group(rank, size):
     dist.barrier()  # it is still the script's
     dist.destroy_process_group()
 
+def free_port():  # below those that the kernel gives out: no other process takes it meanwhile
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        end = int(file.read().split()[0])
+    while True:
+        port = random.randrange(end // 2, end)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("localhost", port))
+            return port
+
 if __name__ == "__main__":
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     mp.start_processes(globals()[sys.argv[1]], args=(2,), nprocs=2, start_method="fork")
 """

@@ -13,7 +13,7 @@ from tests.scripts import HEAD
 STOP = (
     HEAD
     + """
-import signal
+import signal, time
 def train(job):
     step = job.step(model(), loss, optimizer=sgd)
     for batch in job.batches(data, batch_size=20, epochs=1):
@@ -22,6 +22,9 @@ def train(job):
         step(batch)
 
 if __name__ == "__main__":
+    open(f"here-{os.environ['SHOAL_RANK']}", "w").close()
+    while not all(os.path.exists(f"here-{rank}") for rank in (0, 1)):
+        time.sleep(0.005)  # the limit is for what comes now
     shoal.run(train)
 """
 )
@@ -35,21 +38,23 @@ def run(
     command = [sys.executable, "-m", "shoal", "run", str(script), "-n", "2", "-s", strategy]
     command += options
     environ = {**os.environ, "SHOAL_WAIT_NOTICE": "0.2", "SHOAL_WAIT_REPEAT": "0.3", **env}
-    return forked.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    return forked.run(
+        command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=120
+    )
 
 
 def test_a_stopped_worker_is_named_and_the_run_ends_at_the_limit(tmp_path: Path) -> None:
-    done = run(tmp_path, "ddp", "--timeout", "2")
+    done = run(tmp_path, "ddp", "--timeout", "4")
     assert done.returncode != 0
     assert "worker 1 (process" in done.stderr and "has been stopped for" in done.stderr
     assert done.stderr.count("[0] shoal: rank 0 has waited for rank 1 (process") > 1
     assert "is stopped) in all_reduce #" in done.stderr
     killed = "worker 1 was killed by SIGKILL" in done.stderr
-    assert killed or "rank 0 lost rank 1 after 2 s in all_reduce" in done.stderr
+    assert killed or "rank 0 lost rank 1 after 4 s in all_reduce" in done.stderr
 
 
 def test_servers_name_the_worker_that_they_wait_for(tmp_path: Path) -> None:
-    done = run(tmp_path, "ps", "--timeout", "2")
+    done = run(tmp_path, "ps", "--timeout", "4")
     assert done.returncode != 0
     assert "[server 0] shoal: worker 0 has waited for worker 1 in an update for" in done.stderr
     assert "[0] shoal: rank 0 has waited for server 0 in PULL for" in done.stderr

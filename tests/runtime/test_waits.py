@@ -88,7 +88,7 @@ def test_the_thread_looks_by_itself() -> None:
         Watcher(WaitConfig(notice_s=0.01, repeat_s=0.01), lambda line: said.set()),
         waiting("rank 0", "rank 1", "send"),
     ):
-        assert said.wait(20)
+        assert said.wait(60)
 
 
 def test_a_stopped_process_is_called_so() -> None:

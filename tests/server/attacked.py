@@ -28,7 +28,7 @@ from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.server.helpers import SECRET, flat_of
 
 DESCRIPTORS = 256  # of a server process: fewer than a flood has connections
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 LR = 1e-3
 
 
@@ -91,7 +91,7 @@ def server(folder: Path, name: str, tls: TlsConfig) -> Iterator[Attacked]:
         yield Attacked(name, process, run_dir.socket(0), address.read_text(), tls)
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(60)
 
 
 class Training(threading.Thread):

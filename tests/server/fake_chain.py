@@ -100,7 +100,7 @@ class FakeReplica:
     def _pause(self) -> None:
         if self.stopped.is_set():
             self.held.set()
-            self.goes_on.wait(30)
+            self.goes_on.wait(60)
 
     def _answer(self, connection: Connection, header: Header) -> None:
         kind = header.kind

@@ -145,7 +145,7 @@ def test_a_stopped_head_is_left_when_another_replica_tells_of_a_new_epoch() -> N
         chain.replicas[0].believes = chain.moved()
         chain.replicas[0].stopped.set()
         pushing = client.links[0].post("push", commit_request(client))
-        assert chain.replicas[0].held.wait(10)
+        assert chain.replicas[0].held.wait(60)
         chain.move(1, 2)
         pushing.result()
         chain.replicas[0].goes_on.set()  # it answers late, on a connection that is gone

@@ -132,13 +132,13 @@ def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: i
         asked = threading.Semaphore(0)
         member = model.membership.members[0]
         with model.lock:
-            assert model.lock.wait_for(lambda: "push" in member.channels, 10)
+            assert model.lock.wait_for(lambda: "push" in member.channels, 60)
             slow = member.channels["push"]._replace(abort=asked.release)
             member.channels["push"] = slow
-        first = link._connect("push", 10)
-        second = link._connect("push", 10)
+        first = link._connect("push", 60)
+        second = link._connect("push", 60)
         for _waiting in range(2):
-            assert asked.acquire(timeout=10)
+            assert asked.acquire(timeout=60)
         with model.lock:
             del member.channels["push"]
             model.lock.notify_all()

@@ -47,7 +47,7 @@ def follower_of(followers: Followers, request: Follow) -> Iterator[Connection]:
         yield ours
     finally:
         followers.close()
-        thread.join(10)
+        thread.join(60)
         ours.close()
         theirs.close()
 
@@ -102,7 +102,7 @@ def test_a_push_waits_until_all_followers_have_connected() -> None:
     with follower_of(followers, Follow(1, 0)) as connection:
         assert next_entry(connection).position == 1
         assert next_entry(connection).position == 2
-        pushing.join(10)
+        pushing.join(60)
         assert model.version == 1
 
 
@@ -118,7 +118,7 @@ def test_the_clip_factor_of_an_entry_is_that_of_all_servers() -> None:
         assert decode(meta, NormsRequest).divisor == 0.5
         connection.send(Header(FrameKind.NORMS), encode(Norms((6.0, 8.0))))
         applied = next_entry(connection).decision
-        pushing.join(10)
+        pushing.join(60)
     assert isinstance(applied, StepApplied)
     assert applied.clip_factor == pytest.approx(1 / (4 * 12 + 100) ** 0.5)
 

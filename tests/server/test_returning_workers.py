@@ -36,7 +36,7 @@ def lose(found: list[Server], client: Client) -> None:
 
 def _wait_for_loss(model: ServedModel, worker: int) -> None:
     with model.lock:
-        assert model.lock.wait_for(lambda: worker in model.membership.departed, 10)
+        assert model.lock.wait_for(lambda: worker in model.membership.departed, 60)
 
 
 def back(found: list[Server], rank: int, rule: Rule = ASYNC, generation: int = 1) -> Client:
@@ -117,7 +117,7 @@ def test_it_cannot_enter_a_run_that_the_others_have_finished() -> None:
             early.enter()
         early.close()
         first.close()
-        found[0].wait_idle(10)
+        found[0].wait_idle(60)
         with pytest.raises(RunOver):
             back(found, 1, generation=2)
 
@@ -134,7 +134,7 @@ def test_a_barrier_waits_for_the_processes_that_take_part_and_no_others() -> Non
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert one.lowest_survivor == two.lowest_survivor == 1
         for client in (zero, one, two):
             client.meet(6 << 20, (1, 0, 0))
@@ -142,7 +142,7 @@ def test_a_barrier_waits_for_the_processes_that_take_part_and_no_others() -> Non
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert zero.lowest_survivor == one.lowest_survivor == 0
         for client in (zero, one, two):
             client.close()

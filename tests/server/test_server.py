@@ -90,7 +90,7 @@ def test_a_worker_that_dies_ends_the_wait_for_its_norm() -> None:
             assert first.norms()
             first.close()
             with pytest.raises(PeerLost):
-                waiting.result(30)
+                waiting.result(60)
         second.close()
 
 
@@ -123,9 +123,9 @@ def tells(size: int) -> list[Callable[[str], list[str]]]:
 
     def tell(rank: int, word: str) -> list[str]:
         words[rank] = word
-        barrier.wait(10)
+        barrier.wait(60)
         heard = list(words)
-        barrier.wait(10)
+        barrier.wait(60)
         return heard
 
     return [partial(tell, rank) for rank in range(size)]
@@ -174,7 +174,7 @@ def test_a_worker_that_dies_ends_a_synchronous_run_for_the_others() -> None:
         waiting = pool.submit(weights, client, 1)
         other.close()  # without leaving
         with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
-            waiting.result(10)
+            waiting.result(60)
         client.close()
 
 
@@ -190,7 +190,7 @@ def test_a_worker_that_leaves_or_dies_lowers_the_quorum(leaves: bool, count: int
         if leaves:
             other.leave()
         other.close()
-        assert torch.any(waiting.result(10) == -1.0)
+        assert torch.any(waiting.result(60) == -1.0)
         assert found[0].models[7].report()["lost"] == ([] if leaves else [1])
         drop(client)
 
@@ -210,7 +210,7 @@ def test_a_model_is_forgotten_when_its_workers_have_left() -> None:
             client = client_of(found, 0, Rule(1))
             client.commit(*fill(client, 1.0))
             drop(client)
-            assert all(server.wait_idle(10) for server in found)
+            assert all(server.wait_idle(60) for server in found)
 
 
 def test_workers_that_describe_the_model_differently_are_refused() -> None:

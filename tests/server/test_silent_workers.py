@@ -14,7 +14,13 @@ from tests.server.helpers import client_of, fill, servers
 LIMITED = WaitConfig(notice_s=1e6, limit_s=0.1)
 
 
-def test_an_update_that_misses_a_worker_names_it() -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker waits for its server longer than any test runs: the server is what gives up."""
+    monkeypatch.setattr("shoal.server.link._PATIENCE", 1e6)
+
+
+def test_an_update_that_misses_a_worker_names_it(patient: None) -> None:
     with servers(1) as found, Watcher(LIMITED):
         client = client_of(found, 0, Rule(2))
         silent = client_of(found, 1, Rule(2))
@@ -25,7 +31,7 @@ def test_an_update_that_misses_a_worker_names_it() -> None:
         silent.close()
 
 
-def test_a_barrier_that_misses_a_worker_names_it() -> None:
+def test_a_barrier_that_misses_a_worker_names_it(patient: None) -> None:
     with servers(1) as found, Watcher(LIMITED):
         client = client_of(found, 0, Rule(2))
         silent = client_of(found, 1, Rule(2))
@@ -38,11 +44,12 @@ def test_a_barrier_that_misses_a_worker_names_it() -> None:
 @pytest.mark.parametrize("tcp", [False, True])
 def test_a_server_that_does_not_answer_is_named(tcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.server.link._PATIENCE", 0.5)  # the server keeps its silence longer
-    with servers(1, tcp=tcp) as found, Watcher(LIMITED):
+    with servers(1, tcp=tcp) as found:
         client = client_of(found, 0, Rule(2))
         silent = client_of(found, 1, Rule(2))
         link: ServerLink = client.links[0]
         with (
+            Watcher(LIMITED),
             found[0].models[7].lock,  # its threads are all held up
             pytest.raises(PeerLost, match=r"after .* s in PULL to server 0 \(no answer\)"),
         ):

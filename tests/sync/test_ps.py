@@ -209,7 +209,7 @@ def test_a_quorum_goes_on_without_the_slow_worker(world: World, late: str, place
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.waited:
-                self.waited = ahead.wait(30)
+                self.waited = ahead.wait(60)
             out: Tensor = self.net(x)
             return out
 
@@ -342,7 +342,7 @@ def test_the_others_go_on_without_a_dead_worker(
 
     with launched(monkeypatch, 2) as found:
         assert world(4, body) == [20, 20, -1, 20]
-        assert all(server.wait_idle(10) for server in found)
+        assert all(server.wait_idle(60) for server in found)
 
 
 # ---- checkpoints --------------------------------------------------------------------------------

@@ -229,4 +229,4 @@ def test_a_worker_that_exited_before_it_joined_is_not_waited_for(rule: Rule) -> 
             client.leave()
         client.close()
         if not rule.is_synchronous:
-            assert all(server.wait_idle(10) for server in found)
+            assert all(server.wait_idle(60) for server in found)

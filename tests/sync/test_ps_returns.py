@@ -27,12 +27,12 @@ def lose_and_return(run: Run, world: World, victim: int, at: int, until: int) ->
 
     def after_step(rank: int, generation: int, job: Job) -> None:
         if not generation and job.steps == 1:
-            all_train.wait(30)
+            all_train.wait(60)
         if rank == victim and not generation and job.steps == at:
             raise Killed
         if rank != victim and job.steps == until:
-            waiting.wait(30)
-            assert back.wait(30)
+            waiting.wait(60)
+            assert back.wait(60)
         if rank == victim and generation:
             back.set()
 
@@ -41,7 +41,7 @@ def lose_and_return(run: Run, world: World, victim: int, at: int, until: int) ->
     def body(group: Group) -> Job:
         job = run.live(group.rank)
         if group.rank == victim:
-            assert far.wait(30)
+            assert far.wait(60)
             job = run.live(victim, 1)
         return job
 

@@ -129,7 +129,7 @@ def test_servers_that_hold_something_of_every_part_follow_themselves(
         together = in_the_end(world, 4, strategy)
         for name, tensor in alone.items():
             torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=2e-5)
-        assert all(server.wait_idle(10) for server in servers)
+        assert all(server.wait_idle(60) for server in servers)
 
 
 # ---- bounded staleness --------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_the_first_replica_that_is_left_saves(
 
     with launched(monkeypatch, 2) as servers:
         found = world(6, body)
-        assert all(server.wait_idle(10) for server in servers)
+        assert all(server.wait_idle(60) for server in servers)
     assert [first for first, _ in found] == [-1, -1, 1, 1, 1, 1]
     with job_of(solo_group(), "single", gpt(2), **GPT_OPTIONS) as (job, step):
         job.load(saved)

@@ -66,11 +66,11 @@ def test_a_worker_may_come_that_was_not_there_at_the_start(
             has_come.set()
         elif job.steps == 7:
             late.start()
-            assert has_come.wait(30)
+            assert has_come.wait(60)
 
     run.after_step = after_step
     world(1, lambda group: run.live(0))
-    late.join(30)
+    late.join(60)
     assert run.results[1, 1] == [1.0] * 3
     assert (run.reports[0]["steps"], run.reports[1]["steps"]) == (STEPS, STEPS)
 

@@ -39,7 +39,7 @@ def page(value: int, num_bytes: int = 100) -> np.ndarray:
 
 
 def test_the_latest_version_is_read_and_only_once() -> None:
-    barrier = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=60)
 
     def work(pages: VersionedPages) -> list[tuple[int | None, int]]:
         into = page(0)
@@ -96,7 +96,7 @@ def test_a_reader_that_is_overtaken_gives_up() -> None:
 
 def test_a_closed_page_stays_readable() -> None:
     first = Table(2)
-    second = threading.Barrier(2, timeout=20)
+    second = threading.Barrier(2, timeout=60)
 
     def main(rank: int) -> int:
         pages = VersionedPages.join(first.exchange(rank), rank, 100)

@@ -61,7 +61,7 @@ def test_a_clipped_step_has_one_factor_on_all_shards(victim: tuple[int, int] | N
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         weights = torch.tensor(pulled(clients[0], version=4))
         expected = -4 * 0.5 / len(weights) ** 0.5
         assert torch.allclose(weights, torch.full_like(weights, expected), atol=1e-5)
