@@ -93,18 +93,16 @@ class SpaceSaving:
 
     def _join(self, ids: Ids, counts: Numbers, errors: Numbers, floor: int) -> None:
         """Add counters; ids without one came at most `floor` times on that side."""
-        joined = np.union1d(self._ids, ids)
-        all_counts = np.zeros(len(joined), np.int64)
-        all_errors = np.zeros(len(joined), np.int64)
-        for own in (
-            (self._ids, self._counts, self._errors, self._floor),
-            (ids, counts, errors, floor),
-        ):
-            is_own = np.isin(joined, own[0], assume_unique=True)
-            all_counts[is_own] += own[1]
-            all_errors[is_own] += own[2]
-            all_counts[~is_own] += own[3]
-            all_errors[~is_own] += own[3]
+        places, is_known = _look_up(self._ids, ids)
+        own_counts = self._counts + floor
+        own_errors = self._errors + floor
+        own_counts[places[is_known]] += counts[is_known] - floor
+        own_errors[places[is_known]] += errors[is_known] - floor
+        joined = np.concatenate([self._ids, ids[~is_known]])
+        order = np.argsort(joined, kind="stable")  # two runs that are in order
+        joined = joined[order]
+        all_counts = np.concatenate([own_counts, counts[~is_known] + self._floor])[order]
+        all_errors = np.concatenate([own_errors, errors[~is_known] + self._floor])[order]
         self._floor += floor
         kept = np.arange(len(joined))
         if len(joined) > self.capacity:
@@ -114,3 +112,11 @@ class SpaceSaving:
         self._ids = joined[kept]
         self._counts = all_counts[kept]
         self._errors = all_errors[kept]
+
+
+def _look_up(ordered: Ids, ids: Ids) -> tuple[Ids, NDArray[np.bool_]]:
+    """Where ids are among ordered ones, and whether each is there."""
+    if not len(ordered):
+        return np.zeros(len(ids), np.int64), np.zeros(len(ids), np.bool_)
+    places = np.minimum(ordered.searchsorted(ids), len(ordered) - 1)
+    return places, ordered[places] == ids

@@ -159,13 +159,28 @@ def test_loads_are_counted_by_owner_and_as_they_were_served() -> None:
 @given(st.lists(st.lists(st.integers(0, 9), unique=True), max_size=12), st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
 def test_a_kept_row_is_never_older_than_its_bound(pulls: list[list[int]], steps: int) -> None:
-    """The row of each id is the step at which it was pulled."""
+    """The row of each id tells the id, and the step at which it was pulled."""
     cache = RowCache(steps)
+    asked = 0
     for step, wanted in enumerate(pulls):
-        ids = torch.tensor(wanted, dtype=torch.int64)
-        rows = torch.full((len(ids), 1), -1.0)
-        is_kept = cache.get(ids, step, rows)
-        ages = step - rows[is_kept]
-        assert ((ages >= 1) & (ages <= steps)).all()
-        cache.put(ids[~is_kept], step, torch.full((int((~is_kept).sum()), 1), float(step)))
-    assert cache.asked == sum(map(len, pulls))
+        now = float(step)
+
+        def pull(ids: Tensor, now: float = now) -> Tensor:
+            nonlocal asked
+            asked += len(ids)
+            return torch.stack([ids.float(), torch.full((len(ids),), now)], 1)
+
+        rows = cache.pull(torch.tensor(wanted, dtype=torch.int64), step, pull)
+        assert rows[:, 0].tolist() == wanted
+        assert ((step - rows[:, 1] >= 0) & (step - rows[:, 1] <= steps)).all()
+    assert cache.asked == sum(map(len, pulls)) and cache.asked - cache.hits == asked
+
+
+def test_kept_rows_are_found_after_old_ones_were_left_out() -> None:
+    """Ten steps of ids of which half are new ones: memory stays bounded."""
+    cache = RowCache(2)
+    for step in range(100):
+        ids = torch.arange(4 * step, 4 * step + 8)
+        rows = cache.pull(ids, step, lambda ids: ids.float().view(-1, 1))
+        assert torch.equal(rows.flatten(), ids.float())
+    assert cache.hits == 99 * 4 and len(cache._rows) < 64
