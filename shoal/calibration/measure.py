@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from shoal.calibration.machine import machine_of
@@ -17,6 +15,7 @@ from shoal.errors import BadInput
 from shoal.launch.local import LaunchSpec, launch
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
+from shoal.runtime.scratch import scratch_folder
 
 MODULE = "shoal.bench.machine"
 _START_S = 3.0  # until workers have loaded torch
@@ -70,8 +69,8 @@ def measured_by(workers: int, seconds: float, device: str | None) -> Any:
     config = RunConfig.from_environment()
     strategy = "ddp" if workers > 1 else "single"
     config = replace(config, strategy=strategy, device=device or config.device)
-    with tempfile.TemporaryDirectory(prefix="shoal-calibrate-") as folder:
-        result = Path(folder) / "result.json"
+    with scratch_folder("calibrate") as folder:
+        result = folder / "result.json"
         words = ["--seconds", str(seconds), "--result", str(result)]
         command = [sys.executable, "-m", MODULE, *words]
         launch(LaunchSpec(command, workers, config, servers=int(workers > 1)), _discard)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from shoal.commands.launching import run_quietly
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
+from shoal.runtime.scratch import scratch_folder
 
 
 def measure_in_workers(
@@ -22,8 +21,8 @@ def measure_in_workers(
     run: Callable[[list[str], int, RunConfig], None] = run_quietly,
 ) -> Any:
     """The result that workers of `python -m module` write, run with these options."""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        result = Path(folder) / "result.json"
+    with scratch_folder("bench") as folder:
+        result = folder / "result.json"
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
         run([sys.executable, "-m", module, *words, "--result", str(result)], workers, config)
         return json.loads(result.read_text())

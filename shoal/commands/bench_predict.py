@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from shoal.plan.prediction import Prediction
 from shoal.plan.profile import profiled
 from shoal.plan.spread import SpreadPredictor
 from shoal.plan.workloads.workload import Workload
+from shoal.runtime.scratch import scratch_folder
 from shoal.strategy.strategy import as_strategy
 
 STRATEGIES = ("single", "ddp", "ps", 'ps(mode="async")', "gossip", "zero(2)", "pp(2)", "tp(2)")
@@ -85,10 +85,10 @@ class PredictBench:
     def _measure(self, model: str, runs: Sequence[tuple[str, int]]) -> list[RunOutcome]:
         command = [sys.executable, "-m", WORKER, "PLAN", SCRIPT, "--model", model]
         config = config_for(as_strategy("single"), device=self.device)
-        with tempfile.TemporaryDirectory(prefix="shoal-predict-") as name:
-            entries = _entries(runs, self.rounds, Path(name))
+        with scratch_folder("predict") as folder:
+            entries = _entries(runs, self.rounds, folder)
             with progress_over(entries) as show:
-                comparison = Comparison(command, config, STEPS[model], Path(name), show)
+                comparison = Comparison(command, config, STEPS[model], folder, show)
                 for group in groups_of(entries, apart=False):
                     comparison.run(group)
             return comparison.outcomes(entries)

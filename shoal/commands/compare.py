@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -30,6 +29,7 @@ from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.scratch import scratch_folder
 from shoal.strategy.base import TERMS
 from shoal.strategy.strategy import as_strategy
 
@@ -81,10 +81,10 @@ def compare(
     if steps is None and command[4].startswith("shoal.examples."):
         steps = EXAMPLE_STEPS
     config = config_for(as_strategy("single"), seed, device)
-    with tempfile.TemporaryDirectory(prefix="shoal-compare-") as folder:
-        entries = _entries(names, workers, Path(folder))
+    with scratch_folder("compare") as folder:
+        entries = _entries(names, workers, folder)
         with progress_over(entries) as show:
-            comparison = Comparison(command, config, steps, Path(folder), show)
+            comparison = Comparison(command, config, steps, folder, show)
             for group in groups_of(entries, apart):
                 comparison.run(group)
         outcomes = comparison.outcomes(entries)

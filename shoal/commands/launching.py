@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from shoal.launch.report import run_report
 from shoal.observe.progress import ProgressBar
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import check_faults
+from shoal.runtime.scratch import scratch_folder
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
 
@@ -228,12 +228,12 @@ def traced(config: RunConfig, file: Path | None) -> Iterator[RunConfig]:
         yield config
         return
     check_folder(file, "a trace")
-    with tempfile.TemporaryDirectory(prefix="shoal-trace-") as folder:
-        yield replace(config, trace_dir=Path(folder))
+    with scratch_folder("trace") as folder:
+        yield replace(config, trace_dir=folder)
         from shoal.observe.time_shares import print_shares, write_chrome
         from shoal.observe.trace import read_spans
 
-        spans = read_spans(Path(folder))
+        spans = read_spans(folder)
         write_chrome(spans, file)
         print_shares(spans)
         print(f"trace: {file} (open it in chrome://tracing or ui.perfetto.dev)")

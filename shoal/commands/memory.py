@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +23,7 @@ from shoal.commands.memory_limit import MemoryQuestion, estimates, fits
 from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput
 from shoal.runtime.config import MemoryProbeConfig
+from shoal.runtime.scratch import scratch_folder
 from shoal.strategy.strategy import Strategy
 
 _HEADS = {  # short, so that the columns fit 80 characters
@@ -76,8 +75,7 @@ def memory(
         fits(script, args, MemoryQuestion(workers, tuple(strategy or ()), limit), as_json)
         return
     value = strategy_for(strategy[0] if strategy else None, workers, to_run=measure)
-    with tempfile.TemporaryDirectory(prefix="shoal-memory-") as name:
-        folder = Path(name)
+    with scratch_folder("memory") as folder:
         [found] = estimates(command, [value], workers, folder)
         document = {"estimated": found["workers"], **found}
         document.pop("workers")

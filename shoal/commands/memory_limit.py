@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from shoal.errors import BadInput, CheckFailed, ShoalError
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Split
 from shoal.runtime.config import MemoryEstimateConfig
+from shoal.runtime.scratch import scratch_folder
 from shoal.strategy.strategy import Strategy, as_strategy
 
 _USUAL = ("ddp", "zero(1)", "zero(2)", "zero(3)", "ps", "pp({n})", "tp({n})")
@@ -139,8 +139,8 @@ def estimates(
 
 
 def _needs(command: list[str], strategies: list[Strategy], workers: int) -> list[StrategyNeed]:
-    with tempfile.TemporaryDirectory(prefix="shoal-memory-") as name:
-        found = estimates(command, strategies, workers, Path(name))
+    with scratch_folder("memory") as folder:
+        found = estimates(command, strategies, workers, folder)
     return [_need(*pair, workers) for pair in zip(found, strategies, strict=True)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from shoal.plan.profile import ModelProfile
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Precision
 from shoal.runtime.config import WorkloadTraceConfig
+from shoal.runtime.scratch import scratch_folder
 from shoal.strategy.strategy import as_strategy
 
 
@@ -29,8 +29,7 @@ class ScriptWorkload(NamedTuple):
 def workload_of_script(script: str, args: Sequence[str] | None = None) -> ScriptWorkload:
     """Run a script, or an example, up to its first step, on tensors without memory."""
     command = command_for(script, args)
-    with tempfile.TemporaryDirectory(prefix="shoal-workload-") as name:
-        folder = Path(name)
+    with scratch_folder("workload") as folder:
         config = config_for(as_strategy("single"), device="cpu")
         run_quietly(command, 1, replace(config, workload_trace=WorkloadTraceConfig(folder)))
         document = _read(folder, script)

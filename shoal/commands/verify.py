@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +15,7 @@ from shoal.commands import options
 from shoal.commands.launching import command_for, config_for, strategy_for
 from shoal.commands.verify_runs import RunPair, ScriptRuns
 from shoal.errors import BadInput
+from shoal.runtime.scratch import scratch_folder
 from shoal.strategy.base import Batches
 
 if TYPE_CHECKING:
@@ -71,8 +70,8 @@ def verify(
     single = config_for(value.reference, seed, device)
     from shoal.observe.verify import judge  # torch: only after the options were checked
 
-    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
-        runs = ScriptRuns(command, steps, Path(folder), quiet=as_json)
+    with scratch_folder("verify") as folder:
+        runs = ScriptRuns(command, steps, folder, quiet=as_json)
         pair = RunPair(runs, single, config_for(value, seed, device), str(value), workers)
         alone = pair.alone()
         together = pair.together()

@@ -6,11 +6,9 @@ What is chosen equals one device's result, and is one that the notation alone ca
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from shoal.calibration.cache import calibrated_cluster
 from shoal.cluster.cluster import Cluster
@@ -26,6 +24,7 @@ from shoal.plan.search import SearchOptions, search
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Workload
 from shoal.runtime.config import RunConfig, WorkloadTraceConfig
+from shoal.runtime.scratch import scratch_folder
 from shoal.strategy.strategy import Strategy, as_strategy
 
 AUTO = "auto"
@@ -50,8 +49,7 @@ def choose_strategy(workers: int, config: RunConfig, run: ScriptRun, say: Say) -
 
 def traced(config: RunConfig, run: ScriptRun) -> tuple[TracedWorkload, int]:
     """The model of the script and the samples of its batch."""
-    with tempfile.TemporaryDirectory(prefix="shoal-auto-") as name:
-        folder = Path(name)
+    with scratch_folder("auto") as folder:
         trace = WorkloadTraceConfig(folder)
         run(1, replace(config, strategy="single", device="cpu", workload_trace=trace))
         file = folder / "workload.json"

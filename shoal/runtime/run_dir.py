@@ -32,6 +32,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -52,6 +53,12 @@ _MAX_SECRET_TEXT = 4096
 _MAX_DIGITS = 18
 _MAX_REPORT_BYTES = 64 << 20
 _LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un
+_KINDS = (
+    *("run", "ps"),  # of launchers, and of servers that workers start
+    *("auto", "bench", "calibrate", "compare", "memory", "predict", "profile", "trace"),
+    *("verify", "workload"),  # of commands: see scratch.py
+)
+_LOCKED_NAME = re.compile(rf"shoal-({'|'.join(_KINDS)})-\w{{8}}")
 _locks: dict[Path, int] = {}  # open files that mark the directories of this process as in use
 
 
@@ -325,7 +332,7 @@ class RunDir:
 def new_run_dir() -> Iterator[RunDir]:
     """A directory with a fresh secret; removed at the end of the block."""
     remove_abandoned()
-    run_dir = _make_locked("shoal-run-")
+    run_dir = make_locked("run")
     try:
         with _room_for(run_dir.path):
             run_dir.write_secret(new_secret())
@@ -350,15 +357,16 @@ def remove_abandoned() -> None:
     """Remove directories of this user whose process was killed: their lock is free."""
     with suppress(OSError):
         folders = {Path(tempfile.gettempdir()), Path("/tmp")}  # of servers: see new_server_dir
-        names = ("shoal-run-*/lock", "shoal-ps-*/lock")
-        locks = [lock for folder in folders for name in names for lock in folder.glob(name)]
-        for lock in locks:
-            if lock.lstat().st_uid == os.getuid() and lock.parent not in _locks:
-                _remove_if_abandoned(lock)
+        made = [folder / name for folder in folders for name in os.listdir(folder)]
+        for path in made:
+            if _LOCKED_NAME.fullmatch(path.name) and path not in _locks:
+                _remove_if_abandoned(path / "lock")
 
 
 def _remove_if_abandoned(lock: Path) -> None:
     with suppress(OSError):
+        if lock.lstat().st_uid != os.getuid():
+            return
         handle = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -367,11 +375,12 @@ def _remove_if_abandoned(lock: Path) -> None:
             os.close(handle)
 
 
-def _make_locked(prefix: str, parent: str | None = None) -> RunDir:
+def make_locked(kind: str, parent: str | None = None) -> RunDir:
     """A new directory; it counts as abandoned when this process and its forks have ended."""
+    assert kind in _KINDS, kind
     folder = parent or _temporary_folder()
     with _room_for(Path(folder)):
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
+        path = Path(tempfile.mkdtemp(prefix=f"shoal-{kind}-", dir=folder))
         unlocked = path / "new"
         handle = os.open(unlocked, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         _locks[path] = handle
@@ -404,7 +413,7 @@ def new_server_dir() -> RunDir:
     """A directory for servers that a worker starts; its path is short enough for sockets."""
     remove_abandoned()
     longest = len(_temporary_folder()) + len("/shoal-ps-12345678/server-000.sock")
-    return _make_locked("shoal-ps-", "/tmp" if longest > _LONGEST_SOCKET_PATH else None)
+    return make_locked("ps", "/tmp" if longest > _LONGEST_SOCKET_PATH else None)
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.coordinator.helpers import until
+from tests.folders import socket_folder
 
 NEEDS_ETCD = pytest.mark.skipif(
     shutil.which("etcd") is None, reason="there is no etcd: apt-get install etcd-server"
@@ -102,10 +103,10 @@ class EtcdCluster:
 def etcd_cluster(
     size: int = 1, tls: Sequence[str] = (), scheme: str = "http"
 ) -> Iterator[EtcdCluster]:
-    with tempfile.TemporaryDirectory(prefix="shoal-etcd-") as folder:
+    with socket_folder() as folder:
         ports = _free_ports(2 * size)
         members = [EtcdMember(ports[2 * i], ports[2 * i + 1]) for i in range(size)]
-        cluster = EtcdCluster(Path(folder), members, tls, scheme)
+        cluster = EtcdCluster(folder, members, tls, scheme)
         try:
             for number in range(size):
                 cluster.start(number)
@@ -115,11 +116,16 @@ def etcd_cluster(
 
 
 def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
+    """Below those that the kernel gives out: no other process takes one meanwhile."""
+    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    end = int(text.split()[0])
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.randrange(end // 2, end)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            found.add(port)
+    return list(found)
 
 
 def _architecture() -> str:

@@ -6,12 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from shoal.coordinator.client import RemoteCoordinator
 from shoal.coordinator.connect import open_etcd
@@ -22,6 +20,7 @@ from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir, new_secret
+from tests.folders import socket_folder
 
 SECRET = new_secret()
 PATIENCE_S = 60.0
@@ -31,8 +30,8 @@ Connect = Callable[[], Coordinator]
 @contextmanager
 def run_dir() -> Iterator[RunDir]:
     """With a path that is short enough for sockets."""
-    with tempfile.TemporaryDirectory(prefix="shoal-co-") as folder:
-        found = RunDir(Path(folder))
+    with socket_folder() as folder:
+        found = RunDir(folder)
         found.write_secret(SECRET)
         yield found
 

@@ -19,8 +19,9 @@ from tests.scripts import PLAIN, shoal
 
 HOLD_DIRECTORY = """
 from shoal.runtime.run_dir import new_run_dir
-with new_run_dir() as run_dir:
-    print(run_dir.path, flush=True)
+from shoal.runtime.scratch import scratch_folder
+with new_run_dir() as run_dir, scratch_folder("verify") as scratch:
+    print(run_dir.path, scratch, flush=True)
     input()
 """
 
@@ -68,12 +69,12 @@ def test_the_next_start_removes_the_folder_of_a_killed_launcher(tmp_folder: Path
         text=True,
     )
     assert process.stdout is not None
-    path = Path(process.stdout.readline().strip())
+    path, scratch = map(Path, process.stdout.readline().split())
     with new_run_dir():
-        assert RunDir(path).secret.exists()  # its launcher runs
+        assert RunDir(path).secret.exists() and scratch.is_dir()  # its launcher runs
     process.kill()
     process.communicate()
-    assert RunDir(path).secret.exists()
+    assert RunDir(path).secret.exists() and scratch.is_dir()
     with new_run_dir() as own, new_run_dir() as other:
         assert {own.path, other.path} == set(tmp_folder.iterdir())
     servers = new_server_dir()

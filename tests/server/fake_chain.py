@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from shoal.server.protocol.connection import Closed, Connection
 from shoal.server.protocol.endpoint import Listener
@@ -16,6 +14,7 @@ from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, Refu
 from shoal.server.protocol.handshake import authenticate_peer
 from shoal.server.protocol.hello import ErrorReply, Moved
 from shoal.server.protocol.messages import Ack, LowestSurvivor, Pulled, SetUp
+from tests.folders import socket_folder
 from tests.server.helpers import SECRET
 
 ANSWER_WITHOUT_EFFECT = "dies before it counts"
@@ -158,7 +157,7 @@ class FakeReplica:
 @contextmanager
 def fake_chain(replicas: int = 3) -> Iterator[FakeChain]:
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-fake-")))
+        folder = stack.enter_context(socket_folder())
         chain = FakeChain(members=tuple(range(replicas)))
         for number in range(replicas):
             replica = FakeReplica(chain, number, f"unix:{folder}/server-{number}.sock")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.messages import Commit
 from shoal.server.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
+from tests.folders import socket_folder
 
 SECRET = new_secret()
 MODEL = 7
@@ -30,7 +29,7 @@ MODEL = 7
 @contextmanager
 def servers(count: int = 1, tcp: bool = False) -> Iterator[list[Server]]:
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-ps-")))
+        folder = stack.enter_context(socket_folder())
         addresses = [
             "tcp:127.0.0.1:0" if tcp else f"unix:{folder}/server-{i}.sock" for i in range(count)
         ]

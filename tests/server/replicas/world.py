@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from shoal.server.replicas.runtime import ReplicaPlace
 from shoal.server.replicas.start import ReplicaSettings
 from shoal.server.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
+from tests.folders import socket_folder
 from tests.server.helpers import MODEL, SECRET, flat_of
 
 TTL_S = 0.5
@@ -100,8 +100,8 @@ class World:
 def world(
     replicas: int = 3, shards: int = 1, consistency: ChainConsistency = "strong"
 ) -> Iterator[World]:
-    with tempfile.TemporaryDirectory(prefix="shoal-rep-") as folder:
-        made = World(Path(folder), replicas, shards, consistency)
+    with socket_folder() as folder:
+        made = World(folder, replicas, shards, consistency)
         try:
             yield made
         finally:

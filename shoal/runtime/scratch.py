@@ -1,0 +1,20 @@
+"""Folders for the files of a command, which are removed even where the command was killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.runtime.run_dir import make_locked, remove_abandoned
+
+
+@contextmanager
+def scratch_folder(kind: str) -> Iterator[Path]:
+    """Removed at the end of the block; if this process is killed, by the next that makes one."""
+    remove_abandoned()
+    made = make_locked(kind)
+    try:
+        yield made.path
+    finally:
+        made.remove()
