@@ -6,6 +6,18 @@
     with armed("log.append.written", act): …    in a test of one process: `act()` is called
 
 A process arms what its configuration names where it starts (`arm`).
+
+    push.received, validated, deduplicated      a server has the metadata of a push; has checked
+                                                it; has found that it does not know it yet
+    push.logged, replicated, applied            ... has it in its log, has sent nothing yet; knows
+                                                that all members have it; has applied it
+    push.acknowledged                           ... has answered the worker, or its predecessor
+    election.before, after                      a configuration is about to be written; is written
+    splice                                      a tail has stopped committing, to add a member
+    snapshot.begin                              a state is about to be copied
+    snapshot.temporary, fsync, rename           a file: is written, is on the disk, has its name;
+                                                a learner: has a part, has all, has installed it
+    log.append.…, log.compact.…                 the log of the coordinator
 """
 
 from __future__ import annotations

@@ -126,9 +126,13 @@ class Peer:
         return member is not None and member.incarnation == self.incarnation
 
     def _known_model(self) -> ServedModel:
-        if not self._has_joined():
+        model = self.host.models.get(self.model_id)
+        if model is None or not self._has_joined():
+            chain = self.host.chain
+            if chain is not None:  # it has lost its state since the worker joined
+                raise chain.elsewhere(f"does not know worker {self.worker}")
             raise self._not_joined()
-        return self.host.models[self.model_id]
+        return model
 
     def _not_joined(self) -> Refused:
         return Refused(f"worker {self.worker} has not joined this model")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 
 from shoal.errors import BadInput
-from shoal.runtime.failpoints import failpoint
 from shoal.server.handlers import chain, compressed, control, hot_rows, pull, push, rows
 from shoal.server.handlers.dispatch import HANDLERS, Registered
 from shoal.server.model.membership import ModelFailure
@@ -59,7 +58,6 @@ class Session:
         registered = self._check(header)
         if not self._is_present(header):
             return
-        failpoint("push.received")
         try:
             self.peer.begin()
             registered.handler(self.peer, header, meta)

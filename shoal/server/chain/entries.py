@@ -8,11 +8,13 @@ from shoal.server.chain.config import Entry
 
 
 class EntryLog:
-    """The entries after `base`, without a gap."""
+    """The entries after `base`, without a gap. `weight` is what they take up together."""
 
     def __init__(self, base: int = 0):
         self.base = base
+        self.weight = 0
         self._entries: deque[Entry] = deque()
+        self._weights: deque[int] = deque()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -21,9 +23,11 @@ class EntryLog:
     def end(self) -> int:
         return self.base + len(self._entries)
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: Entry, weight: int = 1) -> None:
         assert entry.position == self.end + 1, f"{entry.position} does not follow {self.end}"
         self._entries.append(entry)
+        self._weights.append(weight)
+        self.weight += weight
 
     def between(self, after: int, upto: int) -> tuple[Entry, ...]:
         """Entries `after` + 1 to `upto`."""
@@ -33,4 +37,5 @@ class EntryLog:
     def drop(self, upto: int) -> None:
         while self._entries and self._entries[0].position <= upto:
             self._entries.popleft()
+            self.weight -= self._weights.popleft()
             self.base += 1

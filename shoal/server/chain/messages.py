@@ -131,4 +131,10 @@ class Reset(msgspec.Struct, frozen=True):
     """This node is of no more use: make a new one, without state, with a larger incarnation."""
 
 
-Effect: TypeAlias = Send | Apply | Refetch | ChangeConfig | SendSnapshot | Reset
+class Disconnect(msgspec.Struct, frozen=True):
+    """Break the connection to a learner that is too slow, with all that waits to be sent to it."""
+
+    to: int
+
+
+Effect: TypeAlias = Send | Apply | Refetch | ChangeConfig | SendSnapshot | Reset | Disconnect

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from shoal.server.chain.config import NO_CONFIG, ChainConfig, Entry
 from shoal.server.chain.entries import EntryLog
-from shoal.server.chain.messages import Acked, Append, Apply, At, Effect, Send, Teach
+from shoal.server.chain.messages import (
+    Acked,
+    Append,
+    Apply,
+    At,
+    Disconnect,
+    Effect,
+    Send,
+    Teach,
+    TooOld,
+)
 from shoal.server.chain.rounds import Rounds
 from shoal.server.chain.teaching import Teaching
 
@@ -40,6 +51,8 @@ class ChainState:
         self.config = NO_CONFIG
         self.committed = 0
         self.is_fenced = False  # was a member and is none any more
+        self.weigh: Callable[[Any], int] = lambda op: 1  # what keeping an operation takes up
+        self.max_weight = 4096  # of what is kept for learners; then they need another snapshot
         self._log = EntryLog()
         self._teaching = Teaching()
         self._rounds = Rounds()
@@ -110,7 +123,7 @@ class ChainState:
 
     def _append(self, op: Any) -> list[Effect]:
         entry = Entry(self.position + 1, op)
-        self._log.append(entry)
+        self._log.append(entry, self.weigh(op))
         effects: list[Effect] = [] if self.consistency == "strong" else [Apply((entry,))]
         if self._successor_is_known:
             effects += self._forward((entry,))
@@ -133,7 +146,20 @@ class ChainState:
             effects.append(Send(self.predecessor, Acked(self.epoch, self.committed)))
         for learner in self._teaching.listeners():
             effects += self._teach(learner, entries)
+        effects += self._give_up_slow()
+        return effects
+
+    def _give_up_slow(self) -> list[Effect]:
+        """The log is no longer kept for learners that are too far behind: they begin again."""
+        effects: list[Effect] = []
         self._forget()
+        while (
+            self._log.weight > self.max_weight and (slowest := self._teaching.slowest) is not None
+        ):
+            incarnation = self._teaching.incarnation_of(slowest) or 0
+            self._teaching.drop(slowest)
+            effects += [Send(slowest, TooOld(self.epoch, incarnation)), Disconnect(slowest)]
+            self._forget()
         return effects
 
     def _forget(self) -> None:

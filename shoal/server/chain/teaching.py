@@ -51,6 +51,12 @@ class Teaching:
         """Learners that get each entry when it is committed."""
         return [peer for peer, session in self._sessions.items() if session.has_state]
 
+    @property
+    def slowest(self) -> int | None:
+        """The learner that is furthest behind, but for the one that is being added."""
+        waiting = {p: s.position for p, s in self._sessions.items() if p != self.adding}
+        return min(waiting, key=waiting.__getitem__, default=None)
+
     def needed_after(self, committed: int) -> int:
         """Entries up to here are needed by no learner, nor by the chain."""
         return min([committed, *(s.position for s in self._sessions.values())])

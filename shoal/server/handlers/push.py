@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.runtime.failpoints import failpoint
 from shoal.server.handlers.dispatch import handles
 from shoal.server.model.push_buffer import PushBuffer
 from shoal.server.peer import Peer
@@ -36,6 +37,7 @@ def bucket(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.COMMIT, "push", has_payload=True)
 def commit(peer: Peer, header: Header, meta: bytes) -> None:
     """The push is complete; its loss and flags are the payload."""
+    failpoint("push.received")
     model, member = peer.joined()
     model.membership.check()
     request = decode(meta, Commit)
@@ -45,6 +47,7 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
         raise Refused(
             f"expected {loss_flags.nbytes} bytes of loss and flags, got {header.payload_bytes}"
         )
+    failpoint("push.validated")
     _catch_up(peer, pushes, header.sequence)
     if pushes.is_repeated(header.sequence):
         peer.connection.skip(loss_flags.nbytes)
@@ -56,6 +59,7 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
         peer.connection.read_into(loss_flags)
         if pushes.is_replicated and member.out is not None:
             pushes.arriving.gradients.copy_(member.out)
+    failpoint("push.deduplicated")
     payload = Payload(rows=pushes.take_rows(), push=pushes.take_arrived())
     batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in payload.rows)
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
@@ -63,6 +67,7 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     if ack.verdict == "staged" and model.is_leader:
         ack = model.verdict(member, header.sequence)
     peer.reply(encode(ack))
+    failpoint("push.acknowledged")
 
 
 def _catch_up(peer: Peer, pushes: PushBuffer, sequence: int) -> None:

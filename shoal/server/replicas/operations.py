@@ -28,6 +28,7 @@ from shoal.server.protocol.messages import (
     StepApplied,
     WireMessage,
 )
+from shoal.server.replicas.elsewhere import Elsewhere
 
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 MAX_PUSHED_TABLES = 256
@@ -158,6 +159,12 @@ class Payload:
     rows: tuple[RowPush, ...] = ()
     push: PushTensors | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes up in memory."""
+        tensors = [*(self.push or ()), *(t for rows in self.rows for t in (rows.ids, rows.grads))]
+        return len(self.data) + sum(int(tensor.nbytes) for tensor in tensors)
+
 
 EMPTY = Payload()
 Execute = Callable[[Operation, Payload], Any]
@@ -173,6 +180,7 @@ class ChainAccess(Protocol):
     def is_head(self) -> bool: ...
     def check_epoch(self, epoch: int) -> None: ...
     def check_head(self) -> None: ...
+    def elsewhere(self, reason: str) -> Elsewhere: ...
     def catch_up(self) -> None: ...
     def read(self, action: Callable[[], T]) -> T: ...
     def receive_snapshot(

@@ -70,6 +70,12 @@ class PeerLink:
         if connection is not None:
             self._messages.put((connection, message))
 
+    def reconnect(self) -> None:
+        """Break the connection, if there is one: what waits to be sent is dropped."""
+        connection = self._connection
+        if connection is not None:
+            connection.abort()
+
     def close(self) -> None:
         self._closed.set()
         self._messages.put(None)

@@ -25,6 +25,7 @@ from shoal.server.chain.messages import (
     Apply,
     ChainMessage,
     ChangeConfig,
+    Disconnect,
     Effect,
     Refetch,
     Reset,
@@ -50,7 +51,9 @@ from shoal.server.replicas.wire import Proposed, decode_message
 
 COMMIT_S = 120.0  # an operation that is not committed after so long ends the run
 ABSENT_S = 10.0  # a worker that has not come to a new head after so long is lost
+MAX_KEPT_BYTES = 1 << 30  # of pushes, for a replica that catches up; at least 4 of them
 _POLL_S = 0.5
+_OPERATION_BYTES = 512  # about, without a payload
 
 T = TypeVar("T")
 
@@ -117,6 +120,8 @@ class ChainRuntime:
     def _new_node(self, incarnation: int) -> None:
         place = self.place
         self.node = ChainNode(place.replica, incarnation, place.consistency, place.replicas)
+        self.node.weigh = _kept_bytes
+        self.node.max_weight = MAX_KEPT_BYTES
         founders = tuple(range(place.replicas))
         self.manager = ChainManager(self.node, founders, self.lease)
 
@@ -142,9 +147,9 @@ class ChainRuntime:
         """Elsewhere if a worker's epoch is not the present one, or this is no member."""
         node = self.node
         if not node.is_member:
-            raise self._elsewhere("is no member of its chain")
+            raise self.elsewhere("is no member of its chain")
         if epoch != node.epoch:
-            raise self._elsewhere(f"is in epoch {node.epoch}, and the request in epoch {epoch}")
+            raise self.elsewhere(f"is in epoch {node.epoch}, and the request in epoch {epoch}")
 
     @property
     def is_head(self) -> bool:
@@ -152,11 +157,10 @@ class ChainRuntime:
 
     def check_head(self) -> None:
         if not self.node.is_head:
-            raise self._elsewhere("is not the head of its chain")
+            raise self.elsewhere("is not the head of its chain")
 
     def execute(self, operation: Operation, payload: Payload = EMPTY) -> Any:
         """Propose, wait until it is committed and applied here, return the answer."""
-        _pass("push.validated", operation)
         with self.changed:
             waiter = self._propose(Proposed(operation, payload))
             kind = type(operation).__name__
@@ -166,7 +170,6 @@ class ChainRuntime:
             raise waiter.error
         if self.place.consistency == "eventual":
             self.confirm(waiter.node)
-        _pass("push.acknowledged", operation)
         return waiter.answer
 
     def read(self, action: Callable[[], T]) -> T:
@@ -195,7 +198,7 @@ class ChainRuntime:
         """
         with self.changed:
             if node is not self.node:
-                raise self._elsewhere("was removed from its chain")
+                raise self.elsewhere("was removed from its chain")
             if self.lease.is_valid(node.epoch, time.monotonic()) and node.is_member:
                 return
             try:
@@ -203,7 +206,7 @@ class ChainRuntime:
                 self._run(effects)
                 self._await(lambda: node.is_confirmed(number), node)
             except Fenced as error:
-                raise self._elsewhere("was removed from its chain") from error
+                raise self.elsewhere("was removed from its chain") from error
 
     def _propose(self, proposed: Proposed) -> _Waiter:
         node = self.node
@@ -211,7 +214,7 @@ class ChainRuntime:
             self._await(lambda: node.has_room, node)
             position, effects = node.propose(proposed)
         except (NotHead, Fenced) as error:
-            raise self._elsewhere("is not the head of its chain") from error
+            raise self.elsewhere("is not the head of its chain") from error
         waiter = self._waiters[position] = _Waiter(node)
         _pass("push.logged", proposed.operation)
         self._run(effects)
@@ -224,7 +227,7 @@ class ChainRuntime:
             if self._is_closed:
                 raise ModelFailure("the server was stopped")
             if node is not self.node:
-                raise self._elsewhere("was removed from its chain")
+                raise self.elsewhere("was removed from its chain")
             if time.monotonic() > deadline_s:
                 raise ModelFailure(f"{self._whom()} has not answered for {COMMIT_S:.0f} s")
             self.changed.wait(1.0)
@@ -236,7 +239,7 @@ class ChainRuntime:
         number = self.place.shard * self.place.replicas + successor
         return f"server {number} (shard {self.place.shard}, replica {successor})"
 
-    def _elsewhere(self, reason: str) -> Elsewhere:
+    def elsewhere(self, reason: str) -> Elsewhere:
         return Elsewhere(self.node.config, f"{self.place.in_words()} {reason}")
 
     # ------------------------------------------------------------------ replicas speak
@@ -250,11 +253,14 @@ class ChainRuntime:
             self._deliver(sender, message)
             return
         assert isinstance(message, Append | Teach)
+        _pass("push.received", operation)
         if not self._expects(sender, message):
             connection.skip(header.payload_bytes)
             self._deliver(sender, _without_operation(message))
             return
+        _pass("push.deduplicated", operation)
         payload = read_payload(self.host, operation, connection, header.payload_bytes)
+        _pass("push.validated", operation)
         proposed = Proposed(operation, payload)
         self._deliver(sender, _with_operation(message, proposed))
 
@@ -277,7 +283,10 @@ class ChainRuntime:
             if _is_missed(message, node):
                 self._run(node.link_up(sender))  # let it be sent again
                 return
-            self._run(node.receive(sender, message))
+            effects = node.receive(sender, message)
+            _pass_message("push.logged", message)
+            self._run(effects)
+            _pass_message("push.acknowledged", message)
 
     def link_up(self, peer: int) -> None:
         with self.changed:
@@ -322,6 +331,9 @@ class ChainRuntime:
             self._reset()
         elif isinstance(effect, SendSnapshot):
             self._send_snapshot(effect)
+        elif isinstance(effect, Disconnect):
+            if effect.to in self.links:
+                self.links[effect.to].reconnect()
         else:
             assert isinstance(effect, Refetch | ChangeConfig)
             if isinstance(effect, ChangeConfig):
@@ -387,11 +399,14 @@ class ChainRuntime:
                 raise Refused("a part of a snapshot without its head")
             limits = (header.payload_bytes, self.host.max_bytes)
             incoming.images.append(read_image(meta, connection, *limits))
+            failpoint("snapshot.temporary")
         incoming = self._incoming[sender]
         if incoming.is_complete:
             del self._incoming[sender]
+            failpoint("snapshot.fsync")
             with self.changed:
                 self._install(sender, incoming)
+                failpoint("snapshot.rename")
 
     def _install(self, sender: int, incoming: Incoming) -> None:
         node = self.node
@@ -439,9 +454,18 @@ class ChainRuntime:
                 self._losses.setdefault((number, worker), reason)
 
 
+def _kept_bytes(proposed: Proposed) -> int:
+    return min(proposed.payload.nbytes + _OPERATION_BYTES, MAX_KEPT_BYTES // 4)
+
+
 def _pass(name: str, operation: Operation) -> None:
     if isinstance(operation, Pushed):
         failpoint(name)
+
+
+def _pass_message(name: str, message: ChainMessage) -> None:
+    if isinstance(message, Append | Teach) and message.op is not None:
+        _pass(name, message.op.operation)
 
 
 def _is_missed(message: ChainMessage, node: ChainNode) -> bool:

@@ -11,6 +11,7 @@ from shoal.server.chain.messages import (
     Apply,
     ChainMessage,
     ChangeConfig,
+    Disconnect,
     Effect,
     Refetch,
     Reset,
@@ -74,6 +75,7 @@ class Replica:
         self.node = self.node_type(
             self.me, self.incarnation, world.consistency, world.replica_count
         )
+        self.node.max_weight = world.max_weight
         self.manager = self.manager_type(self.node, world.founders)
         self.state = self.state_type()
         self.has_lease = False
@@ -178,6 +180,9 @@ class Replica:
                 self.world.send_snapshot(self.me, effect, self.state.copy())
             elif isinstance(effect, Refetch | ChangeConfig):
                 self.look()
+            elif isinstance(effect, Disconnect):
+                self.world.given_up += 1
+                self.world.network.break_link(self.me, effect.to)
         self.advance_waiting()
 
     def start_again(self) -> None:

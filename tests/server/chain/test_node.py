@@ -9,9 +9,13 @@ from shoal.server.chain.messages import (
     Acked,
     Append,
     Apply,
+    Disconnect,
+    Learn,
     Refetch,
     Send,
+    SendSnapshot,
     Stale,
+    TooOld,
 )
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.state import Fenced, NotHead, TooFarAhead
@@ -102,3 +106,19 @@ def test_an_eventual_head_applies_at_once_and_waits_when_the_tail_is_far_behind(
     assert wire.states[0] == list(range(64))
     with pytest.raises(TooFarAhead):
         wire.nodes[0].propose("one more")
+
+
+def test_the_log_is_kept_for_a_learner_up_to_a_limit() -> None:
+    """One whose snapshot takes too long is given up, and gets another one when it comes again."""
+    tail = ChainNode(0, replicas=2)
+    tail.max_weight = 3
+    tail.reconfigure(ChainConfig(1, (0,)))
+    for op in range(9):
+        tail.propose(op)
+    assert tail.receive(1, Learn(1, 7, 0)) == [SendSnapshot(1, 7, 9)]
+    for op in range(3):
+        assert not any(isinstance(effect, Send) for effect in tail.propose(op)[1])
+    assert tail.receive(1, Learn(1, 7, 0)) == [], "its snapshot is on the way"
+    assert tail.propose("one more")[1][1:] == [Send(1, TooOld(1, 7)), Disconnect(1)]
+    assert tail.receive(1, Learn(1, 7, 9)) == [Send(1, TooOld(1, 7))]
+    assert tail.receive(1, Learn(1, 8, 0)) == [SendSnapshot(1, 8, 13)]

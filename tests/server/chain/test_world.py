@@ -19,6 +19,12 @@ def test_an_eventual_chain_counts_what_it_loses() -> None:
     assert run_all(range(EVENTUAL), consistency="eventual") > 0.95 * EVENTUAL
 
 
+def test_learners_that_fall_behind_what_is_kept_for_them_get_there_in_the_end() -> None:
+    worlds = [World(seed, max_weight=1) for seed in range(60)]
+    assert sum(world.run() for world in worlds) > 0.95 * len(worlds)
+    assert sum(world.given_up for world in worlds) > 5
+
+
 @pytest.mark.whole
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(10))

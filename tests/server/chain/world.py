@@ -33,7 +33,10 @@ class World:
         consistency: ChainConsistency = "strong",
         replica_type: type[Replica] = Replica,
         faults: tuple[str, ...] = FAULTS,
+        max_weight: int = 4096,
     ):
+        self.max_weight = max_weight  # operations that are kept for learners
+        self.given_up = 0  # learners that fell too far behind
         self.loop = Loop(seed)
         rng = self.loop.rng
         self.consistency = consistency

@@ -1,83 +1,152 @@
-"""Server processes and a coordinator process in a run directory of their own."""
+"""Server processes, a coordinator and workers as processes, in a run directory of their own."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
+from shoal.coordinator.client import RemoteCoordinator
+from shoal.coordinator.interface import Unavailable
 from shoal.runtime.config import RunConfig, ServerConfig
 from shoal.runtime.run_dir import RunDir
+from shoal.server.chain.config import ChainConfig
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.sync.ps.connect import ServedOptions, specs_of
+from tests import forked
 from tests.server.helpers import MODEL, SECRET, flat_of
 
-START_S = 120.0
+START_S = 60.0
+COORDINATOR = "coordinator"
+WORKER = "worker"
+Name = int | str
+
+
+def make_client(
+    run_dir: RunDir, replicas: int, rank: int = 0, generation: int = 0, workers: int = 1
+) -> Client:
+    """It waits until the servers have started."""
+    served = ServedOptions(
+        Rule(workers, asynchronous=True), optimizer=NamedOptimizer("SGD", {"lr": 1.0})
+    )
+    addresses = [run_dir.socket(replica) for replica in range(replicas)]
+    specs = specs_of(flat_of(), [addresses[0]], served)
+    secret = run_dir.read_secret()
+    assert secret is not None
+    return Client(rank, MODEL, [addresses], secret, specs, generation=generation)
 
 
 class Processes:
-    """One shard with `replicas` server processes; `failpoints` by replica."""
+    """One shard with `replicas` server processes; `failpoints` by process."""
 
-    def __init__(self, folder: Path, replicas: int, failpoints: dict[int, str]):
+    def __init__(self, folder: Path, replicas: int, failpoints: Mapping[Name, str]):
         self.run_dir = RunDir(folder)
         self.run_dir.write_secret(SECRET)
         self.replicas = replicas
         self.config = RunConfig(run_dir=self.run_dir, coordinator=self.run_dir.coordinator)
-        self.processes: dict[int | str, subprocess.Popen[bytes]] = {}
-        self._start("coordinator", "shoal.coordinator.main", self.config)
-        for replica in range(replicas):
-            self.start(replica, failpoints.get(replica))
+        self.processes: dict[Name, subprocess.Popen[str]] = {}
+        self._coordinator = RemoteCoordinator(self.run_dir.coordinator, SECRET)
+        for name in (COORDINATOR, *range(replicas)):
+            self.start(name, failpoints.get(name))
 
-    def start(self, replica: int, failpoint: str | None = None) -> None:
-        server = ServerConfig(index=replica, replicas=self.replicas, parent_pid=os.getpid())
-        armed = () if failpoint is None else (failpoint,)
-        config = RunConfig(
-            run_dir=self.run_dir,
-            coordinator=self.run_dir.coordinator,
-            server=server,
-            failpoints=armed,
+    def start(self, name: Name, failpoint: str | None = None) -> None:
+        """A server, or the coordinator; also in the place of one that was killed."""
+        config = replace(self.config, failpoints=() if failpoint is None else (failpoint,))
+        if name == COORDINATOR:
+            self._start(name, config, "shoal.coordinator.main")
+            return
+        assert isinstance(name, int)
+        parent = forked.zygote().process.pid
+        server = ServerConfig(index=name, replicas=self.replicas, parent_pid=parent)
+        self.run_dir.remove_socket(name)
+        self._start(name, replace(config, server=server), "shoal.server.main")
+
+    def start_worker(self, rank: int, generation: int, workers: int) -> None:
+        """See pusher.py."""
+        numbers = map(str, (self.replicas, rank, generation, workers))
+        self._start(WORKER, self.config, "tests.server.replicas.pusher", *numbers)
+
+    def _start(self, name: Name, config: RunConfig, module: str, *arguments: str) -> None:
+        pipe = subprocess.PIPE if name == WORKER else None
+        command = [sys.executable, "-m", module, *arguments]
+        environment = config.to_environment()
+        self.processes[name] = forked.Popen(
+            command, env=environment, stdin=pipe, stdout=pipe, text=True
         )
-        self._start(replica, "shoal.server.main", config)
 
-    def _start(self, name: int | str, module: str, config: RunConfig) -> None:
-        environment = {**os.environ, **config.to_environment()}
-        command = [sys.executable, "-m", module]
-        self.processes[name] = subprocess.Popen(command, env=environment)
+    def client(self, rank: int = 0, workers: int = 1) -> Client:
+        return make_client(self.run_dir, self.replicas, rank, workers=workers)
 
-    def client(self, rank: int = 0) -> Client:
-        """It waits until the servers have started."""
-        served = ServedOptions(
-            Rule(1, asynchronous=True), optimizer=NamedOptimizer("SGD", {"lr": 1.0})
-        )
-        addresses = [self.run_dir.socket(replica) for replica in range(self.replicas)]
-        specs = specs_of(flat_of(), [addresses[0]], served)
-        return Client(rank, MODEL, [addresses], SECRET, specs)
+    def members(self) -> tuple[int, ...]:
+        """As the coordinator knows them; () while it does not answer."""
+        with suppress(Unavailable):
+            stored = self._coordinator.get("chain/0")
+            if stored is not None:
+                return msgspec.msgpack.decode(stored.value, type=ChainConfig).members
+        return ()
 
-    def wait_dead(self, name: int | str) -> int:
+    def push(self, element: int) -> None:
+        """Ask the worker to push; `answered` waits for it."""
+        pipe = self.processes[WORKER].stdin
+        assert pipe is not None
+        pipe.write(f"{element}\n")
+        pipe.flush()
+
+    def answered(self) -> int | None:
+        """The element whose push was acknowledged; None if the worker was killed."""
+        pipe = self.processes[WORKER].stdout
+        assert pipe is not None
+        line = pipe.readline()
+        return int(line) if line.endswith("\n") else None
+
+    def wait_dead(self, name: Name) -> int:
         return self.processes[name].wait(START_S)
 
-    def signal(self, name: int | str, number: signal.Signals) -> None:
+    def wait_stopped(self, name: Name) -> None:
+        stat = Path(f"/proc/{self.processes[name].pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", f"{name} stops")
+
+    def kill(self, name: Name) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def signal(self, name: Name, number: signal.Signals) -> None:
         self.processes[name].send_signal(number)
 
     def close(self) -> None:
+        self._coordinator.close()
         for process in self.processes.values():
             process.kill()
         for process in self.processes.values():
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):
+                        pipe.close()
 
 
 @contextmanager
 def processes(
-    folder: Path, replicas: int = 3, failpoints: dict[int, str] | None = None
+    folder: Path, replicas: int = 3, failpoints: Mapping[Name, str] | None = None
 ) -> Iterator[Processes]:
     made = Processes(folder, replicas, failpoints or {})
     try:
         yield made
     finally:
         made.close()
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + START_S
+    while not holds():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Server processes that are killed or stopped at named points. Pushes are one-hot integers."""
+"""Server processes that are stopped. Pushes are one-hot integers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,6 @@ import pytest
 
 from tests.server.replicas.processes import processes
 from tests.server.replicas.world import pulled, push_one_hot
-
-POINTS = ("received", "validated", "logged", "replicated", "applied", "acknowledged")
-OF_HEAD = [(0, f"push.{point}") for point in POINTS]
-OF_OTHERS = [
-    (replica, f"push.{point}") for replica in (1, 2) for point in ("replicated", "applied")
-]
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("replica", "point"), [*OF_HEAD, *OF_OTHERS])
-def test_every_push_counts_once_when_a_replica_is_killed(
-    tmp_path: Path, replica: int, point: str
-) -> None:
-    with processes(tmp_path, failpoints={replica: f"{point}:kill@3"}) as made:
-        client = made.client()
-        for step in range(8):
-            push_one_hot(client, step, step)
-        assert made.wait_dead(replica) == -signal.SIGKILL
-        assert pulled(client)[:9] == [-1.0] * 8 + [0.0]
-        client.close()
 
 
 @pytest.mark.whole

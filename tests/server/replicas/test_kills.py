@@ -1,0 +1,242 @@
+"""kill -9 of every kind of process at every named point of a push and of a change of the chain.
+
+A process is killed when it comes to the point itself; a worker, the coordinator and other servers
+are killed while a server is stopped there. Pushes are one-hot integers: the final weights prove
+that each acknowledged one counts once.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shoal.server.chain_link import ChainLink
+from shoal.server.client import Client
+from shoal.server.link import MovedAway
+from shoal.server.protocol.frames import FrameKind, encode
+from shoal.server.protocol.messages import Pull
+from tests.server.replicas.processes import (
+    COORDINATOR,
+    START_S,
+    WORKER,
+    Name,
+    processes,
+    until,
+)
+from tests.server.replicas.world import pulled, push_one_hot
+
+HEAD, MIDDLE, TAIL = 0, 1, 2
+PUSH = ("received", "validated", "deduplicated", "logged", "replicated", "applied", "acknowledged")
+PUSHES = 14
+EXTRA = 14  # the element that the other worker pushes
+
+
+@dataclass(frozen=True)
+class Case:
+    """At `point` of `place` (the second time) `victim` is killed."""
+
+    place: Name
+    point: str
+    victim: Name
+    lost: tuple[int, ...] = ()  # killed before, so that there is something to change
+    returns: int | None = None  # of the lost: it is started again, and is taught by the tail
+
+    def __str__(self) -> str:
+        return f"{self.victim}-at-{self.place}-{self.point}" + "-lost" * bool(self.lost)
+
+    @property
+    def armed(self) -> str:
+        action = "kill" if self.victim == self.place else "stop"
+        nth = 3 if self.point.startswith("push.") else 1
+        if self.point.startswith("election.") and self.place == HEAD:
+            nth = 2  # the first configuration is its election, too
+        return f"{self.point}:{action}@{nth}"
+
+
+def _push_cases() -> list[Case]:
+    points = [f"push.{point}" for point in PUSH]
+    itself = [Case(p, point, p) for p in (HEAD, MIDDLE, TAIL) for point in points]
+    others = [
+        Case(place, point, victim)
+        for victim in (WORKER, COORDINATOR)
+        for place in (HEAD, TAIL)
+        for point in points
+    ]
+    return itself + others
+
+
+def _election_cases() -> list[Case]:
+    electors = {HEAD: (TAIL,), MIDDLE: (HEAD,), TAIL: (HEAD, MIDDLE)}
+    return [
+        Case(elector, f"election.{when}", victim, lost)
+        for elector, lost in electors.items()
+        for when in ("before", "after")
+        for victim in (elector, WORKER, COORDINATOR)
+        if victim != TAIL  # the last copy
+    ]
+
+
+def _learner_cases() -> list[Case]:
+    """The middle one is lost and comes back behind the tail."""
+    at_tail = [(TAIL, "snapshot.begin"), (TAIL, "splice")]
+    at_learner = [(MIDDLE, f"snapshot.{point}") for point in ("temporary", "fsync", "rename")]
+    return [
+        Case(place, point, victim, (MIDDLE,), MIDDLE)
+        for place, point in at_tail + at_learner
+        for victim in (HEAD, MIDDLE, TAIL, WORKER, COORDINATOR)
+    ]
+
+
+CASES = [*_push_cases(), *_election_cases(), *_learner_cases()]
+FEW = [Case(HEAD, "push.replicated", HEAD), Case(TAIL, "splice", TAIL, (MIDDLE,), MIDDLE)]
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_an_acknowledged_push_counts_once(tmp_path: Path, case: Case) -> None:
+    Run(tmp_path, case).check()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", [case for case in CASES if case not in FEW], ids=str)
+def test_an_acknowledged_push_counts_once_whatever_is_killed(tmp_path: Path, case: Case) -> None:
+    Run(tmp_path, case).check()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("point", ["election.before", "election.after"])
+def test_a_replica_that_is_killed_at_the_first_election_takes_its_place_later(
+    tmp_path: Path, point: str
+) -> None:
+    with processes(tmp_path, failpoints={HEAD: f"{point}:kill"}) as made:
+        assert made.wait_dead(HEAD) == -signal.SIGKILL
+        made.start(HEAD)
+        client = made.client()
+        for element in range(4):
+            push_one_hot(client, element, element)
+        until(lambda: len(made.members()) == 3, "all are members")
+        assert pulled(client)[:5] == [-1.0] * 4 + [0.0]
+        assert len(set(copies_of(client, 3))) == 1
+        client.close()
+
+
+class Run:
+    """One worker pushes, another one stays to look; something is killed."""
+
+    def __init__(self, folder: Path, case: Case):
+        self.case = case
+        self.folder = folder
+        self.pushed = 0
+        self.unknown: set[int] = set()  # pushes of a killed worker that were not acknowledged
+
+    def check(self) -> None:
+        case = self.case
+        first = {} if case.returns == case.place else {case.place: case.armed}
+        with processes(self.folder, failpoints=first) as made:
+            self.made = made
+            stays = made.client(0, workers=2)
+            try:
+                made.start_worker(1, 0, workers=2)
+                self._provoke()
+                self._kill()
+                while self.pushed < PUSHES:
+                    self._push()
+                push_one_hot(stays, EXTRA, 0)
+                self._restart_servers()
+                self._compare(stays)
+            finally:
+                stays.close()
+
+    def _provoke(self) -> None:
+        """Let the place come to its point."""
+        case, made = self.case, self.made
+        if not case.lost:
+            while self.pushed < 2:  # the third one meets it
+                self._push()
+            made.push(self.pushed)
+            return
+        for _ in range(4):
+            self._push()
+        for replica in case.lost:
+            made.kill(replica)
+        if case.returns is not None:
+            until(lambda: case.returns not in made.members(), "it is removed")
+            made.start(case.returns, case.armed if case.returns == case.place else None)
+        made.push(self.pushed)
+
+    def _kill(self) -> None:
+        """The worker has an unanswered push meanwhile."""
+        case, made = self.case, self.made
+        if case.victim == case.place:
+            assert made.wait_dead(case.place) == -signal.SIGKILL
+        else:
+            made.wait_stopped(case.place)
+            made.kill(case.victim)
+            made.signal(case.place, signal.SIGCONT)
+        if case.victim == COORDINATOR:
+            made.start(COORDINATOR)
+        self._take_answer()
+        if case.victim == WORKER:
+            made.start_worker(1, 1, workers=2)
+
+    def _push(self) -> None:
+        self.made.push(self.pushed)
+        self._take_answer()
+
+    def _take_answer(self) -> None:
+        answer = self.made.answered()
+        if answer is None:
+            assert self.case.victim == WORKER, "the worker has failed"
+            self.unknown.add(self.pushed)
+        else:
+            assert answer == self.pushed
+        self.pushed += 1
+
+    def _restart_servers(self) -> None:
+        """All that were killed come back, and the chain is whole again."""
+        made = self.made
+        for replica in range(made.replicas):
+            if made.processes[replica].poll() is not None:
+                made.start(replica)
+        until(lambda: len(made.members()) == made.replicas, f"{made.members()} are all members")
+
+    def _compare(self, stays: Client) -> None:
+        weights = pulled(stays)
+        assert weights[EXTRA] == -1.0
+        for element in range(PUSHES):
+            allowed = (-1.0, 0.0) if element in self.unknown else (-1.0,)
+            assert weights[element] in allowed, f"push {element} of {weights}"
+        assert set(weights[EXTRA + 1 :]) == {0.0}
+        assert len(set(copies_of(stays, self.made.replicas))) == 1, "bit for bit"
+
+
+def copies_of(client: Client, replicas: int) -> list[bytes]:
+    """The weights of the only shard, as each member holds them."""
+    (link,) = client.links
+    assert isinstance(link, ChainLink)
+
+    found: list[bytes] = []
+
+    def has_all() -> bool:
+        found.clear()
+        client.stats()  # the head says which epoch it is
+        with suppress(MovedAway):  # there is a later one
+            found.extend(_weights_at(link, replica) for replica in link.view.members)
+        return len(found) == replicas
+
+    until(has_all, "the worker knows all members")
+    return found
+
+
+def _weights_at(link: ChainLink, replica: int) -> bytes:
+    header = link._header._replace(kind=FrameKind.PULL, epoch=link.view.epoch)
+    with closing(link.connect_reader(replica, START_S)) as connection:
+        connection.send(header, encode(Pull(None, 0)))
+        answer, _ = link._receive_from(connection, FrameKind.PULL)
+        payload = bytearray(answer.payload_bytes)
+        connection.read_into(memoryview(payload))
+    assert payload
+    return bytes(payload)
