@@ -101,9 +101,9 @@ def _replica_settings(config: RunConfig, run_dir: RunDir) -> ReplicaSettings | N
     )
     first = place.shard * place.replicas
     addresses = [run_dir.socket(first + replica) for replica in range(place.replicas)]
-    coordinator = open_coordinator(config, place.in_words())
+    coordinator, leases = (open_coordinator(config, place.in_words()) for _ in range(2))
     leaders = [run_dir.socket(replica) for replica in range(place.replicas)]
-    return ReplicaSettings(place, addresses, coordinator, lease_ttl_s(config), leaders)
+    return ReplicaSettings(place, addresses, coordinator, lease_ttl_s(config), leaders, leases)
 
 
 if __name__ == "__main__":

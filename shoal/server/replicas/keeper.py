@@ -1,8 +1,9 @@
 """A replica's dealings with the coordinator: its lease, the configuration, the lost workers.
 
-One thread renews the lease: it waits for no operation that is being applied. Another asks what
-`ChainManager` wants to know, at regular intervals and when it is poked. While the coordinator is
-down nothing changes, and the chain goes on as it is.
+One thread renews the lease, over a connection of its own: it waits for no operation that is being
+applied, and for no other request. Another asks what `ChainManager` wants to know, at regular
+intervals and when it is poked. While the coordinator is down nothing changes, and the chain goes on
+as it is.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ class Keeper:
     """Two threads of a server process."""
 
     def __init__(
-        self, runtime: ChainRuntime, coordinator: Coordinator, ttl_s: float, address: str = ""
+        self,
+        runtime: ChainRuntime,
+        coordinator: Coordinator,
+        ttl_s: float,
+        address: str = "",
+        leases: Coordinator | None = None,
     ):
+        """`leases` is the same coordinator over another connection."""
         self._runtime = runtime
         self._coordinator = coordinator
+        self._leases = leases or coordinator
         self._ttl_s = ttl_s
         self._address = address
         self._lease: Lease | None = None
@@ -64,6 +72,7 @@ class Keeper:
         for thread in self._threads:
             thread.join(join_s)
         self._coordinator.close()
+        self._leases.close()
 
     # ------------------------------------------------------------------ the threads
 
@@ -87,7 +96,7 @@ class Keeper:
             self._grant()
             return
         try:
-            left_s = self._coordinator.keep_alive(self._lease.id)
+            left_s = self._leases.keep_alive(self._lease.id)
         except LeaseLost:
             self._lease = None
             lease.lost()
@@ -97,23 +106,23 @@ class Keeper:
 
     def _grant(self) -> None:
         asked_s = time.monotonic()
-        lease = self._coordinator.grant(self._ttl_s, self._runtime.place.in_words())
-        self._register(lease)
+        lease = self._leases.grant(self._ttl_s, self._runtime.place.in_words())
+        self._register(lease, self._leases)
         self._runtime.lease.granted(asked_s, lease.ttl_s)
         self._lease = lease
         self._poked.set()
 
-    def _register(self, lease: Lease) -> None:
+    def _register(self, lease: Lease, coordinator: Coordinator) -> None:
         """Say that this life of the replica is there, in the place of an earlier one."""
         with self._registering:
-            self._put_alive(lease)
+            self._put_alive(lease, coordinator)
 
-    def _put_alive(self, lease: Lease) -> None:
+    def _put_alive(self, lease: Lease, coordinator: Coordinator) -> None:
         incarnation = self._runtime.node.incarnation
         value = msgspec.msgpack.encode(Alive(incarnation, self._address, os.getpid()))
-        known = self._coordinator.get(self.alive_key)
+        known = coordinator.get(self.alive_key)
         version = 0 if known is None else known.version
-        self._coordinator.put_if(self.alive_key, value, version, lease.id)
+        coordinator.put_if(self.alive_key, value, version, lease.id)
         self._registered = incarnation
 
     def _look(self) -> None:
@@ -125,7 +134,7 @@ class Keeper:
             if lease is None:
                 return
             if self._registered != runtime.node.incarnation:
-                self._register(lease)
+                self._register(lease, self._coordinator)
             with runtime.changed:
                 request = runtime.manager.next_request(time.monotonic())
             if isinstance(request, Fetch):

@@ -29,6 +29,7 @@ class ReplicaSettings:
     coordinator: Coordinator
     ttl_s: float
     leaders: Sequence[str] = ()  # the replicas of shard 0; default: this is shard 0
+    leases: Coordinator | None = None  # the same coordinator over another connection
 
 
 def _load_optimizers() -> None:
@@ -62,7 +63,8 @@ class ReplicaParts:
         leaders = settings.leaders or settings.addresses
         self.leading = Leading(self.runtime, leaders, secret, tls)
         own = settings.addresses[place.replica]
-        self.keeper = Keeper(self.runtime, settings.coordinator, settings.ttl_s, own)
+        agreed = (settings.coordinator, settings.ttl_s, own, settings.leases)
+        self.keeper = Keeper(self.runtime, *agreed)
 
     def start(self) -> None:
         """Once the server listens."""
