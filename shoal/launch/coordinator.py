@@ -24,6 +24,7 @@ from shoal.coordinator.etcd.coordinator import EtcdCoordinator
 from shoal.coordinator.etcd.endpoints import is_etcd
 from shoal.coordinator.interface import Coordinator, CoordinatorError
 from shoal.errors import BadInput, ShoalError
+from shoal.launch.chain_heads import ChainHeads
 from shoal.launch.lost_servers import Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import in_child
@@ -40,6 +41,7 @@ class RunCoordinator:
 
     def __init__(self, config: RunConfig, run_dir: RunDir | None = None):
         self.config = config
+        self.heads: ChainHeads | None = None
         self._run_dir = run_dir
         self._forgetting: list[tuple[threading.Thread, Coordinator]] = []
 
@@ -47,26 +49,33 @@ class RunCoordinator:
         """From now on a coordinator that dies is started again."""
 
     def server_exited(self, index: int, pid: int) -> None:
-        """Say so, in the background: the other replicas need not wait for the end of its lease."""
+        """Say so, in the background: the other replicas need not wait for the end of its lease.
+
+        Then say which replica is the head.
+        """
         if self.config.coordinator is None or self._run_dir is None:
             return
         client = open_coordinator(replace(self.config, run_dir=self._run_dir), "the launcher")
         thread = threading.Thread(
-            target=_forget, args=(client, index, pid), name="shoal-lost-server", daemon=True
+            target=self._forget,
+            args=(client, index, pid),
+            name="shoal-lost-server",
+            daemon=True,
         )
         self._forgetting.append((thread, client))
         thread.start()
+
+    def _forget(self, client: Coordinator, index: int, pid: int) -> None:
+        with suppress(ShoalError, OSError), closing(client):
+            forget(client, index, pid)
+            if self.heads is not None:
+                self.heads.say_head(client, index)
 
     def close(self) -> None:
         """No process, thread or key is left."""
         for thread, client in self._forgetting:
             client.close()  # its waits end
             thread.join()
-
-
-def _forget(client: Coordinator, index: int, pid: int) -> None:
-    with suppress(ShoalError, OSError), closing(client):
-        forget(client, index, pid)
 
 
 class EmbeddedCoordinator(RunCoordinator):
@@ -199,6 +208,7 @@ def coordinated(
         yield RunCoordinator(config)
         return
     with coordinator_of(config, run_dir, say) as coordinator:
+        coordinator.heads = ChainHeads(replication, say)
         yield coordinator
 
 

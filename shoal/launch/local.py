@@ -23,6 +23,7 @@ from shoal.errors import BadInput
 from shoal.launch.coordinator import coordinated
 from shoal.launch.failures import first_failure, launch_error
 from shoal.launch.joining import JoinRequests
+from shoal.launch.kept_memory import KeptMemory
 from shoal.launch.lost_servers import (
     SINGLE_COPY,
     LostServer,
@@ -149,19 +150,23 @@ def launch(
                         stderr["worker"][rank] = starter.start_again(rank, workers)
                     return rank is not None
 
-                def start_server(index: int) -> None:
+                def server_lost(index: int) -> None:
                     coordinator.server_exited(index, servers.pid_of(index))
+
+                def start_server(index: int) -> None:
                     stderr["server"][index] = starter.start_server(index, servers, again=True)
 
                 supervisor.restart = restart
                 supervisor.join = join
                 supervisor.server_policy = server_policy
+                supervisor.server_lost = server_lost
                 supervisor.start_server = start_server
                 if spec.started < spec.workers:
                     now = f"{spec.started} of {spec.workers} workers are started"
                     say(f"{now}; shoal join starts another one")
                 with (
                     JoinRequests(run_dir, put, spec.config.takes_back),
+                    KeptMemory(run_dir, spec.config.takes_back),
                     StoppedProcesses(
                         spec.config.wait, lambda: [*workers.running(), *servers.running()], say
                     ),

@@ -92,6 +92,7 @@ class Supervisor:
     restart: Callable[[ProcessExit], bool] | None = None  # starts a lost worker again, or not
     join: Callable[[], bool] | None = None  # starts one that is not there, if there is one
     server_policy: ServerPolicy | None = None
+    server_lost: Callable[[int], None] | None = None  # the others are to know it
     start_server: Callable[[int], None] | None = None  # another process in the place of a lost one
     memory_kills: OutOfMemoryKills = field(default_factory=OutOfMemoryKills)
 
@@ -203,6 +204,8 @@ class Supervisor:
     def _continues_without(self, exit: ProcessExit, policy: ServerPolicy) -> bool:
         if not policy.survives(exit):
             return False
+        if exit.returncode != 0 and self.server_lost is not None:
+            self.server_lost(exit.rank)
         if self.start_server is not None and policy.replaces(exit):
             self.start_server(exit.rank)
             self.servers += 1

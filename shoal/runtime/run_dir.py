@@ -183,6 +183,9 @@ class RunDir:
         """Where workers that come back find the memory of the others."""
         return self.path / f"memory-{name}"
 
+    def memory_folders(self) -> list[Path]:
+        return list(self.path.glob("memory-*"))
+
     def tally_folder(self, run_number: int) -> Path:
         """For sums over the surviving ranks."""
         return self.path / f"tally-{run_number}"

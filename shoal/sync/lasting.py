@@ -25,8 +25,13 @@ def join_memory(
     assert run_dir is not None
     rank = replica.group.rank
     name = broadcast_bytes(replica.group, secrets.token_hex(8).encode(), 0)
+    folder = run_dir.memory_folder(name.decode())
     try:
-        return LastingMemory.join(run_dir.memory_folder(name.decode()), rank, num_bytes, fill)
+        joined = LastingMemory.join(folder, rank, num_bytes, fill, run_dir.takes_joins())
+        if joined.is_left and run_dir.finished_ranks():
+            joined.close()
+            raise RunOver(rank)
+        return joined
     except MemoryGone as error:
         if run_dir.finished_ranks():
             raise RunOver(rank) from error

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from shoal.coordinator.alive import Alive, forget
+from shoal.coordinator.local import LocalCoordinator
 from shoal.errors import BadInput, ServerFailed
+from shoal.launch.chain_heads import ChainHeads
 from shoal.launch.lost_servers import Replication, ServerPolicy, replication_of
 from shoal.launch.processes import ProcessExit
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import check_faults, faults_of
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.server_faults import ServerKill, read_server_kills, read_server_slow
+from shoal.server.chain.config import ChainConfig
 from shoal.strategy.strategy import parse
 from tests.launch.test_servers import READY, WAIT_FOR_SERVERS, run_with
 
@@ -111,3 +117,35 @@ def test_texts_about_servers_are_checked() -> None:
         read_server_kills(["server:1@5", "server:1@5"])
     with pytest.raises(BadInput, match="1 to 1000 times slower"):
         read_server_slow(["server:1:2000x"])
+
+
+# ------------------------------------------------------------------------------- the new head
+
+
+def put(coordinator: LocalCoordinator, key: str, value: object) -> None:
+    known = coordinator.get(key)
+    version = 0 if known is None else known.version
+    coordinator.put_if(key, msgspec.msgpack.encode(value), version)
+
+
+def test_the_launcher_says_which_replica_is_the_head_after_a_loss() -> None:
+    said: list[str] = []
+    heads = ChainHeads(THREE, said.append)
+    coordinator = LocalCoordinator()
+    for replica in range(3):
+        put(coordinator, f"alive/{3 + replica}", Alive(7, pid=replica + 100))
+    first = ChainConfig(1, (0, 1, 2), (7, 7, 7))
+    put(coordinator, "chain/1", first)
+    heads.say_head(coordinator, 5)
+    assert said == [], "it was the head before"
+    assert forget(coordinator, 3, 100)
+    late = threading.Thread(target=heads.say_head, args=(coordinator, 3))
+    late.start()
+    put(coordinator, "chain/1", first.without({0}))
+    late.join()
+    assert said == ["server 4 (shard 1, replica 1) is the head of shard 1 now"]
+    put(coordinator, "alive/3", Alive(8, pid=200))
+    put(coordinator, "chain/1", first.without({0}).plus(0, 8))
+    heads.say_head(coordinator, 3)
+    assert len(said) == 1
+    coordinator.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from shoal.errors import PeerLost, RunOver
+from shoal.launch.kept_memory import KeptMemory
+from shoal.runtime.run_dir import RunDir
 from shoal.train.job import Job
 from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
 from tests.conftest import World
@@ -79,10 +82,7 @@ def test_a_worker_may_come_that_was_not_there_at_the_start(
 
 
 def test_the_first_makes_it_and_others_find_it_at_any_that_is_alive(tmp_path: Path) -> None:
-    def fill(memory: object) -> None:
-        memory[8:10] = b"ok"  # type: ignore[index]
-
-    first = LastingMemory.join(tmp_path / "m", 0, 4096, fill)
+    first = LastingMemory.join(tmp_path / "m", 0, 4096, _fill)
     second = LastingMemory.join(tmp_path / "m", 1, 4096, lambda _: pytest.fail("it is there"))
     first.close()
     third = LastingMemory.join(tmp_path / "m", 0, 4096, lambda _: pytest.fail("it is there"))
@@ -91,7 +91,36 @@ def test_the_first_makes_it_and_others_find_it_at_any_that_is_alive(tmp_path: Pa
     second.close()
     third.close()
     with pytest.raises(MemoryGone):
-        LastingMemory.join(tmp_path / "m", 0, 4096, fill)
+        LastingMemory.join(tmp_path / "m", 0, 4096, _fill)
+
+
+def test_a_launcher_keeps_it_when_all_workers_are_lost(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    folder = run_dir.memory_folder("m")
+    with KeptMemory(run_dir, True):
+        first = LastingMemory.join(folder, 0, 4096, _fill, is_kept=True)
+        second = LastingMemory.join(folder, 1, 4096, pytest.fail, is_kept=True)
+        assert not second.is_left
+        second.memory[9:10] = b"!"
+        first.close()
+        second.close()
+        late = LastingMemory.join(folder, 2, 4096, pytest.fail, is_kept=True)
+        assert late.is_left and late.memory[8:10] == b"o!"
+        late.close()
+
+
+def test_memory_that_no_launcher_has_kept_was_not_used_and_is_made_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    folder = run_dir.memory_folder("m")
+    LastingMemory.join(folder, 0, 4096, lambda _: None).close()  # as one that was killed meanwhile
+    with KeptMemory(run_dir, True):
+        again = LastingMemory.join(folder, 1, 4096, _fill, is_kept=True)
+        assert again.memory[8:10] == b"ok"
+        again.close()
+
+
+def _fill(memory: mmap.mmap) -> None:
+    memory[8:10] = b"ok"
 
 
 @pytest.mark.parametrize("strategy", ["hogwild", 'gossip(mode="async")'])

@@ -2,9 +2,13 @@
 
     folder/lock     held while a process looks for the memory, or makes it
     folder/2        where rank 2 keeps it open: process, descriptor, generation
+    folder/kept     where the launcher does (`keep`)
 
 The first process makes it and fills it; each later one opens it at any other that is alive. So a
 worker that was lost finds it again when it comes back. There is no rendezvous of all ranks.
+
+Where a launcher keeps it, no worker uses it before that: memory that is gone without having been
+kept was of no use to any worker, and is made again.
 """
 
 from __future__ import annotations
@@ -13,16 +17,21 @@ import fcntl
 import mmap
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.runtime.run_dir import write_atomically
+from shoal.runtime.waits import waiting
 from shoal.transport.shm import memfd
 from shoal.transport.shm.memfd import Offer
 
 _MAX_OFFER_BYTES = 128
+_KEPT = "kept"
+_KEEP_S = 5.0  # how long to wait for the launcher
+_POLL_S = 0.005
 
 
 class MemoryGone(Exception):
@@ -32,38 +41,91 @@ class MemoryGone(Exception):
 class LastingMemory:
     """One process's view: `memory` is mapped, and its descriptor stays open for others."""
 
-    def __init__(self, memory: mmap.mmap, descriptor: int):
+    def __init__(self, memory: mmap.mmap, descriptor: int, is_left: bool = False):
         self.memory = memory
+        self.is_left = is_left  # no worker had it open any more, only the launcher
         self._descriptor = descriptor
 
     @classmethod
     def join(
-        cls, folder: Path, rank: int, num_bytes: int, fill: Callable[[mmap.mmap], None]
+        cls,
+        folder: Path,
+        rank: int,
+        num_bytes: int,
+        fill: Callable[[mmap.mmap], None],
+        is_kept: bool = False,
     ) -> LastingMemory:
-        """Find the memory, or make it: `fill` is called with it before another process sees it."""
+        """Find the memory, or make it: `fill` is called with it before another process sees it.
+
+        `is_kept`: a launcher keeps it.
+        """
         folder.mkdir(mode=0o700, exist_ok=True)
         with _locked(folder):
-            offers = [_read(path) for path in folder.glob("[0-9]*")]
-            found = [_open(offer, num_bytes) for offer in offers if offer is not None]
-            usable = [descriptor for descriptor in found if descriptor is not None]
+            offers = _offers(folder)
+            found = {path: _open(_read(path), num_bytes) for path in offers}
+            usable = [descriptor for descriptor in found.values() if descriptor is not None]
             for unneeded in usable[1:]:
                 os.close(unneeded)
-            if offers and not usable:
+            was_used = not is_kept or (folder / _KEPT).exists()
+            if offers and not usable and was_used:
                 raise MemoryGone
+            is_left = bool(usable) and all(found[path] is None for path in offers[:-1])
+            is_left = is_left and offers[-1].name == _KEPT
             descriptor = usable[0] if usable else _make(num_bytes)
-            generation = int.from_bytes(os.pread(descriptor, 8, 0), sys.byteorder)
             memory = memfd.map_all(descriptor, num_bytes)
             if not usable:
                 fill(memory)
-            offer = Offer(os.getpid(), descriptor, generation)
-            write_atomically(folder / str(rank), bytes(offer))
-        return cls(memory, descriptor)
+            _write_offer(folder / str(rank), descriptor)
+        if is_kept:
+            _await_keeper(folder, rank)
+        return cls(memory, descriptor, is_left)
 
     def close(self) -> None:
         """It is not found here any more. It stays mapped while an array or tensor shows it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def keep(folder: Path) -> int | None:
+    """In the launcher: a descriptor of this memory, if there is any that it does not keep yet."""
+    if (folder / _KEPT).exists():
+        return None
+    with suppress(OSError), _locked(folder, fcntl.LOCK_NB):
+        found = [_open(_read(path)) for path in _offers(folder)]
+        usable = [descriptor for descriptor in found if descriptor is not None]
+        for unneeded in usable[1:]:
+            os.close(unneeded)
+        if usable:
+            _write_offer(folder / _KEPT, usable[0])
+            return usable[0]
+    return None
+
+
+def _write_offer(path: Path, descriptor: int) -> None:
+    """Closes the descriptor where it cannot be offered."""
+    generation = int.from_bytes(os.pread(descriptor, 8, 0), sys.byteorder)
+    try:
+        write_atomically(path, bytes(Offer(os.getpid(), descriptor, generation)))
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def _await_keeper(folder: Path, rank: int) -> None:
+    """A launcher that does not come in time will not: it is left out."""
+    deadline_s = time.monotonic() + _KEEP_S
+    with waiting(f"worker {rank}", "the launcher", "keeping the memory of the weights"):
+        while not (folder / _KEPT).exists():
+            if time.monotonic() > deadline_s:
+                (folder / _KEPT).touch()
+            time.sleep(_POLL_S)
+
+
+def _offers(folder: Path) -> list[Path]:
+    """Of workers, then of the launcher."""
+    kept = folder / _KEPT
+    return [*folder.glob("[0-9]*"), *([kept] if kept.exists() else [])]
 
 
 def _make(num_bytes: int) -> int:
@@ -76,9 +138,9 @@ def _make(num_bytes: int) -> int:
     return descriptor
 
 
-def _open(offer: Offer, num_bytes: int) -> int | None:
+def _open(offer: Offer | None, num_bytes: int | None = None) -> int | None:
     with suppress(OSError, ValueError):
-        return offer.open_checked(num_bytes)
+        return None if offer is None else offer.open_checked(num_bytes)
     return None
 
 
@@ -89,10 +151,10 @@ def _read(path: Path) -> Offer | None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        fcntl.flock(handle, fcntl.LOCK_EX | flags)
         yield
     finally:
         os.close(handle)  # and with it the lock

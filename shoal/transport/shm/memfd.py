@@ -111,13 +111,17 @@ class Offer:
         """A descriptor, which the caller closes. OSError on another host or as another user."""
         return os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
-    def open_checked(self, num_bytes: int) -> int:
-        """As `open`; ValueError unless it is sealed memory of this size and generation."""
+    def open_checked(self, num_bytes: int | None) -> int:
+        """As `open`; ValueError unless it is sealed memory of this size and generation.
+
+        None: of any size.
+        """
         fd = self.open()
-        if is_sealed(fd, num_bytes) and self._is_generation_of(fd):
+        size = os.fstat(fd).st_size if num_bytes is None else num_bytes
+        if is_sealed(fd, size) and self._is_generation_of(fd):
             return fd
         os.close(fd)
-        raise ValueError(f"process {self.pid} offers other memory than {num_bytes} sealed bytes")
+        raise ValueError(f"process {self.pid} offers other memory than {size} sealed bytes")
 
     def map(self, num_bytes: int) -> mmap.mmap:
         fd = self.open_checked(num_bytes)
