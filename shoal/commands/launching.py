@@ -14,7 +14,7 @@ from pathlib import Path
 from shoal.errors import BadInput
 from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_servers import SERVER_RESTARTS, replication_of
-from shoal.launch.lost_workers import tolerance_of
+from shoal.launch.lost_workers import taking_back, tolerance_of
 from shoal.launch.output import OnProgress, Write, discard_lines, print_lines
 from shoal.launch.processes import Forks
 from shoal.launch.report import run_report
@@ -60,9 +60,11 @@ class WorkersOptions:
         check_faults(config, self.workers, strategy.servers(self.workers))
         if config.start is not None and config.start > self.workers:
             raise BadInput(f"--start {config.start} is more than the {self.workers} workers of -n")
-        if config.takes_back:
-            strategy.require_takes_back()
-        return config
+        if not config.takes_back:
+            return config
+        strategy = taking_back(strategy, self.workers)
+        strategy.require_takes_back()
+        return replace(config, strategy=str(strategy))
 
 
 def with_server_checkpoint(config: RunConfig, text: str | None, resume: bool) -> RunConfig:

@@ -52,8 +52,8 @@ Restart = Annotated[
         min=0,
         max=30_000,
         help="Start workers that were killed again, so many times in all: they take their place "
-        "among the others at the present step (ps that does not wait for all workers, "
-        "asynchronous gossip, hogwild).",
+        "among the others at the present step (ps, asynchronous gossip, hogwild). Servers with "
+        "replicas are started again as often, each; without this option 3 times.",
         show_default="0",
     ),
 ]

@@ -13,6 +13,7 @@ loss before all of them have joined is not survived, since the others would wait
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,15 @@ def tolerance_of(
         return None
     needed = tuple(r for r in range(workers) if strategy.needs(r))
     return Tolerance(str(strategy), needed, strategy.starts_apart or takes_back, restarts)
+
+
+def taking_back(strategy: Strategy, workers: int) -> Strategy:
+    """The strategy of a run that takes lost workers back; says so where it differs."""
+    chosen = strategy.taking_back(workers)
+    if chosen != strategy:
+        say = "a step waits for the workers that are there, so that one that was lost can return"
+        print(f"shoal: {strategy} runs as {chosen}: {say}", file=sys.stderr, flush=True)
+    return chosen
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from shoal.launch.failures import report_failure
 from shoal.launch.fork import ForkSpec, fork
 from shoal.launch.local import LaunchSpec, launch
 from shoal.launch.lost_servers import replication_of
-from shoal.launch.lost_workers import tolerance_of
+from shoal.launch.lost_workers import taking_back, tolerance_of
 from shoal.launch.output import Write, discard_lines, print_lines
 from shoal.launch.uncaught import end_with_sentence
 from shoal.launch.worker import Train, Worker
@@ -147,6 +147,8 @@ def _launch_self(
 ) -> None:
     strategy.require_built()
     strategy.layout(workers)
+    if config.takes_back:
+        strategy = taking_back(strategy, workers)
     config = replace(config, strategy=str(strategy), call=_calls)
     servers = strategy.servers(workers)
     tolerance = tolerance_of(strategy, workers, config.restarts, config.start)

@@ -152,6 +152,10 @@ class SyncTerm(Term, role="sync", abstract=True):
         """Whether a worker that was lost can come back, as a new process, and go on."""
         return False
 
+    def taking_back(self, replicas: int) -> SyncTerm:
+        """The nearest term under which a worker that was lost can come back, or this one."""
+        return self
+
     @property
     def needs_first_replica(self) -> bool:
         """Whether the run fails with the workers of replica 0, even if it survives other losses."""

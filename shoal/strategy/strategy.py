@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -129,6 +129,12 @@ class Strategy:
         """Whether a worker that was lost can come back; those of a split replica cannot."""
         return self.sync is not None and self.sync.takes_back and not self.splits
 
+    def taking_back(self, workers: int) -> Strategy:
+        """The nearest strategy under which a worker that was lost can come back, or this one."""
+        if self.sync is None or self.splits:
+            return self
+        return replace(self, sync=self.sync.taking_back(workers))
+
     def require_takes_back(self) -> None:
         """Refuse to start lost workers again where they could not go on.
 
@@ -140,8 +146,8 @@ class Strategy:
         if self.sync is not None and self.sync.takes_back:
             why = f"the workers of a replica that {self.splits[0]} splits meet at the start"
         raise StrategyError(
-            f"--restart and --start: {self} cannot take a worker back, for {why}; ps(quorum=…), "
-            'ps(staleness=…), ps(mode="async"), gossip(mode="async") and hogwild can'
+            f"--restart and --start: {self} cannot take a worker back, for {why}; ps, "
+            'gossip(mode="async") and hogwild can'
         )
 
     def needs(self, rank: int) -> bool:

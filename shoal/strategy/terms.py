@@ -169,6 +169,14 @@ class Ps(SyncTerm):
     def takes_back(self) -> bool:
         return self.survives_loss
 
+    def taking_back(self, replicas: int) -> Ps:
+        """Where all are waited for: wait for those that are there."""
+        waits_for_all = self.lockstep or self.quorum == 1
+        is_apart = self.update == "server" and self.placement != "workers"
+        if not (waits_for_all and is_apart and replicas > 1):
+            return self
+        return replace(self, staleness=None, quorum=replicas)
+
     @property
     def needs_first_replica(self) -> bool:
         return self.placement == "rank0"

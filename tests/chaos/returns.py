@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-STRATEGIES = ['ps(mode="async")', "hogwild", "ps(staleness=3)", 'gossip(mode="async")']
+STRATEGIES = ['ps(mode="async")', "hogwild", "ps", "ps(staleness=3)", 'gossip(mode="async")']
 STRATEGIES += ["ps(quorum=0.5)", 'ps(mode="async", servers=2)']
 WORKERS = 4
 STEPS = 2400

@@ -19,6 +19,7 @@ from shoal.launch.lost_workers import (
     LostWorker,
     Tolerance,
     summarize_losses,
+    taking_back,
     tolerance_of,
 )
 from shoal.launch.processes import ProcessExit
@@ -259,7 +260,21 @@ def test_strategies_that_take_no_worker_back_say_so_before_the_start(strategy: s
     ["ps(quorum=0.5)", "ps(staleness=2)", 'ps(mode="async")', 'gossip(mode="async")', "hogwild"],
 )
 def test_strategies_that_do(strategy: str) -> None:
+    assert parse(strategy).taking_back(4) == parse(strategy)
     assert tolerance_of(parse(strategy), 4, restarts=5) == Tolerance(strategy, restarts=5)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "ps(staleness=0)", "ps(quorum=1)"])
+def test_where_all_workers_are_waited_for_those_that_are_there_are(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = taking_back(parse(strategy), 4)
+    assert chosen == parse("ps(quorum=4)")
+    assert f"shoal: {strategy} runs as ps(quorum=4): " in capsys.readouterr().err
+    assert tolerance_of(chosen, 4, restarts=1) is not None
+    for other in ("ddp", 'ps(update="worker")', 'ps(placement="workers")', "ps + pp(2)"):
+        assert taking_back(parse(other), 4) == parse(other)
+    assert not capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------- interactive ones
