@@ -8,11 +8,16 @@ from shoal.coordinator.interface import Conflict, Coordinator
 
 
 class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which life of the replica it is, where it listens, and which process it is there."""
+    """Which life of the replica it is, where it listens, and which process it is there.
+
+    Processes of another `host` use `remote` where `address` is a Unix socket.
+    """
 
     incarnation: int
     address: str = ""
     pid: int = 0
+    remote: str = ""
+    host: str = ""
 
 
 def alive_key(process: int) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -83,6 +84,7 @@ def _open_server(config: RunConfig) -> Server:
 
 def _replica_settings(config: RunConfig, run_dir: RunDir) -> ReplicaSettings | None:
     """The place of this server in the chain of its shard; None if it has no replicas."""
+    from shoal.comm.executors.hierarchical.topology import host_id
     from shoal.coordinator.connect import lease_ttl_s, open_coordinator
     from shoal.server.replicas.runtime import ReplicaPlace
     from shoal.server.replicas.start import ReplicaSettings
@@ -99,11 +101,23 @@ def _replica_settings(config: RunConfig, run_dir: RunDir) -> ReplicaSettings | N
         of_server.replicas,
         "eventual" if eventual else "strong",
     )
-    first = place.shard * place.replicas
-    addresses = [run_dir.socket(first + replica) for replica in range(place.replicas)]
+    addresses: list[str] = []
+    leaders: list[str] = []
+    if of_server.listen is None and of_server.beyond is None:  # all are in this run directory
+        first = place.shard * place.replicas
+        addresses = [run_dir.socket(first + replica) for replica in range(place.replicas)]
+        leaders = [run_dir.socket(replica) for replica in range(place.replicas)]
     coordinator, leases = (open_coordinator(config, place.in_words()) for _ in range(2))
-    leaders = [run_dir.socket(replica) for replica in range(place.replicas)]
-    return ReplicaSettings(place, addresses, coordinator, lease_ttl_s(config), leaders, leases)
+    return ReplicaSettings(
+        place,
+        addresses,
+        coordinator,
+        lease_ttl_s(config),
+        leaders,
+        leases,
+        host_id(config.host_id).decode(),
+        config.hostname or socket.gethostname(),
+    )
 
 
 if __name__ == "__main__":

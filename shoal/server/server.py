@@ -81,7 +81,8 @@ class Server:
         self._closed = False
         self.replica: ReplicaParts | None = None
         if replica is not None:
-            self.replica = ReplicaParts(replica, self.host, secret, self._end_workers, tls)
+            listens = (self.address, self.remote_address)
+            self.replica = ReplicaParts(replica, self.host, secret, self._end_workers, listens, tls)
         self._accepting = [
             threading.Thread(
                 target=self._accept, args=(listener,), name="shoal-server", daemon=True

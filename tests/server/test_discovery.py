@@ -40,6 +40,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> threading.local:
         ('ps(placement="workers")', ["mm-", "mm-", "--m"]),
         pytest.param('ps(placement="rank0")', ["m", "m", "-"], marks=pytest.mark.whole),
         pytest.param("ps(servers=2)", ["m-", "m-", "-m"], marks=pytest.mark.whole),
+        pytest.param("ps(servers=2, replicas=2)", ["--", "--", "--"], marks=pytest.mark.whole),
         ('ps(placement="workers", update="worker")', ["mm-", "mm-", "--m"]),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 
 from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput
-from shoal.server import discovery
+from shoal.server import started
 from shoal.strategy.strategy import parse
 from shoal.sync.ps import connect
 from shoal.train.job import Job
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def test_servers_on_a_device_equal_one_device(
     world: World, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
-    for module in (connect, discovery):
+    for module in (connect, started):
         monkeypatch.setattr(module, "device_of_server", lambda term: CPU)
     strategy = f'ps(placement="{placement}", on="cuda")'
     options = {"optimizer": ADAMW, "clip_norm": 0.1}

@@ -20,6 +20,7 @@ from shoal.coordinator.interface import Conflict, Coordinator, CoordinatorError,
 from shoal.runtime.failpoints import failpoint
 from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.manager import Fetch, Swap
+from shoal.server.replicas.address_book import AddressBook, OwnAddress
 from shoal.server.replicas.runtime import ChainRuntime
 
 _OF_TTL = 5  # renewals, and looks, in the time of a lease
@@ -34,15 +35,18 @@ class Keeper:
         runtime: ChainRuntime,
         coordinator: Coordinator,
         ttl_s: float,
-        address: str = "",
+        own: OwnAddress,
+        book: AddressBook,
         leases: Coordinator | None = None,
     ):
-        """`leases` is the same coordinator over another connection."""
+        """What the others say of themselves goes into `book`. `leases` is the same coordinator over
+        another connection."""
         self._runtime = runtime
         self._coordinator = coordinator
         self._leases = leases or coordinator
         self._ttl_s = ttl_s
-        self._address = address
+        self._own = own
+        self._book = book
         self._lease: Lease | None = None
         self._registered: int | None = None  # the incarnation in alive/<process>
         self._poked = threading.Event()
@@ -119,7 +123,7 @@ class Keeper:
 
     def _put_alive(self, lease: Lease, coordinator: Coordinator) -> None:
         incarnation = self._runtime.node.incarnation
-        value = msgspec.msgpack.encode(Alive(incarnation, self._address, os.getpid()))
+        value = msgspec.msgpack.encode(self._own.alive(incarnation, os.getpid()))
         known = coordinator.get(self.alive_key)
         version = 0 if known is None else known.version
         coordinator.put_if(self.alive_key, value, version, lease.id)
@@ -157,9 +161,12 @@ class Keeper:
         found = {}
         for key, stored in self._coordinator.live("alive/").items():
             number = key.removeprefix("alive/")
-            if number.isdigit() and int(number) // place.replicas == place.shard:
-                with suppress(msgspec.MsgspecError):
-                    alive = msgspec.msgpack.decode(stored.value, type=Alive)
+            if not number.isdigit():
+                continue
+            with suppress(msgspec.MsgspecError):
+                alive = msgspec.msgpack.decode(stored.value, type=Alive)
+                self._book.saw(int(number), alive)
+                if int(number) // place.replicas == place.shard:
                     found[int(number) % place.replicas] = alive.incarnation
         return found
 

@@ -7,8 +7,9 @@ becomes the head finds the work that the head before it has left.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from shoal.errors import ShoalError
 from shoal.runtime.config import TlsConfig
@@ -29,12 +30,13 @@ class Leading:
     def __init__(
         self,
         runtime: ChainRuntime,
-        leaders: Sequence[str],
+        address: Callable[[int], str | None],
         secret: bytes,
         tls: TlsConfig = PLAIN,
     ):
+        """`address` of a process; those of shard 0 come first."""
         self._runtime = runtime
-        self._leaders = leaders
+        self._address = address
         self._secret = secret
         self._tls = tls
         self._following: dict[int, tuple[ServedModel, StreamFollower]] = {}
@@ -97,10 +99,16 @@ class Leading:
         follower = StreamFollower(
             number,
             model,
-            self._leaders,
+            partial(_address_in_turn, self._address, self._runtime.place.replicas),
             self._secret,
             self._runtime.execute,
             lambda: self._runtime.is_head and self._runtime.host.models.get(number) is model,
             self._tls,
         )
         self._following[number] = (model, follower)
+
+
+def _address_in_turn(
+    address: Callable[[int], str | None], replicas: int, attempt: int
+) -> str | None:
+    return address(attempt % replicas)

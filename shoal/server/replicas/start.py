@@ -13,6 +13,7 @@ from shoal.runtime.config import TlsConfig
 from shoal.server.model_host import ModelHost
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header
+from shoal.server.replicas.address_book import AddressBook, OwnAddress
 from shoal.server.replicas.keeper import Keeper
 from shoal.server.replicas.leading import Leading
 from shoal.server.replicas.peer_link import PeerLink
@@ -22,7 +23,10 @@ from shoal.server.replicas.streams import StreamFollowers
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """Where the replicas of the shard listen, by their number, and what they agree through."""
+    """Where the replicas of the shard listen, by their number, and what they agree through.
+
+    Without `addresses` the coordinator says where the others listen.
+    """
 
     place: ReplicaPlace
     addresses: Sequence[str]
@@ -30,6 +34,14 @@ class ReplicaSettings:
     ttl_s: float
     leaders: Sequence[str] = ()  # the replicas of shard 0; default: this is shard 0
     leases: Coordinator | None = None  # the same coordinator over another connection
+    host: str = ""  # what tells this host from others
+    hostname: str = ""  # by which others reach it
+
+    def book(self) -> AddressBook:
+        first = self.place.shard * self.place.replicas
+        known = dict(enumerate(self.leaders))
+        known |= {first + replica: address for replica, address in enumerate(self.addresses)}
+        return AddressBook(self.host, known)
 
 
 def _load_optimizers() -> None:
@@ -47,23 +59,26 @@ class ReplicaParts:
         host: ModelHost,
         secret: bytes,
         on_reset: Callable[[], None],
+        listens: tuple[str, str],
         tls: TlsConfig = PLAIN,
     ):
+        """It `listens` at these two addresses; the second, for other hosts, may be empty."""
         place = settings.place
         _load_optimizers()
         self.runtime = ChainRuntime(place, host, on_reset)
         host.chain = self.runtime
         host.make_followers = StreamFollowers
         header = Header(FrameKind.HELLO, place.replica, place.shard)
+        book = settings.book()
+        first = place.shard * place.replicas
         self._links = {
-            peer: PeerLink(self.runtime, peer, partial(str, address), secret, header, tls)
-            for peer, address in enumerate(settings.addresses)
+            peer: PeerLink(self.runtime, peer, partial(book.of, first + peer), secret, header, tls)
+            for peer in range(place.replicas)
             if peer != place.replica
         }
-        leaders = settings.leaders or settings.addresses
-        self.leading = Leading(self.runtime, leaders, secret, tls)
-        own = settings.addresses[place.replica]
-        agreed = (settings.coordinator, settings.ttl_s, own, settings.leases)
+        self.leading = Leading(self.runtime, book.of, secret, tls)
+        own = OwnAddress.of(*listens, settings.host, settings.hostname)
+        agreed = (settings.coordinator, settings.ttl_s, own, book, settings.leases)
         self.keeper = Keeper(self.runtime, *agreed)
 
     def start(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from shoal.errors import ShoalError
@@ -140,16 +140,17 @@ class StreamFollower:
         self,
         number: int,
         model: ServedModel,
-        leaders: Sequence[str],
+        leader: Callable[[int], str | None],
         secret: bytes,
         execute: Execute,
         is_head: Callable[[], bool],
         tls: TlsConfig = PLAIN,
     ):
-        """`leaders` are the replicas of shard 0; the thread ends when this is no head."""
+        """`leader` says which address of shard 0 an attempt tries, if it is known; the thread ends
+        when this is no head."""
         self._number = number
         self._model = model
-        self._leaders = leaders
+        self._leader = leader
         self._secret = secret
         self._execute = execute
         self._is_head = is_head
@@ -177,9 +178,10 @@ class StreamFollower:
     def _run(self) -> None:
         attempt = 0
         while not self._is_closed and self._is_head():
-            address = self._leaders[attempt % len(self._leaders)]
+            address = self._leader(attempt)
             with suppress(OSError, ShoalError, ModelFailure, Elsewhere):
-                self._follow(address)
+                if address is not None:
+                    self._follow(address)
             connection = self._connection
             self._connection = None
             if connection is not None:

@@ -11,16 +11,12 @@ from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
 from shoal.server.consistency import Rule, quorum_in_words
-from shoal.server.discovery import (
-    ServerSet,
-    all_gather_text,
-    device_of_server,
-    find_or_start_servers,
-)
+from shoal.server.discovery import ServerSet, all_gather_text, find_or_start_servers
 from shoal.server.model.named_optimizer import NamedOptimizer, name_of
 from shoal.server.model.partition import FlatParameter, partition
 from shoal.server.model.shard import NAMES
 from shoal.server.protocol.messages import UNSPLIT, ModelSpec, ReplicaSplit
+from shoal.server.started import device_of_server
 from shoal.strategy.terms import Ps
 from shoal.sync.base import Copies, Replica
 from shoal.sync.kept_statistics import kept_statistics

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from shoal.coordinator.local import LocalCoordinator
+from shoal.runtime.config import TlsConfig
 from shoal.server.chain.state import ChainConsistency
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
+from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.messages import Commit
 from shoal.server.replicas.runtime import ReplicaPlace
 from shoal.server.replicas.start import ReplicaSettings
@@ -43,10 +45,13 @@ class World:
         replicas: int,
         shards: int = 1,
         consistency: ChainConsistency = "strong",
+        tls: TlsConfig | None = None,
     ):
+        """With `tls`, which may be plain, over TCP: the coordinator says where servers listen."""
         self.replicas = replicas
         self.shards = shards
         self.consistency: ChainConsistency = consistency
+        self.tls = tls
         self.coordinator = SharedCoordinator()
         self.addresses = [
             [f"unix:{folder}/server-{s * replicas + r}.sock" for r in range(replicas)]
@@ -62,7 +67,12 @@ class World:
         settings = ReplicaSettings(
             place, self.addresses[shard], self.coordinator, TTL_S, self.addresses[0]
         )
-        server = Server(self.addresses[shard][replica], SECRET, replica=settings)
+        if self.tls is None:
+            server = Server(self.addresses[shard][replica], SECRET, replica=settings)
+        else:
+            found = ReplicaSettings(place, (), self.coordinator, TTL_S)
+            server = Server("tcp:127.0.0.1:0", SECRET, tls=self.tls, replica=found)
+            self.addresses[shard][replica] = server.address
         self.servers[shard, replica] = server
         return server
 
@@ -86,7 +96,7 @@ class World:
     def client(self, rank: int, rule: Rule, **options: Any) -> Client:
         served = ServedOptions(rule, **{"optimizer": NamedOptimizer("SGD", {"lr": 1.0}), **options})
         specs = specs_of(flat_of(), [self.addresses[0][0]] * self.shards, served)
-        return Client(rank, MODEL, self.addresses, SECRET, specs)
+        return Client(rank, MODEL, self.addresses, SECRET, specs, tls=self.tls or PLAIN)
 
     def weights_of(self, shard: int, replica: int) -> Tensor:
         """When all that the replica has logged is applied there."""
@@ -98,10 +108,13 @@ class World:
 
 @contextmanager
 def world(
-    replicas: int = 3, shards: int = 1, consistency: ChainConsistency = "strong"
+    replicas: int = 3,
+    shards: int = 1,
+    consistency: ChainConsistency = "strong",
+    tls: TlsConfig | None = None,
 ) -> Iterator[World]:
     with socket_folder() as folder:
-        made = World(folder, replicas, shards, consistency)
+        made = World(folder, replicas, shards, consistency, tls)
         try:
             yield made
         finally:

@@ -1,0 +1,57 @@
+"""Where the servers of a run listen, as one of them reaches the others.
+
+Servers of one run directory know each other's sockets. Where they are on several hosts, each
+writes its addresses to alive/<process> at the coordinator, and the others read them there: a
+server that starts again, at another port or host, is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.coordinator.alive import Alive
+
+
+@dataclass(frozen=True)
+class OwnAddress:
+    """What a server says of itself."""
+
+    local: str = ""  # where it listens; a Unix socket is for its host alone
+    remote: str = ""  # a second address, for other hosts
+    host: str = ""  # hosts with the same one share files and memory
+
+    @classmethod
+    def of(cls, local: str, remote: str, host: str, hostname: str) -> OwnAddress:
+        """Of one that listens at these two; `hostname` stands for all addresses of the host."""
+        return cls(_named(local, hostname), _named(remote, hostname), host)
+
+    def alive(self, incarnation: int, pid: int) -> Alive:
+        return Alive(incarnation, self.local, pid, self.remote, self.host)
+
+
+@dataclass
+class AddressBook:
+    """Of all processes of a run, by their number."""
+
+    host: str = ""
+    known: Mapping[int, str] = field(default_factory=dict)  # before the coordinator is asked
+    _seen: dict[int, str] = field(default_factory=dict)
+
+    def saw(self, process: int, alive: Alive) -> None:
+        """What alive/<process> holds now."""
+        is_of_its_host = alive.address.startswith("unix:") and alive.host != self.host
+        address = alive.remote if is_of_its_host else alive.address
+        if address:
+            self._seen[process] = address
+
+    def of(self, process: int) -> str | None:
+        """None where it is not known yet."""
+        return self._seen.get(process) or self.known.get(process)
+
+
+def _named(address: str, hostname: str) -> str:
+    kind, _, location = address.partition(":")
+    host, _, port = location.rpartition(":")
+    is_any = kind == "tcp" and host.strip("[]") in ("0.0.0.0", "::")
+    return f"tcp:{hostname}:{port}" if is_any and hostname else address
