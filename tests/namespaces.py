@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces that a virtual cable joins. Needs root."""
+"""Hosts on one machine: network namespaces that a virtual cable or switch joins. Needs root."""
 
 from __future__ import annotations
 
@@ -44,11 +44,15 @@ class Host:
         thread.join()
         return results[0]
 
-    def _inside(self, function: Callable[[], T]) -> T:
+    def enter(self) -> None:
+        """From now on sockets of this thread, and of those that it starts, are of this host."""
         with open(f"/run/netns/{self.name}") as namespace:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
+
+    def _inside(self, function: Callable[[], T]) -> T:
+        self.enter()
         return function()
 
 
@@ -86,6 +90,85 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         for host in hosts:
             with suppress(subprocess.CalledProcessError):
                 _ip("netns", "delete", host.name)
+
+
+class Lan:
+    """Hosts at one switch. What one sends to another can be dropped, in one direction or both.
+
+    A host finds another by the hardware address in its table of neighbours, which has no timeout
+    here. Where that is an address that no host has, packets vanish: no one is told.
+    """
+
+    NOWHERE = "02:00:00:00:ff:ff"
+
+    def __init__(self, hosts: list[Host]):
+        self.hosts = hosts
+        self._cuts: set[tuple[int, int]] = set()
+
+    def cut(self, sender: int, to: int) -> None:
+        """From now on nothing that `sender` sends arrives at `to`."""
+        self._cuts.add((sender, to))
+        self._point(sender, to, self.NOWHERE)
+
+    def cut_both(self, a: int, b: int) -> None:
+        self.cut(a, b)
+        self.cut(b, a)
+
+    def isolate(self, alone: int, but: tuple[int, ...] = ()) -> None:
+        """From all hosts but these."""
+        for other in range(len(self.hosts)):
+            if other != alone and other not in but:
+                self.cut_both(alone, other)
+
+    def heal(self) -> None:
+        for sender, to in sorted(self._cuts):
+            self._point(sender, to, _hardware(to))
+        self._cuts.clear()
+
+    def _point(self, sender: int, to: int, hardware: str) -> None:
+        source, target = self.hosts[sender], self.hosts[to]
+        _ip("-n", source.name, "neighbor", "replace", target.address, "lladdr", hardware,
+            "dev", source.device, "nud", "permanent")  # fmt: skip
+
+
+@contextmanager
+def lan(count: int) -> Iterator[Lan]:
+    number = os.getpid() % 100_000
+    switch = f"shoal{number}switch"
+    hosts = [
+        Host(f"shoal{number}h{i}", f"10.77.1.{i + 1}", f"sh{number}h{i}") for i in range(count)
+    ]
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for index, host in enumerate(hosts):
+            _plug_in(switch, host, index)
+        made = Lan(hosts)
+        for sender in range(count):
+            for to in range(count):
+                made._point(sender, to, _hardware(to))
+        yield made
+    finally:
+        for name in (switch, *(host.name for host in hosts)):
+            with suppress(subprocess.CalledProcessError):
+                _ip("netns", "delete", name)
+
+
+def _plug_in(switch: str, host: Host, index: int) -> None:
+    port = f"port{index}"
+    _ip("netns", "add", host.name)
+    _ip("link", "add", host.device, "netns", host.name, "address", _hardware(index),
+        "type", "veth", "peer", "name", port, "netns", switch)  # fmt: skip
+    _ip("-n", switch, "link", "set", port, "master", "bridge")
+    _ip("-n", switch, "link", "set", port, "up")
+    _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.device)
+    _ip("-n", host.name, "link", "set", host.device, "up")
+    _ip("-n", host.name, "link", "set", "lo", "up")
+
+
+def _hardware(index: int) -> str:
+    return f"02:00:00:00:00:{index + 1:02x}"
 
 
 def _ip(*words: str) -> None:

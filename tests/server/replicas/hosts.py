@@ -1,0 +1,187 @@
+"""Replicas of a shard on hosts of their own, a coordinator on another, a worker on a third.
+
+Hosts are network namespaces; all run as threads of one process, with real TCP between them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shoal.coordinator.client import RemoteCoordinator
+from shoal.coordinator.core import Core
+from shoal.coordinator.service import CoordinatorService
+from shoal.coordinator.store import Store
+from shoal.runtime.config import TlsConfig
+from shoal.server.chain.config import ChainConfig
+from shoal.server.client import Client
+from shoal.server.consistency import Rule
+from shoal.server.model.named_optimizer import NamedOptimizer
+from shoal.server.replicas.runtime import ReplicaPlace
+from shoal.server.replicas.start import ReplicaSettings
+from shoal.server.server import Server
+from shoal.sync.ps.connect import ServedOptions, specs_of
+from tests.namespaces import Host, Lan, lan
+from tests.server.helpers import MODEL, SECRET, flat_of
+from tests.server.replicas.world import pulled, push_one_hot
+
+TRUSTED = TlsConfig(trusted_network=True)
+TTL_S = 0.5
+LIMIT_S = 60.0  # of every wait, on a busy machine
+ASYNC = Rule(1, asynchronous=True)
+KEYS = 8
+
+
+class HostWorld:
+    """Hosts 0 to replicas - 1 have a replica each, then come the coordinator and the worker."""
+
+    def __init__(self, net: Lan, replicas: int = 3):
+        self.net = net
+        self.replicas = replicas
+        self.acknowledged: Counter[tuple[int, int]] = Counter()  # (epoch, replica)
+        self.servers: list[Server] = []
+        self.of_coordinator = replicas
+        self.of_worker = replicas + 1
+        self.store = Store()
+        there = net.hosts[self.of_coordinator]
+        address = [f"tcp:{there.address}:0"]
+        self.service = there.call(
+            lambda: CoordinatorService(Core(self.store), SECRET, address, TRUSTED)
+        )
+        for replica in range(replicas):
+            self.servers.append(net.hosts[replica].call(lambda r=replica: self._start(r)))
+
+    def _start(self, replica: int) -> Server:
+        place = ReplicaPlace(0, replica, self.replicas)
+        who = place.in_words()
+        coordinator = RemoteCoordinator(self.service.addresses[0], SECRET, who, TRUSTED)
+        settings = ReplicaSettings(place, (), coordinator, TTL_S)
+        listen = f"tcp:{self.net.hosts[replica].address}:0"
+        server = Server(listen, SECRET, tls=TRUSTED, replica=settings)
+        self._record(server, replica)
+        return server
+
+    def _record(self, server: Server, replica: int) -> None:
+        """Who acknowledges in which epoch; under the lock in which operations are applied."""
+        assert server.replica is not None
+        runtime = server.replica.runtime
+        apply = runtime._apply
+
+        def recorded(position: int, proposed: Any) -> None:
+            if position in runtime._waiters:
+                self.acknowledged[runtime.node.epoch, replica] += 1
+            apply(position, proposed)
+
+        runtime._apply = recorded  # type: ignore[method-assign]
+
+    def client(self, rank: int = 0, rule: Rule = ASYNC) -> Client:
+        """To be called on the host of the worker."""
+        served = ServedOptions(rule, optimizer=NamedOptimizer("SGD", {"lr": 1.0}))
+        addresses = [server.address for server in self.servers]
+        specs = specs_of(flat_of(), [addresses[0]], served)
+        return Client(rank, MODEL, [addresses], SECRET, specs, tls=TRUSTED)
+
+    @property
+    def config(self) -> ChainConfig:
+        """As the coordinator has it."""
+        stored = self.store.get("chain/0")
+        assert stored is not None
+        return msgspec.msgpack.decode(stored.value, type=ChainConfig)
+
+    def weights_of(self, replica: int) -> Tensor:
+        server = self.servers[replica]
+        assert server.replica is not None
+        server.replica.runtime.catch_up()
+        return server.models[MODEL].state.shard.data
+
+    def copies_are_equal(self) -> bool:
+        first, *others = [self.weights_of(member) for member in self.config.members]
+        return all(torch.equal(first, other) for other in others)
+
+    def one_head_an_epoch(self) -> bool:
+        return len({epoch for epoch, _ in self.acknowledged}) == len(self.acknowledged)
+
+    def close(self) -> None:
+        self.net.heal()
+        for server in self.servers:
+            server.close()
+        self.service.close()
+
+
+class Pusher:
+    """A thread on the host of the worker that pushes one-hot integers until it is stopped."""
+
+    def __init__(self, world: HostWorld):
+        self._world = world
+        self._changed = threading.Condition()
+        self._is_over = False
+        self.counts = [0] * KEYS  # acknowledged pushes of each element
+        self.error: BaseException | None = None
+        self.found: list[float] = []
+        host = world.net.hosts[world.of_worker]
+        self._thread = threading.Thread(target=self._inside, args=(host,), daemon=True)
+        self._thread.start()
+
+    @property
+    def acknowledged(self) -> int:
+        return sum(self.counts)
+
+    def wait(self, is_reached: Callable[[], bool]) -> None:
+        """Until it is so, as seen after each push."""
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: is_reached() or self.error, LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        assert is_done, f"not reached in {LIMIT_S:.0f} s: {self.counts}, {self._world.config}"
+
+    def wait_more(self, pushes: int = 5) -> None:
+        wanted = self.acknowledged + pushes
+        self.wait(lambda: self.acknowledged >= wanted)
+
+    def stop(self) -> list[float]:
+        """What is pulled after the last push."""
+        self._is_over = True
+        self._thread.join(LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        return self.found
+
+    def _inside(self, host: Host) -> None:
+        try:
+            host.enter()
+            self._push()
+        except BaseException as error:
+            self.error = error
+        with self._changed:
+            self._changed.notify_all()
+
+    def _push(self) -> None:
+        client = self._world.client()
+        try:
+            step = 0
+            while not self._is_over:
+                push_one_hot(client, step % KEYS, step)
+                self.counts[step % KEYS] += 1
+                step += 1
+                with self._changed:
+                    self._changed.notify_all()
+            self.found = pulled(client)
+        finally:
+            client.close()
+
+
+@contextmanager
+def hosts_world(replicas: int = 3) -> Iterator[HostWorld]:
+    with lan(replicas + 2) as net:
+        made = HostWorld(net, replicas)
+        try:
+            yield made
+        finally:
+            made.close()

@@ -1,0 +1,86 @@
+"""Cuts between hosts, in both directions and in one: nothing is lost, nothing counts twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.namespaces import why_not
+from tests.server.replicas.hosts import HostWorld, Pusher, hosts_world
+
+REASON = why_not()
+pytestmark = [pytest.mark.whole, pytest.mark.skipif(bool(REASON), reason=REASON)]
+Cut = Callable[[HostWorld], None]
+
+
+def head_alone(made: HostWorld) -> None:
+    made.net.isolate(made.config.members[0])
+
+
+def middle_alone(made: HostWorld) -> None:
+    made.net.isolate(made.config.members[1])
+
+
+def tail_alone(made: HostWorld) -> None:
+    made.net.isolate(made.config.members[2])
+
+
+def head_from_coordinator(made: HostWorld) -> None:
+    made.net.cut_both(made.config.members[0], made.of_coordinator)
+
+
+def head_is_not_heard_by_coordinator(made: HostWorld) -> None:
+    made.net.cut(made.config.members[0], made.of_coordinator)
+
+
+def head_does_not_hear_coordinator(made: HostWorld) -> None:
+    made.net.cut(made.of_coordinator, made.config.members[0])
+
+
+def head_is_not_heard(made: HostWorld) -> None:
+    for other in range(len(made.net.hosts)):
+        if other != made.config.members[0]:
+            made.net.cut(made.config.members[0], other)
+
+
+def head_does_not_hear(made: HostWorld) -> None:
+    for other in range(len(made.net.hosts)):
+        if other != made.config.members[0]:
+            made.net.cut(other, made.config.members[0])
+
+
+def tail_is_not_heard(made: HostWorld) -> None:
+    for other in range(len(made.net.hosts)):
+        if other != made.config.members[2]:
+            made.net.cut(made.config.members[2], other)
+
+
+CUTS = [
+    head_alone,
+    middle_alone,
+    tail_alone,
+    head_from_coordinator,
+    head_is_not_heard_by_coordinator,
+    head_does_not_hear_coordinator,
+    head_is_not_heard,
+    head_does_not_hear,
+    tail_is_not_heard,
+]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_pushes_go_on_beside_a_cut_and_all_copies_agree_after_it(cut: Cut) -> None:
+    with hosts_world() as made:
+        pusher = Pusher(made)
+        pusher.wait_more()
+        epoch = made.config.epoch
+        cut(made)
+        pusher.wait(lambda: made.config.epoch > epoch)
+        pusher.wait_more()
+        made.net.heal()
+        pusher.wait(lambda: len(made.config.members) == 3)
+        pusher.wait_more()
+        assert pusher.stop()[: len(pusher.counts)] == [-float(n) for n in pusher.counts]
+        assert made.one_head_an_epoch()
+        assert made.copies_are_equal()
