@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from shoal.coordinator.interface import Conflict, Coordinator
@@ -10,7 +12,8 @@ from shoal.coordinator.interface import Conflict, Coordinator
 class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which life of the replica it is, where it listens, and which process it is there.
 
-    Processes of another `host` use `remote` where `address` is a Unix socket.
+    Processes of another `host` use `remote` where `address` is a Unix socket. `unreachable` are
+    replicas of its shard, by number, to which it has had no connection for a while.
     """
 
     incarnation: int
@@ -18,6 +21,7 @@ class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pid: int = 0
     remote: str = ""
     host: str = ""
+    unreachable: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
 
 
 def alive_key(process: int) -> str:

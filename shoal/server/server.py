@@ -32,11 +32,12 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost
 from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import PLAIN, Listener, remove_left_socket
+from shoal.server.protocol.endpoint import PLAIN, Listener, expect_answers, remove_left_socket
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.server.protocol.messages import ErrorReply
 from shoal.server.replicas.apply import apply
+from shoal.server.replicas.peer_link import SILENT_REPLICA_S
 from shoal.server.replicas.start import ReplicaParts, ReplicaSettings
 from shoal.server.session import Session
 from shoal.server.strangers import Strangers
@@ -193,6 +194,7 @@ class Server:
             self._connections.add(connection)
             if hello.channel == "chain":
                 self._of_replicas.add(connection)
+                expect_answers(connection.sock, SILENT_REPLICA_S)
             if self._closed:
                 return None
         return Peer(self.host, connection, hello.channel, header, number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
@@ -9,7 +11,10 @@ import msgspec
 from shoal.server.chain.config import NO_CONFIG, ChainConfig
 from shoal.server.chain.messages import Effect
 from shoal.server.chain.node import ChainNode
+from shoal.server.chain.reach import who_leaves
 from shoal.server.chain.read_lease import ReadLease
+
+NOTHING: Mapping[int, Collection[int]] = MappingProxyType({})
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -44,8 +49,10 @@ class ChainManager:
         lease.granted(…) …          see ReadLease
 
     Members whose lease has ended are removed by the first member that is alive. A tail that has
-    asked for one more member repeats that until some later epoch is known. `alive` has the
-    incarnation of each replica with a lease, by replica number. `founders` make up the first
+    asked for one more member repeats that until some later epoch is known. Where two neighbours are
+    alive and do not reach each other, one leaves: it gives up its lease first, so it answers no
+    read alone, and comes back behind the tail. `alive` has the incarnation of each replica with a
+    lease, by replica number; `unreachable`, whom each does not reach. `founders` make up the first
     configuration, as soon as all are alive.
     """
 
@@ -55,6 +62,7 @@ class ChainManager:
         self._founders = founders
         self._version = 0  # of the configuration that is known
         self._alive: dict[int, int] | None = None  # None: not known since that configuration
+        self._unreachable: Mapping[int, Collection[int]] = {}
         self._must_look = True
 
     @property
@@ -74,16 +82,24 @@ class ChainManager:
         if self._must_look or self._alive is None:
             return Fetch(self.lease.number)
         config = self._wanted(now_s)
+        if config is not None and self.node.is_member and self.node.me not in config.members:
+            self.lease.lost()  # whatever becomes of the request
         return None if config is None else Swap(config, self._version)
 
     def fetched(
-        self, request: Fetch, config: ChainConfig | None, version: int, alive: dict[int, int]
+        self,
+        request: Fetch,
+        config: ChainConfig | None,
+        version: int,
+        alive: dict[int, int],
+        unreachable: Mapping[int, Collection[int]] = NOTHING,
     ) -> list[Effect]:
         config = config or NO_CONFIG
         self.lease.saw(config.epoch, request.lease)
         effects = self._know(config, version)
         if config.epoch == self.node.epoch:
             self._alive = alive
+            self._unreachable = unreachable
             self._must_look = False
         return effects
 
@@ -115,6 +131,8 @@ class ChainManager:
             return self._asked_or_renewed(self.node.asked)
         if lost and alive[:1] == [self.node.me] and self.lease.is_settled(now_s):
             return config.without(lost)
+        if not lost and who_leaves(config.members, self._unreachable) == self.node.me:
+            return config.without({self.node.me})
         return config.renewed() if self.lease.needs_epoch(config.epoch) else None
 
     def _asked_or_renewed(self, asked: ChainConfig) -> ChainConfig:

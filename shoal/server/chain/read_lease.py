@@ -31,6 +31,10 @@ class ReadLease:
         self._until_s = asked_s + _OF_TTL * ttl_s
         self._settled_s = asked_s + ttl_s
 
+    @property
+    def is_held(self) -> bool:
+        return self._is_held
+
     def renewed(self, asked_s: float, left_s: float) -> None:
         if self._is_held:
             self._until_s = max(self._until_s, asked_s + _OF_TTL * left_s)

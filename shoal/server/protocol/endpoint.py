@@ -200,10 +200,20 @@ def _tune(sock: socket.socket) -> None:
     """Send small frames without delay; notice a host that does not respond."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    _set_options(sock, SILENT_PEER_MS, idle_s=10, interval_s=5)
+
+
+def expect_answers(sock: socket.socket, within_s: float) -> None:
+    """A connection whose other host acknowledges nothing for so long ends (TCP)."""
+    if sock.family != socket.AF_UNIX:
+        _set_options(sock, int(1000 * within_s), idle_s=1, interval_s=1)
+
+
+def _set_options(sock: socket.socket, silent_ms: int, idle_s: int, interval_s: int) -> None:
     for option, value in (
-        ("TCP_USER_TIMEOUT", SILENT_PEER_MS),
-        ("TCP_KEEPIDLE", 10),
-        ("TCP_KEEPINTVL", 5),
+        ("TCP_USER_TIMEOUT", silent_ms),
+        ("TCP_KEEPIDLE", idle_s),
+        ("TCP_KEEPINTVL", interval_s),
         ("TCP_KEEPCNT", 4),
     ):
         if hasattr(socket, option):

@@ -26,8 +26,8 @@ class OwnAddress:
         """Of one that listens at these two; `hostname` stands for all addresses of the host."""
         return cls(_named(local, hostname), _named(remote, hostname), host)
 
-    def alive(self, incarnation: int, pid: int) -> Alive:
-        return Alive(incarnation, self.local, pid, self.remote, self.host)
+    def alive(self, incarnation: int, pid: int, unreachable: tuple[int, ...] = ()) -> Alive:
+        return Alive(incarnation, self.local, pid, self.remote, self.host, unreachable)
 
 
 @dataclass

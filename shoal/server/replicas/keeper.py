@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -25,6 +26,7 @@ from shoal.server.replicas.runtime import ChainRuntime
 
 _OF_TTL = 5  # renewals, and looks, in the time of a lease
 _MAX_REQUESTS = 8  # of one look
+_APART_OF_TTL = 2  # a replica without a connection for so many leases is said to be unreachable
 
 
 class Keeper:
@@ -38,17 +40,20 @@ class Keeper:
         own: OwnAddress,
         book: AddressBook,
         leases: Coordinator | None = None,
+        unreachable: Callable[[float], tuple[int, ...]] = lambda seconds: (),
     ):
         """What the others say of themselves goes into `book`. `leases` is the same coordinator over
-        another connection."""
+        another connection. `unreachable`: the replicas to which there has been no connection for so
+        many seconds."""
         self._runtime = runtime
         self._coordinator = coordinator
         self._leases = leases or coordinator
         self._ttl_s = ttl_s
         self._own = own
         self._book = book
+        self._unreachable = unreachable
         self._lease: Lease | None = None
-        self._registered: int | None = None  # the incarnation in alive/<process>
+        self._registered: tuple[int, tuple[int, ...]] | None = None  # in alive/<process>
         self._poked = threading.Event()
         runtime.poke = self._poked.set
         self._threads = [
@@ -96,7 +101,7 @@ class Keeper:
     def _keep_lease(self) -> None:
         lease = self._runtime.lease
         asked_s = time.monotonic()
-        if self._lease is None:
+        if self._lease is None or not lease.is_held:
             self._grant()
             return
         try:
@@ -122,12 +127,16 @@ class Keeper:
             self._put_alive(lease, coordinator)
 
     def _put_alive(self, lease: Lease, coordinator: Coordinator) -> None:
-        incarnation = self._runtime.node.incarnation
-        value = msgspec.msgpack.encode(self._own.alive(incarnation, os.getpid()))
+        state = self._own_state()
+        value = msgspec.msgpack.encode(self._own.alive(state[0], os.getpid(), state[1]))
         known = coordinator.get(self.alive_key)
         version = 0 if known is None else known.version
         coordinator.put_if(self.alive_key, value, version, lease.id)
-        self._registered = incarnation
+        self._registered = state
+
+    def _own_state(self) -> tuple[int, tuple[int, ...]]:
+        """The incarnation, and whom it does not reach."""
+        return self._runtime.node.incarnation, self._unreachable(_APART_OF_TTL * self._ttl_s)
 
     def _look(self) -> None:
         runtime = self._runtime
@@ -137,7 +146,7 @@ class Keeper:
             lease = self._lease
             if lease is None:
                 return
-            if self._registered != runtime.node.incarnation:
+            if self._registered != self._own_state():
                 self._register(lease, self._coordinator)
             with runtime.changed:
                 request = runtime.manager.next_request(time.monotonic())
@@ -152,11 +161,15 @@ class Keeper:
         stored = self._coordinator.get(self.chain_key)
         config = None if stored is None else msgspec.msgpack.decode(stored.value, type=ChainConfig)
         version = 0 if stored is None else stored.version
-        alive = self._alive()
-        self._runtime.reconfigure(lambda manager: manager.fetched(request, config, version, alive))
+        found = self._alive()
+        alive = {replica: each.incarnation for replica, each in found.items()}
+        unreachable = {replica: each.unreachable for replica, each in found.items()}
+        self._runtime.reconfigure(
+            lambda manager: manager.fetched(request, config, version, alive, unreachable)
+        )
 
-    def _alive(self) -> dict[int, int]:
-        """The incarnation of each replica of this shard that has a lease."""
+    def _alive(self) -> dict[int, Alive]:
+        """What each replica of this shard that has a lease says of itself."""
         place = self._runtime.place
         found = {}
         for key, stored in self._coordinator.live("alive/").items():
@@ -167,7 +180,7 @@ class Keeper:
                 alive = msgspec.msgpack.decode(stored.value, type=Alive)
                 self._book.saw(int(number), alive)
                 if int(number) // place.replicas == place.shard:
-                    found[int(number) % place.replicas] = alive.incarnation
+                    found[int(number) % place.replicas] = alive
         return found
 
     def _swap(self, request: Swap) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -15,12 +16,13 @@ from shoal.errors import ShoalError
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.messages import ChainMessage
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import PLAIN, connect
+from shoal.server.protocol.endpoint import PLAIN, connect, expect_answers
 from shoal.server.protocol.frames import FrameKind, Header
 from shoal.server.protocol.handshake import authenticate
 from shoal.server.replicas.payloads import views_of
 from shoal.server.replicas.wire import encode_message
 
+SILENT_REPLICA_S = 3.0  # a host that acknowledges nothing for so long is not connected
 _RETRY_S = 0.03
 _CONNECT_S = 2.0
 _MAX_ANSWER_BYTES = 8192
@@ -52,6 +54,7 @@ class PeerLink:
         self._tls = tls
         self._closed = threading.Event()
         self._connection: Connection | None = None
+        self._down_since_s = time.monotonic()
         self._messages: queue.SimpleQueue[tuple[Connection, ChainMessage | Call] | None]
         self._messages = queue.SimpleQueue()
         name = f"shoal-chain-{peer}"
@@ -76,6 +79,11 @@ class PeerLink:
         if connection is not None:
             connection.abort()
 
+    @property
+    def down_s(self) -> float:
+        """For how long there has been no connection."""
+        return 0.0 if self._connection is not None else time.monotonic() - self._down_since_s
+
     def close(self) -> None:
         self._closed.set()
         self._messages.put(None)
@@ -99,6 +107,7 @@ class PeerLink:
                     connection.abort()
                 self._owner.link_up(self.peer)
                 self._await_end(connection)
+                self._down_since_s = time.monotonic()
                 self._connection = None
                 connection.close()
                 self._owner.link_lost(self.peer)
@@ -116,6 +125,7 @@ class PeerLink:
             connection.sock.settimeout(_CONNECT_S)
             authenticate(connection, self._secret, "chain", self._header)
             connection.sock.settimeout(None)
+            expect_answers(connection.sock, SILENT_REPLICA_S)
         except (OSError, ShoalError):
             connection.close()
             return None

@@ -78,8 +78,11 @@ class ReplicaParts:
         }
         self.leading = Leading(self.runtime, book.of, secret, tls)
         own = OwnAddress.of(*listens, settings.host, settings.hostname)
-        agreed = (settings.coordinator, settings.ttl_s, own, book, settings.leases)
+        agreed = (settings.coordinator, settings.ttl_s, own, book, settings.leases, self._unreachable)
         self.keeper = Keeper(self.runtime, *agreed)
+
+    def _unreachable(self, seconds: float) -> tuple[int, ...]:
+        return tuple(peer for peer, link in self._links.items() if link.down_s > seconds)
 
     def start(self) -> None:
         """Once the server listens."""

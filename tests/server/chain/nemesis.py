@@ -19,6 +19,7 @@ FAULTS = (
     "isolate",
     "cut_coordinator",
     "break_link",
+    "cut_pair",
     "stall",
     "stop_coordinator",
     "restart_worker",
@@ -97,6 +98,12 @@ class Nemesis:
         self.loop.note(f"the connection of {a} and {b} breaks")
         self.world.network.break_link(a, b)
 
+    def cut_pair(self) -> None:
+        """Two replicas do not reach each other; both reach all else."""
+        a, b = self.loop.rng.sample(range(self.world.replica_count), 2)
+        self.loop.note(f"{a} and {b} do not reach each other")
+        self.world.network.cut(a, b, self.loop.soon(4 * TTL_S))
+
     def stall(self) -> None:
         a, b = self.loop.rng.sample(range(self.world.replica_count), 2)
         self.loop.note(f"nothing gets from {b} to {a}")
@@ -122,6 +129,7 @@ class Nemesis:
         self.start_coordinator()
         self.world.coordinator.loss = 0.0
         self.world.coordinator.cut.clear()
+        self.world.network.heal()
         for replica in self.world.replicas:
             self.resume(replica)
             self.restart(replica)

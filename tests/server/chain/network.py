@@ -21,6 +21,7 @@ class Link:
     is_up: bool = False
     last_s: dict[int, float] = field(default_factory=dict)  # the latest arrival at each end
     stalled_until_s: dict[int, float] = field(default_factory=dict)  # a cut towards this end
+    cut_until_s: float = 0.0  # no connection can be made
 
 
 class Network:
@@ -69,6 +70,9 @@ class Network:
         link = self.link(a, b)
         if link.is_up or not self.may_connect(a, b):
             return
+        if self.loop.now_s < link.cut_until_s:
+            self.loop.after(self.loop.soon(RECONNECT_S), self.connect, a, b)
+            return
         link.connection += 1
         link.is_up = True
         link.last_s.clear()
@@ -93,3 +97,12 @@ class Network:
     def stall(self, to: int, other: int, seconds: float) -> None:
         """A cut in one direction: nothing arrives before it ends."""
         self.link(to, other).stalled_until_s[to] = self.loop.now_s + seconds
+
+    def cut(self, a: int, b: int, seconds: float) -> None:
+        """The connection ends, and none can be made for so long."""
+        self.link(a, b).cut_until_s = self.loop.now_s + seconds
+        self.break_link(a, b)
+
+    def heal(self) -> None:
+        for link in self._links.values():
+            link.cut_until_s = 0.0

@@ -17,6 +17,7 @@ class View(NamedTuple):
     config: ChainConfig | None
     version: int
     alive: dict[int, int]
+    unreachable: dict[int, tuple[int, ...]]
 
 
 class Register:
@@ -28,22 +29,26 @@ class Register:
         self.version = 0
         self.heads: set[int | None] = set()
         self._leases: dict[int, tuple[int, float]] = {}  # replica: incarnation, end
+        self._unreachable: dict[int, tuple[int, ...]] = {}  # what each says of others
 
     def view(self) -> View:
         now_s = self.loop.now_s
         alive = {r: inc for r, (inc, end_s) in self._leases.items() if end_s > now_s}
-        return View(self.config, self.version, alive)
+        return View(self.config, self.version, alive, dict(self._unreachable))
 
-    def grant(self, replica: int, incarnation: int) -> float:
+    def grant(self, replica: int, incarnation: int, unreachable: tuple[int, ...]) -> float:
         if incarnation >= self._leases.get(replica, (0, 0.0))[0]:  # not from an earlier life
             self._leases[replica] = (incarnation, self.loop.now_s + TTL_S)
+            self._unreachable[replica] = unreachable
         return TTL_S
 
-    def keep_alive(self, replica: int, incarnation: int) -> float | None:
+    def keep_alive(
+        self, replica: int, incarnation: int, unreachable: tuple[int, ...]
+    ) -> float | None:
         """None if the lease has ended."""
         if self.view().alive.get(replica) != incarnation:
             return None
-        return self.grant(replica, incarnation)
+        return self.grant(replica, incarnation, unreachable)
 
     def swap(self, config: ChainConfig, version: int) -> int | None:
         """The new version; None if there is another one than `version`."""

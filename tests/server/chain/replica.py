@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tests.server.chain.world import World
 
 TICK_S = TTL_S / 4
+APART_S = TTL_S
 SNAPSHOT_S = 8 * MESSAGE_S
 Answer = Callable[[Any], None]
 
@@ -64,6 +65,7 @@ class Replica:
 
     def start(self) -> None:
         self.process.start()
+        self.down_since_s = dict.fromkeys(range(self.world.replica_count), self.clock_s)
         self.reset()
         self.tick()
 
@@ -96,6 +98,8 @@ class Replica:
         asked_s = self.clock_s
         store = self.world.coordinator.store
         me, incarnation, lease = self.me, self.incarnation, self.manager.lease
+        unreachable = self.unreachable()
+        self.has_lease &= lease.is_held
 
         def granted(ttl_s: float) -> None:
             if incarnation == self.incarnation:
@@ -115,7 +119,7 @@ class Replica:
         request = store.keep_alive if self.has_lease else store.grant
         answered = renewed if self.has_lease else granted
         self.world.coordinator.call(
-            self.process, lambda: request(me, incarnation), answered, lambda: None
+            self.process, lambda: request(me, incarnation, unreachable), answered, lambda: None
         )
 
     def pump(self) -> None:
@@ -148,7 +152,7 @@ class Replica:
         manager = self.manager
         if isinstance(request, Fetch):
             view: View = answer
-            return manager.fetched(request, view.config, view.version, view.alive)
+            return manager.fetched(request, *view)
         if answer is None:
             manager.conflicted()
             return []
@@ -164,7 +168,15 @@ class Replica:
     def receive(self, sender: int, message: ChainMessage) -> None:
         self.do(self.node.receive(sender, message))
 
+    def unreachable(self) -> tuple[int, ...]:
+        limit_s = self.clock_s - APART_S
+        return tuple(peer for peer, since_s in self.down_since_s.items() if since_s < limit_s)
+
     def link_changed(self, peer: int, is_up: bool) -> None:
+        if is_up:
+            self.down_since_s.pop(peer, None)
+        else:
+            self.down_since_s.setdefault(peer, self.clock_s)
         self.do(self.node.link_up(peer) if is_up else self.node.link_lost(peer))
 
     def do(self, effects: list[Effect]) -> None:

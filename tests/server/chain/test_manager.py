@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.manager import ChainManager, Fetch, Swap
-from shoal.server.chain.messages import Learn
+from shoal.server.chain.messages import Learn, Reset
 from shoal.server.chain.node import ChainNode
+from shoal.server.chain.reach import who_leaves
 from shoal.server.chain.read_lease import ReadLease
 
 THREE = ChainConfig(5, (0, 1, 2), (1, 1, 1))
@@ -114,6 +117,59 @@ def test_a_replica_that_is_no_member_says_when_all_members_are_gone() -> None:
     manager.look()
     knows(manager, THREE, {3: 1, 1: 1})
     assert not manager.all_are_lost
+
+
+def apart(*pairs: tuple[int, int]) -> dict[int, tuple[int, ...]]:
+    both = [*pairs, *((b, a) for a, b in pairs)]
+    return {a: tuple(y for x, y in both if x == a) for a, _ in both}
+
+
+@pytest.mark.parametrize(
+    "unreachable, leaves",
+    [
+        ({}, None),
+        (apart((0, 1)), 1),
+        (apart((1, 2)), 2),
+        (apart((0, 2)), None),  # they are no neighbours
+        (apart((0, 1), (0, 2)), 0),
+        (apart((0, 1), (1, 2)), 1),
+        (apart((0, 2), (1, 2)), 2),
+        (apart((0, 1), (0, 2), (1, 2)), 2),
+        ({0: (1,)}, None),  # the other may have died, or does not know it yet
+        (apart((0, 3), (1, 3)), None),  # a learner
+    ],
+)
+def test_who_leaves_where_neighbours_do_not_reach_each_other(
+    unreachable: dict[int, tuple[int, ...]], leaves: int | None
+) -> None:
+    assert who_leaves((0, 1, 2), unreachable) == leaves
+
+
+def test_a_member_that_leaves_gives_up_its_lease_first() -> None:
+    alive = {0: 1, 1: 1, 2: 1}
+    managers = [manager_of(me) for me in range(3)]
+    for manager in managers:
+        trusted(manager, THREE, alive)
+        manager.look()
+        request = manager.next_request(LATER_S)
+        assert isinstance(request, Fetch)
+        manager.fetched(request, THREE, 45, alive, apart((0, 1)))
+        manager.lease.renewed(LATER_S, 0.5)
+    requests = [manager.next_request(LATER_S) for manager in managers]
+    assert requests == [None, Swap(THREE.without({1}), 45), None]
+    valid = [manager.lease.is_valid(5, LATER_S) for manager in managers]
+    assert valid == [True, False, True]
+    assert managers[1].swapped(Swap(THREE.without({1}), 45), 46) == [Reset()]
+
+
+def test_a_member_does_not_leave_while_another_is_lost() -> None:
+    manager = manager_of(1)
+    trusted(manager, THREE, {0: 1, 1: 1})
+    manager.look()
+    request = manager.next_request(LATER_S)
+    assert isinstance(request, Fetch)
+    manager.fetched(request, THREE, 45, {0: 1, 1: 1}, apart((0, 1)))
+    assert manager.next_request(LATER_S) is None
 
 
 def test_a_lease_counts_from_before_it_was_asked_for_and_ends_before_the_coordinators() -> None:

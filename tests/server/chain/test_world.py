@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tests.server.chain.schedules import run_all, schedule
@@ -38,6 +40,20 @@ def test_10_000_schedules_of_a_strong_chain(part: int) -> None:
 def test_3_000_schedules_of_an_eventual_chain(part: int) -> None:
     seeds = range(1000 * part + 1000, 1000 * part + 2000)
     assert run_all(seeds, consistency="eventual") > 950
+
+
+def test_pushes_go_on_while_two_neighbours_do_not_reach_each_other() -> None:
+    """The cut does not end before the pushes are done."""
+    worlds = (World(seed, faults=("restart_worker",)) for seed in range(50))
+    world = next(world for world in worlds if world.founders == (0, 1, 2))
+    world.loop.after(0.01, world.network.cut, 0, 1, 1000.0)
+    world.loop.run(3.0, lambda: all(worker.is_done for worker in world.workers))
+    assert all(worker.is_done for worker in world.workers)
+    config = world.coordinator.store.config
+    assert config is not None
+    assert (0, 1) not in pairwise(config.members)
+    world.network.heal()
+    assert world.run()
 
 
 def test_a_seed_is_one_schedule() -> None:

@@ -56,7 +56,25 @@ def tail_is_not_heard(made: HostWorld) -> None:
             made.net.cut(made.config.members[2], other)
 
 
+def head_from_middle(made: HostWorld) -> None:
+    """All of them reach the coordinator."""
+    made.net.cut_both(*made.config.members[:2])
+
+
+def middle_is_not_heard_by_tail(made: HostWorld) -> None:
+    made.net.cut(*made.config.members[1:])
+
+
+def head_from_the_others(made: HostWorld) -> None:
+    head, *others = made.config.members
+    for other in others:
+        made.net.cut_both(head, other)
+
+
 CUTS = [
+    head_from_middle,
+    middle_is_not_heard_by_tail,
+    head_from_the_others,
     head_alone,
     middle_alone,
     tail_alone,
