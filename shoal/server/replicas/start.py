@@ -78,7 +78,14 @@ class ReplicaParts:
         }
         self.leading = Leading(self.runtime, book.of, secret, tls)
         own = OwnAddress.of(*listens, settings.host, settings.hostname)
-        agreed = (settings.coordinator, settings.ttl_s, own, book, settings.leases, self._unreachable)
+        agreed = (
+            settings.coordinator,
+            settings.ttl_s,
+            own,
+            book,
+            settings.leases,
+            self._unreachable,
+        )
         self.keeper = Keeper(self.runtime, *agreed)
 
     def _unreachable(self, seconds: float) -> tuple[int, ...]:
