@@ -288,6 +288,8 @@ class ServerLink:
                 raise MovedAway(self.rank, doing, error.moved)
             if error.lost is not None:
                 raise PeerLost(self.rank, self._rank_of(error.lost), doing)
+            if error.is_loss:
+                raise PeerLost(self.rank, None, f"{doing} ({error.reason})")
             raise ShoalError(f"rank {self.rank}, {doing}: {error.reason}")
         return header, meta
 

@@ -208,7 +208,7 @@ class ModelHost:
 
     def close(self, join_s: float) -> None:
         for model in list(self.models.values()):
-            model.fail("the server was stopped")
+            model.fail("the server was stopped", is_loss=True)
         for followers in list(self._followers.values()):
             followers.close()
         for copies in list(self._copies.values()):

@@ -98,8 +98,8 @@ class Followers:
             raise self._failure(f"server {index} was lost ({error})") from error
 
     def _failure(self, reason: str) -> ModelFailure:
-        self._model.fail(reason)
-        return self._model.membership.failure or ModelFailure(reason)
+        self._model.fail(reason, is_loss=True)
+        return self._model.membership.failure or ModelFailure(reason, is_loss=True)
 
 
 class Follower:
@@ -137,7 +137,7 @@ class Follower:
                 self._receive()
         except (Closed, Refused) as error:
             if not self._model.membership.is_over:
-                self._model.fail(f"the leader was lost ({error})")
+                self._model.fail(f"the leader was lost ({error})", is_loss=True)
         except Exception as error:
             self._model.fail(f"server {self._index} failed: {error!r}"[:4000])
         finally:

@@ -62,7 +62,8 @@ class Session:
             self.peer.begin()
             registered.handler(self.peer, header, meta)
         except ModelFailure as failure:
-            self.peer.reply_error(ErrorReply(failure.reason, failure.worker))
+            error = ErrorReply(failure.reason, failure.worker, is_loss=failure.is_loss)
+            self.peer.reply_error(error)
         except Elsewhere as elsewhere:
             self._move(elsewhere, header)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal.server.consistency import Rule
+from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
@@ -121,6 +122,15 @@ def test_the_clip_factor_of_an_entry_is_that_of_all_servers() -> None:
         pushing.join(60)
     assert isinstance(applied, StepApplied)
     assert applied.clip_factor == pytest.approx(1 / (4 * 12 + 100) ** 0.5)
+
+
+def test_a_follower_that_is_lost_fails_the_model_as_a_loss() -> None:
+    model, followers = leader_of()
+    with follower_of(followers, Follow(1, 0)) as connection:
+        connection.close()
+        with pytest.raises(ModelFailure, match="server 1 was lost") as caught:
+            send(model, push_of_worker_0())
+    assert caught.value.is_loss
 
 
 def test_a_follower_that_has_finished_does_not_fail_the_workers_that_leave_last() -> None:

@@ -15,7 +15,7 @@ from shoal.runtime.config import TlsConfig
 from shoal.server.consistency import Rule
 from shoal.server.protocol.endpoint import Listener, connect
 from shoal.server.protocol.messages import Commit
-from tests.server.helpers import client_of, fill, servers, weights
+from tests.server.helpers import MODEL, client_of, fill, servers, weights
 
 ASYNC = Rule(2, asynchronous=True)
 
@@ -200,6 +200,16 @@ def test_a_server_that_ends_is_an_error_that_names_it() -> None:
         client = client_of(found, 0, Rule(1))
         found[1].close()
         with pytest.raises(PeerLost, match="server 1"):
+            client.commit(*fill(client, 1.0))
+        client.close()
+
+
+def test_the_loss_of_a_server_is_the_loss_of_a_peer_to_a_worker_of_another() -> None:
+    """So that the launcher takes it for a consequence."""
+    with servers() as found:
+        client = client_of(found, 0, Rule(1))
+        found[0].models[MODEL].fail("server 1 was lost (Broken pipe)", is_loss=True)
+        with pytest.raises(PeerLost, match=r"COMMIT to server 0 \(server 1 was lost"):
             client.commit(*fill(client, 1.0))
         client.close()
 

@@ -23,9 +23,11 @@ _POLL_S = 0.1  # how often to look for workers that exited before they joined
 class ModelFailure(Exception):
     """The run cannot go on: a worker that the rule needs was lost, or a server was."""
 
-    def __init__(self, reason: str, worker: int | None = None):
+    def __init__(self, reason: str, worker: int | None = None, is_loss: bool = False):
+        """`is_loss`: the cause is the end of a server, so it is told elsewhere."""
         self.reason = reason
         self.worker = worker
+        self.is_loss = is_loss
         super().__init__(reason)
 
 

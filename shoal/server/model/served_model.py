@@ -80,8 +80,8 @@ class ServedModel:
     def version(self) -> int:
         return self.state.version
 
-    def fail(self, reason: str) -> None:
-        self.membership.fail(ModelFailure(reason))
+    def fail(self, reason: str, is_loss: bool = False) -> None:
+        self.membership.fail(ModelFailure(reason, is_loss=is_loss))
 
     # ------------------------------------------------------------------ workers
 

@@ -41,9 +41,12 @@ class Moved(WireMessage, frozen=True):
 class ErrorReply(WireMessage, frozen=True):
     """Why a request was refused. `lost` is the worker whose loss is the cause.
 
+    With `is_loss` that is the loss of a server, which `reason` names.
+
     With `moved` nothing of the request has had an effect here: send it to the head.
     """
 
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
     lost: int | None = None
     moved: Moved | None = None
+    is_loss: bool = False
