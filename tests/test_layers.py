@@ -8,9 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import shoal
-
-ROOT = Path(shoal.__file__).parent
+from tests.sources import SHOAL, answers, question
 
 # From the ground up. A package stands for all its files that are not named by themselves.
 LAYERS = [
@@ -88,10 +86,11 @@ def layer_of(module: str) -> int:
     return max(fits)[1]
 
 
-def imports_of(path: Path) -> set[str]:
+@question
+def imports_of(path: Path, nodes: list[ast.AST]) -> set[str]:
     """Modules of shoal that a file imports, anywhere in it, without the leading `shoal.`."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -101,20 +100,20 @@ def imports_of(path: Path) -> set[str]:
 
 @cache
 def modules() -> frozenset[str]:
-    return frozenset(module_name(p) for p in ROOT.rglob("*.py"))
+    return frozenset(module_name(p) for p in SHOAL.rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(SHOAL).with_suffix("").parts).removesuffix(".__init__")
 
 
 @cache
 def arrows() -> list[tuple[str, str]]:
-    files = [p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py"]
     return [
         (module_name(path), target)
-        for path in files
-        for target in imports_of(path)
+        for path, targets in answers(imports_of).items()
+        if path != SHOAL / "__init__.py"
+        for target in targets
         if target not in (module_name(path), "__init__")
     ]
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
-import shoal
+from tests.sources import SHOAL, answers, question
 
-ROOT = Path(shoal.__file__).parent
+
+@question
+def public_classes(path: Path, nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name
 
 
 def test_no_two_public_classes_share_a_name() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes[node.name].append(str(path.relative_to(ROOT)))
+    for path, names in answers(public_classes).items():
+        for name in names:
+            homes[name].append(str(path.relative_to(SHOAL)))
     shared = {name: files for name, files in homes.items() if len(files) > 1}
     assert not shared

@@ -16,14 +16,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-OLDEST = (3, 10)
-SOURCES = [
-    *(ROOT / "shoal").rglob("*.py"),
-    *(ROOT / "tests").rglob("*.py"),
-    ROOT / "setup.py",
-    ROOT / "_shoal_torch_backend.py",
-]
+from tests.sources import OLDEST, ROOT, answers, question
+
 # modules, and names of modules, that Python 3.10 does not have or that it treats differently
 NEWER_MODULES = {"tomllib", "compression", "annotationlib", "concurrent.interpreters"}
 NEWER_NAMES = {
@@ -56,8 +50,9 @@ NEWER_NAMES = {
 NEWER_METHODS = {"add_note", "full_match"}
 
 
-def newer_names(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+@question
+def newer_names(path: Path, nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name in NEWER_MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -80,12 +75,16 @@ def test_the_oldest_promised_python_is_the_one_that_is_tested_here() -> None:
 
 @pytest.mark.parametrize("folder", ["shoal", "tests"])
 def test_sources_use_nothing_that_python_3_10_does_not_have(folder: str) -> None:
-    found = []
-    for path in SOURCES:
-        if (path.relative_to(ROOT).parts[0] == "tests") == (folder == "tests"):
-            tree = ast.parse(path.read_text(), feature_version=OLDEST)
-            found += [f"{path.relative_to(ROOT)}: {name}" for name in newer_names(tree)]
+    found = [
+        f"{path}: {name}" for path, names in answers(newer_names, folder).items() for name in names
+    ]
     assert not [line for line in found if "test_python_versions" not in line]
+
+
+@pytest.mark.parametrize("name", ["setup.py", "_shoal_torch_backend.py"])
+def test_nor_do_those_beside_them(name: str) -> None:
+    tree = ast.parse((ROOT / name).read_text(), feature_version=OLDEST)
+    assert not list(newer_names(ROOT / name, list(ast.walk(tree))))
 
 
 # ------------------------------------------------------------------ other interpreters

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -51,6 +52,10 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     for name in _PRELOADED:
         __import__(name)
+    with suppress(ImportError):  # typer loads it when a command is called
+        __import__("typer._adapters")
+    gc.collect()
+    gc.freeze()  # what is loaded stays: a fork that looked through it would copy all of it
     statuses: dict[int, int] = {}  # pid -> where its exit status is awaited
     wakeup, wakeup_end = os.pipe()
     os.set_blocking(wakeup_end, False)

@@ -134,6 +134,8 @@ def trained(wrap: Callable[[nn.Module], nn.Module], rank: int) -> list[float]:
 
 
 def test_distributed_data_parallel_gives_the_weights_of_one_process(tmp_path: Path) -> None:
+    import torch._dynamo  # noqa: F401  # once, not in every rank
+
     found = on_backend(tmp_path, partial(trained, nn.parallel.DistributedDataParallel))
     alone = trained(lambda model: model, -1)
     for weights in found:
@@ -392,7 +394,9 @@ dist.destroy_process_group()
             "1",
             marks=pytest.mark.whole,
         ),
-        ("import sys, torch, torch.distributed as dist" + USE, "1"),
+        pytest.param(
+            "import sys, torch, torch.distributed as dist" + USE, "1", marks=pytest.mark.whole
+        ),  # without --whole: test_torch_entry_point.py
         pytest.param(
             "import sys, shoal; shoal.Job; import torch, torch.distributed as dist" + USE,
             "0",
@@ -414,7 +418,8 @@ def test_importing_shoal_registers_it(tmp_path: Path, program: str, autoload: st
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.whole), "shoal"])
+@pytest.mark.whole
+@pytest.mark.parametrize("backend", ["gloo", "shoal"])
 def test_part_of_pytorchs_own_suite(backend: str) -> None:
     """As Gloo, so that its tests are not skipped; and one that looks at the backend's name."""
     pytest.importorskip("expecttest")

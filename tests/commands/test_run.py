@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests import scripts
+from tests import forked, scripts
+from tests.launch.helpers import HOLD, Rope
 from tests.scripts import shoal, shoal_elastic
 
 
@@ -39,11 +41,10 @@ def test_python_shoal_torchrun_and_mpirun_print_the_same_losses(
     script.write_text(scripts.PLAIN)
     alone = losses(shoal("run", "train.py", cwd=tmp_path).stdout)
     assert len(alone) == 12
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    outputs = [
-        shoal("run", "train.py", "-n", "2", cwd=tmp_path).stdout,
-        run(sys.executable, *torchrun, "train.py", cwd=tmp_path),
-    ]
+    outputs = [shoal("run", "train.py", "-n", "2", cwd=tmp_path).stdout]
+    if whole_suite:  # new interpreters; ranks that get the same variables: test_spawned.py
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        outputs.append(run(sys.executable, *torchrun, "train.py", cwd=tmp_path))
     if whole_suite and shutil.which("mpirun"):
         mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
         outputs.append(run(*mpirun, sys.executable, "train.py", cwd=tmp_path))
@@ -148,22 +149,22 @@ def test_killed_and_resumed_ends_as_if_uninterrupted_also_on_another_number_of_w
 
 def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     endless = scripts.PLAIN.replace("epochs=2", "epochs=1000000")
-    (tmp_path / "train.py").write_text(endless)
-    read_end, write_end = os.pipe()  # every worker inherits it: end of file means all are gone
-    job = subprocess.Popen(
-        [sys.executable, "-m", "shoal.cli", "run", "train.py", "-n", "2"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[write_end],
-    )
-    os.close(write_end)
-    assert job.stdout is not None
-    job.stdout.readline()
-    job.send_signal(signal.SIGINT)
-    assert job.wait(60) != 0
-    job.stdout.close()
-    os.close(read_end)
+    (tmp_path / "train.py").write_text("import os\n" + HOLD + endless)
+    with closing(Rope(tmp_path)) as rope:
+        job = forked.Popen(
+            [sys.executable, "-m", "shoal.cli", "run", "train.py", "-n", "2"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "ROPE": str(rope.path)},
+        )
+        assert job.stdout is not None
+        rope.wait_held(2)
+        job.stdout.readline()
+        job.send_signal(signal.SIGINT)
+        assert job.wait(60) != 0
+        rope.wait_released()
+        job.stdout.close()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import shoal
 from shoal.errors import BadInput
 from shoal.runtime.config import (
     VARIABLES,
@@ -29,8 +28,7 @@ from shoal.runtime.config import (
     variable_name,
 )
 from shoal.runtime.run_dir import RunDir
-
-ROOT = Path(shoal.__file__).parent
+from tests.sources import SHOAL, Question, answers, question
 
 text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
 word = st.text(st.characters(codec="utf-8", exclude_characters="\0,"), min_size=1).filter(
@@ -174,17 +172,18 @@ def test_names_for_errors() -> None:
 # ---------------------------------------------------------------------- the only reader
 
 
-def uses_of_environment(file: Path) -> list[str]:
+@question
+def uses_of_environment(file: Path, nodes: list[ast.AST]) -> list[str]:
     """Lines that touch the environment of the process."""
     return [
-        f"{file.relative_to(ROOT)}:{node.lineno}"
-        for node in ast.walk(ast.parse(file.read_text()))
+        f"{file}:{node.lineno}"
+        for node in nodes
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
         and isinstance(node.value, ast.Name)
         and node.value.id == "os"
     ] + [
-        f"{file.relative_to(ROOT)}:{node.lineno}"
-        for node in ast.walk(ast.parse(file.read_text()))
+        f"{file}:{node.lineno}"
+        for node in nodes
         if isinstance(node, ast.ImportFrom)
         and node.module == "os"
         and {alias.name for alias in node.names} & {"environ", "environb", "getenv"}
@@ -192,17 +191,24 @@ def uses_of_environment(file: Path) -> list[str]:
 
 
 def test_no_other_file_reads_the_environment() -> None:
-    files = [file for file in ROOT.rglob("*.py") if file != ROOT / "runtime" / "config.py"]
-    assert [use for file in files for use in uses_of_environment(file)] == []
+    assert in_other_files(uses_of_environment) == []
+
+
+@question
+def variables(file: Path, nodes: list[ast.AST]) -> list[str]:
+    """Names may stand in sentences; as a text of their own they are a second definition."""
+    return [
+        f"{file}:{node.lineno} {node.value!r}"
+        for node in nodes
+        if isinstance(node, ast.Constant) and node.value in VARIABLES
+    ]
+
+
+def in_other_files(ask: Question) -> list[str]:
+    found = answers(ask)
+    assert found.pop(SHOAL / "runtime" / "config.py"), "what is sought is there"
+    return [line for lines in found.values() for line in lines]
 
 
 def test_no_other_file_defines_a_variable_of_shoal() -> None:
-    """Names may stand in sentences; as a text of their own they are a second definition."""
-    literals = [
-        f"{file.relative_to(ROOT)}:{node.lineno} {node.value}"
-        for file in ROOT.rglob("*.py")
-        if file != ROOT / "runtime" / "config.py"
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Constant) and node.value in VARIABLES
-    ]
-    assert literals == []
+    assert in_other_files(variables) == []

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import shoal
 from shoal.errors import BadInput
 from shoal.runtime.run_dir import (
     SECRET_BYTES,
@@ -22,6 +21,7 @@ from shoal.runtime.run_dir import (
     parse_secret,
     write_atomically,
 )
+from tests.sources import SHOAL, answers, question
 
 
 def test_a_new_directory_is_private_has_a_secret_and_is_removed() -> None:
@@ -56,19 +56,22 @@ NAMES = re.compile(
 )
 
 
-def test_no_other_file_names_a_file_of_a_run() -> None:
-    """Neither as a text nor as the beginning of an f-string."""
-    root = Path(shoal.__file__).parent
-    literals = [
-        f"{file.relative_to(root)}:{node.lineno} {node.value}"
-        for file in root.rglob("*.py")
-        if file != root / "runtime" / "run_dir.py"
-        for node in ast.walk(ast.parse(file.read_text()))
+@question
+def names_of_files(path: Path, nodes: list[ast.AST]) -> list[str]:
+    """As a text, or as the beginning of an f-string."""
+    return [
+        f"{path}:{node.lineno} {node.value}"
+        for node in nodes
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and NAMES.match(node.value)
     ]
-    assert literals == []
+
+
+def test_no_other_file_names_a_file_of_a_run() -> None:
+    found = answers(names_of_files)
+    assert found.pop(SHOAL / "runtime" / "run_dir.py"), "what is sought is there"
+    assert [line for lines in found.values() for line in lines] == []
 
 
 def test_names_of_different_things_are_different(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -13,8 +14,8 @@ from shoal.strategy import terms
 from shoal.strategy.base import TERMS, Batches, SyncTerm
 from shoal.sync.base import SyncPlan
 from shoal.sync.registry import plan_for
+from tests.sources import SHOAL, answers, question
 
-ROOT = Path(shoal.__file__).parent
 CLASSES = {kind.__name__ for kind in TERMS.values()}
 SYNC_TERMS = [kind for kind in TERMS.values() if issubclass(kind, SyncTerm)]
 
@@ -23,9 +24,9 @@ def names_in(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
-def asked_types(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def asked_types(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Terms in isinstance, issubclass, `type(x) is …` and `case …`, with their lines."""
-    for node in ast.walk(tree):
+    for node in nodes:
         found: set[str] = set()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in ("isinstance", "issubclass"):
@@ -47,15 +48,16 @@ def runs(tree: ast.Module) -> set[str]:
     return {name for call in calls for arg in call.args for name in names_in(arg)}
 
 
+@question
+def types_of_others(path: Path, nodes: list[ast.AST]) -> list[str]:
+    if path == SHOAL / "strategy" / "terms.py":
+        return []
+    own = runs(cast("ast.Module", nodes[0]))
+    return [f"{path}:{line} {name}" for line, name in asked_types(nodes) if name not in own]
+
+
 def test_nothing_but_its_own_files_asks_for_the_type_of_a_term() -> None:
-    asked = []
-    for path in ROOT.rglob("*.py"):
-        if path == ROOT / "strategy" / "terms.py":
-            continue
-        tree = ast.parse(path.read_text())
-        own = runs(tree)
-        asked += [f"{path}:{line} {name}" for line, name in asked_types(tree) if name not in own]
-    assert not asked
+    assert not [line for lines in answers(types_of_others).values() for line in lines]
 
 
 def test_the_search_finds_each_way_to_ask() -> None:
@@ -67,7 +69,7 @@ match x:
     case Hogwild(momentum=True):
         pass
 """
-    found = {name for _, name in asked_types(ast.parse(source))}
+    found = {name for _, name in asked_types(ast.walk(ast.parse(source)))}
     assert found == {"Ddp", "Zero", "Ps", "Gossip", "Hogwild"}
 
 
