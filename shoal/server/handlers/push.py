@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from shoal.runtime.failpoints import failpoint
 from shoal.server.handlers.dispatch import handles
-from shoal.server.model.push_buffer import PushBuffer
+from shoal.server.model.membership import Member
+from shoal.server.model.push_buffer import PushBuffer, PushTensors, RowPush
 from shoal.server.peer import Peer
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.messages import Ack, Commit, RowBatch
 from shoal.server.replicas.operations import Payload, Pushed
+from shoal.server.replicas.payloads import memory_of
 from shoal.server.shared_memory import bytes_of
+
+LENT_BYTES = 2 << 20  # smaller pushes are copied by each replica: that is faster than to wait
 
 
 @handles(FrameKind.BUCKET, "push", has_payload=True)
@@ -51,23 +55,44 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     _catch_up(peer, pushes, header.sequence)
     if pushes.is_repeated(header.sequence):
         peer.connection.skip(loss_flags.nbytes)
-        if pushes.is_replicated:
+        if peer.host.chain is not None:
+            peer.host.chain.wait_released()
             peer.reply(encode(model.repeat(member, header.sequence)))
             return
     else:
         model.check_push(member, header.sequence)
         peer.connection.read_into(loss_flags)
-        if pushes.is_replicated and member.out is not None:
-            pushes.arriving.gradients.copy_(member.out)
     failpoint("push.deduplicated")
-    payload = Payload(rows=pushes.take_rows(), push=pushes.take_arrived())
-    batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in payload.rows)
+    rows = pushes.take_rows()
+    batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in rows)
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
-    ack: Ack = peer.execute(Pushed(*identity, request, batches), payload)
+    operation = Pushed(*identity, request, batches, is_lent=_is_lent(peer, member))
+    ack: Ack = peer.execute(operation, _payload(peer, operation, member, rows))
     if ack.verdict == "staged" and model.is_leader:
         ack = model.verdict(member, header.sequence)
     peer.reply(encode(ack))
     failpoint("push.acknowledged")
+
+
+def _is_lent(peer: Peer, member: Member) -> bool:
+    """Whether no replica copies the push: they apply it where the worker has it."""
+    chain = peer.host.chain
+    if chain is None or chain.acknowledges_at_once or member.out is None:
+        return False
+    return member.out.nbytes >= LENT_BYTES
+
+
+def _payload(peer: Peer, operation: Pushed, member: Member, rows: tuple[RowPush, ...]) -> Payload:
+    pushes = member.pushes
+    chain = peer.host.chain
+    if chain is None or member.out is None:
+        return Payload(rows=rows, push=pushes.take_arrived())
+    source = None if chain.acknowledges_at_once else memory_of(operation, member)
+    if operation.is_lent:
+        tensors = PushTensors(member.out, pushes.arriving.loss_flags.clone())
+        return Payload(rows=rows, push=tensors, source=source, is_lent=True)
+    pushes.arriving.gradients.copy_(member.out)
+    return Payload(rows=rows, push=pushes.take_arrived(), source=source)
 
 
 def _catch_up(peer: Peer, pushes: PushBuffer, sequence: int) -> None:

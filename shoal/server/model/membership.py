@@ -48,6 +48,7 @@ class Member:
     pushes: PushBuffer
     pulls: PullBuffer
     out: Tensor | None = None  # where the worker writes its pushes, if it shares that memory
+    out_file: tuple[int, int] = (0, 0)  # device and inode of that memory
     channels: dict[Channel, ActiveConnection] = field(default_factory=dict)
     residual: bytearray | None = None  # what compression has not sent yet, as last saved
     barriers: int = 0  # that it has reached

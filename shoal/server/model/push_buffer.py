@@ -46,6 +46,7 @@ class PushBuffer:
         self.is_replicated = is_replicated
         self._arriving: PushTensors | None = None
         self._spare: list[PushTensors] = []
+        self._own: Tensor | None = None  # while `gradients` are in memory of the worker
         self.committed = 0
         self.consumed = 0
         self.decompressed = 0  # the push whose compressed gradients are in `gradients`
@@ -79,6 +80,22 @@ class PushBuffer:
         if recycles and len(self._spare) < _MAX_SPARE:
             self._spare.append(PushTensors(self.gradients, self.loss_flags))
         self.gradients, self.loss_flags = tensors
+
+    def borrow(self, tensors: PushTensors) -> None:
+        """Make this push the one in the buffer, in the memory of its worker; see `give_back`."""
+        self._own = self.gradients
+        self.gradients = tensors.gradients
+        self.loss_flags.copy_(tensors.loss_flags)
+
+    def give_back(self) -> None:
+        """The worker may overwrite it: a push that has not been consumed is copied."""
+        own = self._own
+        if own is None:
+            return
+        if self.consumed != self.committed:
+            own.copy_(self.gradients)
+        self.gradients = own
+        self._own = None
 
     def is_repeated(self, sequence: int) -> bool:
         """Whether this push was committed before; a worker resends after a broken connection."""

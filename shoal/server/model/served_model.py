@@ -17,7 +17,6 @@ servers hold shards of a split replica, each a model of its own (`ReplicaSplit`)
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +46,7 @@ from shoal.server.protocol.messages import (
     ShardState,
     WorkerJoined,
 )
-from shoal.server.shared_memory import WorkerSegment, attach_weights
+from shoal.server.shared_memory import WorkerSegment, attach_weights, file_of
 
 
 class ServedModel:
@@ -70,6 +69,7 @@ class ServedModel:
         self.tables = Tables(self.lock, spec)
         self.clipping = Clipping(self.lock, self.membership, spec)
         self.state = ModelState(spec, self.tables, device)
+        self.state.uses_pushes = is_replicated and is_leader and _is_used_at_once(spec)
         self.log = Log(self.state, self.clipping, is_replicated)
         if is_leader:
             self.membership.on_departure = self._log_departure
@@ -106,6 +106,7 @@ class ServedModel:
             member = self.membership.members[worker]
             if self.is_replicated:
                 member.out = segment.out[:, elements] if self.compression is None else None
+                member.out_file = segment.file
                 return
             member.pulls.inbox = segment.inbox[elements]
             if self.compression is None:
@@ -134,8 +135,7 @@ class ServedModel:
     def share_weights(self, worker: int, descriptor: int) -> None:
         """Keep the weights in memory that this worker maps: the same for all workers."""
         spec = self.spec
-        status = os.fstat(descriptor)
-        file = (status.st_dev, status.st_ino)
+        file = file_of(descriptor)
         if self.state.shard.device.type != "cpu":
             raise Refused("weights on a GPU are not shared with workers")
         if not spec.rule.is_synchronous or spec.optimizer is None or self.is_replicated:
@@ -344,3 +344,9 @@ class ServedModel:
             ledger = self.state.ledger if self.is_leader else None
             counts = self._statistics.report(self.version, self.membership, ledger)
             return counts | self.tables.report() if with_tables else counts
+
+
+def _is_used_at_once(spec: ModelSpec) -> bool:
+    """Whether the leader applies each push when it decides about it, with its gradients alone."""
+    is_updated = spec.optimizer is not None and spec.optimizer.is_elementwise
+    return is_updated and spec.rule.applies_each_push and spec.clip_norm is None

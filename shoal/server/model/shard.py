@@ -45,6 +45,7 @@ class Shard:
         self._grads = [self._view(self.sum, i) for i in range(len(spec.slices))]
         self._subtrees = subtrees_of(spec)
         self._copies = frozenset(spec.split.copies)
+        self._pushed: Tensor | None = None  # the only push of a step, which is not copied
         self.optimizer: torch.optim.Optimizer | None = None
         if spec.optimizer is not None and self.params:
             numbers = [held.parameter for held in spec.slices]
@@ -73,11 +74,22 @@ class Shard:
 
     def add(self, gradients: Tensor, loss_flags: Tensor, first: bool) -> None:
         """Add the push of one worker on arrival; the `first` of a step starts the sum."""
+        self._copy_pushed()
         for total, pushed in ((self.sum, gradients[0]), (self.loss_flags, loss_flags[0])):
             if first:
                 total.copy_(pushed)
             else:
                 total.add_(pushed.to(total.device))
+
+    def use(self, gradients: Tensor, loss_flags: Tensor) -> None:
+        """The only push of a step, which is applied before this memory changes: not copied."""
+        self._pushed = gradients[0]
+        self.loss_flags.copy_(loss_flags[0])
+
+    def _copy_pushed(self) -> None:
+        if self._pushed is not None:
+            self.sum.copy_(self._pushed)
+            self._pushed = None
 
     def add_all(self, pushes: Sequence[tuple[Tensor, Tensor]]) -> None:
         """The sum of the pushes of all workers, in an order that is independent of arrival."""
@@ -106,6 +118,7 @@ class Shard:
 
     def divide(self, by: float) -> None:
         if by not in (0.0, 1.0):
+            self._copy_pushed()
             self.sum.div_(by)
 
     def norms(self) -> list[float]:
@@ -114,6 +127,7 @@ class Shard:
         Where workers compute the total norm, there is one for every slice of a parameter. It is
         0 if the parameter has no gradient.
         """
+        self._copy_pushed()
         if self.spec.norm_from_workers:
             return [
                 float(torch.linalg.vector_norm(grad)) if self._has_grad(held) else 0.0
@@ -126,15 +140,23 @@ class Shard:
         if self.optimizer is None:
             return
         if factor is not None:
+            self._copy_pushed()
             self.sum.mul_(factor)
         if lr is not None:
             for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
                 group["lr"] = lr * ratio
-        for p, grad, held in zip(self.params, self._grads, self.spec.slices, strict=True):
+        for p, grad, held in zip(self.params, self._step_grads(), self.spec.slices, strict=True):
             p.grad = grad if self._has_grad(held) else None
         self.optimizer.step()
         for p in self.params:
             p.grad = None
+        self._pushed = None
+
+    def _step_grads(self) -> list[Tensor]:
+        pushed = self._pushed
+        if pushed is None:
+            return self._grads
+        return [self._view(pushed, i) for i in range(len(self.params))]
 
     def _has_grad(self, held: ParameterSlice) -> bool:
         return bool(self.loss_flags[1 + held.parameter] > 0)

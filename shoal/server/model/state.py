@@ -69,6 +69,7 @@ class ModelState:
         self.waiting: list[WaitingPush] = []
         self.acks: dict[int, Ack] = {}  # worker -> the answer to its latest push with a verdict
         self._latest_save = 0
+        self.uses_pushes = False  # each push is a step, applied from where its gradients are
 
     @property
     def next_save(self) -> int | None:
@@ -112,7 +113,10 @@ class ModelState:
             return
         if not self.spec.rule.is_synchronous:  # synchronous: summed in the order of workers
             is_first = not self.counted
-            self.shard.add(buffer.gradients, buffer.loss_flags, first=is_first)
+            if self.uses_pushes and is_first:
+                self.shard.use(buffer.gradients, buffer.loss_flags)
+            else:
+                self.shard.add(buffer.gradients, buffer.loss_flags, first=is_first)
             buffer.consume()
         self.counted.append(push)
         self.fraction += push.batch_fraction

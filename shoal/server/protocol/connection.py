@@ -10,12 +10,18 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from shoal.server.protocol.frames import HEADER_BYTES, Header, Refused, pack, unpack, verify
 
 _CHUNK_BYTES = 1 << 20
+_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)  # for one descriptor
+
+
+def pack_frame(header: Header, meta: bytes, payload: Sequence[memoryview]) -> bytes:
+    """Header and metadata of a frame with this payload."""
+    return pack(header._replace(payload_bytes=sum(view.nbytes for view in payload)), meta)
 
 
 class Closed(ConnectionError):
@@ -46,11 +52,31 @@ class Connection:
         self._broken: str | None = None  # why no frame can follow the latest one
 
     def send(self, header: Header, meta: bytes = b"", *payload: memoryview) -> None:
-        size = sum(view.nbytes for view in payload)
-        head = pack(header._replace(payload_bytes=size), meta)
+        head = pack_frame(header, meta, payload)
         with self._writing, self._whole():
             self._send_all([memoryview(head), *payload])
-        self.sent_bytes += len(head) + size
+        self.sent_bytes += len(head) + sum(view.nbytes for view in payload)
+
+    def send_now(self, header: Header, meta: bytes, *payload: memoryview) -> memoryview | None:
+        """Send a small frame without waiting; returns what the other side has no room for yet.
+
+        The rest is to be sent (`send_rest`) before any other frame. None: this connection cannot.
+        """
+        if not self._scatters:
+            return None
+        frame = b"".join((pack_frame(header, meta, payload), *payload))
+        with self._writing, self._whole():
+            try:
+                sent = self.sock.send(frame, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+        self.sent_bytes += sent
+        return memoryview(frame)[sent:]
+
+    def send_rest(self, rest: memoryview) -> None:
+        with self._writing, self._whole():
+            self._send_all([rest])
+        self.sent_bytes += rest.nbytes
 
     def send_descriptor(self, header: Header, meta: bytes, descriptor: int) -> None:
         """A frame without payload, with the descriptor of an open file (Unix sockets)."""
@@ -73,6 +99,10 @@ class Connection:
 
     def _read(self, count: int) -> bytes:
         """In chunks: an announced length alone allocates nothing."""
+        if count <= _CHUNK_BYTES:
+            chunk = bytearray(count)
+            self.read_into(memoryview(chunk))
+            return bytes(chunk)
         data = bytearray()
         while len(data) < count:
             chunk = bytearray(min(_CHUNK_BYTES, count - len(data)))
@@ -85,8 +115,13 @@ class Connection:
         done = 0
         size = view.nbytes
         while done < size:
-            with self._breaking_off():
-                count = self._receive(view[done:])
+            try:
+                count = self._receive(view[done:] if done else view)
+            except OSError as error:
+                raise self.break_off(error) from error
+            except BaseException as error:  # Ctrl-C
+                self.break_off(error)
+                raise
             if not count:
                 raise Closed(self._broken or "the other side has closed the connection")
             done += count
@@ -152,8 +187,7 @@ class Connection:
     def _receive(self, view: memoryview) -> int:
         if not self.is_unix:
             return self.sock.recv_into(view)
-        space = socket.CMSG_SPACE(array.array("i").itemsize)
-        count, ancillary, _, _ = self.sock.recvmsg_into([view], space, socket.MSG_CMSG_CLOEXEC)
+        count, ancillary, _, _ = self.sock.recvmsg_into([view], _SPACE, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors = array.array("i")

@@ -44,9 +44,15 @@ def _push(host: ModelHost, operation: ops.Pushed, payload: Payload) -> Ack:
     with model.lock:
         if payload.push is not None and not member.pushes.is_repeated(operation.sequence):
             member.pushes.expect(operation.sequence)
-            member.pushes.install(payload.push, recycles=not host.keeps_payloads)
+            if payload.is_lent:
+                member.pushes.borrow(payload.push)
+            else:
+                member.pushes.install(payload.push, recycles=not host.keeps_payloads)
             member.pushes.decompressed = operation.sequence
-        return model.commit(member, operation.sequence, operation.commit, payload.rows)
+        try:
+            return model.commit(member, operation.sequence, operation.commit, payload.rows)
+        finally:
+            member.pushes.give_back()
 
 
 def _enter(host: ModelHost, operation: ops.Returned, _: Payload) -> Entered:

@@ -43,7 +43,7 @@ class Leading:
         self._closing: dict[int, threading.Thread] = {}
         self._is_closed = False
         self._poked = threading.Event()
-        runtime.on_applied = self._poked.set
+        runtime.on_applied = self._note_applied
         self._thread = threading.Thread(target=self._run, name="shoal-leading", daemon=True)
 
     def start(self) -> None:
@@ -67,6 +67,14 @@ class Leading:
                     self._look_at(number, model)
             self._poked.wait(_POLL_S)
             self._poked.clear()
+
+    def _note_applied(self) -> None:
+        """Called after every operation: the thread is woken only where it has something to do."""
+        if self._runtime.is_head and any(
+            model.state.open_step is not None or (not model.is_leader and n not in self._following)
+            for n, model in self._runtime.host.models.items()
+        ):
+            self._poked.set()
 
     def _look_at(self, number: int, model: ServedModel) -> None:
         if not model.is_leader:

@@ -29,6 +29,7 @@ from shoal.server.protocol.messages import (
     WireMessage,
 )
 from shoal.server.replicas.elsewhere import Elsewhere
+from shoal.server.replicas.memory import PushMemory
 
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 MAX_PUSHED_TABLES = 256
@@ -53,6 +54,7 @@ class Pushed(WireMessage, frozen=True, tag="pushed"):
     sequence: Count
     commit: Commit
     rows: Annotated[tuple[RowBatch, ...], msgspec.Meta(max_length=MAX_PUSHED_TABLES)] = ()
+    is_lent: bool = False  # its gradients stay in the worker's memory until all have applied it
 
 
 class Decided(WireMessage, frozen=True, tag="decided"):
@@ -148,16 +150,26 @@ Operation = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Payload:
     """What an operation brings beside its fields.
 
     Without `push` the gradients, loss and flags of a push are in its worker's buffer already.
+    `source`: until it is acknowledged its gradients are in that memory of its worker, too; or
+    there alone, if they are lent.
     """
 
     data: bytearray = field(default_factory=bytearray)
     rows: tuple[RowPush, ...] = ()
     push: PushTensors | None = None
+    source: PushMemory | None = None
+    is_lent: bool = False
+
+    def keep(self) -> None:
+        """Copy what is lent: it is needed after its worker may have overwritten it."""
+        if self.is_lent and self.push is not None:
+            self.push = self.push._replace(gradients=self.push.gradients.clone())
+            self.is_lent = False
 
     @property
     def nbytes(self) -> int:
@@ -182,6 +194,10 @@ class ChainAccess(Protocol):
     def check_head(self) -> None: ...
     def elsewhere(self, reason: str) -> Elsewhere: ...
     def catch_up(self) -> None: ...
+    @property
+    def acknowledges_at_once(self) -> bool: ...
+    def wait_released(self) -> None: ...
+    def announce(self) -> None: ...
     def read(self, action: Callable[[], T]) -> T: ...
     def receive_snapshot(
         self, sender: int, header: Header, meta: bytes, connection: Connection

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shoal.embedding.chunks import chunk_columns, entry_bytes
-from shoal.server.model.push_buffer import RowPush
+from shoal.server.model.membership import Member
+from shoal.server.model.push_buffer import PushTensors, RowPush
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard_state import check_state
 from shoal.server.model_host import ModelHost
 from shoal.server.protocol.connection import Connection
-from shoal.server.protocol.frames import Refused
+from shoal.server.protocol.frames import Header, Refused
 from shoal.server.replicas import operations as ops
+from shoal.server.replicas.memory import PushMemory
 from shoal.server.replicas.operations import EMPTY, Operation, Payload
 from shoal.server.shared_memory import bytes_of
 
+IN_MEMORY = 1  # `argument` of a frame: the gradients are in the memory of their worker
 
-def views_of(payload: Payload) -> list[memoryview]:
+
+def views_of(payload: Payload, with_gradients: bool = True) -> list[memoryview]:
     """What is sent: gradients, loss and flags, rows; or plain bytes."""
-    views = [] if payload.push is None else [bytes_of(tensor) for tensor in payload.push]
+    push = payload.push
+    views = [] if push is None else [bytes_of(push.loss_flags)]
+    if push is not None and with_gradients:
+        views.insert(0, bytes_of(push.gradients))
     for rows in payload.rows:
         views += [bytes_of(rows.ids), bytes_of(rows.grads)]
     return [*views, memoryview(payload.data)]
 
 
 def read_payload(
-    host: ModelHost, operation: Operation, connection: Connection, num_bytes: int
+    host: ModelHost, operation: Operation, connection: Connection, header: Header
 ) -> Payload:
     """Refused, before anything is allocated, where the length is another one."""
+    num_bytes = header.payload_bytes
     if isinstance(operation, ops.Pushed):
-        return _read_push(_model(host, operation.model), operation, connection, num_bytes)
+        return _read_push(_model(host, operation.model), operation, connection, header)
     expected = _expected_bytes(host, operation)
     if num_bytes != expected:
         raise _misfit(operation, expected, num_bytes)
@@ -55,20 +65,59 @@ def _expected_bytes(host: ModelHost, operation: Operation) -> int:
 
 
 def _read_push(
-    model: ServedModel, operation: ops.Pushed, connection: Connection, num_bytes: int
+    model: ServedModel, operation: ops.Pushed, connection: Connection, header: Header
 ) -> Payload:
     member = model.membership.members.get(operation.worker)
     if member is None:
         raise Refused(f"a push of worker {operation.worker}, which has not joined here")
     pushes = member.pushes
+    is_here = header.argument == IN_MEMORY
+    source = memory_of(operation, member) if is_here else None
+    if is_here and source is None:
+        raise Refused(f"worker {operation.worker} shares no memory with this replica")
     dims = [model.tables.table(rows.table).spec.dim for rows in operation.rows]
-    expected = pushes.gradients.nbytes + pushes.loss_flags.nbytes
+    expected = pushes.loss_flags.nbytes + (0 if is_here else pushes.gradients.nbytes)
     expected += sum(r.count * (8 + 4 * dim) for r, dim in zip(operation.rows, dims, strict=True))
-    if num_bytes != expected:
-        raise _misfit(operation, expected, num_bytes)
-    tensors = pushes.new_tensors()
-    for tensor in tensors:
-        connection.read_into(bytes_of(tensor))
+    if header.payload_bytes != expected:
+        raise _misfit(operation, expected, header.payload_bytes)
+    tensors = pushed_tensors(member, operation.is_lent and is_here)
+    if not is_here:
+        connection.read_into(bytes_of(tensors.gradients))
+    elif member.out is not None and not operation.is_lent:
+        tensors.gradients.copy_(member.out)
+    connection.read_into(bytes_of(tensors.loss_flags))
+    rows = _read_rows(operation, dims, connection)
+    return Payload(rows=rows, push=tensors, source=source, is_lent=operation.is_lent and is_here)
+
+
+def pushed_tensors(member: Member, is_lent: bool) -> PushTensors:
+    """Memory for a push; its gradients are in that of the worker if they are lent."""
+    if is_lent and member.out is not None:
+        return PushTensors(member.out, torch.empty_like(member.pushes.loss_flags))
+    return member.pushes.new_tensors()
+
+
+def memory_of(operation: ops.Pushed, member: Member) -> PushMemory | None:
+    """Where the worker has the gradients of a push; None if that is not mapped here."""
+    if member.out is None or member.incarnation != operation.incarnation:
+        return None
+    identity = (operation.model, operation.worker, operation.incarnation)
+    return PushMemory(*identity, *member.out_file)
+
+
+def mapped_memories(host: ModelHost) -> tuple[PushMemory, ...]:
+    """Of all workers that share it with this replica."""
+    return tuple(
+        PushMemory(number, member.worker, member.incarnation, *member.out_file)
+        for number, model in list(host.models.items())
+        for member in list(model.membership.members.values())
+        if member.out is not None
+    )
+
+
+def _read_rows(
+    operation: ops.Pushed, dims: Sequence[int], connection: Connection
+) -> tuple[RowPush, ...]:
     rows = []
     for batch, dim in zip(operation.rows, dims, strict=True):
         ids = torch.empty(batch.count, dtype=torch.int64)
@@ -76,7 +125,7 @@ def _read_push(
         connection.read_into(bytes_of(ids))
         connection.read_into(bytes_of(grads))
         rows.append(RowPush(batch.table, ids, grads, batch.lr))
-    return Payload(rows=tuple(rows), push=tensors)
+    return tuple(rows)
 
 
 def _model(host: ModelHost, number: int) -> ServedModel:

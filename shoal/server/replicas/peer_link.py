@@ -14,18 +14,21 @@ from typing import Protocol
 
 from shoal.errors import ShoalError
 from shoal.runtime.config import TlsConfig
-from shoal.server.chain.messages import ChainMessage
+from shoal.server.chain.messages import Append
 from shoal.server.protocol.connection import Closed, Connection
 from shoal.server.protocol.endpoint import PLAIN, connect, expect_answers
 from shoal.server.protocol.frames import FrameKind, Header
 from shoal.server.protocol.handshake import authenticate
-from shoal.server.replicas.payloads import views_of
-from shoal.server.replicas.wire import encode_message
+from shoal.server.replicas.memory import PushMemory
+from shoal.server.replicas.operations import Payload
+from shoal.server.replicas.payloads import IN_MEMORY, views_of
+from shoal.server.replicas.wire import LinkMessage, encode_message
 
 SILENT_REPLICA_S = 3.0  # a host that acknowledges nothing for so long is not connected
 _RETRY_S = 0.03
 _CONNECT_S = 2.0
 _MAX_ANSWER_BYTES = 8192
+_SMALL_BYTES = 32 << 10  # a payload that is sent by the thread that posts it
 
 
 class LinkOwner(Protocol):
@@ -34,7 +37,10 @@ class LinkOwner(Protocol):
 
 
 class PeerLink:
-    """Two threads: one connects and notices the end, one sends."""
+    """Two threads: one connects and notices the end, one sends what would make others wait.
+
+    `mapped` is the memory of workers that the peer has mapped: pushes in it go without gradients.
+    """
 
     def __init__(
         self,
@@ -53,10 +59,13 @@ class PeerLink:
         self._header = header
         self._tls = tls
         self._closed = threading.Event()
+        self.mapped: frozenset[PushMemory] = frozenset()
         self._connection: Connection | None = None
         self._down_since_s = time.monotonic()
-        self._messages: queue.SimpleQueue[tuple[Connection, ChainMessage | Call] | None]
+        self._messages: queue.SimpleQueue[tuple[Connection, Posted] | None]
         self._messages = queue.SimpleQueue()
+        self._posted = 0  # to the queue
+        self._taken = 0  # from it, and sent
         name = f"shoal-chain-{peer}"
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -67,11 +76,43 @@ class PeerLink:
         for thread in self._threads:
             thread.start()
 
-    def post(self, message: ChainMessage | Call) -> None:
-        """Send it if there is a connection; `link_up` repairs what is lost."""
+    def post(self, message: LinkMessage | Call) -> None:
+        """Send it if there is a connection; `link_up` repairs what is lost.
+
+        One thread at a time. A small message goes at once, unless others wait to be sent.
+        """
         connection = self._connection
-        if connection is not None:
-            self._messages.put((connection, message))
+        if connection is None:
+            return
+        posted: Posted | None = message
+        if self._posted == self._taken and not callable(message):
+            posted = self._send_now(connection, message)
+        if posted is not None:
+            self._posted += 1
+            self._messages.put((connection, posted))
+
+    def _send_now(self, connection: Connection, message: LinkMessage) -> Posted | None:
+        """What is left for the thread: the message, or the rest of its frame."""
+        header, meta, views = self._frame(message)
+        if sum(view.nbytes for view in views) > _SMALL_BYTES:
+            return message
+        try:
+            rest = connection.send_now(header, meta, *views)
+        except (Closed, OSError):
+            connection.abort()
+            return None
+        return message if rest is None else rest if rest.nbytes else None
+
+    def _frame(self, message: LinkMessage) -> tuple[Header, bytes, list[memoryview]]:
+        meta, payload = encode_message(message)
+        header = self._header._replace(kind=FrameKind.CHAIN)
+        is_there = isinstance(message, Append) and self._has_mapped(payload)
+        if is_there:
+            header = header._replace(argument=IN_MEMORY)
+        return header, meta, views_of(payload, with_gradients=not is_there)
+
+    def _has_mapped(self, payload: Payload) -> bool:
+        return payload.source is not None and payload.source in self.mapped
 
     def reconnect(self) -> None:
         """Break the connection, if there is one: what waits to be sent is dropped."""
@@ -137,18 +178,23 @@ class PeerLink:
 
     def _send(self) -> None:
         while (item := self._messages.get()) is not None:
-            connection, message = item
-            if connection is not self._connection:
-                continue
+            connection, posted = item
             try:
-                if callable(message):
-                    message(connection, self._header)
-                else:
-                    meta, payload = encode_message(message)
-                    header = self._header._replace(kind=FrameKind.CHAIN)
-                    connection.send(header, meta, *views_of(payload))
+                if connection is self._connection:
+                    self._send_posted(connection, posted)
             except (Closed, OSError):
                 connection.abort()
+            self._taken += 1
+
+    def _send_posted(self, connection: Connection, posted: Posted) -> None:
+        if isinstance(posted, memoryview):
+            connection.send_rest(posted)
+        elif callable(posted):
+            posted(connection, self._header)
+        else:
+            header, meta, views = self._frame(posted)
+            connection.send(header, meta, *views)
 
 
 Call = Callable[[Connection, Header], None]  # sends frames by itself
+Posted = LinkMessage | Call | memoryview  # the rest of a frame

@@ -43,8 +43,9 @@ from shoal.server.protocol.frames import Header, Refused
 from shoal.server.replicas.apply import apply
 from shoal.server.replicas.elsewhere import Elsewhere
 from shoal.server.replicas.images import install_image
+from shoal.server.replicas.memory import LentReturned, Mapped, Release
 from shoal.server.replicas.operations import EMPTY, Lost, Operation, Payload, Pushed
-from shoal.server.replicas.payloads import read_payload
+from shoal.server.replicas.payloads import IN_MEMORY, mapped_memories, read_payload
 from shoal.server.replicas.peer_link import PeerLink
 from shoal.server.replicas.snapshots import Incoming, read_head, read_image, snapshot_sender
 from shoal.server.replicas.wire import Proposed, decode_message
@@ -76,19 +77,19 @@ class ReplicaPlace:
 
 
 @dataclass
-class _Waiter:
-    """Who has proposed an operation, and its answer."""
-
-    node: ChainNode
-    is_done: bool = False
+class _Outcome:
     answer: Any = None
     error: Exception | None = None
 
 
 @dataclass
-class _Outcome:
-    answer: Any = None
-    error: Exception | None = field(default=None)
+class _Waiter:
+    """A thread that has proposed an operation: it is woken alone, and once."""
+
+    node: ChainNode
+    is_lent: bool
+    outcome: _Outcome | None = None
+    woken: threading.Event = field(default_factory=threading.Event)
 
 
 class ChainRuntime:
@@ -104,6 +105,7 @@ class ChainRuntime:
         self.poke: Callable[[], None] = lambda: None  # the keeper is to look at the coordinator
         self.on_applied: Callable[[], None] = lambda: None
         self.applied = 0
+        self._release = Release()
         self._on_reset = on_reset
         self._waiters: dict[int, _Waiter] = {}
         self._losses: dict[tuple[int, int], str] = {}  # (model, worker) -> reason
@@ -134,6 +136,8 @@ class ChainRuntime:
     def close(self, join_s: float) -> None:
         with self.changed:
             self._is_closed = True
+            for position in list(self._waiters):
+                self._wake(position)
             self.changed.notify_all()
         self._loss_noted.set()
         for link in self.links.values():
@@ -163,14 +167,33 @@ class ChainRuntime:
         """Propose, wait until it is committed and applied here, return the answer."""
         with self.changed:
             waiter = self._propose(Proposed(operation, payload))
-            kind = type(operation).__name__
-            with waiting(self.place.in_words(), self._whom, f"the commitment of {kind}"):
-                self._await(lambda: waiter.is_done, waiter.node)
-        if waiter.error is not None:
-            raise waiter.error
+        kind = type(operation).__name__
+        with waiting(self.place.in_words(), self._whom, f"the commitment of {kind}"):
+            outcome = self._outcome(waiter)
+        if outcome.error is not None:
+            raise outcome.error
         if self.place.consistency == "eventual":
             self.confirm(waiter.node)
-        return waiter.answer
+        return outcome.answer
+
+    def _outcome(self, waiter: _Waiter) -> _Outcome:
+        """Wait for it without the lock."""
+        deadline_s = time.monotonic() + COMMIT_S
+        while not waiter.woken.wait(1.0):
+            self._check_waiting(waiter.node, deadline_s)
+        if waiter.outcome is None:
+            self._check_waiting(waiter.node, deadline_s)
+            raise self.elsewhere("was removed from its chain")
+        return waiter.outcome
+
+    def _check_waiting(self, node: ChainNode, deadline_s: float) -> None:
+        """Elsewhere if this replica has lost its place since."""
+        if self._is_closed:
+            raise ModelFailure("the server was stopped")
+        if node is not self.node:
+            raise self.elsewhere("was removed from its chain")
+        if time.monotonic() > deadline_s:
+            raise ModelFailure(f"{self._whom()} has not answered for {COMMIT_S:.0f} s")
 
     def read(self, action: Callable[[], T]) -> T:
         """What a member reads when all that was logged at this moment is applied."""
@@ -191,6 +214,21 @@ class ChainRuntime:
             upto = node.position
             self._await(lambda: self.applied >= upto, node)
 
+    @property
+    def acknowledges_at_once(self) -> bool:
+        """Before other replicas have a push: so none of them reads it where its worker has it."""
+        return self.place.consistency == "eventual"
+
+    def wait_released(self) -> None:
+        """Wait until no member reads a push that is applied here from its worker's memory."""
+        with self.changed:
+            lent = self._release.latest_lent
+            self._await(lambda: self._released >= lent, self.node)
+
+    @property
+    def _released(self) -> int:
+        return self._release.upto(self.applied, self.node.successor)
+
     def confirm(self, node: ChainNode) -> None:
         """What was read under this node was no old value: by the lease, or by asking all members.
 
@@ -210,12 +248,15 @@ class ChainRuntime:
 
     def _propose(self, proposed: Proposed) -> _Waiter:
         node = self.node
+        if self._is_closed:
+            raise ModelFailure("the server was stopped")
         try:
             self._await(lambda: node.has_room, node)
             position, effects = node.propose(proposed)
         except (NotHead, Fenced) as error:
             raise self.elsewhere("is not the head of its chain") from error
-        waiter = self._waiters[position] = _Waiter(node)
+        is_lent = isinstance(proposed.operation, Pushed) and proposed.operation.is_lent
+        waiter = self._waiters[position] = _Waiter(node, is_lent)
         _pass("push.logged", proposed.operation)
         self._run(effects)
         return waiter
@@ -224,12 +265,7 @@ class ChainRuntime:
         """Under the lock; Elsewhere if this replica loses its place meanwhile."""
         deadline_s = time.monotonic() + COMMIT_S
         while not is_ready():
-            if self._is_closed:
-                raise ModelFailure("the server was stopped")
-            if node is not self.node:
-                raise self.elsewhere("was removed from its chain")
-            if time.monotonic() > deadline_s:
-                raise ModelFailure(f"{self._whom()} has not answered for {COMMIT_S:.0f} s")
+            self._check_waiting(node, deadline_s)
             self.changed.wait(1.0)
 
     def _whom(self) -> str:
@@ -250,16 +286,21 @@ class ChainRuntime:
         if operation is None:
             if header.payload_bytes:
                 raise Refused(f"{type(message).__name__} has no payload")
-            self._deliver(sender, message)
+            if isinstance(message, Mapped | LentReturned):
+                self._hear(sender, message)
+            else:
+                self._deliver(sender, message)
             return
         assert isinstance(message, Append | Teach)
         _pass("push.received", operation)
+        if isinstance(message, Teach) and header.argument == IN_MEMORY:
+            raise Refused("Teach has its gradients with it")
         if not self._expects(sender, message):
             connection.skip(header.payload_bytes)
             self._deliver(sender, _without_operation(message))
             return
         _pass("push.deduplicated", operation)
-        payload = read_payload(self.host, operation, connection, header.payload_bytes)
+        payload = read_payload(self.host, operation, connection, header)
         _pass("push.validated", operation)
         proposed = Proposed(operation, payload)
         self._deliver(sender, _with_operation(message, proposed))
@@ -288,8 +329,26 @@ class ChainRuntime:
             self._run(effects)
             _pass_message("push.acknowledged", message)
 
+    def _hear(self, sender: int, message: Mapped | LentReturned) -> None:
+        with self.changed:
+            if isinstance(message, LentReturned):
+                self._release.heard(sender, message.position)
+                self._run([])
+            elif sender in self.links:
+                self.links[sender].mapped = frozenset(message.memories)
+                if not message.memories:
+                    self._release.forget(sender)
+
+    def announce(self) -> None:
+        """Let the other replicas know which memory of workers is mapped here."""
+        with self.changed:
+            for link in self.links.values():
+                link.post(Mapped(mapped_memories(self.host)))
+
     def link_up(self, peer: int) -> None:
         with self.changed:
+            self.links[peer].post(Mapped(mapped_memories(self.host)))
+            self._release.tell_again()
             self._run(self.node.link_up(peer))
 
     def link_lost(self, peer: int) -> None:
@@ -301,6 +360,7 @@ class ChainRuntime:
         """The keeper has an answer of the coordinator."""
         with self.changed:
             before = self.node.config
+            self._release.tell_again()
             self._run(change(self.manager))
             if self.node.config != before:
                 is_full = len(self.node.config.members) == self.place.replicas
@@ -316,12 +376,24 @@ class ChainRuntime:
             effects = sorted(effects, key=lambda effect: not isinstance(effect, Send))
         for effect in effects:
             self._carry_out(effect)
+        self._note_released()
         self.changed.notify_all()
+
+    def _note_released(self) -> None:
+        upto = self._released
+        for position in self._release.take(upto):
+            self._wake(position)
+        predecessor = self.node.predecessor
+        link = None if predecessor is None else self.links.get(predecessor)
+        if link is not None and self._release.is_news(upto):
+            link.post(LentReturned(upto))
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Send):
             link = self.links.get(effect.to)
             if link is not None:
+                if isinstance(effect.message, Teach):
+                    effect.message.op.payload.keep()
                 link.post(effect.message)
         elif isinstance(effect, Apply):
             for entry in effect.entries:
@@ -344,6 +416,8 @@ class ChainRuntime:
     def _apply(self, position: int, proposed: Proposed) -> None:
         _pass("push.replicated", proposed.operation)
         outcome = _Outcome()
+        if self.host.keeps_payloads:
+            proposed.payload.keep()
         try:
             outcome.answer = apply(self.host, proposed.operation, proposed.payload)
         except (Refused, ModelFailure) as error:
@@ -353,12 +427,19 @@ class ChainRuntime:
         except Exception as error:  # of an optimizer: the same in all replicas
             outcome.error = self._failed(proposed.operation, error)
         self.applied = position
+        if isinstance(proposed.operation, Pushed) and proposed.operation.is_lent:
+            self._release.note_lent(position)
         _pass("push.applied", proposed.operation)
+        waiter = self._waiters.get(position)
+        if waiter is not None:
+            waiter.outcome = outcome
+            if not waiter.is_lent:
+                self._wake(position)
+
+    def _wake(self, position: int) -> None:
         waiter = self._waiters.pop(position, None)
         if waiter is not None:
-            waiter.answer = outcome.answer
-            waiter.error = outcome.error
-            waiter.is_done = True
+            waiter.woken.set()
 
     def _failed(self, operation: Operation, error: Exception) -> Exception:
         reason = f"{self.place.in_words()} failed: {error!r}"[:4000]
@@ -370,12 +451,15 @@ class ChainRuntime:
     def _reset(self) -> None:
         """It has lost its place: begin again without state, as a learner."""
         incarnation = max(time.time_ns(), self.node.incarnation + 1)
-        self._waiters.clear()
+        for position in list(self._waiters):
+            self._wake(position)
         self._losses.clear()
         self.applied = 0
+        self._release = Release()
         self._new_node(incarnation)
         self._on_reset()
         self.host.clear("this server was removed from its chain")
+        self.announce()
         self.manager.look()
         self.poke()
 

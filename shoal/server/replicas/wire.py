@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from shoal.server.chain.messages import Append, ChainMessage, Teach
 from shoal.server.protocol.frames import Refused
+from shoal.server.replicas.memory import LentReturned, Mapped
 from shoal.server.replicas.operations import EMPTY, Operation, Payload
 
-_messages = msgspec.msgpack.Decoder(ChainMessage)
+LinkMessage: TypeAlias = ChainMessage | Mapped | LentReturned
+_messages = msgspec.msgpack.Decoder(LinkMessage)
 _operations = msgspec.msgpack.Decoder(Operation)
 
 
@@ -21,7 +23,7 @@ class Proposed(NamedTuple):
     payload: Payload = EMPTY
 
 
-def encode_message(message: ChainMessage) -> tuple[bytes, Payload]:
+def encode_message(message: LinkMessage) -> tuple[bytes, Payload]:
     """The metadata, and the payload that follows it."""
     if not isinstance(message, Append | Teach):
         return msgspec.msgpack.encode(message), EMPTY
@@ -31,7 +33,7 @@ def encode_message(message: ChainMessage) -> tuple[bytes, Payload]:
     return msgspec.msgpack.encode(plain), proposed.payload
 
 
-def decode_message(meta: bytes) -> tuple[ChainMessage, Operation | None]:
+def decode_message(meta: bytes) -> tuple[LinkMessage, Operation | None]:
     """A message, and the operation in it; Refused if it is none."""
     try:
         message = _messages.decode(meta)

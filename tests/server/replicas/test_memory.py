@@ -1,0 +1,142 @@
+"""Pushes that replicas read from the memory of their worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shoal.server.client import Client
+from shoal.server.consistency import Rule
+from shoal.server.handlers import push
+from shoal.server.model.named_optimizer import classes
+from shoal.server.replicas.memory import Release
+from tests.server.replicas.world import World, pulled, push_one_hot, world
+
+ASYNC = Rule(1, asynchronous=True)
+ELEMENTWISE = ("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop")
+
+
+@pytest.fixture(params=["lent", "copied"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Small pushes are copied unless the bound is lower."""
+    monkeypatch.setattr(push, "LENT_BYTES", 0 if request.param == "lent" else 1 << 40)
+    yield request.param
+
+
+def test_gradients_do_not_travel_along_the_chain(way: str) -> None:
+    with world() as made:
+        client = made.client(0, ASYNC)
+        push_one_hot(client, 0, 0)
+        links = [s.replica.runtime.links for s in made.servers.values() if s.replica is not None]
+        assert all(link.mapped for peers in links for link in peers.values())
+        assert pulled(client)[:2] == [-1.0, 0.0]
+        client.close()
+
+
+def test_a_push_is_overwritten_only_when_all_have_it(way: str) -> None:
+    """`push_one_hot` overwrites the memory at once: each copy would differ."""
+    with world() as made:
+        client = made.client(0, ASYNC)
+        for step in range(30):
+            push_one_hot(client, step % 5, step)
+        copies = [made.weights_of(0, replica) for replica in range(3)]
+        assert pulled(client)[:5] == [-6.0] * 5
+        assert all(torch.equal(copies[0], copy) for copy in copies)
+        client.close()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_lent_pushes_survive_the_loss_of_a_replica(place: int, way: str) -> None:
+    with world() as made:
+        client = made.client(0, ASYNC)
+        push_one_hot(client, 0, 0)
+        made.crash(0, made.members()[place])
+        for step in range(1, 4):
+            push_one_hot(client, step, step)
+        assert pulled(client)[:5] == [-1.0, -1.0, -1.0, -1.0, 0.0]
+        copies = [made.weights_of(0, replica) for replica in made.members()]
+        assert torch.equal(copies[0], copies[1])
+        client.close()
+
+
+def test_a_replica_that_comes_back_learns_lent_pushes(way: str) -> None:
+    with world(replicas=2) as made:
+        client = made.client(0, ASYNC)
+        push_one_hot(client, 0, 0)
+        made.crash(0, 0)
+        made.start(0, 0)
+        step = 1
+        while len(made.members()) < 2:
+            push_one_hot(client, step % 5, step)
+            step += 1
+        push_one_hot(client, step % 5, step)
+        copies = [made.weights_of(0, replica) for replica in range(2)]
+        assert torch.equal(copies[0], copies[1])
+        assert sum(pulled(client)) == -(step + 1.0)
+        client.close()
+
+
+@pytest.mark.parametrize("rule", [Rule(2), Rule(2, quorum=2)], ids=["synchronous", "quorum"])
+def test_a_push_that_waits_for_others_is_kept(rule: Rule, way: str) -> None:
+    """Worker 0 overwrites its memory while its push waits for that of worker 1."""
+    with world() as made:
+        first, second = joined(made, rule)
+        push_one_hot(first, 0, 0)
+        first.out.fill_(7.0)
+        push_one_hot(second, 1, 0)
+        moved = -1.0 if rule.quorum is None else -0.5  # of the fraction that was pushed
+        assert pulled(first, version=1)[:3] == [moved, moved, 0.0]
+        first.close()
+        second.close()
+
+
+def joined(made: World, rule: Rule) -> tuple[Client, Client]:
+    return made.client(0, rule), made.client(1, rule)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_optimizers_leave_gradients_alone(name: str) -> None:
+    """Gradients in memory that others read, and that holds another push later."""
+    torch.manual_seed(0)
+    pushes = torch.randn(4, 6)
+    results = []
+    for memory in (torch.empty(6), None):
+        p = torch.nn.Parameter(torch.ones(6))
+        optimizer = classes()[name]([p], lr=0.1, weight_decay=0.01)  # type: ignore[call-arg]
+        for pushed in pushes:
+            p.grad = pushed.clone() if memory is None else memory.copy_(pushed)
+            optimizer.step()
+            assert torch.equal(p.grad, pushed)
+        results.append(p.detach())
+    assert torch.equal(*results)
+
+
+def test_a_release_needs_the_successor_and_is_told_once() -> None:
+    release = Release()
+    release.note_lent(3)
+    assert release.take(release.upto(3, successor=1)) == []
+    assert not release.is_news(0)
+    release.heard(1, 5)
+    assert release.upto(3, successor=1) == 3
+    assert release.take(3) == [3]
+    assert release.is_news(3)
+    assert not release.is_news(3)
+    release.tell_again()
+    assert release.is_news(3)
+
+
+def test_a_tail_releases_what_it_has_applied() -> None:
+    release = Release()
+    release.note_lent(1)
+    release.note_lent(2)
+    assert release.take(release.upto(1, successor=None)) == [1]
+    assert release.take(release.upto(2, successor=None)) == [2]
+
+
+def test_what_a_replica_has_said_in_an_earlier_life_is_forgotten() -> None:
+    release = Release()
+    release.heard(2, 9)
+    release.forget(2)
+    assert release.upto(9, successor=2) == 0
