@@ -6,6 +6,7 @@ Hosts are network namespaces; all run as threads of one process, with real TCP b
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ class HostWorld:
         self.replicas = replicas
         self.acknowledged: Counter[tuple[int, int]] = Counter()  # (epoch, replica)
         self.servers: list[Server] = []
+        self._tick = threading.Event()  # never set
         self.of_coordinator = replicas
         self.of_worker = replicas + 1
         self.store = Store()
@@ -94,6 +96,13 @@ class HostWorld:
         stored = self.store.get("chain/0")
         assert stored is not None
         return msgspec.msgpack.decode(stored.value, type=ChainConfig)
+
+    def wait(self, is_reached: Callable[[], bool]) -> None:
+        """Until the coordinator or a client has got there."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while not is_reached():
+            assert time.monotonic() < deadline_s, f"not reached in {LIMIT_S:.0f} s: {self.config}"
+            self._tick.wait(0.02)
 
     def weights_of(self, replica: int) -> Tensor:
         server = self.servers[replica]

@@ -1,0 +1,132 @@
+"""What real clients of real servers saw, and when, in the form that the history checker takes.
+
+All weights of a shard are one key. A push adds 4**n to one of them, twelve pushes to each: float32
+holds such sums exactly, and a pull shows which pushes it contains.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from shoal.server.client import Client
+from shoal.server.protocol.messages import Commit
+from tests.server.chain.history import NEVER, Added, Observed, violation
+from tests.server.replicas.world import element_of, pulled
+
+PER_ELEMENT = 12
+LIMIT_S = 60.0
+
+
+class History:
+    """Of all clients; their clocks are one."""
+
+    def __init__(self) -> None:
+        self.added: list[Added] = []
+        self.observed: list[Observed] = []
+        self._lock = threading.Lock()
+        self._begun: dict[int, float] = {}
+
+    def push(self, client: Client, step: int) -> None:
+        with self._lock:
+            number = len(self._begun)
+            self._begun[number] = time.monotonic()
+        verdict = push_number(client, number, step)
+        with self._lock:
+            begun_s = self._begun[number]
+            if verdict == "admitted":
+                self.added.append(Added(number, begun_s, time.monotonic()))
+            else:  # a worker that is far behind skips a step
+                self._begun[number] = NEVER
+
+    def pull(self, client: Client) -> None:
+        begun_s = time.monotonic()
+        value = value_of(pulled(client))
+        ended_s = time.monotonic()
+        with self._lock:
+            self.observed.append(Observed(value, begun_s, ended_s))
+
+    def violation(self) -> str | None:
+        known = {added.push for added in self.added}
+        unanswered = [
+            Added(number, begun_s, NEVER)
+            for number, begun_s in self._begun.items()
+            if number not in known and begun_s < NEVER
+        ]
+        return violation([*self.added, *unanswered], self.observed)
+
+
+def push_number(client: Client, number: int, step: int) -> str:
+    element, digit = divmod(number, PER_ELEMENT)
+    client.out.zero_()
+    client.out[0, element_of(client, element)] = 4.0**digit
+    client.push(slice(0, client.size))
+    ack = client.commit(Commit(step, 0, 1.0), torch.ones(1, 1 + client.specs[0].parameters))
+    client.settle(ack.position)
+    client.wait_settled()
+    return ack.verdict
+
+
+def value_of(weights: list[float]) -> int:
+    """As the checker takes it: base-4 digits, one for each push."""
+    return sum(round(-weight) << 2 * PER_ELEMENT * i for i, weight in enumerate(weights))
+
+
+class HistoryWorker:
+    """A thread that pushes and pulls by turns, `pushes` times or until it is stopped."""
+
+    def __init__(
+        self,
+        history: History,
+        make: Callable[[], Client],
+        pushes: int,
+        reads: int = 2,
+        enter: Callable[[], None] = lambda: None,
+    ):
+        """`enter` is called first by the thread, which then makes its client."""
+        self.error: BaseException | None = None
+        self.done = 0
+        self._history = history
+        self._make = make
+        self._pushes = pushes
+        self._reads = reads
+        self._enter = enter
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait(self, steps: int) -> None:
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: self.done >= steps or self.error, LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        assert is_done, f"{self.done} of {steps} pushes in {LIMIT_S:.0f} s"
+
+    def join(self) -> None:
+        self.wait(self._pushes)
+        self._thread.join(LIMIT_S)
+
+    def _run(self) -> None:
+        try:
+            self._enter()
+            client = self._make()
+            try:
+                self._work(client)
+            finally:
+                client.close()
+        except BaseException as error:
+            self.error = error
+        with self._changed:
+            self._changed.notify_all()
+
+    def _work(self, client: Client) -> None:
+        for step in range(self._pushes):
+            self._history.push(client, step)
+            for _ in range(self._reads):
+                self._history.pull(client)
+            with self._changed:
+                self.done = step + 1
+                self._changed.notify_all()
