@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class Host:
         return function()
 
 
+@cache
 def why_not() -> str:
     """Why there cannot be namespaces here; empty if there can."""
     if not hasattr(socket, "AF_PACKET") or os.geteuid() != 0:

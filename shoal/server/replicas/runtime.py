@@ -476,17 +476,18 @@ class ChainRuntime:
     ) -> None:
         """At a learner; a snapshot for an earlier life, or from a former tail, has no effect."""
         if header.argument:
-            self._incoming[sender] = Incoming(read_head(meta))
+            incoming = self._incoming[sender] = Incoming(connection, read_head(meta))
         else:
-            incoming = self._incoming.get(sender)
-            if incoming is None or incoming.is_complete:
+            known = self._incoming.get(sender)
+            if known is None or known.connection is not connection or known.is_complete:
                 raise Refused("a part of a snapshot without its head")
+            incoming = known
             limits = (header.payload_bytes, self.host.max_bytes)
             incoming.images.append(read_image(meta, connection, *limits))
             failpoint("snapshot.temporary")
-        incoming = self._incoming[sender]
         if incoming.is_complete:
-            del self._incoming[sender]
+            if self._incoming.get(sender) is incoming:
+                del self._incoming[sender]
             failpoint("snapshot.fsync")
             with self.changed:
                 self._install(sender, incoming)

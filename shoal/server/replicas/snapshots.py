@@ -29,8 +29,9 @@ class SnapshotHead(WireMessage, frozen=True):
 
 @dataclass
 class Incoming:
-    """A snapshot that is being received."""
+    """A snapshot that is being received, all of it over one connection."""
 
+    connection: Connection
     head: SnapshotHead
     images: list[tuple[ModelImage, list[Tensor]]] = field(default_factory=list)
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from shoal.server.replicas.runtime import ReplicaPlace
 from shoal.server.replicas.start import ReplicaSettings
 from shoal.server.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
-from tests.namespaces import Host, Lan, lan
+from tests.namespaces import Host, Lan, lan, why_not
 from tests.server.helpers import MODEL, SECRET, flat_of
 from tests.server.replicas.world import pulled, push_one_hot
 
@@ -188,6 +189,9 @@ class Pusher:
 
 @contextmanager
 def hosts_world(replicas: int = 3) -> Iterator[HostWorld]:
+    """Skips the test where there are no namespaces."""
+    if reason := why_not():
+        pytest.skip(reason)
     with lan(replicas + 2) as net:
         made = HostWorld(net, replicas)
         try:

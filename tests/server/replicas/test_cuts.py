@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.namespaces import why_not
 from tests.server.replicas.hosts import HostWorld, Pusher, hosts_world
 
-REASON = why_not()
-pytestmark = [pytest.mark.whole, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = pytest.mark.whole
 Cut = Callable[[HostWorld], None]
 
 

@@ -13,15 +13,11 @@ from typing import Any
 import pytest
 
 from shoal.server.consistency import Rule
-from tests.namespaces import why_not
 from tests.server.replicas.histories import History, HistoryWorker
 from tests.server.replicas.hosts import HostWorld, hosts_world
 from tests.server.replicas.processes import COORDINATOR, processes
 from tests.server.replicas.test_cuts import CUTS
 from tests.server.replicas.world import world
-
-REASON = why_not()
-needs_hosts = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 def test_what_clients_see_around_the_loss_of_a_head_is_linearizable() -> None:
@@ -80,7 +76,6 @@ def test_processes_that_are_killed_and_stopped_show_linearizable_histories(
     assert len(history.observed) > 400
 
 
-@needs_hosts
 @pytest.mark.whole
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(3))
@@ -153,13 +148,11 @@ def idle(made: HostWorld, rule: Rule) -> None:
     made.client(1, rule).close()
 
 
-@needs_hosts
 @pytest.mark.whole
 def test_a_tail_that_is_cut_off_shows_no_old_value() -> None:
     assert reads_at_a_tail_that_is_cut_off(lambda made: None).violation() is None
 
 
-@needs_hosts
 @pytest.mark.whole
 def test_a_replica_that_answers_without_a_lease_is_found_out() -> None:
     def spoil(made: HostWorld) -> None:

@@ -1,0 +1,167 @@
+"""Connections between replicas that break while all processes live are made again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+
+from shoal.server.consistency import Rule
+from shoal.server.model_host import ModelHost
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.endpoint import PLAIN
+from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
+from shoal.server.replicas.address_book import AddressBook
+from shoal.server.replicas.runtime import ChainRuntime, ReplicaPlace
+from shoal.server.replicas.snapshots import SnapshotHead
+from shoal.server.replicas.start import ReplicaSettings
+from shoal.server.server import Server
+from tests.server.cutting import CuttingProxy
+from tests.server.helpers import SECRET
+from tests.server.replicas.world import TTL_S, World, pulled, push_one_hot, world
+
+ASYNC = Rule(1, asynchronous=True)
+
+
+@dataclass
+class Proxies:
+    """Between replicas; each breaks `cuts` connections, after up to `most_bytes`."""
+
+    seed: int
+    cuts: int
+    most_bytes: int
+    stack: ExitStack
+    made: dict[str, CuttingProxy] = field(default_factory=dict)
+
+    def to(self, address: str) -> str:
+        if address not in self.made:
+            seed = self.seed + len(self.made)
+            proxy = CuttingProxy(address, seed, self.cuts, self.most_bytes)
+            self.stack.callback(proxy.close)
+            self.made[address] = proxy
+        return self.made[address].address
+
+    @property
+    def cut(self) -> int:
+        return sum(proxy.cut for proxy in self.made.values())
+
+
+@dataclass(frozen=True)
+class ProxiedSettings(ReplicaSettings):
+    proxies: Proxies | None = None
+
+    def book(self) -> AddressBook:
+        proxies = self.proxies
+        assert proxies is not None
+
+        class Book(AddressBook):
+            def of(self, process: int) -> str | None:
+                address = super().of(process)
+                return None if address is None else proxies.to(address)
+
+        return Book()
+
+
+class ProxiedWorld(World):
+    """Over TCP; replicas reach each other through proxies, and clients do not."""
+
+    def __init__(self, proxies: Proxies, *arguments: Any):
+        self.proxies = proxies
+        super().__init__(*arguments)
+
+    def start(self, shard: int, replica: int) -> Server:
+        place = ReplicaPlace(shard, replica, self.replicas, self.consistency)
+        settings = ProxiedSettings(place, (), self.coordinator, TTL_S, proxies=self.proxies)
+        server = Server("tcp:127.0.0.1:0", SECRET, tls=PLAIN, replica=settings)
+        self.addresses[shard][replica] = server.address
+        self.servers[shard, replica] = server
+        return server
+
+
+@contextmanager
+def proxied_world(seed: int, cuts: int, most_bytes: int) -> Iterator[ProxiedWorld]:
+    with ExitStack() as stack:
+        proxies = Proxies(seed, cuts, most_bytes, stack)
+        made = ProxiedWorld(proxies, None, 3, 1, "strong", PLAIN)
+        stack.callback(lambda: [server.close() for server in list(made.servers.values())])
+        yield made
+
+
+def copies_are_equal(made: World) -> bool:
+    first, *others = [made.weights_of(0, member) for member in made.members()]
+    return all(torch.equal(first, other) for other in others)
+
+
+def pushes_count_once(seed: int, pushes: int, cuts: int) -> None:
+    with proxied_world(seed, cuts, most_bytes=2_000) as made:
+        client = made.client(0, ASYNC)
+        for step in range(pushes):
+            push_one_hot(client, step % 8, step)
+        weights = pulled(client)
+        assert sum(weights) == -pushes
+        assert min(weights[:8]) >= -(pushes // 8 + 1)
+        assert copies_are_equal(made)
+        assert made.proxies.cut >= 2
+        client.close()
+
+
+def test_pushes_count_once_though_connections_between_replicas_break() -> None:
+    pushes_count_once(seed=1, pushes=24, cuts=3)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("seed", range(20, 200, 20))
+def test_pushes_count_once_at_other_places_of_the_break(seed: int) -> None:
+    pushes_count_once(seed, pushes=60, cuts=20)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("seed", range(10, 60, 10))
+def test_a_replica_that_comes_back_catches_up_over_connections_that_break(seed: int) -> None:
+    with proxied_world(seed, cuts=12, most_bytes=3_000) as made:
+        client = made.client(0, ASYNC)
+        step = 0
+        for victim in (0, 1, 2):
+            push_one_hot(client, step % 8, step)
+            made.crash(0, victim)
+            made.start(0, victim)
+            client.links[0].addresses = tuple(made.addresses[0])  # type: ignore[attr-defined]
+            step += 1
+            while len(made.members()) < 3 or victim == made.members()[0]:
+                push_one_hot(client, step % 8, step)
+                step += 1
+        assert sum(pulled(client)) == -step
+        assert copies_are_equal(made)
+        client.close()
+
+
+def test_unix_sockets_between_replicas_are_opened_again() -> None:
+    with world() as made:
+        client = made.client(0, ASYNC)
+        for step in range(12):
+            for server in made.servers.values():
+                assert server.replica is not None
+                for link in server.replica.runtime.links.values():
+                    link.reconnect()
+            push_one_hot(client, step % 8, step)
+        assert sum(pulled(client)) == -12
+        assert made.members() == (0, 1, 2)
+        assert copies_are_equal(made)
+        client.close()
+
+
+def test_parts_of_a_snapshot_over_two_connections_are_not_put_together() -> None:
+    runtime = ChainRuntime(ReplicaPlace(0, 0, 2), ModelHost(SECRET, 1 << 20, dict), lambda: None)
+    before, now = cast(Connection, object()), cast(Connection, object())
+    header = Header(FrameKind.SNAPSHOT, 1)
+    head = encode(SnapshotHead(incarnation=1, position=5, models=2))
+    for connection in (before, now):
+        runtime.receive_snapshot(1, header._replace(argument=1), head, connection)
+    with pytest.raises(Refused, match="without its head"):
+        runtime.receive_snapshot(1, header, b"", before)
+    with pytest.raises(Refused, match="metadata"):  # it is read, and is none
+        runtime.receive_snapshot(1, header, b"", now)
