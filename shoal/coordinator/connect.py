@@ -41,4 +41,5 @@ def open_etcd(
 
 def lease_ttl_s(config: RunConfig) -> float:
     """How long a server's lease lasts without being renewed."""
-    return ETCD_LEASE_TTL_S if is_etcd(config.coordinator or "") else LEASE_TTL_S
+    least_s = ETCD_LEASE_TTL_S if is_etcd(config.coordinator or "") else LEASE_TTL_S
+    return max(least_s, config.lease_s or 0.0)

@@ -181,6 +181,7 @@ class RunConfig:
     coordinator: str | None = variable("SHOAL_COORDINATOR", COORDINATOR)  # of replicated servers
     coordinator_beyond: str | None = variable("SHOAL_COORDINATOR_BEYOND", TEXT)  # for other hosts
     etcd: EtcdConfig = field(default_factory=EtcdConfig)
+    lease_s: float | None = variable("SHOAL_LEASE", SECONDS)  # of replicated servers
     failpoints: tuple[str, ...] = variable("SHOAL_FAILPOINTS", WORDS, ())  # of tests
 
     wait: WaitConfig = field(default_factory=WaitConfig)

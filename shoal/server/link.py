@@ -45,8 +45,8 @@ class Broken(PeerLost):
 class MovedAway(Broken):
     """This server is not the one to ask, and nothing of the request has had an effect on it."""
 
-    def __init__(self, rank: int, doing: str, moved: Moved):
-        super().__init__(rank, None, f"{doing} (it is not the head of epoch {moved.epoch})")
+    def __init__(self, rank: int, doing: str, moved: Moved, reason: str):
+        super().__init__(rank, None, f"{doing} ({reason})")
         self.moved = moved
 
 
@@ -285,7 +285,7 @@ class ServerLink:
             error = decode(meta, ErrorReply)
             doing = self._doing(kind)
             if error.moved is not None:
-                raise MovedAway(self.rank, doing, error.moved)
+                raise MovedAway(self.rank, doing, error.moved, error.reason)
             if error.lost is not None:
                 raise PeerLost(self.rank, self._rank_of(error.lost), doing)
             if error.is_loss:

@@ -76,7 +76,7 @@ def _open_server(config: RunConfig) -> Server:
     server.host.most_threads = most_threads
     if config.server_checkpoint.folder is not None:
         server.host.saver = ShardSaver(config.server_checkpoint.folder, f"server {index}")
-    server.host.slow = read_server_slow(config.slow).get(index, 1.0)
+    server.host.slowness.factor = read_server_slow(config.slow).get(index, 1.0)
     if beyond:
         write_atomically(run_dir.server_address(index), server.remote_address)
     return server

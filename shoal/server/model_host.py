@@ -24,6 +24,7 @@ from shoal.server.protocol.row_messages import FollowRows
 from shoal.server.replicas.operations import ChainAccess, Execute
 from shoal.server.replication import Follower, Followers
 from shoal.server.saving.background import ShardSaver
+from shoal.server.slowness import Slowness
 
 MAX_MODELS = 64
 MAX_RELEASED = 4096  # models that are remembered for workers that come back too late
@@ -60,7 +61,7 @@ class ModelHost:
         has_exited: Callable[[int], bool] | None = None,
         tls: TlsConfig = PLAIN,
     ):
-        self.slow = 1.0  # times slower, for a test (--slow server:1:4x)
+        self.slowness = Slowness()
         self.models: dict[int, ServedModel] = {}
         self.report = report
         self.has_exited = has_exited
@@ -119,6 +120,7 @@ class ModelHost:
         except (BadInput, RuntimeError) as error:
             raise Refused(str(error)) from error
         model.log.on_save = partial(self._save, model_id, model)
+        model.state.on_applied = self.slowness.pay
         has_exited = self.has_exited
         if has_exited is not None:
             model.membership.has_exited = lambda worker: has_exited(spec.split.rank(worker))

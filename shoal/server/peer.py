@@ -7,11 +7,9 @@ one; the server gives up the worker if it does not. A broken Unix socket is the 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shoal.runtime.faults import busy_s
 from shoal.server.model.membership import ActiveConnection, Member
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.tables import TableReader
@@ -45,7 +43,6 @@ class Peer:
         self.model: ServedModel | None = None
         self.member: Member | None = None
         self.has_reconnected = False
-        self._began_s = 0.0
         self.table_reader = TableReader()
         self._active = ActiveConnection(threading.get_ident(), connection.abort, number)
 
@@ -60,13 +57,8 @@ class Peer:
         """Let an operation take effect; returns its answer."""
         return self.host.execute(operation, payload)
 
-    def begin(self) -> None:
-        """A request has come."""
-        self._began_s = busy_s() if self.host.slow > 1 else 0.0
-
     def reply(self, meta: bytes = b"", *payload: memoryview) -> None:
-        if self.host.slow > 1:  # --slow server:1:4x
-            time.sleep((self.host.slow - 1) * max(0.0, busy_s() - self._began_s))
+        self.host.slowness.pay()
         self.connection.send(Header(FrameKind.OK, self.worker, self.model_id), meta, *payload)
 
     def reply_error(self, error: ErrorReply) -> None:

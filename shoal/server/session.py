@@ -58,9 +58,11 @@ class Session:
         registered = self._check(header)
         if not self._is_present(header):
             return
+        slowness = self.peer.host.slowness
         try:
-            self.peer.begin()
+            slowness.begin()
             registered.handler(self.peer, header, meta)
+            slowness.pay()
         except ModelFailure as failure:
             error = ErrorReply(failure.reason, failure.worker, is_loss=failure.is_loss)
             self.peer.reply_error(error)

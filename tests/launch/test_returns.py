@@ -44,3 +44,37 @@ def test_a_run_in_which_a_worker_comes_back_is_as_accurate_as_an_undisturbed_one
 def test_runs_end_by_themselves_whatever_workers_are_killed(tmp_path: Path, strategy: str) -> None:
     outcome = attack(strategy, 5, random.Random(3), tmp_path)
     assert outcome.startswith("finished after"), outcome
+
+
+EARLY = """
+import os, time, torch, shoal
+from functools import partial
+
+folder = os.environ["SHOAL_RUN_DIR"]
+if os.environ["SHOAL_RANK"] != "0":
+    while not os.path.exists(f"{folder}/started-0"):  # worker 0 was killed and is started again
+        time.sleep(0.01)
+
+def train(job):
+    data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
+    step = job.step(torch.nn.Linear(6, 3), torch.nn.functional.cross_entropy,
+                    optimizer=partial(torch.optim.SGD, lr=0.05))
+    for batch in job.batches(data, batch_size=24, epochs=10):
+        step(batch)
+
+shoal.run(train)
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["hogwild", 'gossip(mode="async")'])
+def test_the_first_worker_may_be_killed_before_the_others_have_come(
+    tmp_path: Path, strategy: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(EARLY)
+    command = [sys.executable, "-m", "shoal", "run", str(script), "-n", "3", "-s", strategy]
+    command += ["--kill", "0@1", "--restart", "1"]
+    ended = forked.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert "worker 0 was killed by SIGKILL" in ended.stderr

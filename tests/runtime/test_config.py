@@ -75,6 +75,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
     coordinator=maybe(st.sampled_from(["unix:/tmp/c", "etcd://a:1,b:2"])),
     coordinator_beyond=maybe(text),
     etcd=st.builds(EtcdConfig, maybe(text), maybe(text), maybe(text)),
+    lease_s=maybe(seconds),
     failpoints=words,
     tls=st.builds(TlsConfig, maybe(text), maybe(text), maybe(text), st.booleans()),
     wait=st.builds(WaitConfig, seconds, seconds, maybe(seconds)),

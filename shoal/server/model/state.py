@@ -11,7 +11,7 @@ copies of one slice have the same weights and optimizer state, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,6 +70,7 @@ class ModelState:
         self.acks: dict[int, Ack] = {}  # worker -> the answer to its latest push with a verdict
         self._latest_save = 0
         self.uses_pushes = False  # each push is a step, applied from where its gradients are
+        self.on_applied: Callable[[], None] = lambda: None  # a decision, under the model's lock
 
     @property
     def next_save(self) -> int | None:
@@ -96,6 +97,7 @@ class ModelState:
         else:
             assert isinstance(decision, WorkerLeft)
             self.ledger.lose(decision.worker)
+        self.on_applied()
 
     def norms(self, divisor: float) -> list[float]:
         """The norms of this server's gradients of the open step."""

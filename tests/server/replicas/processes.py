@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.coordinator.alive import forget
 from shoal.coordinator.client import RemoteCoordinator
 from shoal.coordinator.interface import Unavailable
 from shoal.runtime.config import RunConfig, ServerConfig
@@ -48,11 +49,19 @@ def make_client(
 class Processes:
     """One shard with `replicas` server processes; `failpoints` by process."""
 
-    def __init__(self, folder: Path, replicas: int, failpoints: Mapping[Name, str]):
+    def __init__(
+        self,
+        folder: Path,
+        replicas: int,
+        failpoints: Mapping[Name, str],
+        lease_s: float | None = None,
+    ):
         self.run_dir = RunDir(folder)
         self.run_dir.write_secret(SECRET)
         self.replicas = replicas
-        self.config = RunConfig(run_dir=self.run_dir, coordinator=self.run_dir.coordinator)
+        self.config = RunConfig(
+            run_dir=self.run_dir, coordinator=self.run_dir.coordinator, lease_s=lease_s
+        )
         self.processes: dict[Name, subprocess.Popen[str]] = {}
         self._coordinator = RemoteCoordinator(self.run_dir.coordinator, SECRET)
         for name in (COORDINATOR, *range(replicas)):
@@ -109,7 +118,12 @@ class Processes:
         return int(line) if line.endswith("\n") else None
 
     def wait_dead(self, name: Name) -> int:
-        return self.processes[name].wait(START_S)
+        """The coordinator is told of a lost server, as by the launcher."""
+        returncode = self.processes[name].wait(START_S)
+        if isinstance(name, int):
+            with suppress(Unavailable):
+                forget(self._coordinator, name, self.processes[name].pid)
+        return returncode
 
     def wait_stopped(self, name: Name) -> None:
         stat = Path(f"/proc/{self.processes[name].pid}/stat")
@@ -117,7 +131,7 @@ class Processes:
 
     def kill(self, name: Name) -> None:
         self.processes[name].kill()
-        self.processes[name].wait()
+        self.wait_dead(name)
 
     def signal(self, name: Name, number: signal.Signals) -> None:
         self.processes[name].send_signal(number)
@@ -136,9 +150,12 @@ class Processes:
 
 @contextmanager
 def processes(
-    folder: Path, replicas: int = 3, failpoints: Mapping[Name, str] | None = None
+    folder: Path,
+    replicas: int = 3,
+    failpoints: Mapping[Name, str] | None = None,
+    lease_s: float | None = None,
 ) -> Iterator[Processes]:
-    made = Processes(folder, replicas, failpoints or {})
+    made = Processes(folder, replicas, failpoints or {}, lease_s)
     try:
         yield made
     finally:

@@ -32,6 +32,7 @@ from tests.server.replicas.world import pulled, push_one_hot
 HEAD, MIDDLE, TAIL = 0, 1, 2
 PUSH = ("received", "validated", "deduplicated", "logged", "replicated", "applied", "acknowledged")
 PUSHES = 14
+LEASE_S = 2.0  # a replica that waits for a core must not be taken for lost
 EXTRA = 14  # the element that the other worker pushes
 
 
@@ -46,7 +47,8 @@ class Case:
     returns: int | None = None  # of the lost: it is started again, and is taught by the tail
 
     def __str__(self) -> str:
-        return f"{self.victim}-at-{self.place}-{self.point}" + "-lost" * bool(self.lost)
+        provoked = "-returns" if self.returns is not None else "-lost" * bool(self.lost)
+        return f"{self.victim}-at-{self.place}-{self.point}{provoked}"
 
     @property
     def armed(self) -> str:
@@ -91,7 +93,17 @@ def _learner_cases() -> list[Case]:
     ]
 
 
-CASES = [*_push_cases(), *_election_cases(), *_learner_cases()]
+def _coordinator_cases() -> list[Case]:
+    """It is killed while it writes down that a member is lost, or that one is added."""
+    points = [f"log.append.{point}" for point in ("before", "partial", "written", "synced")]
+    return [
+        Case(COORDINATOR, point, COORDINATOR, (MIDDLE,), returns)
+        for point in points
+        for returns in (None, MIDDLE)
+    ]
+
+
+CASES = [*_push_cases(), *_election_cases(), *_learner_cases(), *_coordinator_cases()]
 FEW = [Case(HEAD, "push.replicated", HEAD), Case(TAIL, "splice", TAIL, (MIDDLE,), MIDDLE)]
 
 
@@ -111,7 +123,7 @@ def test_an_acknowledged_push_counts_once_whatever_is_killed(tmp_path: Path, cas
 def test_a_replica_that_is_killed_at_the_first_election_takes_its_place_later(
     tmp_path: Path, point: str
 ) -> None:
-    with processes(tmp_path, failpoints={HEAD: f"{point}:kill"}) as made:
+    with processes(tmp_path, 3, {HEAD: f"{point}:kill"}, LEASE_S) as made:
         assert made.wait_dead(HEAD) == -signal.SIGKILL
         made.start(HEAD)
         client = made.client()
@@ -134,8 +146,9 @@ class Run:
 
     def check(self) -> None:
         case = self.case
-        first = {} if case.returns == case.place else {case.place: case.armed}
-        with processes(self.folder, failpoints=first) as made:
+        is_later = case.place in (case.returns, COORDINATOR)
+        first = {} if is_later else {case.place: case.armed}
+        with processes(self.folder, 3, first, LEASE_S) as made:
             self.made = made
             stays = made.client(0, workers=2)
             try:
@@ -160,12 +173,22 @@ class Run:
             return
         for _ in range(4):
             self._push()
+        if case.place == COORDINATOR and case.returns is None:
+            self._arm_coordinator()
         for replica in case.lost:
             made.kill(replica)
         if case.returns is not None:
-            until(lambda: case.returns not in made.members(), "it is removed")
+            until(lambda: 0 < len(made.members()) < made.replicas, "it is removed")
+            if case.place == COORDINATOR:
+                self._arm_coordinator()
             made.start(case.returns, case.armed if case.returns == case.place else None)
         made.push(self.pushed)
+
+    def _arm_coordinator(self) -> None:
+        """What it writes from now on is about the change."""
+        self.made.kill(COORDINATOR)
+        self.made.start(COORDINATOR, self.case.armed)
+        until(lambda: bool(self.made.members()), "it answers")
 
     def _kill(self) -> None:
         """The worker has an unanswered push meanwhile."""
