@@ -36,6 +36,8 @@ class Session:
         is_broken = False
         try:
             self.peer.start()
+            if self.peer.channel == "chain":
+                self.peer.connection.read_ahead()
             while True:
                 self._serve_one()
         except Closed:

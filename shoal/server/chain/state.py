@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shoal.server.chain.config import NO_CONFIG, ChainConfig, Entry
 from shoal.server.chain.entries import EntryLog
@@ -41,6 +41,23 @@ class TooFarAhead(Exception):
     """The tail lacks MAX_LAG operations: wait until `has_room`."""
 
 
+class _Place(NamedTuple):
+    """Where a replica is in one configuration; looked up with every message."""
+
+    is_member: bool = False
+    is_head: bool = False
+    is_tail: bool = False
+    predecessor: int | None = None
+    successor: int | None = None
+
+    @staticmethod
+    def of(config: ChainConfig, me: int, incarnation: int) -> _Place:
+        if not config.has(me, incarnation):
+            return _Place()
+        neighbours = (config.predecessor(me), config.successor(me))
+        return _Place(True, config.head == me, config.tail == me, *neighbours)
+
+
 class ChainState:
     """Place, log and commitment of one replica; `ChainNode` says when they change."""
 
@@ -59,8 +76,17 @@ class ChainState:
         self._successor_is_known = False  # it has said in this epoch where it is
 
     @property
+    def config(self) -> ChainConfig:
+        return self._config
+
+    @config.setter
+    def config(self, config: ChainConfig) -> None:
+        self._place = _Place.of(config, self.me, self.incarnation)
+        self._config = config
+
+    @property
     def epoch(self) -> int:
-        return self.config.epoch
+        return self._config.epoch
 
     @property
     def position(self) -> int:
@@ -73,19 +99,24 @@ class ChainState:
 
     @property
     def is_member(self) -> bool:
-        return self.config.has(self.me, self.incarnation)
+        return self._place.is_member
 
     @property
     def is_head(self) -> bool:
-        return self.is_member and self.config.head == self.me
+        return self._place.is_head
 
     @property
     def is_tail(self) -> bool:
-        return self.is_member and self.config.tail == self.me
+        return self._place.is_tail
 
     @property
     def is_dirty(self) -> bool:
         return self.position > self.committed
+
+    @property
+    def is_teaching(self) -> bool:
+        """Whether operations are kept for a learner after they have been applied."""
+        return self._teaching.has_learners
 
     @property
     def asked(self) -> ChainConfig | None:
@@ -104,11 +135,11 @@ class ChainState:
 
     @property
     def predecessor(self) -> int | None:
-        return self.config.predecessor(self.me) if self.is_member else None
+        return self._place.predecessor
 
     @property
     def successor(self) -> int | None:
-        return self.config.successor(self.me) if self.is_member else None
+        return self._place.successor
 
     @property
     def others(self) -> list[int]:

@@ -47,6 +47,10 @@ class Teaching:
         session.position = max(session.position, position)
         return session.position
 
+    @property
+    def has_learners(self) -> bool:
+        return bool(self._sessions)
+
     def listeners(self) -> list[int]:
         """Learners that get each entry when it is committed."""
         return [peer for peer, session in self._sessions.items() if session.has_state]

@@ -9,11 +9,11 @@ from shoal.server.model.push_buffer import PushBuffer, PushTensors, RowPush
 from shoal.server.peer import Peer
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.messages import Ack, Commit, RowBatch
-from shoal.server.replicas.operations import Payload, Pushed
+from shoal.server.replicas.operations import Lent, Payload, Pushed
 from shoal.server.replicas.payloads import memory_of
 from shoal.server.shared_memory import bytes_of
 
-LENT_BYTES = 2 << 20  # smaller pushes are copied by each replica: that is faster than to wait
+AT_ONCE_BYTES = 4 << 20  # smaller pushes are applied by one replica after the other
 
 
 @handles(FrameKind.BUCKET, "push", has_payload=True)
@@ -66,7 +66,7 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     rows = pushes.take_rows()
     batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in rows)
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
-    operation = Pushed(*identity, request, batches, is_lent=_is_lent(peer, member))
+    operation = Pushed(*identity, request, batches, _lent(peer, member))
     ack: Ack = peer.execute(operation, _payload(peer, operation, member, rows))
     if ack.verdict == "staged" and model.is_leader:
         ack = model.verdict(member, header.sequence)
@@ -74,12 +74,12 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     failpoint("push.acknowledged")
 
 
-def _is_lent(peer: Peer, member: Member) -> bool:
-    """Whether no replica copies the push: they apply it where the worker has it."""
+def _lent(peer: Peer, member: Member) -> Lent:
+    """Whether replicas apply the push where the worker has it, without a copy."""
     chain = peer.host.chain
     if chain is None or chain.acknowledges_at_once or member.out is None:
-        return False
-    return member.out.nbytes >= LENT_BYTES
+        return "copied"
+    return "at once" if member.out.nbytes >= AT_ONCE_BYTES else "in turn"
 
 
 def _payload(peer: Peer, operation: Pushed, member: Member, rows: tuple[RowPush, ...]) -> Payload:
@@ -88,7 +88,7 @@ def _payload(peer: Peer, operation: Pushed, member: Member, rows: tuple[RowPush,
     if chain is None or member.out is None:
         return Payload(rows=rows, push=pushes.take_arrived())
     source = None if chain.acknowledges_at_once else memory_of(operation, member)
-    if operation.is_lent:
+    if operation.lent != "copied":
         tensors = PushTensors(member.out, pushes.arriving.loss_flags.clone())
         return Payload(rows=rows, push=tensors, source=source, is_lent=True)
     pushes.arriving.gradients.copy_(member.out)

@@ -87,6 +87,15 @@ def is_known_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return name in known and type(optimizer) is getattr(torch.optim, name, None)
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """The step alone: what torch does around it for profilers and hooks takes as long for 1 MB."""
+    step = type(optimizer).step
+    plain: Callable[..., object] | None = getattr(step, "__wrapped__", None)
+    if plain is None or not getattr(step, "hooked", False):
+        return optimizer.step
+    return functools.partial(plain, optimizer)
+
+
 def name_of(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> NamedOptimizer:
     """This optimizer of a worker by name; BadInput if a server cannot run it."""
     name = type(optimizer).__name__

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shoal.replica.ordered_sum import Node, full_subtrees, runs_of, tree_sum
-from shoal.server.model.named_optimizer import ratios
+from shoal.server.model.named_optimizer import ratios, step_without_hooks
 from shoal.server.protocol.messages import ModelSpec, ParameterSlice
 
 DTYPES: dict[str, torch.dtype] = {
@@ -51,6 +51,12 @@ class Shard:
             numbers = [held.parameter for held in spec.slices]
             self.optimizer = spec.optimizer.make(self.params, numbers)
             self._ratios = ratios(self.optimizer)
+            self._step: Callable[[], object] = self.optimizer.step
+
+    def skip_hooks(self) -> None:
+        """For a process that only serves: its optimizer has no hooks, and no profiler looks on."""
+        if self.optimizer is not None:
+            self._step = step_without_hooks(self.optimizer)
 
     @property
     def pulled(self) -> Tensor:
@@ -147,7 +153,7 @@ class Shard:
                 group["lr"] = lr * ratio
         for p, grad, held in zip(self.params, self._step_grads(), self.spec.slices, strict=True):
             p.grad = grad if self._has_grad(held) else None
-        self.optimizer.step()
+        self._step()
         for p in self.params:
             p.grad = None
         self._pushed = None

@@ -10,12 +10,14 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
 
 from shoal.server.protocol.frames import HEADER_BYTES, Header, Refused, pack, unpack, verify
 
 _CHUNK_BYTES = 1 << 20
+_AHEAD_BYTES = 4096
 _SPACE = socket.CMSG_SPACE(array.array("i").itemsize)  # for one descriptor
 
 
@@ -46,14 +48,15 @@ class Connection:
         self.is_unix = sock.family == socket.AF_UNIX
         self.sent_bytes = self.received_bytes = self.requests = 0
         self._head = bytearray(HEADER_BYTES)
-        self._writing = threading.Lock()
+        self._sending = _WholeFrame(self)
         self._scatters = not isinstance(sock, ssl.SSLSocket)
         self._descriptors: list[int] = []
+        self._ahead: _ReadAhead | None = None
         self._broken: str | None = None  # why no frame can follow the latest one
 
     def send(self, header: Header, meta: bytes = b"", *payload: memoryview) -> None:
         head = pack_frame(header, meta, payload)
-        with self._writing, self._whole():
+        with self._sending:
             self._send_all([memoryview(head), *payload])
         self.sent_bytes += len(head) + sum(view.nbytes for view in payload)
 
@@ -65,7 +68,7 @@ class Connection:
         if not self._scatters:
             return None
         frame = b"".join((pack_frame(header, meta, payload), *payload))
-        with self._writing, self._whole():
+        with self._sending:
             try:
                 sent = self.sock.send(frame, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -74,14 +77,14 @@ class Connection:
         return memoryview(frame)[sent:]
 
     def send_rest(self, rest: memoryview) -> None:
-        with self._writing, self._whole():
+        with self._sending:
             self._send_all([rest])
         self.sent_bytes += rest.nbytes
 
     def send_descriptor(self, header: Header, meta: bytes, descriptor: int) -> None:
         """A frame without payload, with the descriptor of an open file (Unix sockets)."""
         head = pack(header, meta)
-        with self._writing, self._whole():
+        with self._sending:
             sent = socket.send_fds(self.sock, [head], [descriptor])
             if sent < len(head):
                 self.sock.sendall(head[sent:])
@@ -110,13 +113,20 @@ class Connection:
             data += chunk
         return bytes(data)
 
+    def read_ahead(self) -> None:
+        """From now on read small frames in one piece; no descriptors come with them."""
+        self._ahead = _ReadAhead()
+
     def read_into(self, view: memoryview) -> None:
         view = view.cast("B") if view.nbytes else view
-        done = 0
+        done = 0 if self._ahead is None else self._ahead.take(view)
         size = view.nbytes
         while done < size:
             try:
-                count = self._receive(view[done:] if done else view)
+                if self._ahead is not None and self._ahead.suits(size - done):
+                    count = self._ahead.receive(self.sock, view[done:])
+                else:
+                    count = self._receive(view[done:] if done else view)
             except OSError as error:
                 raise self.break_off(error) from error
             except BaseException as error:  # Ctrl-C
@@ -152,23 +162,10 @@ class Connection:
             return TimedOut(self._broken)
         return Closed(self._broken) if isinstance(error, OSError) else error
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """A frame that is sent: whole, or the last one of this connection."""
+    def check_whole(self) -> None:
+        """Closed if a frame was sent or read in part."""
         if self._broken is not None:
             raise Closed(self._broken)
-        with self._breaking_off():
-            yield
-
-    @contextmanager
-    def _breaking_off(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise self.break_off(error) from error
-        except BaseException as error:  # Ctrl-C
-            self.break_off(error)
-            raise
 
     def abort(self) -> None:
         """End the connection from another thread than the one that reads.
@@ -214,3 +211,54 @@ class Connection:
                 sent -= views.pop(0).nbytes
             if views and sent:
                 views[0] = views[0][sent:]
+
+
+class _ReadAhead:
+    """Bytes that have been received and not been asked for yet."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(_AHEAD_BYTES))
+        self._left = self._buffer[:0]
+
+    def suits(self, size: int) -> bool:
+        return size < _AHEAD_BYTES
+
+    def take(self, view: memoryview) -> int:
+        """How many bytes of `view` are filled."""
+        count = min(view.nbytes, self._left.nbytes)
+        if count:
+            view[:count] = self._left[:count]
+            self._left = self._left[count:]
+        return count
+
+    def receive(self, sock: socket.socket, view: memoryview) -> int:
+        """Called when nothing is left; 0 at the end of the connection."""
+        self._left = self._buffer[: sock.recv_into(self._buffer)]
+        return self.take(view)
+
+
+class _WholeFrame:
+    """A frame that is sent: whole, or the last one of its connection. One at a time."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            self._connection.check_whole()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                found = self._connection.break_off(error)
+                if found is not error:
+                    raise found from error
+        finally:
+            self._lock.release()

@@ -70,11 +70,10 @@ class Leading:
 
     def _note_applied(self) -> None:
         """Called after every operation: the thread is woken only where it has something to do."""
-        if self._runtime.is_head and any(
-            model.state.open_step is not None or (not model.is_leader and n not in self._following)
-            for n, model in self._runtime.host.models.items()
-        ):
-            self._poked.set()
+        for number, model in self._runtime.host.models.items():
+            is_new = not model.is_leader and number not in self._following
+            if is_new or model.state.open_step is not None:
+                self._poked.set()
 
     def _look_at(self, number: int, model: ServedModel) -> None:
         if not model.is_leader:

@@ -73,6 +73,11 @@ class Release:
         """The predecessor is another one, or may have missed something."""
         self._must_tell = True
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether anything waits for a release, or is to be told."""
+        return self._must_tell or bool(self._lent)
+
     def upto(self, applied: int, successor: int | None) -> int:
         return applied if successor is None else min(applied, self._by_peer.get(successor, 0))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -33,6 +33,10 @@ from shoal.server.replicas.memory import PushMemory
 
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 MAX_PUSHED_TABLES = 256
+# Whether replicas copy gradients that are in the memory of their worker. If not, the push is
+# acknowledged when each has applied it: one after the other from the tail on, which needs no
+# message more, or all at the same time
+Lent = Literal["copied", "in turn", "at once"]
 
 
 class Joined(WireMessage, frozen=True, tag="joined"):
@@ -54,7 +58,7 @@ class Pushed(WireMessage, frozen=True, tag="pushed"):
     sequence: Count
     commit: Commit
     rows: Annotated[tuple[RowBatch, ...], msgspec.Meta(max_length=MAX_PUSHED_TABLES)] = ()
-    is_lent: bool = False  # its gradients stay in the worker's memory until all have applied it
+    lent: Lent = "copied"
 
 
 class Decided(WireMessage, frozen=True, tag="decided"):
@@ -164,6 +168,7 @@ class Payload:
     push: PushTensors | None = None
     source: PushMemory | None = None
     is_lent: bool = False
+    flags: memoryview | None = None  # the bytes of loss and flags, where they are known
 
     def keep(self) -> None:
         """Copy what is lent: it is needed after its worker may have overwritten it."""

@@ -25,7 +25,9 @@ IN_MEMORY = 1  # `argument` of a frame: the gradients are in the memory of their
 def views_of(payload: Payload, with_gradients: bool = True) -> list[memoryview]:
     """What is sent: gradients, loss and flags, rows; or plain bytes."""
     push = payload.push
-    views = [] if push is None else [bytes_of(push.loss_flags)]
+    views = []
+    if push is not None:
+        views.append(bytes_of(push.loss_flags) if payload.flags is None else payload.flags)
     if push is not None and with_gradients:
         views.insert(0, bytes_of(push.gradients))
     for rows in payload.rows:
@@ -80,14 +82,16 @@ def _read_push(
     expected += sum(r.count * (8 + 4 * dim) for r, dim in zip(operation.rows, dims, strict=True))
     if header.payload_bytes != expected:
         raise _misfit(operation, expected, header.payload_bytes)
-    tensors = pushed_tensors(member, operation.is_lent and is_here)
+    is_lent = operation.lent != "copied" and is_here
+    tensors = pushed_tensors(member, is_lent)
     if not is_here:
         connection.read_into(bytes_of(tensors.gradients))
-    elif member.out is not None and not operation.is_lent:
+    elif member.out is not None and not is_lent:
         tensors.gradients.copy_(member.out)
-    connection.read_into(bytes_of(tensors.loss_flags))
+    flags = bytes_of(tensors.loss_flags)
+    connection.read_into(flags)
     rows = _read_rows(operation, dims, connection)
-    return Payload(rows=rows, push=tensors, source=source, is_lent=operation.is_lent and is_here)
+    return Payload(rows=rows, push=tensors, source=source, is_lent=is_lent, flags=flags)
 
 
 def pushed_tensors(member: Member, is_lent: bool) -> PushTensors:

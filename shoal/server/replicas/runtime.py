@@ -87,9 +87,12 @@ class _Waiter:
     """A thread that has proposed an operation: it is woken alone, and once."""
 
     node: ChainNode
-    is_lent: bool
+    is_released: bool  # it waits until all others have applied it, too
     outcome: _Outcome | None = None
-    woken: threading.Event = field(default_factory=threading.Event)
+    woken: threading.Lock = field(default_factory=threading.Lock)  # held until it is woken
+
+    def __post_init__(self) -> None:
+        self.woken.acquire()
 
 
 class ChainRuntime:
@@ -98,6 +101,7 @@ class ChainRuntime:
     def __init__(self, place: ReplicaPlace, host: ModelHost, on_reset: Callable[[], None]):
         """`on_reset` ends all connections of workers: this replica has lost its place."""
         self.place = place
+        self._in_words = place.in_words()
         self.host = host
         self.changed = threading.Condition()
         self.links: dict[int, PeerLink] = {}
@@ -167,8 +171,7 @@ class ChainRuntime:
         """Propose, wait until it is committed and applied here, return the answer."""
         with self.changed:
             waiter = self._propose(Proposed(operation, payload))
-        kind = type(operation).__name__
-        with waiting(self.place.in_words(), self._whom, f"the commitment of {kind}"):
+        with waiting(self._in_words, self._whom, f"the commitment of {type(operation).__name__}"):
             outcome = self._outcome(waiter)
         if outcome.error is not None:
             raise outcome.error
@@ -179,7 +182,7 @@ class ChainRuntime:
     def _outcome(self, waiter: _Waiter) -> _Outcome:
         """Wait for it without the lock."""
         deadline_s = time.monotonic() + COMMIT_S
-        while not waiter.woken.wait(1.0):
+        while not waiter.woken.acquire(timeout=1.0):
             self._check_waiting(waiter.node, deadline_s)
         if waiter.outcome is None:
             self._check_waiting(waiter.node, deadline_s)
@@ -255,8 +258,7 @@ class ChainRuntime:
             position, effects = node.propose(proposed)
         except (NotHead, Fenced) as error:
             raise self.elsewhere("is not the head of its chain") from error
-        is_lent = isinstance(proposed.operation, Pushed) and proposed.operation.is_lent
-        waiter = self._waiters[position] = _Waiter(node, is_lent)
+        waiter = self._waiters[position] = _Waiter(node, _is_released(proposed))
         _pass("push.logged", proposed.operation)
         self._run(effects)
         return waiter
@@ -315,6 +317,8 @@ class ChainRuntime:
                 return not node.is_member and sender == node.config.tail
             if sender != node.predecessor:
                 return False
+            if message.committed <= node.committed:
+                return True
             self._run(node.receive(sender, _committed_alone(message, node.position)))
             return node is self.node
 
@@ -371,8 +375,7 @@ class ChainRuntime:
 
     def _run(self, effects: list[Effect]) -> None:
         """Messages first: others can go on while operations are applied here."""
-        has_snapshot = any(isinstance(effect, SendSnapshot) for effect in effects)
-        if not has_snapshot:
+        if len(effects) > 1 and not any(map(_keeps_order, effects)):
             effects = sorted(effects, key=lambda effect: not isinstance(effect, Send))
         for effect in effects:
             self._carry_out(effect)
@@ -380,6 +383,8 @@ class ChainRuntime:
         self.changed.notify_all()
 
     def _note_released(self) -> None:
+        if not self._release.is_pending:
+            return
         upto = self._released
         for position in self._release.take(upto):
             self._wake(position)
@@ -416,7 +421,7 @@ class ChainRuntime:
     def _apply(self, position: int, proposed: Proposed) -> None:
         _pass("push.replicated", proposed.operation)
         outcome = _Outcome()
-        if self.host.keeps_payloads:
+        if self.host.keeps_payloads or self.node.is_teaching:
             proposed.payload.keep()
         try:
             outcome.answer = apply(self.host, proposed.operation, proposed.payload)
@@ -427,19 +432,19 @@ class ChainRuntime:
         except Exception as error:  # of an optimizer: the same in all replicas
             outcome.error = self._failed(proposed.operation, error)
         self.applied = position
-        if isinstance(proposed.operation, Pushed) and proposed.operation.is_lent:
+        if _is_released(proposed):
             self._release.note_lent(position)
         _pass("push.applied", proposed.operation)
         waiter = self._waiters.get(position)
         if waiter is not None:
             waiter.outcome = outcome
-            if not waiter.is_lent:
+            if not waiter.is_released:
                 self._wake(position)
 
     def _wake(self, position: int) -> None:
         waiter = self._waiters.pop(position, None)
         if waiter is not None:
-            waiter.woken.set()
+            waiter.woken.release()
 
     def _failed(self, operation: Operation, error: Exception) -> Exception:
         reason = f"{self.place.in_words()} failed: {error!r}"[:4000]
@@ -551,6 +556,20 @@ def _pass(name: str, operation: Operation) -> None:
 def _pass_message(name: str, message: ChainMessage) -> None:
     if isinstance(message, Append | Teach) and message.op is not None:
         _pass(name, message.op.operation)
+
+
+def _is_released(proposed: Proposed) -> bool:
+    """Whether all members say when they have applied it, beside that they have it."""
+    operation = proposed.operation
+    return isinstance(operation, Pushed) and operation.lent == "at once"
+
+
+def _keeps_order(effect: Effect) -> bool:
+    """A snapshot is of this moment. A push that is lent in turn is acknowledged when applied."""
+    if not isinstance(effect, Apply):
+        return isinstance(effect, SendSnapshot)
+    operations = (entry.op.operation for entry in effect.entries)
+    return any(isinstance(each, Pushed) and each.lent == "in turn" for each in operations)
 
 
 def _is_missed(message: ChainMessage, node: ChainNode) -> bool:

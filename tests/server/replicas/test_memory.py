@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -10,18 +11,24 @@ import torch
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.handlers import push
-from shoal.server.model.named_optimizer import classes
+from shoal.server.model.named_optimizer import classes, step_without_hooks
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.frames import FrameKind, Header, Refused
+from shoal.server.protocol.messages import Commit
 from shoal.server.replicas.memory import Release
+from shoal.server.replicas.operations import Pushed
+from shoal.server.replicas.payloads import IN_MEMORY, read_payload
+from tests.server.helpers import MODEL
 from tests.server.replicas.world import World, pulled, push_one_hot, world
 
 ASYNC = Rule(1, asynchronous=True)
 ELEMENTWISE = ("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop")
 
 
-@pytest.fixture(params=["lent", "copied"])
+@pytest.fixture(params=["in turn", "at once"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Small pushes are copied unless the bound is lower."""
-    monkeypatch.setattr(push, "LENT_BYTES", 0 if request.param == "lent" else 1 << 40)
+    """How replicas apply a push; large ones at once."""
+    monkeypatch.setattr(push, "AT_ONCE_BYTES", 0 if request.param == "at once" else 1 << 40)
     yield request.param
 
 
@@ -66,8 +73,9 @@ def test_a_replica_that_comes_back_learns_lent_pushes(way: str) -> None:
         client = made.client(0, ASYNC)
         push_one_hot(client, 0, 0)
         made.crash(0, 0)
+        push_one_hot(client, 1, 1)  # it is no member any more
         made.start(0, 0)
-        step = 1
+        step = 2
         while len(made.members()) < 2:
             push_one_hot(client, step % 5, step)
             step += 1
@@ -111,6 +119,40 @@ def test_optimizers_leave_gradients_alone(name: str) -> None:
             assert torch.equal(p.grad, pushed)
         results.append(p.detach())
     assert torch.equal(*results)
+
+
+def test_the_step_without_hooks_is_the_same_step() -> None:
+    results = []
+    for is_plain in (False, True):
+        p = torch.nn.Parameter(torch.ones(6))
+        optimizer = torch.optim.AdamW([p], lr=0.1)
+        calls: list[int] = []
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        step = step_without_hooks(optimizer) if is_plain else optimizer.step
+        p.grad = torch.arange(6.0)
+        step()
+        assert len(calls) == (0 if is_plain else 1)
+        results.append(p.detach())
+    assert torch.equal(*results)
+
+
+def test_gradients_in_memory_that_is_not_mapped_are_refused() -> None:
+    with world() as made:
+        client = made.client(0, ASYNC)
+        push_one_hot(client, 0, 0)
+        host = made.servers[0, 1].host
+        member = host.models[MODEL].membership.members[0]
+        operation = Pushed(MODEL, 0, member.incarnation, 2, Commit(1, 0, 1.0), (), "in turn")
+        header = Header(FrameKind.CHAIN, argument=IN_MEMORY)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(bytes(member.pushes.loss_flags.nbytes))
+            with pytest.raises(Refused, match="has 0 bytes, expected"):
+                read_payload(host, operation, Connection(theirs), header)
+            member.out = None
+            with pytest.raises(Refused, match="shares no memory"):
+                read_payload(host, operation, Connection(theirs), header)
+        client.close()
 
 
 def test_a_release_needs_the_successor_and_is_told_once() -> None:
