@@ -24,6 +24,7 @@ from shoal.strategy.terms import (
     tp,
     zero,
 )
+from tests.products import few_or_all
 
 
 def maybe(values: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
@@ -113,7 +114,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
 
 
 @given(strategies())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=few_or_all(150, 500), deadline=None)
 def test_parse_undoes_str(strategy: Strategy) -> None:
     again = parse(str(strategy))
     assert again == strategy and hash(again) == hash(strategy)
