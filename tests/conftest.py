@@ -6,9 +6,10 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +97,25 @@ def run_world(size: int, body: Callable[[Group], Any]) -> list[Any]:
             boxes.break_all(rank)
             raise
 
-    with one_core(), ThreadPoolExecutor(size) as pool:
+    with one_core(), _pool(size) as pool:
         futures = [pool.submit(rank_body, rank) for rank in range(size)]
         errors = [e for e in (future.exception() for future in futures) if e is not None]
     errors.sort(key=lambda error: isinstance(error, PeerLost))
     if errors:
         raise errors[0]
     return [future.result() for future in futures]
+
+
+@contextmanager
+def _pool(size: int) -> Iterator[ThreadPoolExecutor]:
+    """Ranks that hang are left behind when the time of a test is over."""
+    pool = ThreadPoolExecutor(size)
+    has_ended = False
+    try:
+        yield pool
+        has_ended = True
+    finally:
+        pool.shutdown(wait=has_ended, cancel_futures=True)
 
 
 @pytest.fixture
@@ -132,8 +145,9 @@ def nothing_left_behind() -> Iterator[None]:
     memory = _shared_memory()
     yield
     left = [t for t in threading.enumerate() if t not in threads]
+    deadline_s = time.monotonic() + 30.0
     for thread in left:  # one that has done its work may still be on its way out
-        thread.join(30.0)
+        thread.join(max(0.0, deadline_s - time.monotonic()))
     left_threads = [
         t.name for t in left if t.is_alive() and not t.name.startswith(("pytest", "Dummy"))
     ]

@@ -75,6 +75,10 @@ class Run:
             _die(job)
             run_dir.note_exit(rank, -9)
             return job
+        except BaseException:  # the others do not wait for it
+            _die(job)
+            run_dir.note_exit(rank, 1)
+            raise
         job.close()
         self.reports[rank] = job.report()
         run_dir.note_exit(rank, 0)

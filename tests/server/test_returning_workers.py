@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shoal.errors import RunOver, ShoalError
+from shoal.runtime import waits
 from shoal.server.client import Client
 from shoal.server.consistency import Ledger, Rule
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.incarnation import generation_of, new_incarnation
-from shoal.server.protocol.messages import Commit
+from shoal.server.protocol.messages import Commit, LogEntry
 from shoal.server.server import Server
-from tests.server.helpers import client_of, fill, servers, weights
+from tests.coordinator.helpers import until
+from tests.server.helpers import MODEL, client_of, fill, servers, weights
 
 ASYNC = Rule(2, asynchronous=True)
 
@@ -81,6 +84,42 @@ def test_pushes_of_its_former_process_are_refused_even_if_that_still_runs() -> N
         assert push(again, 1) == "admitted"
         for client in (former, again, other):
             client.close()
+
+
+def test_a_server_that_has_not_heard_of_its_return_yet_lets_it_wait() -> None:
+    with servers(2) as found, ThreadPoolExecutor(1) as pool:
+        stays, lost = (client_of(found, rank, ASYNC) for rank in range(2))
+        push(lost, 0)
+        lose(found, lost)
+        push(stays, 0)
+        again = back(found, 1)
+        goes_on = hold_back(found[1].models[MODEL])
+        again.enter()
+        _, heads = fill(again, 1.0)
+        again.settle(again.commit(Commit(1, 0, 0.5), heads).position)
+        settled = pool.submit(again.wait_settled)
+        until(lambda: settled.done() or "worker 1" in waiters(), "server 1 waits for its leader")
+        goes_on.set()
+        settled.result(60)
+        again.close()
+        stays.close()
+
+
+def waiters() -> list[str]:
+    return [wait.who for wait in list(waits._noted.values())]
+
+
+def hold_back(follower: ServedModel) -> threading.Event:
+    """Let the log of the leader be applied there when the event is set."""
+    goes_on = threading.Event()
+    replay = follower.replay
+
+    def replay_later(entry: LogEntry) -> None:
+        goes_on.wait(60)
+        replay(entry)
+
+    follower.replay = replay_later  # type: ignore[method-assign]
+    return goes_on
 
 
 def test_a_process_of_the_same_or_an_earlier_start_is_refused() -> None:

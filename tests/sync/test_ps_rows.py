@@ -202,10 +202,13 @@ def test_rows_learn_with_copies_and_caches_under_relaxed_rules(
     models = [Clicks(OPTIMIZERS["adagrad"], **HOT, cache_steps=2) for _ in range(2)]
     with launched(monkeypatch, 2):
         found = world(2, lambda g: go(g, f"ps({rule}, servers=2)", models[g.rank]))
+    hits = []
     for model, (_, rows, _) in zip(models, found, strict=True):
         assert torch.isfinite(rows).all()
         store = model.rows.store
-        assert isinstance(store, ServerStore) and store.caches["rows"].hits > 0
+        assert isinstance(store, ServerStore)
+        hits.append(store.caches["rows"].hits)
+    assert any(hits) if "quorum" in rule else all(hits), "one that is late leaves steps out"
     assert torch.equal(found[0][1], found[1][1])
 
 

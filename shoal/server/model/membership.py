@@ -236,8 +236,13 @@ class Membership:
         def is_former() -> bool:
             return self.members.get(worker) is not member
 
+        def has_left() -> bool:
+            """One that has come back is back here when the log says so, which may be later."""
+            comes_back = member is not None and member.comes_back
+            return worker in self.departed and not comes_back
+
         def is_decided() -> bool:
-            is_stopped = self.failure is not None or worker in self.departed or is_former()
+            is_stopped = self.failure is not None or has_left() or is_former()
             return is_stopped or self._is_displaced() or ready()
 
         while not self._lock.wait_for(is_decided, self._poll_s()):
