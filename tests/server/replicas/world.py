@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from shoal.coordinator.alive import forget
+from shoal.coordinator.interface import Lease
 from shoal.coordinator.local import LocalCoordinator
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.state import ChainConsistency
@@ -19,6 +23,7 @@ from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.messages import Commit
+from shoal.server.replicas import keeper
 from shoal.server.replicas.runtime import ReplicaPlace
 from shoal.server.replicas.start import ReplicaSettings
 from shoal.server.server import Server
@@ -26,11 +31,17 @@ from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.folders import socket_folder
 from tests.server.helpers import MODEL, SECRET, flat_of
 
-TTL_S = 0.5
+TTL_S = 0.5  # the servers look at the coordinator 5 times in this time
 
 
 class SharedCoordinator(LocalCoordinator):
-    """Of all servers of a world: none of them closes it."""
+    """Of all servers of a world: none of them closes it.
+
+    Leases last longer than any test, so that threads that get no core lose none.
+    """
+
+    def grant(self, ttl_s: float, holder: str) -> Lease:
+        return Lease(super().grant(600.0, holder).id, ttl_s)
 
     def close(self) -> None:
         return None
@@ -77,8 +88,9 @@ class World:
         return server
 
     def crash(self, shard: int, replica: int) -> None:
-        """All of its connections end; its lease runs out."""
+        """All of its connections end; the launcher notices, so that its lease ends."""
         self.servers.pop((shard, replica)).close()
+        forget(self.coordinator, shard * self.replicas + replica, os.getpid())
 
     def head(self, shard: int = 0) -> int:
         """As the coordinator knows it."""
@@ -113,7 +125,7 @@ def world(
     consistency: ChainConsistency = "strong",
     tls: TlsConfig | None = None,
 ) -> Iterator[World]:
-    with socket_folder() as folder:
+    with socket_folder() as folder, patch.object(keeper, "_APART_OF_TTL", 1000):
         made = World(folder, replicas, shards, consistency, tls)
         try:
             yield made
