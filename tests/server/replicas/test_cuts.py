@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from shoal.errors import PeerLost
 from tests.server.replicas.hosts import HostWorld, Pusher, hosts_world
 
 pytestmark = pytest.mark.whole
@@ -99,4 +100,38 @@ def test_pushes_go_on_beside_a_cut_and_all_copies_agree_after_it(cut: Cut) -> No
         pusher.wait_more()
         assert pusher.stop()[: len(pusher.counts)] == [-float(n) for n in pusher.counts]
         assert made.one_head_an_epoch()
+        assert made.copies_are_equal()
+
+
+def test_a_worker_that_is_cut_off_with_the_head_goes_on_after_the_cut() -> None:
+    with hosts_world() as made:
+        pusher = Pusher(made)
+        pusher.wait_more()
+        before = made.config
+        head = made.config.members[0]
+        for here in (head, made.of_worker):
+            for there in (*made.config.members[1:], made.of_coordinator):
+                made.net.cut_both(here, there)
+        made.wait(lambda: made.config.epoch > before.epoch)
+        assert head not in made.config.members
+        made.net.heal()
+        pusher.wait_more()
+        pusher.wait(lambda: len(made.config.members) == 3)
+        assert pusher.stop()[: len(pusher.counts)] == [-float(n) for n in pusher.counts]
+        assert made.one_head_an_epoch()
+        assert made.copies_are_equal()
+
+
+def test_a_worker_that_reaches_no_replica_gets_an_error_that_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.server.protocol.endpoint.SILENT_PEER_MS", 1500)
+    monkeypatch.setattr("shoal.server.chain_link.FIND_HEAD_S", 1.0)
+    with hosts_world() as made:
+        pusher = Pusher(made)
+        pusher.wait_more()
+        made.net.isolate(made.of_worker)
+        with pytest.raises(PeerLost, match=r"shard 0 \(servers 0 to 2\)"):
+            pusher.wait_more(1000)
+        assert made.config.members == (0, 1, 2)
         assert made.copies_are_equal()
