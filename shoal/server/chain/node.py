@@ -146,6 +146,11 @@ class ChainNode(ChainState):
         number = self._rounds.open([*self.others, *until_next_epoch])
         return number, [Send(peer, Ask(self.epoch, number)) for peer in self.others]
 
+    def ask_again(self, number: int) -> list[Effect]:
+        """An answer was lost with its connection, which only the one who answered has noticed."""
+        missing = [peer for peer in self.others if peer in self._rounds.missing(number)]
+        return [Send(peer, Ask(self.epoch, number)) for peer in missing]
+
     def is_confirmed(self, number: int) -> bool:
         self._check_member()
         return self._rounds.is_closed(number)

@@ -38,5 +38,9 @@ class Rounds:
     def open_for(self, member: int) -> list[int]:
         return [number for number, waits_for in self._waits_for.items() if member in waits_for]
 
+    def missing(self, number: int) -> set[int]:
+        """Who has not confirmed it."""
+        return self._waits_for.get(number, set())
+
     def is_closed(self, number: int) -> bool:
         return number not in self._waits_for

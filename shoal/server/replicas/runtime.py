@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from shoal.errors import ShoalError
@@ -245,7 +246,8 @@ class ChainRuntime:
             try:
                 number, effects = node.ask()
                 self._run(effects)
-                self._await(lambda: node.is_confirmed(number), node)
+                again = partial(node.ask_again, number)  # an answer may have been lost
+                self._await(lambda: node.is_confirmed(number), node, again)
             except Fenced as error:
                 raise self.elsewhere("was removed from its chain") from error
 
@@ -263,12 +265,19 @@ class ChainRuntime:
         self._run(effects)
         return waiter
 
-    def _await(self, is_ready: Callable[[], bool], node: ChainNode) -> None:
-        """Under the lock; Elsewhere if this replica loses its place meanwhile."""
+    def _await(
+        self,
+        is_ready: Callable[[], bool],
+        node: ChainNode,
+        again: Callable[[], list[Effect]] = list,
+    ) -> None:
+        """Under the lock; Elsewhere if this replica loses its place meanwhile. `again` is what to
+        do from time to time."""
         deadline_s = time.monotonic() + COMMIT_S
         while not is_ready():
             self._check_waiting(node, deadline_s)
-            self.changed.wait(1.0)
+            if not self.changed.wait(1.0):
+                self._run(again())
 
     def _whom(self) -> str:
         successor = self.node.successor

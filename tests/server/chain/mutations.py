@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -151,6 +152,23 @@ class ReadsAlone(Replica):
     is_leased = True  # type: ignore[assignment]
 
 
+class AsksOnce(Replica):
+    """It waits for an answer that was lost."""
+
+    def ask_again(self) -> None:
+        return None
+
+
+class LeavesWithItsLease(ChainManager):
+    """A member that leaves the chain goes on answering reads until it knows that it has left."""
+
+    def next_request(self, now_s: float) -> CoordinatorRequest | None:
+        lease = copy(self.lease)
+        request = super().next_request(now_s)
+        self.lease.__dict__.update(lease.__dict__)
+        return request
+
+
 MUTATIONS: dict[str, type[Replica]] = {
     "the head acknowledges before the tail has it": replica(node_type=HeadCommits),
     "the tail commits alone while it adds a learner": replica(node_type=CommitsWhileAdding),
@@ -165,4 +183,6 @@ MUTATIONS: dict[str, type[Replica]] = {
     "a restarted replica is a member at once": ComesBackAsItself,
     "a dirty replica reads at once": ReadsDirty,
     "reads need no lease": ReadsAlone,
+    "an answer that was lost is not asked for again": AsksOnce,
+    "a member that leaves keeps its lease": replica(manager_type=LeavesWithItsLease),
 }

@@ -19,6 +19,7 @@ FAULTS = (
     "isolate",
     "cut_coordinator",
     "break_link",
+    "break_one_way",
     "cut_pair",
     "stall",
     "stop_coordinator",
@@ -97,6 +98,11 @@ class Nemesis:
         a, b = self.loop.rng.sample(range(self.world.replica_count), 2)
         self.loop.note(f"the connection of {a} and {b} breaks")
         self.world.network.break_link(a, b)
+
+    def break_one_way(self) -> None:
+        a, b = self.loop.rng.sample(range(self.world.replica_count), 2)
+        self.loop.note(f"the connection from {a} to {b} breaks")
+        self.world.network.break_one_way(a, b)
 
     def cut_pair(self) -> None:
         """Two replicas do not reach each other; both reach all else."""

@@ -22,6 +22,8 @@ class Link:
     last_s: dict[int, float] = field(default_factory=dict)  # the latest arrival at each end
     stalled_until_s: dict[int, float] = field(default_factory=dict)  # a cut towards this end
     cut_until_s: float = 0.0  # no connection can be made
+    down: set[int] = field(default_factory=set)  # nothing can be sent to these ends
+    lives: dict[int, int] = field(default_factory=dict)  # of the connection towards each end
 
 
 class Network:
@@ -43,7 +45,7 @@ class Network:
 
     def send(self, sender: int, to: int, message: ChainMessage) -> None:
         link = self.link(sender, to)
-        if not link.is_up:
+        if not link.is_up or to in link.down:
             return
         self._carry(link, sender, to, message)
         if not self.is_ordered and self.loop.chance(0.1):
@@ -58,12 +60,17 @@ class Network:
         arrival_s = max(loop.now_s + loop.soon(mean_s), link.stalled_until_s.get(to, 0.0))
         if self.is_ordered:
             arrival_s = link.last_s[to] = max(arrival_s, link.last_s.get(to, 0.0))
-        loop.after(arrival_s - loop.now_s, self._arrive, link, link.connection, sender, to, message)
+        life = self.life(link, to)
+        loop.after(arrival_s - loop.now_s, self._arrive, link, life, sender, to, message)
+
+    def life(self, link: Link, to: int) -> tuple[int, int]:
+        """Of the connection towards this end; what is under way is lost with it."""
+        return link.connection, link.lives.get(to, 0)
 
     def _arrive(
-        self, link: Link, connection: int, sender: int, to: int, message: ChainMessage
+        self, link: Link, life: tuple[int, int], sender: int, to: int, message: ChainMessage
     ) -> None:
-        if link.connection == connection:
+        if self.life(link, to) == life:
             self.deliver(sender, to, message)
 
     def connect(self, a: int, b: int) -> None:
@@ -75,6 +82,7 @@ class Network:
             return
         link.connection += 1
         link.is_up = True
+        link.down.clear()
         link.last_s.clear()
         for end, other in ((a, b), (b, a)):
             self.loop.after(self.loop.soon(MESSAGE_S), self._tell, link.connection, end, other)
@@ -93,6 +101,27 @@ class Network:
         for end, other in ((a, b), (b, a)):
             self.loop.after(self.loop.soon(MESSAGE_S), self._tell, link.connection, end, other)
         self.loop.after(self.loop.soon(RECONNECT_S), self.connect, a, b)
+
+    def break_one_way(self, sender: int, to: int) -> None:
+        """Each replica connects by itself: the one that sends notices it, and connects again."""
+        link = self.link(sender, to)
+        if not link.is_up or to in link.down:
+            return
+        link.down.add(to)
+        link.lives[to] = link.lives.get(to, 0) + 1
+        life = self.life(link, to)
+        self.loop.after(self.loop.soon(MESSAGE_S), self._lose_one_way, link, life, sender, to)
+
+    def _lose_one_way(self, link: Link, life: tuple[int, int], sender: int, to: int) -> None:
+        if self.life(link, to) == life and link.is_up:
+            self.tell(sender, to, False)
+            delay_s = self.loop.soon(RECONNECT_S)
+            self.loop.after(delay_s, self._restore_one_way, link, life, sender, to)
+
+    def _restore_one_way(self, link: Link, life: tuple[int, int], sender: int, to: int) -> None:
+        if self.life(link, to) == life and link.is_up:
+            link.down.discard(to)
+            self.tell(sender, to, True)
 
     def stall(self, to: int, other: int, seconds: float) -> None:
         """A cut in one direction: nothing arrives before it ends."""

@@ -34,7 +34,7 @@ SNAPSHOT_S = 8 * MESSAGE_S
 Answer = Callable[[Any], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class PendingRead:
     """What a thread of a server does for one pull."""
 
@@ -93,6 +93,12 @@ class Replica:
         self.keep_lease()
         self.manager.look()
         self.pump()
+        self.ask_again()
+
+    def ask_again(self) -> None:
+        for read in list(self.reads):
+            if read.round is not None and read in self.reads:
+                self.do(self.node.ask_again(read.round))
 
     def keep_lease(self) -> None:
         asked_s = self.clock_s

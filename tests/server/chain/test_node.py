@@ -9,6 +9,8 @@ from shoal.server.chain.messages import (
     Acked,
     Append,
     Apply,
+    Ask,
+    Confirm,
     Disconnect,
     Learn,
     Refetch,
@@ -122,3 +124,15 @@ def test_the_log_is_kept_for_a_learner_up_to_a_limit() -> None:
     assert tail.propose("one more")[1][1:] == [Send(1, TooOld(1, 7)), Disconnect(1)]
     assert tail.receive(1, Learn(1, 7, 9)) == [Send(1, TooOld(1, 7))]
     assert tail.receive(1, Learn(1, 8, 0)) == [SendSnapshot(1, 8, 13)]
+
+
+def test_a_question_whose_answer_was_lost_is_asked_again() -> None:
+    """Each replica connects by itself: who asked does not notice that an answer was lost."""
+    node = ChainNode(0, 1)
+    node.reconfigure(ChainConfig(1, (0, 1, 2), (1, 1, 1)))
+    number, _ = node.ask()
+    node.receive(1, Confirm(1, number))
+    assert node.ask_again(number) == [Send(2, Ask(1, number))]
+    node.receive(2, Confirm(1, number))
+    assert node.ask_again(number) == []
+    assert node.is_confirmed(number)

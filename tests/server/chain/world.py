@@ -93,12 +93,12 @@ class World:
     def send_snapshot(self, sender: int, effect: SendSnapshot, state: Counters) -> None:
         """Over the connection of the two: lost with it."""
         link = self.network.link(sender, effect.to)
-        connection = link.connection
+        life = self.network.life(link, effect.to)
         replica = self.replicas[effect.to]
         arguments = (effect.incarnation, effect.position, state)
 
         def arrive() -> None:
-            if link.is_up and link.connection == connection:
+            if link.is_up and self.network.life(link, effect.to) == life:
                 replica.process.run(replica.process.life, replica.install, arguments)
 
         self.loop.after(self.loop.soon(SNAPSHOT_S), arrive)
@@ -159,11 +159,12 @@ class World:
 
     @property
     def is_quiet(self) -> bool:
-        """Workers are done, and all replicas are members in the same place."""
+        """Workers are done, no read waits, and all replicas are members in the same place."""
         nodes = [replica.node for replica in self.replicas]
         places = {(n.epoch, n.position, n.committed) for n in nodes}
         is_settled = all(n.is_member and not n.is_dirty and not n.asked for n in nodes)
-        return all(w.is_done for w in self.workers) and is_settled and len(places) == 1
+        are_done = all(w.is_done for w in self.workers) and not any(r.reads for r in self.replicas)
+        return are_done and is_settled and len(places) == 1
 
     def check(self) -> None:
         if not self.is_quiet:
