@@ -23,7 +23,7 @@ _SPACE = socket.CMSG_SPACE(array.array("i").itemsize)  # for one descriptor
 
 def pack_frame(header: Header, meta: bytes, payload: Sequence[memoryview]) -> bytes:
     """Header and metadata of a frame with this payload."""
-    return pack(header._replace(payload_bytes=sum(view.nbytes for view in payload)), meta)
+    return pack(header, meta, sum([view.nbytes for view in payload]))
 
 
 class Closed(ConnectionError):

@@ -87,7 +87,7 @@ class Header(NamedTuple):
     check: int = 0
 
 
-def pack(header: Header, meta: bytes = b"") -> bytes:
+def pack(header: Header, meta: bytes = b"", payload_bytes: int | None = None) -> bytes:
     """Header and metadata as bytes; the payload follows them."""
     fields = _FIELDS.pack(
         MAGIC,
@@ -99,7 +99,7 @@ def pack(header: Header, meta: bytes = b"") -> bytes:
         header.incarnation,
         header.sequence,
         header.argument,
-        header.payload_bytes,
+        header.payload_bytes if payload_bytes is None else payload_bytes,
         len(meta),
     )
     return fields + _CHECK.pack(zlib.crc32(meta, zlib.crc32(fields))) + meta

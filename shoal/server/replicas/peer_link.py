@@ -20,7 +20,7 @@ from shoal.server.protocol.endpoint import PLAIN, connect, expect_answers
 from shoal.server.protocol.frames import FrameKind, Header
 from shoal.server.protocol.handshake import authenticate
 from shoal.server.replicas.memory import PushMemory
-from shoal.server.replicas.operations import Payload
+from shoal.server.replicas.operations import EMPTY, Payload
 from shoal.server.replicas.payloads import IN_MEMORY, views_of
 from shoal.server.replicas.wire import LinkMessage, encode_message
 
@@ -57,6 +57,8 @@ class PeerLink:
         self._address = address
         self._secret = secret
         self._header = header
+        self._plain = header._replace(kind=FrameKind.CHAIN)
+        self._in_memory = self._plain._replace(argument=IN_MEMORY)
         self._tls = tls
         self._closed = threading.Event()
         self.mapped: frozenset[PushMemory] = frozenset()
@@ -105,10 +107,10 @@ class PeerLink:
 
     def _frame(self, message: LinkMessage) -> tuple[Header, bytes, list[memoryview]]:
         meta, payload = encode_message(message)
-        header = self._header._replace(kind=FrameKind.CHAIN)
+        if payload is EMPTY:
+            return self._plain, meta, []
         is_there = isinstance(message, Append) and self._has_mapped(payload)
-        if is_there:
-            header = header._replace(argument=IN_MEMORY)
+        header = self._in_memory if is_there else self._plain
         return header, meta, views_of(payload, with_gradients=not is_there)
 
     def _has_mapped(self, payload: Payload) -> bool:

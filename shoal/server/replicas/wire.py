@@ -29,8 +29,13 @@ def encode_message(message: LinkMessage) -> tuple[bytes, Payload]:
         return msgspec.msgpack.encode(message), EMPTY
     proposed: Proposed = message.op
     operation = msgspec.msgpack.encode(proposed.operation)
-    plain = msgspec.structs.replace(message, op=operation)
-    return msgspec.msgpack.encode(plain), proposed.payload
+    return msgspec.msgpack.encode(_with(message, operation)), proposed.payload
+
+
+def _with(message: Append | Teach, op: bytes) -> Append | Teach:
+    if isinstance(message, Append):
+        return Append(message.epoch, message.position, message.committed, op)
+    return Teach(message.epoch, message.position, op)
 
 
 def decode_message(meta: bytes) -> tuple[LinkMessage, Operation | None]:
