@@ -21,6 +21,7 @@ from shoal.errors import BadInput
 Chunk = Mapping[str, Tensor]
 WAITING = "waiting_"
 _COUNT = Column(torch.int64)
+_OF_WAITING = 1 << 63  # in a cursor; ids are below 2⁶²
 
 
 def row_columns(spec: TableSpec, optimizer: RowOptimizer | None) -> dict[str, Column]:
@@ -51,6 +52,21 @@ def chunk_columns(
 def entry_bytes(columns: Mapping[str, Column]) -> int:
     """The bytes of one entry of a chunk."""
     return sum(c.dtype.itemsize * (c.width or 1) for c in columns.values())
+
+
+def cursor_after(chunk: Chunk) -> int:
+    """Where the chunk behind this one begins: an id, and which kind of rows."""
+    first = next(iter(chunk))
+    after = int(chunk[first][-1]) + 1
+    return after | _OF_WAITING if first.startswith(WAITING) else after
+
+
+def is_behind(prefix: str, ids: Tensor, cursor: int) -> Tensor:
+    """Which of these ids, in rows of the kind `prefix`, a cursor has before it."""
+    is_of_waiting = cursor >= _OF_WAITING
+    if is_of_waiting and not prefix:
+        return torch.zeros(len(ids), dtype=torch.bool)
+    return ids >= (cursor & (_OF_WAITING - 1) if is_of_waiting == bool(prefix) else 0)
 
 
 def fit_chunks(

@@ -143,6 +143,16 @@ class HeldRows:
 
     # ------------------------------------------------------------------ rows that go
 
+    def present(self, pool: RowPool, step: int) -> Tensor:
+        """Positions of the entries that have not left after `step`, in the order of their ids."""
+        positions = torch.argsort(pool["ids"][: pool.size])
+        return positions[~self._is_idle(pool, positions, step)]
+
+    def count(self, step: int) -> int:
+        """Rows that have not left after `step`."""
+        positions = torch.arange(self.rows.size)
+        return int((~self._is_idle(self.rows, positions, step)).sum())
+
     def sweep(self, step: int, at_once: bool = True) -> None:
         """Remove all that has left after `step`; or only if it is worth a look at all rows."""
         ttl_steps = self._spec.ttl_steps

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from shoal.embedding.chunks import WAITING, Chunk, check_rows, fit_chunks
+from shoal.embedding.chunks import WAITING, Chunk, check_rows, fit_chunks, is_behind
 from shoal.embedding.held import HeldRows
 from shoal.embedding.pool import RowPool
 from shoal.embedding.spec import LARGEST_SHARD, RowOptimizer, TableSpec
@@ -43,8 +43,7 @@ class RowTable:
 
     def __len__(self) -> int:
         """The number of rows that have been used and have not left."""
-        self._held.sweep(self.steps)
-        return self._held.rows.size
+        return self._held.count(self.steps)
 
     def clear(self) -> None:
         """Reset all rows to their initial values, and free their memory."""
@@ -126,17 +125,19 @@ class RowTable:
 
     # ------------------------------------------------------------------ saving
 
-    def state(self, chunk_rows: int = CHUNK_ROWS) -> Iterator[dict[str, Tensor]]:
+    def state(self, chunk_rows: int = CHUNK_ROWS, cursor: int = 0) -> Iterator[dict[str, Tensor]]:
         """All tensors that a checkpoint needs, besides `steps`, in chunks of copies.
 
         `chunks.py` names them. Rows that were never used, or have left, are omitted: they follow
-        from the spec of the table.
+        from the spec of the table. Ids ascend, so copies of a table give the same chunks; `cursor`
+        is where to go on (`chunks.cursor_after`). Changes nothing.
         """
-        self._held.sweep(self.steps)
         for pool, prefix in ((self._held.rows, ""), (self._held.waiting, WAITING)):
-            for start in range(0, pool.size, chunk_rows):
-                entries = slice(start, min(start + chunk_rows, pool.size))
-                yield {prefix + name: pool[name][entries].clone() for name in pool.names}
+            positions = self._held.present(pool, self.steps)
+            positions = positions[is_behind(prefix, pool["ids"][positions], cursor)]
+            for entries in torch.split(positions, chunk_rows):
+                if len(entries):
+                    yield {prefix + name: pool[name][entries] for name in pool.names}
 
     def load_state(self, chunks: Iterable[Chunk], steps: int) -> None:
         """Replace all rows by saved ones, from any number of shards; skip rows of other shards.

@@ -1,7 +1,7 @@
 """The connections of one worker to the replicas of one shard.
 
-    control, push, rows   to the head of the chain
-    pull                  to the member that serves this worker's pulls; for STATE_SET to the head
+    control, push         to the head of the chain
+    pull, rows            to the member that serves this worker's pulls; what they set, to the head
     control, idle         to each other member, which maps the worker's memory (`replica_watch.py`)
 
 A connection that breaks, or a server that says `Moved`, makes a worker look for the head: it sends
@@ -40,7 +40,11 @@ from shoal.server.request import Reply, Request
 FIND_HEAD_S = 10.0  # how long a shard may be without a head
 _FIRST_ASK_S = 0.5  # how long a replica has to answer; twice as long in every round
 _LONGEST_ASK_S = 8.0
-_READS = {FrameKind.PULL, FrameKind.STATE_GET}  # every member serves them
+_READS = {  # every member serves them
+    *(FrameKind.PULL, FrameKind.STATE_GET, FrameKind.RESIDUAL_GET),
+    *(FrameKind.TABLE_PULL, FrameKind.TABLE_GET),
+}
+_OF_READERS = {"pull", "rows"}  # channels
 
 
 def link_to(
@@ -81,6 +85,7 @@ class ChainLink(ServerLink):
         self._set_up_at: int | None = None  # the replica that was found last
         self._fresh_control: Connection | None = None  # to it, from the thread that found it
         self._unreachable: set[int] = set()  # readers, in this epoch
+        self._reading: dict[Channel, bool] = {}  # whether the latest request of a channel reads
         self._spec = b""
         self._descriptor: int | None = None
         self._answer = SetUp()
@@ -173,7 +178,7 @@ class ChainLink(ServerLink):
             heads = {self.view.head}
             members = set(self.view.members) | heads
         for channel, opened in list(self._channels.items()):
-            if opened.replica not in (members if channel == "pull" else heads):
+            if opened.replica not in (members if channel in _OF_READERS else heads):
                 opened.connection.abort()
         return True
 
@@ -188,6 +193,7 @@ class ChainLink(ServerLink):
 
     def _aim(self, channel: Channel, is_read: bool) -> None:
         """Move a channel that leads to another replica than the one for the next request."""
+        self._reading[channel] = is_read
         if channel == "control":
             self._use_fresh_control()
         elif self._targets(is_read)[:1] != [self._channels[channel].replica]:
@@ -214,7 +220,7 @@ class ChainLink(ServerLink):
         self.interruptions.broken(channel)
         if isinstance(broken, MovedAway):
             self.learn(broken.moved)
-        is_read = channel == "pull"
+        is_read = self._reading.get(channel, False)
         if is_read:
             with self._viewing:
                 self._unreachable.add(self._channels[channel].replica)
@@ -287,6 +293,13 @@ class ChainLink(ServerLink):
         if "control" in self._channels:
             self._channels["control"].connection.abort()
 
+    def greet_head(self) -> None:
+        """Say at a new head where this worker is: others may wait for that."""
+        with self._viewing:
+            is_known = self.view.head in (None, self._set_up_at)
+        if not is_known and not self._is_closing:
+            self._ensure_head(self._generation, self.find_head_s)
+
     def _find_head(self, timeout_s: float) -> tuple[int, Connection]:
         began_s = time.monotonic()
         ask_s = _FIRST_ASK_S
@@ -347,12 +360,16 @@ class ChainLink(ServerLink):
         connection.skip(answer.payload_bytes)
         return meta
 
-    def probe(self, connection: Connection, timeout_s: float) -> None:
+    def probe(self, connection: Connection, timeout_s: float, is_final: bool = False) -> bytes:
         """Ask a member that is not the head; MovedAway says in which epoch it is."""
         connection.sock.settimeout(timeout_s)
         header = self._header._replace(kind=FrameKind.STATS, epoch=self.view.epoch)
-        connection.send(header, encode(Stats()))
-        self._receive_from(connection, FrameKind.STATS)
+        connection.send(header, encode(Stats(is_final)))
+        _, meta = self._receive_from(connection, FrameKind.STATS)
+        return meta
+
+    def other_stats(self) -> list[bytes]:
+        return self._watch.final_stats(_LONGEST_ASK_S)
 
     def _use_fresh_control(self) -> None:
         fresh = self._take_fresh_control()

@@ -194,7 +194,7 @@ class Client:
 
     def settle(self, position: int) -> None:
         """Ask followers to answer when they have applied the log up to `position`."""
-        request = Request(FrameKind.SETTLE, argument=position)
+        request = Request(FrameKind.SETTLE, sequence=self.sequence, argument=position)
         self._settling = [link.post("push", request) for link in self._followers]
 
     def wait_settled(self) -> None:
@@ -270,11 +270,17 @@ class Client:
         self.lowest_survivor = decode(answer, LowestSurvivor).worker
 
     def stats(self, final: bool = False) -> list[dict[str, Any]]:
-        """The counters of every server; with `final`, when all workers have left."""
-        return [
-            msgspec.msgpack.decode(self.request(link, FrameKind.STATS, Stats(final)))
-            for link in self.links
-        ]
+        """The counters of every server; with `final`, when all workers have left.
+
+        Where rows are pulled from replicas, those of the others are under "replicas".
+        """
+        found = []
+        for link in self.links:
+            counts = msgspec.msgpack.decode(self.request(link, FrameKind.STATS, Stats(final)))
+            if final and "tables" in counts:
+                counts["replicas"] = [msgspec.msgpack.decode(m) for m in link.other_stats()]
+            found.append(counts)
+        return found
 
     def leave(self) -> None:
         for link in reversed(self.links):  # the leader last: it decides until then

@@ -118,6 +118,7 @@ class LedgerState(msgspec.Struct, frozen=True):
     live: tuple[int, ...]
     counted: tuple[int, ...]
     folded: int
+    lost_before: tuple[int, ...] = ()
 
 
 class Ledger:
@@ -140,6 +141,7 @@ class Ledger:
         self.counted: set[int] = set()
         self.folded = 0
         self._pushes = Counter[int]()
+        self._lost_before = Counter[int]()  # worker -> its pushes for earlier steps are lost
 
     def arrive(self, worker: int, step: int) -> PushVerdict:
         """A complete push of `worker` with the gradients of `step`: decide and record it."""
@@ -183,13 +185,22 @@ class Ledger:
         return max(0, last - self.start - self._pushes[worker])
 
     def complete(self) -> bool:
-        """Whether the pushes that count now make up a step."""
+        """Whether the pushes that count now make up a step.
+
+        A worker whose push for this step is lost does not push it again: no step waits for it.
+        """
         if self.rule.applies_each_push:
             return bool(self.counted)
         wanted = self.rule.workers
         if self.rule.quorum is not None:
             wanted = min(self.rule.quorum, max(1, len(self.live)))
-        return len(self.counted) >= wanted
+        lost = {w for w in self.live if self._lost_before[w] > self.version}
+        return len(self.counted | lost) >= wanted
+
+    def lose_pushes(self, worker: int, step: int) -> None:
+        """Its pushes up to that for `step` were acknowledged, and are not here: they are lost."""
+        self.clocks[worker] = max(self.clocks[worker], step + 1)
+        self._lost_before[worker] = max(self._lost_before[worker], step + 1)
 
     def apply(self) -> None:
         """The step is complete: the next one begins."""
@@ -239,6 +250,7 @@ class Ledger:
             tuple(sorted(self.live)),
             tuple(sorted(self.counted)),
             self.folded,
+            tuple(self._lost_before[w] for w in workers),
         )
 
     def load(self, state: LedgerState) -> None:
@@ -253,3 +265,4 @@ class Ledger:
         self.live = set(state.live)
         self.counted = set(state.counted)
         self.folded = state.folded
+        self._lost_before = Counter(dict(enumerate(state.lost_before)))

@@ -140,6 +140,10 @@ class ServerLink:
         """Whether what is pulled is in shared memory; else it comes with the answer."""
         return self.shares_memory
 
+    def other_stats(self) -> list[bytes]:
+        """The final counters of the other replicas of the server, as far as they answer."""
+        return []
+
     def interruptions_s(self) -> list[float]:
         """How long it got no service, around each change of the server's replicas."""
         return []

@@ -47,6 +47,7 @@ class ModelHost:
     most_threads: int | None = None
     execute: Execute  # lets an operation take effect; returns its answer
     is_replicated = False
+    may_lose = False  # what was acknowledged: eventual consistency
     chain: ChainAccess | None = None  # of a replicated server
     keeps_payloads = False  # a replica that comes back is taught from the log
     on_loss: Callable[[int, int, str], None] | None = None  # model, worker, reason
@@ -121,6 +122,8 @@ class ModelHost:
             raise Refused(str(error)) from error
         model.log.on_save = partial(self._save, model_id, model)
         model.state.on_applied = self.slowness.pay
+        model.log.may_lose = self.may_lose
+        model.log.shared = 0 if self.may_lose else None
         has_exited = self.has_exited
         if has_exited is not None:
             model.membership.has_exited = lambda worker: has_exited(spec.split.rank(worker))

@@ -2,7 +2,8 @@
 
 Each has mapped the worker's memory, from which it reads pushes. While an answer of the head takes
 long, they are asked whether there is a new epoch: a head that was stopped, or cut off, keeps its
-connections open, and would be waited for.
+connections open, and would be waited for. From time to time they are asked anyway: a worker that
+waits for other workers greets a new head, too, which may have to know where it is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from shoal.errors import ShoalError
@@ -20,6 +21,7 @@ from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.hello import Channel, Moved
 
 PROBE_S = 0.25
+_IDLE_PROBE_S = 1.0
 _ATTACH_S = 0.5
 _JOIN_S = 5.0
 
@@ -31,8 +33,9 @@ class Chain(Protocol):
     view: ChainView
 
     def set_up(self, replica: int, timeout_s: float) -> Connection: ...
-    def probe(self, connection: Connection, timeout_s: float) -> None: ...
+    def probe(self, connection: Connection, timeout_s: float, is_final: bool = False) -> bytes: ...
     def learn(self, moved: Moved) -> bool: ...
+    def greet_head(self) -> None: ...
 
 
 class ReplicaWatch:
@@ -91,6 +94,14 @@ class ReplicaWatch:
             except (OSError, ShoalError):
                 continue
 
+    def final_stats(self, timeout_s: float) -> list[bytes]:
+        """The counters of each member but the head, when all workers have left."""
+        found = []
+        for replica, connection in list(self._attached.items()):
+            with self._attaching[replica], suppress(OSError, ShoalError):
+                found.append(self._chain.probe(connection, timeout_s, is_final=True))
+        return found
+
     def detach(self, replica: int) -> None:
         """It is the head now, or was lost."""
         connection = self._attached.pop(replica, None)
@@ -101,17 +112,23 @@ class ReplicaWatch:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        probed_s = time.monotonic()
         while not self._over.wait(PROBE_S):
             self.attach_members(_ATTACH_S)
-            since_s = min(list(self._since_s.values()), default=None)
-            if since_s is not None and time.monotonic() - since_s > PROBE_S:
+            now_s = time.monotonic()
+            since_s = min(list(self._since_s.values()), default=now_s)
+            if now_s - since_s > PROBE_S or now_s - probed_s > _IDLE_PROBE_S:
                 self._probe()
+                probed_s = time.monotonic()
+            with suppress(OSError, ShoalError):
+                self._chain.greet_head()
 
     def _probe(self) -> None:
         """Ask whether there is a newer epoch, until one says so."""
         for replica, connection in list(self._attached.items()):
             try:
-                self._chain.probe(connection, _ATTACH_S)
+                with self._attaching[replica]:
+                    self._chain.probe(connection, _ATTACH_S)
             except MovedAway as moved:
                 if self._chain.learn(moved.moved):
                     return

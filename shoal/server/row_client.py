@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.embedding.chunks import chunk_columns, entry_bytes, fit_chunks
+from shoal.embedding.chunks import chunk_columns, cursor_after, entry_bytes, fit_chunks
 from shoal.embedding.pool import Column
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.store import RowStore
@@ -217,10 +217,10 @@ class ServerStore(RowStore):
 
     def state(self, table: str) -> Iterator[dict[str, Tensor]]:
         for link in self.client.links:
-            number = 0
-            while chunk := self._get_chunk(link, table, number):
+            cursor = 0
+            while chunk := self._get_chunk(link, table, cursor):
                 yield chunk
-                number += 1
+                cursor = cursor_after(chunk)
 
     def load_state(self, table: str, chunks: Iterable[dict[str, Tensor]], steps: int) -> None:
         """The lowest surviving worker loads for all; it takes effect at the next barrier."""
@@ -234,10 +234,10 @@ class ServerStore(RowStore):
             for chunk in loaded:
                 self._set_chunk(link, table, chunk, steps)
 
-    def _get_chunk(self, link: ServerLink, table: str, number: int) -> dict[str, Tensor] | None:
+    def _get_chunk(self, link: ServerLink, table: str, cursor: int) -> dict[str, Tensor] | None:
         """The next rows that were used; None after the last."""
         request = Request(
-            FrameKind.TABLE_GET, encode(RowBatch(table, 0)), into=None, argument=number
+            FrameKind.TABLE_GET, encode(RowBatch(table, 0)), into=None, argument=cursor
         )
         meta, payload = _ask(link, request)
         chunk = decode(meta, RowChunk)

@@ -61,14 +61,18 @@ class Session:
         if not self._is_present(header):
             return
         slowness = self.peer.host.slowness
+        connection = self.peer.connection
+        end_bytes = connection.received_bytes + header.payload_bytes
         try:
             slowness.begin()
             registered.handler(self.peer, header, meta)
             slowness.pay()
         except ModelFailure as failure:
+            connection.skip(end_bytes - connection.received_bytes)
             error = ErrorReply(failure.reason, failure.worker, is_loss=failure.is_loss)
             self.peer.reply_error(error)
         except Elsewhere as elsewhere:
+            connection.skip(end_bytes - connection.received_bytes)
             self._move(elsewhere, header)
 
     def _is_present(self, header: Header) -> bool:

@@ -25,9 +25,9 @@ def one_of(*values: str | int) -> Constraint:
     )
 
 
-def whole(least: int) -> Constraint:
-    words = f"a whole number from {least} to {MAX_NUMBER}"
-    return Constraint(words, lambda v: type(v) is int and least <= v <= MAX_NUMBER)
+def whole(least: int, most: int = MAX_NUMBER) -> Constraint:
+    words = f"a whole number from {least} to {most}"
+    return Constraint(words, lambda v: type(v) is int and least <= v <= most)
 
 
 def positive(most: int) -> Constraint:

@@ -36,6 +36,7 @@ from shoal.strategy.options import (
 from shoal.strategy.settings import outer_settings
 
 MAX_LAG = 64  # operations that the last replica may be behind under consistency="eventual"
+MAX_REPLICAS = 16  # each push passes through all of them, one after the other
 
 __all__ = [
     "cp",
@@ -134,7 +135,7 @@ class Ps(SyncTerm):
     late: Annotated[str, one_of("drop", "fold")] = "drop"
     staleness: Annotated[int | None, optional(whole(0))] = None
     servers: Annotated[int, whole(1)] = 1
-    replicas: Annotated[int, whole(1)] = 1  # of each server, in a chain
+    replicas: Annotated[int, whole(1, MAX_REPLICAS)] = 1  # of each server, in a chain
     consistency: Annotated[str, one_of("strong", "eventual")] = "strong"  # among replicas
     placement: Annotated[str, one_of("servers", "rank0", "workers")] = "servers"
     on: Annotated[str, one_of("cpu", "cuda")] = "cpu"  # where servers keep weights and update
@@ -251,6 +252,11 @@ class Ps(SyncTerm):
             )
 
     def _check_replicas(self) -> None:
+        if self.replicas > 1 and self.on != "cpu":
+            raise StrategyError(
+                f'ps: replicas={self.replicas} and on="{self.on}" exclude each other; the GPU of a '
+                "worker ends with it, and replicas are processes of their own"
+            )
         if self.replicas > 1 and self.placement != "servers":
             raise StrategyError(
                 f'ps: replicas={self.replicas} and placement="{self.placement}" exclude each '
@@ -261,6 +267,12 @@ class Ps(SyncTerm):
             raise StrategyError(
                 f'ps: consistency="{self.consistency}" needs replicas, as in replicas=3; with one '
                 "copy of the weights there is nothing that could lag"
+            )
+        if self.consistency != "strong" and self.update == "worker":
+            raise StrategyError(
+                f'ps: consistency="{self.consistency}" and update="worker" (as in loops with '
+                "job.setup) exclude each other; workers that update by themselves have to see "
+                "every sum, and the loss of a server may undo some"
             )
 
 

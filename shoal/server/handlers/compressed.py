@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal.server.handlers.dispatch import handles
+from shoal.server.handlers.push import catch_up
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.served_model import ServedModel
 from shoal.server.peer import Peer
@@ -20,6 +21,7 @@ def push(peer: Peer, header: Header, meta: bytes) -> None:
     model, member = peer.joined()
     compression = _compression(model, header)
     _check_size(header, compression.num_bytes)
+    catch_up(peer, member.pushes, header.sequence)
     if member.pushes.is_repeated(header.sequence):
         peer.connection.skip(header.payload_bytes)
         return

@@ -27,6 +27,8 @@ from shoal.server.protocol.messages import (
 from shoal.server.replicas.operations import BarrierReached, Joined, Left, Resumed, Returned
 from shoal.server.shared_memory import WorkerSegment, attach
 
+MAX_LOST_PUSHES = 4096  # of a worker, with servers of eventual consistency
+
 
 @handles(FrameKind.SETUP, "control")
 def set_up(peer: Peer, header: Header, meta: bytes) -> None:
@@ -56,6 +58,7 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
         if descriptor is not None:
             os.close(descriptor)
     peer.enter(model)
+    _resume(peer, header)
     peer.reply(_set_up(peer))
 
 
@@ -63,9 +66,12 @@ def _resume(peer: Peer, header: Header) -> None:
     """A worker says which of its pushes was acknowledged last, in which step."""
     _, member = peer.joined()
     chain = peer.host.chain
-    if chain is not None and chain.is_head and header.sequence > member.pushes.committed:
-        step = header.argument
-        peer.execute(Resumed(peer.model_id, peer.worker, header.sequence, step))
+    missing = header.sequence - member.pushes.committed
+    if chain is None or not chain.is_head or missing <= 0:
+        return
+    if not peer.host.may_lose or missing > MAX_LOST_PUSHES:
+        raise Refused(f"the last {missing} pushes of worker {peer.worker} are not here")
+    peer.execute(Resumed(peer.model_id, peer.worker, header.sequence, header.argument))
 
 
 def _attach_again(peer: Peer, model: ServedModel) -> None:

@@ -30,7 +30,7 @@ def bucket(peer: Peer, header: Header, meta: bytes) -> None:
     gradients = bytes_of(member.pushes.arriving.gradients)
     if start % itemsize or count % itemsize or start + count > gradients.nbytes:
         raise Refused(f"{count} bytes at {start} do not fit into {gradients.nbytes} bytes")
-    _catch_up(peer, member.pushes, header.sequence)
+    catch_up(peer, member.pushes, header.sequence)
     if member.pushes.is_repeated(header.sequence):
         peer.connection.skip(count)
         return
@@ -52,7 +52,7 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
             f"expected {loss_flags.nbytes} bytes of loss and flags, got {header.payload_bytes}"
         )
     failpoint("push.validated")
-    _catch_up(peer, pushes, header.sequence)
+    catch_up(peer, pushes, header.sequence)
     if pushes.is_repeated(header.sequence):
         peer.connection.skip(loss_flags.nbytes)
         if peer.host.chain is not None:
@@ -95,17 +95,20 @@ def _payload(peer: Peer, operation: Pushed, member: Member, rows: tuple[RowPush,
     return Payload(rows=rows, push=pushes.take_arrived(), source=source)
 
 
-def _catch_up(peer: Peer, pushes: PushBuffer, sequence: int) -> None:
+def catch_up(peer: Peer, pushes: PushBuffer, sequence: int) -> None:
     """A worker may have seen an update at another replica before this one has applied it."""
     is_behind = sequence > pushes.committed + 1 or pushes.consumed != pushes.committed
     chain = peer.host.chain
-    if chain is not None and is_behind:
-        chain.catch_up()
+    if chain is None or not is_behind:
+        return
+    chain.catch_up()
+    if peer.host.may_lose and sequence == pushes.committed + 1:
+        peer.joined()[0].wait_consumed(peer.worker, pushes)
 
 
 @handles(FrameKind.SETTLE, "push")
 def settle(peer: Peer, header: Header, meta: bytes) -> None:
     """Answered when the log has been applied up to the position in `argument`."""
     model, _ = peer.joined()
-    model.settle(peer.worker, header.argument)
+    model.settle(peer.worker, header.argument, header.sequence)
     peer.reply()

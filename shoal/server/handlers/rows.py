@@ -9,6 +9,7 @@ from shoal.embedding.chunks import chunk_columns, entry_bytes
 from shoal.embedding.pool import Column
 from shoal.embedding.spec import TableSpec
 from shoal.server.handlers.dispatch import handles
+from shoal.server.handlers.push import catch_up
 from shoal.server.model.push_buffer import RowPush
 from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Connection
@@ -31,14 +32,12 @@ def make(peer: Peer, header: Header, meta: bytes) -> None:
 def pull(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
     request = decode(meta, RowBatch)
-    dim = model.tables.table(request.table).spec.dim
+    dim = peer.read(lambda: model.tables.table(request.table)).spec.dim
     check_size(header, request.count, 8, 8 + 4 * dim)
     ids = read_numbers(peer.connection, request.count, torch.int64)
     if request.copies > request.count:
         raise Refused(f"{request.copies} copies among {request.count} rows")
-    pulled, rows = peer.read(
-        lambda: model.tables.pull(request.table, ids, request.copies, request.version)
-    )
+    pulled, rows = peer.read(lambda: model.pull_rows(peer.worker, request, ids))
     peer.reply(encode(pulled), bytes_of(rows))
 
 
@@ -54,19 +53,23 @@ def push(peer: Peer, header: Header, meta: bytes) -> None:
         request.count, dim
     )
     rows = RowPush(request.table, ids, grads, request.lr)
+    catch_up(peer, member.pushes, header.sequence)
     model.tables.stage(member.pushes, header.sequence, rows)
 
 
 @handles(FrameKind.TABLE_GET, "rows")
 def get_chunk(peer: Peer, header: Header, meta: bytes) -> None:
-    """Chunk `argument` of a table's state."""
+    """The chunk of a table's state behind the cursor in `argument`."""
     model, _ = peer.joined()
     name = decode(meta, RowBatch).table
-    with model.lock:
-        table = model.tables.table(name)
-        chunk_rows = max(1, MAX_ROW_BYTES // (16 * table.spec.dim))
-        tensors = peer.table_reader.read(table, header.argument, chunk_rows)
-        steps = table.steps
+
+    def read() -> tuple[dict[str, Tensor] | None, int]:
+        with model.lock:
+            table = model.tables.table(name)
+            chunk_rows = max(1, MAX_ROW_BYTES // (16 * table.spec.dim))
+            return peer.table_reader.read(table, header.argument, chunk_rows), table.steps
+
+    tensors, steps = peer.read(read)
     if tensors is None:
         peer.reply(encode(RowChunk(name, 0, (), steps)))
         return

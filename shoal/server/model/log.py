@@ -27,12 +27,14 @@ from shoal.server.protocol.messages import (
     Decision,
     LogEntry,
     PushDecided,
+    PushesLost,
     StepApplied,
     WorkerJoined,
     WorkerLeft,
 )
 
 MAX_ENTRIES = 4096  # that are kept for followers
+MAX_EARLY_STEPS = 1024  # that a push may be ahead of the servers, after the loss of one
 FIRST_EPOCH = 1
 
 
@@ -70,6 +72,8 @@ class Log:
     def __init__(self, state: ModelState, clipping: Clipping, defers_norms: bool = False):
         """`defers_norms`: a step that needs norms of other servers is closed later."""
         self.position = 0  # of the latest entry
+        self.shared: int | None = None  # the latest one for other servers; None: all are
+        self.may_lose = False  # what was acknowledged: eventual consistency
         self._defers_norms = defers_norms
         self.epoch = FIRST_EPOCH
         self.followers: FollowerSet = NoFollowers()
@@ -82,9 +86,14 @@ class Log:
 
     def decide(self, worker: int, sequence: int, commit: Commit) -> Ack:
         """A push is staged on all servers: log the verdict, and the step that it completes."""
-        if self._state.open_step is not None:
+        if not self._is_ready_for(commit):
             self._state.waiting.append(WaitingPush(worker, sequence, commit))
             return Ack("staged", self.position)
+        ack = self._judge(worker, sequence, commit)
+        self._go_on()
+        return ack
+
+    def _judge(self, worker: int, sequence: int, commit: Commit) -> Ack:
         try:
             verdict = self._state.ledger.judge(worker, commit.step)
         except ImpossiblePush as error:
@@ -104,16 +113,44 @@ class Log:
         ack = self._state.acks[worker] = Ack(verdict.value, position, saved)
         return ack
 
+    def _is_ready_for(self, commit: Commit) -> bool:
+        """Whether a push can be judged; else it waits for a step that others make up.
+
+        A worker that goes on with a step that is not due had got the steps before it from a server
+        that is gone. It waits until all workers have said where they are.
+        """
+        if self._state.open_step is not None:
+            return False
+        ahead = commit.step - self._state.version
+        is_early = self.may_lose and not self._state.spec.rule.applies_each_push and ahead > 0
+        return not is_early or ahead > MAX_EARLY_STEPS
+
+    def lose_pushes(self, worker: int, sequence: int, step: int) -> None:
+        """Pushes up to `sequence` were acknowledged by a server that is gone, and are not here."""
+        self._append(PushesLost(worker, sequence, step))
+        self._state.acks[worker] = Ack("again", self.position)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Steps that wait for lost pushes only, and pushes that can be judged now."""
+        state = self._state
+        while True:
+            while state.open_step is None and state.ledger.complete():
+                self._complete_step(state.counted[-1] if state.counted else None)
+            ready = (push for push in state.waiting if self._is_ready_for(push.commit))
+            push = next(ready, None)
+            if push is None:
+                return
+            state.waiting.remove(push)
+            self._judge(*push)
+
     def close_step(self, step: StepApplied) -> None:
         """The norms of all servers are known; pushes that have come meanwhile are judged."""
         if self._state.open_step is None or step.version != self._state.version + 1:
             return
         self._state.open_step = None
         self._append(step)
-        waiting = self._state.waiting
-        self._state.waiting = []
-        for push in waiting:
-            self.decide(*push)
+        self._go_on()
 
     def open_step(self) -> StepApplied | None:
         """At the leader: the step that is to be closed, once all servers have said their norms."""
@@ -132,6 +169,7 @@ class Log:
         self._append(WorkerLeft(worker))
         if self._state.counted and not self._state.spec.rule.is_synchronous:
             self._complete_step(self._state.counted[-1])
+        self._go_on()
 
     def rejoin(self, worker: int, incarnation: int) -> int:
         """A worker that was lost is back; returns the step that it goes on with."""
@@ -140,12 +178,18 @@ class Log:
         self._append(WorkerJoined(worker, incarnation, step))
         return step
 
-    def _complete_step(self, latest: PushDecided) -> int | None:
-        """Log an update if the counted pushes make up a step; the number that it is saved under."""
+    def _complete_step(self, latest: PushDecided | None) -> int | None:
+        """Log an update if the counted pushes make up a step; the number that it is saved under.
+
+        Without `latest` all pushes of the step are lost: the next one begins with the same weights.
+        """
         ledger = self._state.ledger
         if not ledger.complete() or self._state.open_step is not None:
             return None
-        divisor = self._state.fraction if ledger.rule.quorum is not None else 1.0
+        if latest is None:
+            self._append(StepApplied(ledger.version + 1, None, 1.0, None))
+            return None
+        divisor = self._divisor()
         if self._defers_norms and self._needs_norms():
             self._state.open_step = OpenStep(divisor, latest)
             return self._state.next_save
@@ -153,6 +197,14 @@ class Log:
         save = self._state.next_save
         self._append(StepApplied(ledger.version + 1, latest.lr, divisor, factor, save))
         return save
+
+    def _divisor(self) -> float:
+        """Where not every worker counts, the mean is over the samples of those that do."""
+        ledger = self._state.ledger
+        if ledger.rule.applies_each_push:
+            return 1.0
+        is_whole = ledger.rule.quorum is None and len(self._state.counted) == ledger.rule.workers
+        return 1.0 if is_whole else self._state.fraction
 
     def _needs_norms(self) -> bool:
         """Whether a step is clipped by more than the gradients that are here."""
@@ -199,12 +251,18 @@ class Log:
             )
         return list(itertools.islice(self._entries, position + 1 - oldest, None))
 
+    def shared_after(self, position: int) -> list[LogEntry]:
+        """Those of them that the loss of this server does not undo."""
+        entries = self.entries_after(position)
+        return [e for e in entries if self.shared is None or e.position <= self.shared]
+
     def restart(self, position: int, epoch: int, entries: Iterable[LogEntry] = ()) -> None:
         """The state was replaced: entries up to `position` do not lead to it.
 
         A copy of another replica's state comes with the latest entries that led to it.
         """
         self.position = position
+        self.shared = None if self.shared is None else position
         self.epoch = epoch
         self._entries.clear()
         self._entries += entries

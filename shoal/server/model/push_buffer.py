@@ -29,6 +29,13 @@ class PushTensors(NamedTuple):
     loss_flags: Tensor  # [partial sums, 1 + parameters]
 
 
+class PushAside(NamedTuple):
+    """A push that is staged or counted, while the next one is in the buffer."""
+
+    tensors: PushTensors
+    rows: Sequence[RowPush]
+
+
 class PushBuffer:
     """The push that a worker is sending, and the numbers that make every push count once.
 
@@ -52,6 +59,7 @@ class PushBuffer:
         self.decompressed = 0  # the push whose compressed gradients are in `gradients`
         self.rows: list[RowPush] = []  # that have been received, for the next push
         self.staged_rows: Sequence[RowPush] = ()  # of the push that is committed
+        self.aside: dict[int, PushAside] = {}  # by sequence: still needed, not in the buffer
 
     @property
     def arriving(self) -> PushTensors:
@@ -112,6 +120,35 @@ class PushBuffer:
         self.expect(sequence)
         self.committed = sequence
         self.staged_rows = rows
+
+    def skip_to(self, sequence: int) -> None:
+        """Those behind the present push up to this one are lost; the present one is put aside."""
+        if self.consumed != self.committed:
+            present = PushTensors(self.gradients, self.loss_flags)
+            self.aside[self.committed] = PushAside(present, self.take_staged_rows())
+            self.gradients, self.loss_flags = self.new_tensors()
+        self.committed = self.consumed = sequence
+
+    def forget_after(self, sequence: int) -> None:
+        """What was put aside and is later than this push is not needed."""
+        self.aside = {known: held for known, held in self.aside.items() if known <= sequence}
+
+    def held(self, sequence: int) -> PushTensors | None:
+        """Gradients, loss and flags of a push that is not consumed; None if they are lost."""
+        if sequence in self.aside:
+            return self.aside[sequence].tensors
+        is_here = sequence == self.committed > self.consumed
+        return PushTensors(self.gradients, self.loss_flags) if is_here else None
+
+    def take_rows_of(self, sequence: int) -> Sequence[RowPush]:
+        if sequence in self.aside:
+            return self.aside[sequence].rows
+        return self.take_staged_rows() if sequence == self.committed > self.consumed else ()
+
+    def release(self, sequence: int) -> None:
+        """This push is consumed; it may have been put aside, or be lost."""
+        if self.aside.pop(sequence, None) is None and sequence == self.committed:
+            self.consume()
 
     def consume(self) -> None:
         self.consumed = self.committed

@@ -43,9 +43,11 @@ from shoal.server.protocol.messages import (
     ModelSpec,
     Pull,
     Pulled,
+    RowBatch,
     ShardState,
     WorkerJoined,
 )
+from shoal.server.protocol.row_messages import RowsPulled
 from shoal.server.shared_memory import WorkerSegment, attach_weights, file_of
 
 
@@ -215,9 +217,22 @@ class ServedModel:
             self.membership.wait(worker, lambda: self.state.decided.get(worker, 0) >= sequence)
             return self.state.acks.get(worker, Ack("again", self.log.position))
 
-    def note_lost_pushes(self, count: int) -> None:
-        """Eventual consistency: they were acknowledged by a head that is gone."""
-        self._statistics.lost_pushes += count
+    def resume(self, worker: int, sequence: int, step: int) -> None:
+        """Pushes of a worker that a server which is gone had acknowledged, and are not here.
+
+        The leader leaves them out in all shards. Another server goes on without what it lacks: it
+        adds nothing where the leader counts such a push.
+        """
+        with self.lock:
+            pushes = self.membership.members[worker].pushes
+            if sequence <= pushes.committed:
+                return
+            self.state.lost_pushes += sequence - pushes.committed
+            if self.is_leader:
+                self.log.lose_pushes(worker, sequence, step)
+            else:
+                pushes.skip_to(sequence)
+            self.lock.notify_all()
 
     def check_push(self, member: Member, sequence: int) -> None:
         """Refuse a push that skips one, or whose gradients have not come."""
@@ -242,10 +257,25 @@ class ServedModel:
                 self.clipping.set_total(norm)
             self.membership.wait(worker, is_closed)
 
-    def settle(self, worker: int, position: int) -> None:
-        """Wait until the log has been applied up to `position`."""
+    def settle(self, worker: int, position: int, sequence: int) -> None:
+        """Wait until the log has been applied up to `position`.
+
+        Positions may be of a leader that is gone: where servers have replicas, until the push
+        is decided here.
+        """
+
+        def is_settled() -> bool:
+            if self.is_replicated:
+                return self.state.decided.get(worker, 0) >= sequence
+            return self.log.position >= position
+
         with self.lock:
-            self.membership.wait(worker, lambda: self.log.position >= position)
+            self.membership.wait(worker, is_settled)
+
+    def wait_consumed(self, worker: int, pushes: PushBuffer) -> None:
+        """Wait for decisions that a server which is gone had, and that come again."""
+        with self.lock:
+            self.membership.wait(worker, lambda: pushes.consumed == pushes.committed)
 
     def replay(self, entry: LogEntry) -> None:
         """Apply a decision of the leader."""
@@ -283,6 +313,13 @@ class ServedModel:
         if pulls.inbox is None and source.device.type == "cpu":
             return pulled, loss_flags, source
         return pulled, loss_flags, pulls.fill(source)
+
+    def pull_rows(self, worker: int, request: RowBatch, ids: Tensor) -> tuple[RowsPulled, Tensor]:
+        """Rows; a copy of a server has them as new as the weights that the worker has got."""
+        with self.lock:
+            if self.is_replicated and not self.spec.rule.applies_each_push:
+                self.membership.wait(worker, lambda: self.version >= request.version)
+            return self.tables.pull(request.table, ids, request.copies, request.version)
 
     def _behind(self) -> list[int]:
         """The workers that the leader waits for: the slowest ones."""
@@ -345,6 +382,7 @@ class ServedModel:
         with self.lock:
             ledger = self.state.ledger if self.is_leader else None
             counts = self._statistics.report(self.version, self.membership, ledger)
+            counts["lost_pushes"] = self.state.lost_pushes
             return counts | self.tables.report() if with_tables else counts
 
 

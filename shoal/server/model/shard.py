@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shoal.replica.ordered_sum import Node, full_subtrees, runs_of, tree_sum
 from shoal.server.model.named_optimizer import ratios, step_without_hooks
+from shoal.server.model.push_buffer import PushTensors
 from shoal.server.protocol.messages import ModelSpec, ParameterSlice
 
 DTYPES: dict[str, torch.dtype] = {
@@ -78,27 +79,41 @@ class Shard:
         for i, p in enumerate(self.params):
             p.data = self._view(data, i)
 
-    def add(self, gradients: Tensor, loss_flags: Tensor, first: bool) -> None:
-        """Add the push of one worker on arrival; the `first` of a step starts the sum."""
+    def add(self, push: PushTensors | None, first: bool) -> None:
+        """Add the push of one worker on arrival; the `first` of a step starts the sum.
+
+        None: it is lost, and adds nothing.
+        """
         self._copy_pushed()
-        for total, pushed in ((self.sum, gradients[0]), (self.loss_flags, loss_flags[0])):
+        if push is None:
+            if first:
+                self._clear_sum()
+            return
+        for total, pushed in ((self.sum, push.gradients[0]), (self.loss_flags, push.loss_flags[0])):
             if first:
                 total.copy_(pushed)
             else:
                 total.add_(pushed.to(total.device))
 
-    def use(self, gradients: Tensor, loss_flags: Tensor) -> None:
+    def use(self, push: PushTensors) -> None:
         """The only push of a step, which is applied before this memory changes: not copied."""
-        self._pushed = gradients[0]
-        self.loss_flags.copy_(loss_flags[0])
+        self._pushed = push.gradients[0]
+        self.loss_flags.copy_(push.loss_flags[0])
 
     def _copy_pushed(self) -> None:
         if self._pushed is not None:
             self.sum.copy_(self._pushed)
             self._pushed = None
 
-    def add_all(self, pushes: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _clear_sum(self) -> None:
+        self.sum.zero_()
+        self.loss_flags.zero_()
+
+    def add_all(self, pushes: Sequence[PushTensors]) -> None:
         """The sum of the pushes of all workers, in an order that is independent of arrival."""
+        if not pushes:
+            self._clear_sum()
+            return
         self._sum_into(self.sum, [gradients for gradients, _ in pushes])
         self._sum_into(self.loss_flags, [loss_flags for _, loss_flags in pushes])
 

@@ -4,6 +4,7 @@
     StepApplied   sum, divide, clip, optimizer, tables; ledger: the next step begins
     WorkerLeft    ledger
     WorkerJoined  ledger; the buffer of the new process takes the place of the old one
+    PushesLost    ledger; steps do not wait for these pushes
 
 Decisions are deterministic: servers that apply the same ones have the same ledger, and the
 copies of one slice have the same weights and optimizer state, bit for bit.
@@ -11,7 +12,7 @@ copies of one slice have the same weights and optimizer state, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from shoal.server.protocol.messages import (
     Decision,
     ModelSpec,
     PushDecided,
+    PushesLost,
     StepApplied,
     WorkerJoined,
     WorkerLeft,
@@ -68,6 +70,7 @@ class ModelState:
         self.open_step: OpenStep | None = None
         self.waiting: list[WaitingPush] = []
         self.acks: dict[int, Ack] = {}  # worker -> the answer to its latest push with a verdict
+        self.lost_pushes = 0  # were acknowledged by a server that is gone
         self._latest_save = 0
         self.uses_pushes = False  # each push is a step, applied from where its gradients are
         self.on_applied: Callable[[], None] = lambda: None  # a decision, under the model's lock
@@ -94,6 +97,8 @@ class ModelState:
             self._apply_step(decision)
         elif isinstance(decision, WorkerJoined):
             self._apply_return(decision)
+        elif isinstance(decision, PushesLost):
+            self._apply_loss(decision)
         else:
             assert isinstance(decision, WorkerLeft)
             self.ledger.lose(decision.worker)
@@ -109,17 +114,18 @@ class ModelState:
         verdict = PushVerdict(push.verdict)
         self.ledger.record(push.worker, push.step, verdict)
         self.decided[push.worker] = push.sequence
-        rows = buffer.take_staged_rows()
+        rows = buffer.take_rows_of(push.sequence)
         if verdict is PushVerdict.DROPPED:
-            buffer.consume()
+            buffer.release(push.sequence)
             return
         if not self.spec.rule.is_synchronous:  # synchronous: summed in the order of workers
+            held = buffer.held(push.sequence)
             is_first = not self.counted
-            if self.uses_pushes and is_first:
-                self.shard.use(buffer.gradients, buffer.loss_flags)
+            if held is not None and self.uses_pushes and is_first:
+                self.shard.use(held)
             else:
-                self.shard.add(buffer.gradients, buffer.loss_flags, first=is_first)
-            buffer.consume()
+                self.shard.add(held, first=is_first)
+            buffer.release(push.sequence)
         self.counted.append(push)
         self.fraction += push.batch_fraction
         self.tables.count(push.worker, rows)
@@ -131,12 +137,24 @@ class ModelState:
         if buffer is not None:
             self.pushes[joined.worker] = buffer
 
+    def _apply_loss(self, lost: PushesLost) -> None:
+        decided = self.decided.get(lost.worker, 0)
+        self.ledger.lose_pushes(lost.worker, lost.step)
+        self.decided[lost.worker] = lost.sequence
+        buffer = self.pushes.get(lost.worker)
+        if buffer is None:
+            return
+        if buffer.committed <= lost.sequence:
+            buffer.skip_to(lost.sequence)
+        buffer.forget_after(decided)
+
     def _apply_step(self, step: StepApplied) -> None:
         if step.version != self.version + 1:
             raise Refused(f"version {step.version} is out of order: expected {self.version + 1}")
-        self._sum_pushes(step.divisor)
-        self.shard.update(step.lr, step.clip_factor)
-        self.tables.update(step.divisor)
+        if self.counted:  # else all pushes of the step are lost
+            self._sum_pushes(step.divisor)
+            self.shard.update(step.lr, step.clip_factor)
+            self.tables.update(step.divisor)
         self.counted.clear()
         self.fraction = 0.0
         self.is_summed = False
@@ -149,14 +167,12 @@ class ModelState:
             return
         self.is_summed = True
         if self.spec.rule.is_synchronous:
-            buffers = self._buffers_by_worker()
-            self.shard.add_all([(buffer.gradients, buffer.loss_flags) for buffer in buffers])
-            for buffer in buffers:
-                buffer.consume()
+            counted = sorted((push.worker, push.sequence) for push in self.counted)
+            held = [self.pushes[worker].held(sequence) for worker, sequence in counted]
+            self.shard.add_all([tensors for tensors in held if tensors is not None])
+            for worker, sequence in counted:
+                self.pushes[worker].release(sequence)
         self.shard.divide(divisor)
-
-    def _buffers_by_worker(self) -> Sequence[PushBuffer]:
-        return [self.pushes[worker] for worker in sorted(push.worker for push in self.counted)]
 
     def _buffer_of(self, push: PushDecided) -> PushBuffer:
         expected = self.decided.get(push.worker, 0) + 1

@@ -14,7 +14,6 @@ class Statistics:
 
     def __init__(self) -> None:
         self.repeated_pushes = 0
-        self.lost_pushes = 0  # acknowledged by a head that was lost: eventual consistency
         self._missed_updates: Counter[int] = Counter()  # between a pull and its push
         self._steps_ahead: Counter[int] = Counter()  # of the slowest worker, at a pull
         self._returns: dict[int, int] = {}  # worker -> steps that it missed while it was away
@@ -34,7 +33,6 @@ class Statistics:
             "updates": version,
             "sent_again": self.repeated_pushes,
             "lost": membership.lost,
-            "lost_pushes": self.lost_pushes,
             "came_back": {str(w): self._returns[w] for w in sorted(self._returns)},
         }
         return counts if ledger is None else counts | self._decisions(membership, ledger)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.embedding.chunks import cursor_after
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable, sum_duplicates
 from shoal.server.model.hot_table import HotTable
@@ -146,13 +147,15 @@ class TableReader:
 
     def __init__(self) -> None:
         self._chunks: Iterator[dict[str, Tensor]] = iter(())
-        self._next = 0
+        self._cursor = -1
 
-    def read(self, table: RowTable, number: int, chunk_rows: int) -> dict[str, Tensor] | None:
-        """Chunk `number`; None behind the last one. A new connection may continue anywhere."""
-        if number == 0 or number != self._next:
-            self._chunks = table.state(chunk_rows)
-            for _ in zip(range(number), self._chunks, strict=False):
-                pass
-        self._next = number + 1
-        return next(self._chunks, None)
+    def read(self, table: RowTable, cursor: int, chunk_rows: int) -> dict[str, Tensor] | None:
+        """The chunk from `cursor` on; None behind the last one.
+
+        A new connection may continue anywhere, also with another replica of the server.
+        """
+        if cursor == 0 or cursor != self._cursor:
+            self._chunks = table.state(chunk_rows, cursor)
+        chunk = next(self._chunks, None)
+        self._cursor = -1 if chunk is None else cursor_after(chunk)
+        return chunk

@@ -260,7 +260,18 @@ class WorkerJoined(WireMessage, frozen=True, tag="joined"):
     step: Count
 
 
-Decision = PushDecided | StepApplied | WorkerLeft | WorkerJoined
+class PushesLost(WireMessage, frozen=True, tag="lost"):
+    """Pushes of `worker` up to `sequence`, its last one for `step`, are left out.
+
+    A server that is gone had acknowledged them before others had them (eventual consistency).
+    """
+
+    worker: Count
+    sequence: Count
+    step: Count
+
+
+Decision = PushDecided | StepApplied | WorkerLeft | WorkerJoined | PushesLost
 
 
 class LogEntry(WireMessage, frozen=True):

@@ -132,19 +132,7 @@ def _save_residual(host: ModelHost, operation: ops.ResidualSaved, payload: Paylo
 
 
 def _resume(host: ModelHost, operation: ops.Resumed, _: Payload) -> None:
-    """Pushes that were acknowledged and are not here are lost, and counted."""
-    model = _model(host, operation.model)
-    worker = operation.worker
-    with model.lock:
-        pushes = model.membership.members[worker].pushes
-        if operation.sequence <= pushes.committed:
-            return
-        model.note_lost_pushes(operation.sequence - pushes.committed)
-        pushes.committed = pushes.consumed = operation.sequence
-        model.state.decided[worker] = operation.sequence
-        clocks = model.state.ledger.clocks
-        clocks[worker] = max(clocks[worker], operation.step + 1)
-        model.lock.notify_all()
+    _model(host, operation.model).resume(operation.worker, operation.sequence, operation.step)
 
 
 def _model(host: ModelHost, number: int) -> ServedModel:

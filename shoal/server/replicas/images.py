@@ -16,7 +16,13 @@ from torch import Tensor
 from shoal.embedding.spec import TableSpec
 from shoal.server.consistency import Count, LedgerState
 from shoal.server.model.membership import Member, ModelFailure
-from shoal.server.model.push_buffer import PullBuffer, PushBuffer, PushTensors, RowPush
+from shoal.server.model.push_buffer import (
+    PullBuffer,
+    PushAside,
+    PushBuffer,
+    PushTensors,
+    RowPush,
+)
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES, NAMES
 from shoal.server.model.shard_state import restore_optimizer
@@ -61,6 +67,7 @@ class MemberImage(WireMessage, frozen=True):
     has_residual: bool
     rows: tuple[RowBatch, ...] = ()  # of the staged push
     entered: Entered | None = None
+    aside: tuple[tuple[Count, tuple[RowBatch, ...]], ...] = ()  # pushes that are not in the buffer
 
 
 class TableImage(WireMessage, frozen=True):
@@ -97,6 +104,7 @@ class ModelImage(WireMessage, frozen=True):
     optimizer: ShardState
     counted_rows: tuple[tuple[int, RowBatch], ...]
     tables: tuple[TableImage, ...]
+    lost_pushes: Count
     tensors: Annotated[tuple[TensorForm, ...], msgspec.Meta(max_length=1 << 22)]
 
 
@@ -136,6 +144,7 @@ def image_of(number: int, model: ServedModel) -> tuple[ModelImage, list[Tensor]]
             optimizer,
             tuple((worker, _batch(rows)) for worker, rows in state.tables.counted),
             tuple(tables),
+            state.lost_pushes,
             tuple(TensorForm(_name(t), tuple(t.shape)) for t in tensors),
         )
     return image, tensors
@@ -147,6 +156,10 @@ def _member_image(model: ServedModel, member: Member, tensors: list[Tensor]) -> 
     if is_staged:
         tensors += [pushes.gradients.clone(), pushes.loss_flags.clone()]
         for rows in pushes.staged_rows:
+            tensors += [rows.ids, rows.grads]
+    for held in pushes.aside.values():
+        tensors += [*held.tensors]
+        for rows in held.rows:
             tensors += [rows.ids, rows.grads]
     if member.residual is not None:
         tensors.append(torch.frombuffer(bytearray(member.residual), dtype=torch.uint8))
@@ -164,6 +177,7 @@ def _member_image(model: ServedModel, member: Member, tensors: list[Tensor]) -> 
         member.residual is not None,
         tuple(map(_batch, pushes.staged_rows)) if is_staged else (),
         member.entered,
+        tuple((s, tuple(map(_batch, held.rows))) for s, held in pushes.aside.items()),
     )
 
 
@@ -234,6 +248,7 @@ def _install_numbers(model: ServedModel, image: ModelImage) -> None:
     state.open_step = None if image.open_step is None else OpenStep(*image.open_step)
     state.waiting = [WaitingPush(w.worker, w.sequence, w.commit) for w in image.waiting]
     state.acks = dict(image.acks)
+    state.lost_pushes = image.lost_pushes
     membership.departed = set(image.departed)
     membership.failure = None if image.failure is None else ModelFailure(*image.failure)
     membership.open_barriers = dict(image.open_barriers)
@@ -251,6 +266,9 @@ def _install_member(model: ServedModel, image: MemberImage, source: Iterator[Ten
         gradients = pushes.gradients.copy_(next(source))
         pushes.install(PushTensors(gradients, pushes.loss_flags.copy_(next(source))), False)
         pushes.staged_rows = [_rows(batch, source) for batch in image.rows]
+    for sequence, rows in image.aside:
+        tensors = PushTensors(next(source), next(source))
+        pushes.aside[sequence] = PushAside(tensors, [_rows(batch, source) for batch in rows])
     member = Member(image.worker, image.incarnation, pushes, PullBuffer())
     if image.has_residual:
         member.residual = bytearray(next(source).numpy().tobytes())

@@ -154,6 +154,10 @@ Operation = (
 )
 
 
+# an eventual head answers them before others have them; all else it answers when all have it
+EARLY = (Pushed, Decided, StepClosed)
+
+
 @dataclass(eq=False)
 class Payload:
     """What an operation brings beside its fields.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from shoal.server.chain.node import ChainNode
 from shoal.server.chain.read_lease import ReadLease
 from shoal.server.chain.state import ChainConsistency, Fenced, NotHead
 from shoal.server.model.membership import ModelFailure
+from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import Header, Refused
@@ -45,7 +47,7 @@ from shoal.server.replicas.apply import apply
 from shoal.server.replicas.elsewhere import Elsewhere
 from shoal.server.replicas.images import install_image
 from shoal.server.replicas.memory import LentReturned, Mapped, Release
-from shoal.server.replicas.operations import EMPTY, Lost, Operation, Payload, Pushed
+from shoal.server.replicas.operations import EARLY, EMPTY, Lost, Operation, Payload, Pushed
 from shoal.server.replicas.payloads import IN_MEMORY, mapped_memories, read_payload
 from shoal.server.replicas.peer_link import PeerLink
 from shoal.server.replicas.snapshots import Incoming, read_head, read_image, snapshot_sender
@@ -88,6 +90,7 @@ class _Waiter:
     """A thread that has proposed an operation: it is woken alone, and once."""
 
     node: ChainNode
+    position: int
     is_released: bool  # it waits until all others have applied it, too
     outcome: _Outcome | None = None
     woken: threading.Lock = field(default_factory=threading.Lock)  # held until it is woken
@@ -116,11 +119,13 @@ class ChainRuntime:
         self._losses: dict[tuple[int, int], str] = {}  # (model, worker) -> reason
         self._incoming: dict[int, Incoming] = {}  # snapshots, by sender
         self._is_closed = False
+        self._unshared: deque[tuple[int, ServedModel, int]] = deque()  # position, log's position
         self._loss_noted = threading.Event()
         self._absent: dict[tuple[int, int], float] = {}  # (model, worker) -> since when
         self._losing = threading.Thread(target=self._lose_workers, name="shoal-loss", daemon=True)
         self._new_node(time.time_ns())
         host.is_replicated = True
+        host.may_lose = place.consistency == "eventual"
         host.execute = self.execute
         host.on_loss = self._note_loss
 
@@ -174,6 +179,8 @@ class ChainRuntime:
             waiter = self._propose(Proposed(operation, payload))
         with waiting(self._in_words, self._whom, f"the commitment of {type(operation).__name__}"):
             outcome = self._outcome(waiter)
+            if outcome.error is None and not isinstance(operation, EARLY):
+                self._await_committed(waiter)
         if outcome.error is not None:
             raise outcome.error
         if self.place.consistency == "eventual":
@@ -199,10 +206,18 @@ class ChainRuntime:
         if time.monotonic() > deadline_s:
             raise ModelFailure(f"{self._whom()} has not answered for {COMMIT_S:.0f} s")
 
-    def read(self, action: Callable[[], T]) -> T:
-        """What a member reads when all that was logged at this moment is applied."""
+    def _await_committed(self, waiter: _Waiter) -> None:
+        """An eventual head waits for the others with all but pushes."""
         if self.place.consistency == "eventual":
-            return action()
+            with self.changed:
+                self._await(lambda: waiter.node.committed >= waiter.position, waiter.node)
+
+    def read(self, action: Callable[[], T]) -> T:
+        """What a member reads when all that was logged at this moment is applied.
+
+        An eventual one lacks what has not arrived. It is a member still: so it lacks at most
+        what a head may be ahead of its tail.
+        """
         with self.changed:
             node = self.node
             upto = node.position
@@ -260,7 +275,7 @@ class ChainRuntime:
             position, effects = node.propose(proposed)
         except (NotHead, Fenced) as error:
             raise self.elsewhere("is not the head of its chain") from error
-        waiter = self._waiters[position] = _Waiter(node, _is_released(proposed))
+        waiter = self._waiters[position] = _Waiter(node, position, _is_released(proposed))
         _pass("push.logged", proposed.operation)
         self._run(effects)
         return waiter
@@ -389,6 +404,7 @@ class ChainRuntime:
         for effect in effects:
             self._carry_out(effect)
         self._note_released()
+        self._share_entries()
         self.changed.notify_all()
 
     def _note_released(self) -> None:
@@ -401,6 +417,14 @@ class ChainRuntime:
         link = None if predecessor is None else self.links.get(predecessor)
         if link is not None and self._release.is_news(upto):
             link.post(LentReturned(upto))
+
+    def _share_entries(self) -> None:
+        """Eventual: decisions that all members have are for other shards."""
+        while self._unshared and self._unshared[0][0] <= self.node.committed:
+            _, model, position = self._unshared.popleft()
+            with model.lock:
+                model.log.shared = position
+                model.lock.notify_all()
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Send):
@@ -443,6 +467,7 @@ class ChainRuntime:
         self.applied = position
         if _is_released(proposed):
             self._release.note_lent(position)
+        self._note_unshared(position, proposed.operation)
         _pass("push.applied", proposed.operation)
         waiter = self._waiters.get(position)
         if waiter is not None:
@@ -454,6 +479,11 @@ class ChainRuntime:
         waiter = self._waiters.pop(position, None)
         if waiter is not None:
             waiter.woken.release()
+
+    def _note_unshared(self, position: int, operation: Operation) -> None:
+        model = self.host.models.get(operation.model)
+        if model is not None and model.log.shared not in (None, model.log.position):
+            self._unshared.append((position, model, model.log.position))
 
     def _failed(self, operation: Operation, error: Exception) -> Exception:
         reason = f"{self.place.in_words()} failed: {error!r}"[:4000]
@@ -468,6 +498,7 @@ class ChainRuntime:
         for position in list(self._waiters):
             self._wake(position)
         self._losses.clear()
+        self._unshared.clear()
         self.applied = 0
         self._release = Release()
         self._new_node(incarnation)

@@ -3,8 +3,8 @@
 head of shard k ── FOLLOW index, position ──> head of shard 0
 head of shard 0 ── ENTRY …, NORMS divisor ──> head of shard k, which executes them in its chain
 
-Each entry that is sent has been committed in shard 0. A new head on either side subscribes again,
-with the position that its state has.
+Each entry that is sent has been committed in shard 0, also where consistency is eventual. A new
+head on either side subscribes again, with the position that its state has.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class StreamFollowers:
         model = self._model
 
         def norms() -> tuple[int, float] | None:
+            if model.log.shared not in (None, model.log.position):
+                return None  # they are of pushes that the follower does not know yet
             is_new = self._asked is not None and self._asked != asked
             return self._asked if is_new and index not in self._norms else None
 
@@ -89,7 +91,7 @@ class StreamFollowers:
 
         with model.lock:
             while not is_over():
-                entries = model.log.entries_after(position)
+                entries = model.log.shared_after(position)
                 if entries or norms() is not None:
                     return entries, norms()
                 model.lock.wait(_POLL_S)

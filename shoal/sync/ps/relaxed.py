@@ -105,6 +105,9 @@ class RelaxedPs(PsWorker):
         self._receive()
         self._pending = self._leader.pull(None, 0)
         self._receive()
+        if self.context.servers.has_replicas:  # copies of other servers may lag behind
+            self._pending = self._leader.pull(None, self._version)
+            self._receive()
 
     def _on_lowest_survivor(self, action: Callable[[], T]) -> T | None:
         """Repeats if that worker was lost meanwhile: until all agree which one it is."""

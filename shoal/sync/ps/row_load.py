@@ -10,7 +10,8 @@ _HOTTEST = 10
 
 def without_rows(stats: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Counters of servers without those of single rows."""
-    return [{key: value for key, value in each.items() if key != "tables"} for each in stats]
+    left_out = ("tables", "replicas")
+    return [{key: value for key, value in each.items() if key not in left_out} for each in stats]
 
 
 def table_loads(stats: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -18,13 +19,20 @@ def table_loads(stats: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
     `by_owner` and `as_served` compare the same pulls, from the first copies on: what the largest
     load of a server would be to the mean if every row was asked of its owner, and what it was.
-    Without copies both are equal.
+    Without copies both are equal. Each replica of a server counts what it has served.
     """
     names = stats[0].get("tables", {}) if stats else {}
-    return {name: _load([server["tables"][name] for server in stats]) for name in names}
+    replicas = [other for server in stats for other in server.get("replicas", [])]
+    return {
+        name: _load(
+            [server["tables"][name] for server in (*stats, *replicas) if name in server["tables"]],
+            sum(server["tables"][name]["held"] for server in stats),
+        )
+        for name in names
+    }
 
 
-def _load(servers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _load(servers: Sequence[dict[str, Any]], held_rows: int) -> dict[str, Any]:
     pulls = sum(server["pulls"] for server in servers)
     hottest = _hottest(servers)
     number = max(1, servers[0]["rows"] // 100)
@@ -34,7 +42,7 @@ def _load(servers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         served = owned = [server["before"] for server in servers]
     return {
         "pulls": pulls,
-        "held_rows": sum(server["held"] for server in servers),
+        "held_rows": held_rows,
         "hottest": [
             {"row": row, "pulls": count, "at_most_too_large_by": error}
             for row, count, error in hottest[:_HOTTEST]

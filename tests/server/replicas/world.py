@@ -87,6 +87,20 @@ class World:
         self.servers[shard, replica] = server
         return server
 
+    def crash_with(self, shard: int, replica: int, operations: int) -> None:
+        """End a head together with operations that no other replica gets."""
+        parts = self.servers[shard, replica].replica
+        assert parts is not None
+        runtime = parts.runtime
+        with runtime.changed:
+            links = runtime.links
+            runtime.links = {}
+            upto = runtime.node.position + operations
+            assert runtime.changed.wait_for(lambda: runtime.node.position >= upto, 60.0)
+        for link in links.values():
+            link.close()
+        self.crash(shard, replica)
+
     def crash(self, shard: int, replica: int) -> None:
         """All of its connections end; the launcher notices, so that its lease ends."""
         self.servers.pop((shard, replica)).close()
