@@ -16,7 +16,7 @@ import msgspec
 from shoal.coordinator.alive import forget
 from shoal.coordinator.client import RemoteCoordinator
 from shoal.coordinator.interface import Unavailable
-from shoal.runtime.config import RunConfig, ServerConfig
+from shoal.runtime.config import RunConfig, ServerCheckpointConfig, ServerConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.server.chain.config import ChainConfig
 from shoal.server.client import Client
@@ -27,6 +27,7 @@ from tests import forked
 from tests.server.helpers import MODEL, SECRET, flat_of
 
 START_S = 60.0
+NO_CHECKPOINT = ServerCheckpointConfig()
 COORDINATOR = "coordinator"
 WORKER = "worker"
 Name = int | str
@@ -55,12 +56,16 @@ class Processes:
         replicas: int,
         failpoints: Mapping[Name, str],
         lease_s: float | None = None,
+        checkpoint: ServerCheckpointConfig = NO_CHECKPOINT,
     ):
         self.run_dir = RunDir(folder)
         self.run_dir.write_secret(SECRET)
         self.replicas = replicas
         self.config = RunConfig(
-            run_dir=self.run_dir, coordinator=self.run_dir.coordinator, lease_s=lease_s
+            run_dir=self.run_dir,
+            coordinator=self.run_dir.coordinator,
+            lease_s=lease_s,
+            server_checkpoint=checkpoint,
         )
         self.processes: dict[Name, subprocess.Popen[str]] = {}
         self._coordinator = RemoteCoordinator(self.run_dir.coordinator, SECRET)
@@ -154,8 +159,9 @@ def processes(
     replicas: int = 3,
     failpoints: Mapping[Name, str] | None = None,
     lease_s: float | None = None,
+    checkpoint: ServerCheckpointConfig = NO_CHECKPOINT,
 ) -> Iterator[Processes]:
-    made = Processes(folder, replicas, failpoints or {}, lease_s)
+    made = Processes(folder, replicas, failpoints or {}, lease_s, checkpoint)
     try:
         yield made
     finally:

@@ -148,13 +148,13 @@ def world(
                 server.close()
 
 
-def push_one_hot(client: Client, element: int, step: int) -> str:
+def push_one_hot(client: Client, element: int, step: int, save: int | None = None) -> str:
     """Subtract 1 from one weight (SGD with lr=1)."""
     client.out.zero_()
     client.out[0, element_of(client, element)] = 1.0
     client.push(slice(0, client.size))
     heads = torch.ones(1, 1 + client.specs[0].parameters)
-    ack = client.commit(Commit(step, 0, 1.0), heads)
+    ack = client.commit(Commit(step, 0, 1.0, save=save), heads)
     client.settle(ack.position)
     client.wait_settled()
     return ack.verdict
