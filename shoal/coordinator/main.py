@@ -28,7 +28,7 @@ def main() -> int:
         die_with_launcher(config.launcher_pid)
         stop = {signal.SIGTERM, signal.SIGINT}
         signal.pthread_sigmask(signal.SIG_BLOCK, stop)
-        arm(config.failpoints)
+        arm(config.failpoints, config.run_dir)
         service = _open(config)
     except BadInput as error:
         print(f"shoal: {error}", file=sys.stderr)

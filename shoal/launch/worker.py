@@ -119,6 +119,7 @@ class Worker:
                     self.mark_finished()
                 raise
             except RunOver as over:
+                self._check_finished(over)
                 print(f"shoal: {over}", file=sys.stderr, flush=True)
                 return None
             except Exception as error:
@@ -127,6 +128,15 @@ class Worker:
             finally:
                 if isinstance(tracer, Recorder) and self.config.trace_dir is not None:
                     tracer.write(self.config.trace_dir)
+
+    def _check_finished(self, over: RunOver) -> None:
+        """PeerLost where the others have not finished, but were lost."""
+        run_dir = self.config.run_dir
+        if run_dir is not None and not run_dir.finished_ranks():
+            doing = "coming back: all workers were lost, and with them what they had trained"
+            error = PeerLost(self.rank, None, doing)
+            self.fail(error)
+            raise error from over
 
     def _run_job(self, train: Train, make_job: Callable[[type[Job]], Job]) -> Any:
         is_estimate = estimate_memory(self.config.memory_estimate, train, make_job)

@@ -3,6 +3,7 @@
     failpoint("push.logged")                    in the code
     SHOAL_FAILPOINTS=push.logged:kill@3         the process is killed the third time it gets there
     SHOAL_FAILPOINTS=election.before:stop       ... stopped (SIGSTOP) the first time
+    SHOAL_FAILPOINTS=splice:kill+               ... the first time after RUN_DIR/armed was made
     with armed("log.append.written", act): …    in a test of one process: `act()` is called
 
 A process arms what its configuration names where it starts (`arm`).
@@ -27,10 +28,12 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from shoal.errors import BadInput
+from shoal.runtime.run_dir import RunDir
 
-_SPEC = re.compile(r"([a-z_]+(?:\.[a-z_]+)*):(kill|stop)(?:@([1-9][0-9]{0,8}))?")
+_SPEC = re.compile(r"([a-z_]+(?:\.[a-z_]+)*):(kill|stop)(?:@([1-9][0-9]{0,8}))?(\+)?")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _armed: dict[str, Callable[[], None]] = {}
 
@@ -43,14 +46,15 @@ def failpoint(name: str) -> None:
             act()
 
 
-def arm(specs: Sequence[str]) -> None:
+def arm(specs: Sequence[str], run_dir: RunDir | None = None) -> None:
     """From now on this process does what `specs` (RunConfig.failpoints) say."""
     for spec in specs:
         match = _SPEC.fullmatch(spec)
         if match is None:
             raise BadInput(f"SHOAL_FAILPOINTS has {spec!r}: use NAME:kill, NAME:stop, NAME:kill@3")
-        name, action, passage = match.groups()
-        _armed[name] = _Passages(_SIGNALS[action], int(passage or 1)).passed
+        name, action, passage, is_later = match.groups()
+        gate = run_dir.armed if is_later and run_dir is not None else None
+        _armed[name] = _Passages(_SIGNALS[action], int(passage or 1), gate).passed
 
 
 @contextmanager
@@ -66,11 +70,15 @@ def armed(name: str, act: Callable[[], None]) -> Iterator[None]:
 class _Passages:
     """Sends this process a signal the n-th time."""
 
-    def __init__(self, number: signal.Signals, nth: int):
+    def __init__(self, number: signal.Signals, nth: int, gate: Path | None = None):
+        """Those before the file `gate` is there do not count."""
         self._number = number
         self._left = nth
+        self._gate = gate
 
     def passed(self) -> None:
+        if self._gate is not None and not self._gate.exists():
+            return
         self._left -= 1
         if self._left == 0:
             os.kill(os.getpid(), self._number)

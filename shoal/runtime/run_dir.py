@@ -89,6 +89,11 @@ class RunDir:
         return self.path / "all-joined"
 
     @property
+    def armed(self) -> Path:
+        """Failpoints of tests that come later count from here on."""
+        return self.path / "armed"
+
+    @property
     def begun(self) -> Path:
         """Marks a run of `shoal compare` that has begun."""
         return self.path / "begun"

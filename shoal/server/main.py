@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def main() -> int:
     try:
         config = RunConfig.from_environment()
-        arm(config.failpoints)
+        arm(config.failpoints, config.run_dir)
         die_with_launcher(config.launcher_pid)
         die_with_parent(config.server.parent_pid)
         stop = {signal.SIGTERM, signal.SIGINT}
@@ -74,6 +74,7 @@ def _open_server(config: RunConfig) -> Server:
         replica=_replica_settings(config, run_dir),
     )
     server.host.most_threads = most_threads
+    server.host.takes_back = config.takes_back
     if config.server_checkpoint.folder is not None:
         server.host.saver = ShardSaver(config.server_checkpoint.folder, f"server {index}")
     server.host.slowness.factor = read_server_slow(config.slow).get(index, 1.0)

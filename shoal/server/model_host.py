@@ -48,6 +48,7 @@ class ModelHost:
     execute: Execute  # lets an operation take effect; returns its answer
     is_replicated = False
     may_lose = False  # what was acknowledged: eventual consistency
+    takes_back = False  # lost workers are started again
     chain: ChainAccess | None = None  # of a replicated server
     keeps_payloads = False  # a replica that comes back is taught from the log
     on_loss: Callable[[int, int, str], None] | None = None  # model, worker, reason
@@ -150,7 +151,7 @@ class ModelHost:
         """Forget a model whose workers have all departed."""
         with self._changed:
             model = self.models.get(model_id)
-            if model is None or not model.membership.is_over or self.is_replicated:
+            if model is None or self.is_replicated or not self._is_done(model):
                 return
             if any(member.channels for member in model.membership.members.values()):
                 return
@@ -163,6 +164,11 @@ class ModelHost:
             followers.close()
         if copies is not None:
             copies.close()
+
+    def _is_done(self, model: ServedModel) -> bool:
+        """Not while workers that were lost may come back, even if all of them were."""
+        membership = model.membership
+        return membership.is_finished if self.takes_back else membership.is_over
 
     def is_released(self, model_id: int) -> bool:
         """Whether all workers of this model have departed before."""

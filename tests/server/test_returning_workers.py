@@ -73,6 +73,22 @@ def test_it_goes_on_at_the_present_step_and_its_pushes_count_from_1_again(count:
         stays.close()
 
 
+def test_where_workers_come_back_the_weights_stay_when_all_of_them_are_lost() -> None:
+    with servers(2) as found:
+        for server in found:
+            server.host.takes_back = True
+        clients = [client_of(found, rank, ASYNC) for rank in range(2)]
+        before = weights(clients[0])
+        for client in clients:
+            assert push(client, 0) == "admitted"
+            lose(found, client)
+        again = back(found, 1)
+        assert again.comes_back and again.enter().step == 1
+        assert push(again, 1) == "admitted"
+        assert set((before - weights(again, 3)).tolist()) == {3.0, 0.0}
+        again.close()
+
+
 def test_pushes_of_its_former_process_are_refused_even_if_that_still_runs() -> None:
     with servers(2) as found:
         former, other = client_of(found, 1, ASYNC), client_of(found, 0, ASYNC)

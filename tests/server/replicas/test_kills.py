@@ -53,10 +53,7 @@ class Case:
     @property
     def armed(self) -> str:
         action = "kill" if self.victim == self.place else "stop"
-        nth = 3 if self.point.startswith("push.") else 1
-        if self.point.startswith("election.") and self.place == HEAD:
-            nth = 2  # the first configuration is its election, too
-        return f"{self.point}:{action}@{nth}"
+        return f"{self.point}:{action}" + ("@3" if self.point.startswith("push.") else "+")
 
 
 def _push_cases() -> list[Case]:
@@ -175,8 +172,11 @@ class Run:
             self._push()
         if case.place == COORDINATOR and case.returns is None:
             self._arm_coordinator()
-        for replica in case.lost:
+        *before, last = case.lost
+        for replica in before:
             made.kill(replica)
+        made.run_dir.armed.touch()
+        made.kill(last)
         if case.returns is not None:
             until(lambda: 0 < len(made.members()) < made.replicas, "it is removed")
             if case.place == COORDINATOR:
