@@ -43,6 +43,8 @@ def join_servers(term: Ps, replica: Replica) -> PsWorker:
     if term.on != "cpu":
         device_of_server(term)  # refuses a host without one, on every rank alike
     served = _served_model(term, replica, rule)
+    if term.consistency != "strong":
+        _check_eventual(term, served)
     if rule.quorum is not None:
         is_split = replica.replica_group.size > 1
         replica.say(quorum_in_words(rule, "replica" if is_split else "worker"))
@@ -100,6 +102,20 @@ def _check_saves(term: Ps, replica: Replica) -> None:
         raise BadInput(
             "--server-checkpoint needs whole replicas, and this strategy splits each of them "
             f"over {replica.replica_group.size} workers: use job.save"
+        )
+
+
+def _check_eventual(term: Ps, served: ServedOptions) -> None:
+    """Refuse what needs every push of every step: the loss of a server may undo some."""
+    needs = None
+    if served.microbatches is not None:
+        needs = "exact=True"
+    elif served.norm_from_workers and served.clip_norm is not None:
+        needs = "clip_norm where a replica is split over workers"
+    if needs is not None:
+        raise BadInput(
+            f'{needs} needs every push of every step, and with consistency="{term.consistency}" '
+            'the loss of a server may undo some: use consistency="strong"'
         )
 
 

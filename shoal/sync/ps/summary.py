@@ -27,6 +27,11 @@ def summarize(
         missed = ", ".join(f"{k}: {v}" for k, v in leader["missed_updates"].items())
         if missed:
             sentences.append(f"updates between a pull and its push, and how often: {missed}")
+    lost = sum(server.get("lost_pushes", 0) for server in stats)
+    if lost:
+        sentences.append(
+            f"pushes that were acknowledged and lost with a server (eventual consistency): {lost}"
+        )
     transport = " by sockets; gradients and weights by shared memory" if shares_memory else ""
     return sentences + [
         f"server {index}: {server['updates']} updates, {server['requests']} requests, "
