@@ -63,7 +63,9 @@ def fork(spec: ForkSpec) -> None:
         policy = LossPolicy(run_dir, spec.workers, spec.tolerance, _say)
         with (
             coordinated(spec.replication, spec.config, run_dir, _say) as coordinator,
-            ForkServers(replace(spec, config=coordinator.config), run_dir) as servers,
+            ForkServers(
+                replace(spec, config=coordinator.config), run_dir, coordinator.server_exited
+            ) as servers,
         ):
             try:
                 for process in processes:
@@ -97,9 +99,11 @@ def _child(spec: ForkSpec, rank: int, run_dir: RunDir, session_pid: int) -> None
 class ForkServers:
     """Servers while the block runs; their output is kept in case one fails."""
 
-    def __init__(self, spec: ForkSpec, run_dir: RunDir):
+    def __init__(self, spec: ForkSpec, run_dir: RunDir, on_exit: Callable[[int, int], None]):
+        """`on_exit(index, pid)` is called when a server has exited that others outlive."""
         self._spec = spec
         self._run_dir = run_dir
+        self._on_exit = on_exit
         self._policy = ServerPolicy(spec.servers, spec.replication, _say)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -142,6 +146,7 @@ class ForkServers:
             return [
                 ProcessFailure(index, returncode, now_ns, None, tail, "server", note=note),
             ]
+        self._on_exit(index, self._processes[index].pid)
         if self._policy.replaces(exit):
             self._run_dir.remove_socket(index)
             self._start(index, failpoints=())
