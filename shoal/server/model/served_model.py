@@ -72,8 +72,6 @@ class ServedModel:
         self.clipping = Clipping(self.lock, self.membership, spec)
         self.state = ModelState(spec, self.tables, device)
         self.state.uses_pushes = is_replicated and is_leader and _is_used_at_once(spec)
-        if is_replicated:  # always a process of its own
-            self.state.shard.skip_hooks()
         self.log = Log(self.state, self.clipping, is_replicated)
         if is_leader:
             self.membership.on_departure = self._log_departure

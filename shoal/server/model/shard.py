@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +52,6 @@ class Shard:
             numbers = [held.parameter for held in spec.slices]
             self.optimizer = spec.optimizer.make(self.params, numbers)
             self._ratios = ratios(self.optimizer)
-            self._step: Callable[[], object] = self.optimizer.step
-
-    def skip_hooks(self) -> None:
-        """For a process that only serves: its optimizer has no hooks, and no profiler looks on."""
-        if self.optimizer is not None:
             self._step = step_without_hooks(self.optimizer)
 
     @property
