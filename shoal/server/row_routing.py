@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 from shoal.embedding.hashing import Ids
 
 Numbers = NDArray[np.int64]
+_AS_GOOD = 0.97  # of the pulls that a new set would have
+_AS_SMALL = 1.25  # times as many rows
 
 
 def spread(owners: Ids, is_hot: NDArray[np.bool_], servers: int, turn: int) -> Numbers:
@@ -43,10 +45,16 @@ def fill(loads: Numbers, amount: int) -> Numbers:
 def hottest_rows(ids: Ids, counts: Numbers, least: float, most_rows: int, hot: Ids) -> Ids:
     """The ids whose counts add up to more than `least`, in order; at most so many of them.
 
-    Half of it keeps those that are `hot` now, so that few rows come and go by chance.
+    Half of it keeps those that are `hot` now, so that few rows come and go by chance. All of them
+    stay where the new ones are pulled hardly more often: a new set is copied to every server.
     """
     unique, inverse = np.unique(ids, return_inverse=True)
     sums = np.bincount(inverse, counts, minlength=len(unique))
-    sums *= 1 + np.isin(unique, hot, assume_unique=True)
-    order = np.argsort(-sums, kind="stable")[:most_rows]
-    return np.sort(unique[order[sums[order] > least]])
+    is_hot = np.isin(unique, hot, assume_unique=True)
+    ranks = sums * (1 + is_hot)
+    order = np.argsort(-ranks, kind="stable")[:most_rows]
+    chosen = order[ranks[order] > least]
+    is_as_good = sums[is_hot].sum() >= _AS_GOOD * sums[chosen].sum() > 0
+    if is_as_good and len(hot) <= _AS_SMALL * len(chosen):
+        return hot.copy()
+    return np.sort(unique[chosen])

@@ -64,6 +64,14 @@ def test_the_hottest_rows_are_those_over_the_share_and_stay_over_half_of_it() ->
     assert hottest_rows(ids, counts, 0.0, 2, np.zeros(0, np.int64)).tolist() == [1, 2]
 
 
+def test_a_set_stays_while_a_new_one_would_hardly_serve_more_pulls() -> None:
+    ids = np.arange(8)
+    counts = np.array([500, 300, 150, 40, 10, 9, 8, 7])
+    assert hottest_rows(ids, counts, 35.0, 9, np.array([0, 1, 2])).tolist() == [0, 1, 2, 3]
+    assert hottest_rows(ids, counts, 9.5, 9, np.arange(4)).tolist() == [0, 1, 2, 3]  # 99% of them
+    assert hottest_rows(ids, counts, 35.0, 9, np.arange(8)).tolist() == [0, 1, 2, 3]  # too many
+
+
 # ------------------------------------------------------------------------------ copies
 
 
