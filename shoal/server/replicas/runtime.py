@@ -57,6 +57,7 @@ COMMIT_S = 120.0  # an operation that is not committed after so long ends the ru
 ABSENT_S = 10.0  # a worker that has not come to a new head after so long is lost
 MAX_KEPT_BYTES = 1 << 30  # of pushes, for a replica that catches up; at least 4 of them
 _POLL_S = 0.5
+_AGAIN_S = 1.0
 _OPERATION_BYTES = 512  # about, without a payload
 
 T = TypeVar("T")
@@ -287,12 +288,17 @@ class ChainRuntime:
         again: Callable[[], list[Effect]] = list,
     ) -> None:
         """Under the lock; Elsewhere if this replica loses its place meanwhile. `again` is what to
-        do from time to time."""
+        do every second, however often something has changed."""
         deadline_s = time.monotonic() + COMMIT_S
+        again_s = time.monotonic() + _AGAIN_S
         while not is_ready():
             self._check_waiting(node, deadline_s)
-            if not self.changed.wait(1.0):
-                self._run(again())
+            self.changed.wait(max(0.0, again_s - time.monotonic()))
+            if time.monotonic() >= again_s:
+                again_s = time.monotonic() + _AGAIN_S
+                effects = again()
+                if effects:
+                    self._run(effects)
 
     def _whom(self) -> str:
         successor = self.node.successor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,12 +11,16 @@ from typing import Any, cast
 import pytest
 import torch
 
+from shoal.server.chain.config import ChainConfig
+from shoal.server.chain.manager import Fetch
+from shoal.server.chain.messages import Ask, Confirm
 from shoal.server.consistency import Rule
 from shoal.server.model_host import ModelHost
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.replicas.address_book import AddressBook
+from shoal.server.replicas.peer_link import PeerLink
 from shoal.server.replicas.runtime import ChainRuntime, ReplicaPlace
 from shoal.server.replicas.snapshots import SnapshotHead
 from shoal.server.replicas.start import ReplicaSettings
@@ -165,3 +170,42 @@ def test_parts_of_a_snapshot_over_two_connections_are_not_put_together() -> None
         runtime.receive_snapshot(1, header, b"", before)
     with pytest.raises(Refused, match="metadata"):  # it is read, and is none
         runtime.receive_snapshot(1, header, b"", now)
+
+
+class _ForgetfulPeer:
+    """A link to a member whose first answer is lost; `changed` is notified all the time."""
+
+    def __init__(self, runtime: ChainRuntime):
+        self.runtime = runtime
+        self.asks = 0
+        self.mapped: frozenset[object] = frozenset()
+
+    def post(self, message: object) -> None:
+        if isinstance(message, Ask):
+            self.asks += 1
+            if self.asks > 1:
+                answer = Confirm(message.epoch, message.number)
+                threading.Thread(target=self.runtime._deliver, args=(1, answer)).start()
+
+
+def test_a_question_whose_answer_was_lost_is_repeated_while_others_are_busy() -> None:
+    """The keeper looks at the coordinator, and other workers push, many times a second."""
+    runtime = ChainRuntime(ReplicaPlace(0, 0, 2), ModelHost(SECRET, 1 << 20, dict), lambda: None)
+    peer = _ForgetfulPeer(runtime)
+    runtime.links = {1: cast(PeerLink, peer)}
+    config = ChainConfig(1, (0, 1), (runtime.node.incarnation, 7))
+    runtime.reconfigure(lambda manager: manager.fetched(Fetch(1), config, 1, {}))
+    is_over = threading.Event()
+
+    def keep_busy() -> None:
+        while not is_over.wait(0.01):
+            runtime.reconfigure(lambda manager: [])
+
+    busy = threading.Thread(target=keep_busy)
+    busy.start()
+    try:
+        runtime.confirm(runtime.node)
+    finally:
+        is_over.set()
+        busy.join()
+    assert peer.asks == 2
