@@ -21,12 +21,14 @@ RULES = ['mode="async"', "staleness=2", "quorum=0.9"]
 def lose_and_return(run: Run, world: World, victim: int, at: int, until: int) -> list[Job]:
     """The victim dies after step `at`, and comes back when the others have done `until` steps."""
     all_train = threading.Barrier(run.size)  # none is lost before the last one has joined
+    have_trained: set[int] = set()
     far = threading.Event()
     back = threading.Event()
     waiting = threading.Barrier(run.size - 1, action=far.set)
 
     def after_step(rank: int, generation: int, job: Job) -> None:
-        if not generation and job.steps == 1:
+        if rank not in have_trained:
+            have_trained.add(rank)
             all_train.wait(60)
         if rank == victim and not generation and job.steps == at:
             raise Killed
