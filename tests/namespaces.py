@@ -98,7 +98,7 @@ class Lan:
     """Hosts at one switch. What one sends to another can be dropped, in one direction or both.
 
     A host finds another by the hardware address in its table of neighbours, which has no timeout
-    here. Where that is an address that no host has, packets vanish: no one is told.
+    here. Where that is an address that no host has, packets are dropped without an error.
     """
 
     NOWHERE = "02:00:00:00:ff:ff"

@@ -24,7 +24,7 @@ class ModelFailure(Exception):
     """The run cannot go on: a worker that the rule needs was lost, or a server was."""
 
     def __init__(self, reason: str, worker: int | None = None, is_loss: bool = False):
-        """`is_loss`: the cause is the end of a server, so it is told elsewhere."""
+        """`is_loss`: the cause is the end of a server, which another error reports."""
         self.reason = reason
         self.worker = worker
         self.is_loss = is_loss

@@ -75,7 +75,7 @@ class Release:
 
     @property
     def is_pending(self) -> bool:
-        """Whether anything waits for a release, or is to be told."""
+        """Whether anything waits for a release, or is to be sent to the predecessor."""
         return self._must_tell or bool(self._lent)
 
     def upto(self, applied: int, successor: int | None) -> int:

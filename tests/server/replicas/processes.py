@@ -123,7 +123,7 @@ class Processes:
         return int(line) if line.endswith("\n") else None
 
     def wait_dead(self, name: Name) -> int:
-        """The coordinator is told of a lost server, as by the launcher."""
+        """Report a lost server to the coordinator, as the launcher does."""
         returncode = self.processes[name].wait(START_S)
         if isinstance(name, int):
             with suppress(Unavailable):

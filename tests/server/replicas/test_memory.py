@@ -155,7 +155,7 @@ def test_gradients_in_memory_that_is_not_mapped_are_refused() -> None:
         client.close()
 
 
-def test_a_release_needs_the_successor_and_is_told_once() -> None:
+def test_a_release_needs_the_successor_and_is_sent_once() -> None:
     release = Release()
     release.note_lent(3)
     assert release.take(release.upto(3, successor=1)) == []
