@@ -87,7 +87,7 @@ def _replica_settings(config: RunConfig, run_dir: RunDir) -> ReplicaSettings | N
     """The place of this server in the chain of its shard; None if it has no replicas."""
     from shoal.comm.executors.hierarchical.topology import host_id
     from shoal.coordinator.connect import lease_ttl_s, open_coordinator
-    from shoal.server.replicas.runtime import ReplicaPlace
+    from shoal.server.replicas.place import ReplicaPlace
     from shoal.server.replicas.start import ReplicaSettings
 
     of_server = config.server

@@ -17,7 +17,8 @@ from shoal.server.replicas.address_book import AddressBook, OwnAddress
 from shoal.server.replicas.keeper import Keeper
 from shoal.server.replicas.leading import Leading
 from shoal.server.replicas.peer_link import PeerLink
-from shoal.server.replicas.runtime import ChainRuntime, ReplicaPlace
+from shoal.server.replicas.place import ReplicaPlace
+from shoal.server.replicas.runtime import ChainRuntime
 from shoal.server.replicas.streams import StreamFollowers
 
 

@@ -29,10 +29,11 @@ def encode_message(message: LinkMessage) -> tuple[bytes, Payload]:
         return msgspec.msgpack.encode(message), EMPTY
     proposed: Proposed = message.op
     operation = msgspec.msgpack.encode(proposed.operation)
-    return msgspec.msgpack.encode(_with(message, operation)), proposed.payload
+    return msgspec.msgpack.encode(with_op(message, operation)), proposed.payload
 
 
-def _with(message: Append | Teach, op: bytes) -> Append | Teach:
+def with_op(message: Append | Teach, op: bytes | Proposed | None) -> Append | Teach:
+    """The same message with another operation, or its bytes, or none."""
     if isinstance(message, Append):
         return Append(message.epoch, message.position, message.committed, op)
     return Teach(message.epoch, message.position, op)

@@ -26,7 +26,7 @@ from shoal.server.chain.config import ChainConfig
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.server.replicas.runtime import ReplicaPlace
+from shoal.server.replicas.place import ReplicaPlace
 from shoal.server.replicas.start import ReplicaSettings
 from shoal.server.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
@@ -78,7 +78,7 @@ class HostWorld:
         apply = runtime._apply
 
         def recorded(position: int, proposed: Any) -> None:
-            if position in runtime._waiters:
+            if position in runtime.waiters:
                 self.acknowledged[runtime.node.epoch, replica] += 1
             apply(position, proposed)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.coordinator.local import LocalCoordinator
 from shoal.coordinator.records import Answer, KeepAlive, List, Request
-from shoal.server.replicas.runtime import ReplicaPlace
+from shoal.server.replicas.place import ReplicaPlace
 from shoal.server.replicas.start import ReplicaSettings
 from shoal.server.server import Server
 from tests.server.helpers import SECRET

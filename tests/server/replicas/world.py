@@ -24,7 +24,7 @@ from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.messages import Commit
 from shoal.server.replicas import keeper
-from shoal.server.replicas.runtime import ReplicaPlace
+from shoal.server.replicas.place import ReplicaPlace
 from shoal.server.replicas.start import ReplicaSettings
 from shoal.server.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of

@@ -1,0 +1,247 @@
+"""One replica under one lock: its chain node, and how the effects of the node are carried out.
+
+Operations are applied under this lock, too. So no thread that holds the lock of a model may wait
+for this one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from shoal.errors import ShoalError
+from shoal.runtime.failpoints import failpoint
+from shoal.server.chain.manager import ChainManager
+from shoal.server.chain.messages import (
+    Apply,
+    ChangeConfig,
+    Disconnect,
+    Effect,
+    Refetch,
+    Reset,
+    Send,
+    SendSnapshot,
+    Teach,
+)
+from shoal.server.chain.node import ChainNode
+from shoal.server.chain.read_lease import ReadLease
+from shoal.server.model.membership import ModelFailure
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model_host import ModelHost
+from shoal.server.protocol.frames import Refused
+from shoal.server.replicas.apply import apply
+from shoal.server.replicas.elsewhere import Elsewhere
+from shoal.server.replicas.memory import LentReturned, Mapped, Release
+from shoal.server.replicas.operations import Operation, Pushed
+from shoal.server.replicas.payloads import mapped_memories
+from shoal.server.replicas.peer_link import PeerLink
+from shoal.server.replicas.place import ReplicaPlace
+from shoal.server.replicas.snapshots import snapshot_sender
+from shoal.server.replicas.waiters import Outcome, Waiters
+from shoal.server.replicas.wire import Proposed
+
+MAX_KEPT_BYTES = 1 << 30  # of pushes, for a replica that catches up; at least 4 of them
+_OPERATION_BYTES = 512  # about, without a payload
+
+
+class ReplicaCore:
+    """All but `place`, `host` and `lease` is guarded by `changed`, which is notified of news."""
+
+    def __init__(self, place: ReplicaPlace, host: ModelHost, on_reset: Callable[[], None]):
+        """`on_reset`: this replica has lost its place."""
+        self.place = place
+        self.host = host
+        self.changed = threading.Condition()
+        self.links: dict[int, PeerLink] = {}
+        self.lease = ReadLease()
+        self.poke: Callable[[], None] = lambda: None  # the keeper is to look at the coordinator
+        self.on_applied: Callable[[], None] = lambda: None
+        self.applied = 0
+        self.release = Release()
+        self.waiters = Waiters()
+        self.is_closed = False
+        self._on_reset = on_reset
+        self._unshared: deque[tuple[int, ServedModel, int]] = deque()  # position, log's position
+        self._new_node(time.time_ns())
+
+    def _new_node(self, incarnation: int) -> None:
+        place = self.place
+        self.node = ChainNode(place.replica, incarnation, place.consistency, place.replicas)
+        self.node.weigh = _kept_bytes
+        self.node.max_weight = MAX_KEPT_BYTES
+        founders = tuple(range(place.replicas))
+        self.manager = ChainManager(self.node, founders, self.lease)
+
+    @property
+    def released(self) -> int:
+        """Up to here no member reads the memory of workers any more."""
+        return self.release.upto(self.applied, self.node.successor)
+
+    def elsewhere(self, reason: str) -> Elsewhere:
+        return Elsewhere(self.node.config, f"{self.place.in_words()} {reason}")
+
+    # ------------------------------------------------------------------ news from outside
+
+    def announce(self) -> None:
+        """Let the other replicas know which memory of workers is mapped here."""
+        with self.changed:
+            for link in self.links.values():
+                link.post(Mapped(mapped_memories(self.host)))
+
+    def link_up(self, peer: int) -> None:
+        with self.changed:
+            self.links[peer].post(Mapped(mapped_memories(self.host)))
+            self.release.tell_again()
+            self.run(self.node.link_up(peer))
+
+    def link_lost(self, peer: int) -> None:
+        with self.changed:
+            self.run(self.node.link_lost(peer))
+        self.poke()
+
+    def reconfigure(self, change: Callable[[ChainManager], list[Effect]]) -> None:
+        """The keeper has an answer of the coordinator."""
+        with self.changed:
+            before = self.node.config
+            self.release.tell_again()
+            self.run(change(self.manager))
+            if self.node.config != before:
+                is_full = len(self.node.config.members) == self.place.replicas
+                self.host.keeps_payloads = self.node.is_tail and not is_full
+                self.changed.notify_all()
+
+    # ------------------------------------------------------------------ effects, under the lock
+
+    def run(self, effects: list[Effect]) -> None:
+        """Messages first: others can go on while operations are applied here."""
+        if len(effects) > 1 and not any(map(_keeps_order, effects)):
+            effects = sorted(effects, key=lambda effect: not isinstance(effect, Send))
+        for effect in effects:
+            self._carry_out(effect)
+        self._note_released()
+        self._share_entries()
+        self.changed.notify_all()
+
+    def _note_released(self) -> None:
+        if not self.release.is_pending:
+            return
+        upto = self.released
+        for position in self.release.take(upto):
+            self.waiters.wake(position)
+        predecessor = self.node.predecessor
+        link = None if predecessor is None else self.links.get(predecessor)
+        if link is not None and self.release.is_news(upto):
+            link.post(LentReturned(upto))
+
+    def _share_entries(self) -> None:
+        """Eventual: decisions that all members have are for other shards."""
+        while self._unshared and self._unshared[0][0] <= self.node.committed:
+            _, model, position = self._unshared.popleft()
+            with model.lock:
+                model.log.shared = position
+                model.lock.notify_all()
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            link = self.links.get(effect.to)
+            if link is not None:
+                if isinstance(effect.message, Teach):
+                    effect.message.op.payload.keep()
+                link.post(effect.message)
+        elif isinstance(effect, Apply):
+            for entry in effect.entries:
+                self._apply(entry.position, entry.op)
+            self.on_applied()
+        elif isinstance(effect, Reset):
+            self._reset()
+        elif isinstance(effect, SendSnapshot):
+            self._send_snapshot(effect)
+        elif isinstance(effect, Disconnect):
+            if effect.to in self.links:
+                self.links[effect.to].reconnect()
+        else:
+            assert isinstance(effect, Refetch | ChangeConfig)
+            if isinstance(effect, ChangeConfig):
+                failpoint("splice")
+            self.manager.look()
+            self.poke()
+
+    def _apply(self, position: int, proposed: Proposed) -> None:
+        pass_push("push.replicated", proposed.operation)
+        outcome = Outcome()
+        if self.host.keeps_payloads or self.node.is_teaching:
+            proposed.payload.keep()
+        try:
+            outcome.answer = apply(self.host, proposed.operation, proposed.payload)
+        except (Refused, ModelFailure) as error:
+            outcome.error = error
+        except ShoalError as error:
+            outcome.error = Refused(str(error))
+        except Exception as error:  # of an optimizer: the same in all replicas
+            outcome.error = self._failed(proposed.operation, error)
+        self.applied = position
+        if is_released(proposed):
+            self.release.note_lent(position)
+        self._note_unshared(position, proposed.operation)
+        pass_push("push.applied", proposed.operation)
+        self.waiters.applied(position, outcome)
+
+    def _note_unshared(self, position: int, operation: Operation) -> None:
+        model = self.host.models.get(operation.model)
+        if model is not None and model.log.shared not in (None, model.log.position):
+            self._unshared.append((position, model, model.log.position))
+
+    def _failed(self, operation: Operation, error: Exception) -> Exception:
+        reason = f"{self.place.in_words()} failed: {error!r}"[:4000]
+        model = self.host.models.get(getattr(operation, "model", -1))
+        if model is not None:
+            model.fail(reason)
+        return ModelFailure(reason)
+
+    def _reset(self) -> None:
+        """It has lost its place: begin again without state, as a learner."""
+        incarnation = max(time.time_ns(), self.node.incarnation + 1)
+        self.waiters.wake_all()
+        self._unshared.clear()
+        self.applied = 0
+        self.release = Release()
+        self._new_node(incarnation)
+        self._on_reset()
+        self.host.clear("this server was removed from its chain")
+        self.announce()
+        self.manager.look()
+        self.poke()
+
+    def _send_snapshot(self, effect: SendSnapshot) -> None:
+        """The state as it is now; payloads of what follows are kept for the learner."""
+        assert self.applied == effect.position, f"{self.applied} is applied, not {effect.position}"
+        self.host.keeps_payloads = True
+        link = self.links.get(effect.to)
+        if link is not None:
+            link.post(snapshot_sender(self.host, effect.incarnation, effect.position))
+
+
+def pass_push(name: str, operation: Operation) -> None:
+    """A failpoint of pushes."""
+    if isinstance(operation, Pushed):
+        failpoint(name)
+
+
+def is_released(proposed: Proposed) -> bool:
+    """Whether all members say when they have applied it, beside that they have it."""
+    operation = proposed.operation
+    return isinstance(operation, Pushed) and operation.lent == "at once"
+
+
+def _kept_bytes(proposed: Proposed) -> int:
+    return min(proposed.payload.nbytes + _OPERATION_BYTES, MAX_KEPT_BYTES // 4)
+
+
+def _keeps_order(effect: Effect) -> bool:
+    """A snapshot is of this moment. A push that is lent in turn is acknowledged when applied."""
+    if not isinstance(effect, Apply):
+        return isinstance(effect, SendSnapshot)
+    operations = (entry.op.operation for entry in effect.entries)
+    return any(isinstance(each, Pushed) and each.lent == "in turn" for each in operations)

@@ -1,0 +1,99 @@
+"""Frames of the other replicas: what they bring to the node of this one."""
+
+from __future__ import annotations
+
+from shoal.server.chain.messages import Append, ChainMessage, Teach
+from shoal.server.chain.node import ChainNode
+from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.frames import Header, Refused
+from shoal.server.replicas.core import ReplicaCore, pass_push
+from shoal.server.replicas.memory import LentReturned, Mapped
+from shoal.server.replicas.payloads import IN_MEMORY, read_payload
+from shoal.server.replicas.wire import Proposed, decode_message, with_op
+
+
+class PeerFrames:
+    """Called by the threads of the connections that other replicas have made."""
+
+    def __init__(self, core: ReplicaCore):
+        self._core = core
+
+    def receive(self, sender: int, header: Header, meta: bytes, connection: Connection) -> None:
+        """A message of another replica; its payload is read without the lock."""
+        message, operation = decode_message(meta)
+        if operation is None:
+            if header.payload_bytes:
+                raise Refused(f"{type(message).__name__} has no payload")
+            if isinstance(message, Mapped | LentReturned):
+                self._hear(sender, message)
+            else:
+                self.deliver(sender, message)
+            return
+        assert isinstance(message, Append | Teach)
+        pass_push("push.received", operation)
+        if isinstance(message, Teach) and header.argument == IN_MEMORY:
+            raise Refused("Teach has its gradients with it")
+        if not self._expects(sender, message):
+            connection.skip(header.payload_bytes)
+            self.deliver(sender, with_op(message, None))
+            return
+        pass_push("push.deduplicated", operation)
+        payload = read_payload(self._core.host, operation, connection, header)
+        pass_push("push.validated", operation)
+        self.deliver(sender, with_op(message, Proposed(operation, payload)))
+
+    def _expects(self, sender: int, message: Append | Teach) -> bool:
+        """Whether this message would be appended; what it knows to be committed is applied."""
+        core = self._core
+        with core.changed:
+            node = core.node
+            if message.epoch != node.epoch or message.position != node.position + 1:
+                return False
+            if isinstance(message, Teach):
+                return not node.is_member and sender == node.config.tail
+            if sender != node.predecessor:
+                return False
+            if message.committed <= node.committed:
+                return True
+            core.run(node.receive(sender, _committed_alone(message, node.position)))
+            return node is core.node
+
+    def deliver(self, sender: int, message: ChainMessage) -> None:
+        core = self._core
+        with core.changed:
+            node = core.node
+            if _is_missed(message, node):
+                core.run(node.link_up(sender))  # let it be sent again
+                return
+            effects = node.receive(sender, message)
+            _pass_message("push.logged", message)
+            core.run(effects)
+            _pass_message("push.acknowledged", message)
+
+    def _hear(self, sender: int, message: Mapped | LentReturned) -> None:
+        core = self._core
+        with core.changed:
+            if isinstance(message, LentReturned):
+                core.release.heard(sender, message.position)
+                core.run([])
+            elif sender in core.links:
+                core.links[sender].mapped = frozenset(message.memories)
+                if not message.memories:
+                    core.release.forget(sender)
+
+
+def _pass_message(name: str, message: ChainMessage) -> None:
+    if isinstance(message, Append | Teach) and message.op is not None:
+        pass_push(name, message.op.operation)
+
+
+def _is_missed(message: ChainMessage, node: ChainNode) -> bool:
+    """Whether its payload was skipped though its entry is not in the log."""
+    if not isinstance(message, Append | Teach) or message.op is not None:
+        return False
+    return message.epoch == node.epoch and message.position > node.position
+
+
+def _committed_alone(message: Append, position: int) -> Append:
+    """The same news of what is committed, with an entry that is known already."""
+    return Append(message.epoch, position, message.committed, None)
