@@ -1,7 +1,7 @@
 """Checkpoints that servers have written by themselves, as those of `job.save`.
 
-servers   weights and optimizer state by slices, rows  ─┐
-worker    names, buffers, position in the data         ─┴─▶ Checkpoint, which any strategy loads
+servers   weights, optimizer state, residuals, rows  ─┐
+worker    names, buffers, position in the data       ─┴─▶ Checkpoint, which any strategy loads
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.errors import BadInput, CheckpointError
 from shoal.replica.state_dicts import state_of
+from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES
 from shoal.server.protocol.messages import Name, ParameterSlice, Shape
 from shoal.server.saving.folder import (
@@ -28,6 +29,7 @@ from shoal.server.saving.folder import (
 )
 from shoal.server.saving.shard_file import SavedShard, read_shard
 from shoal.server.saving.tensor_file import read_tensors_of
+from shoal.sync.ps.compressed_push import PREFIX
 from shoal.train.checkpoint import Checkpoint, is_count
 from shoal.train.named_tensors import on_cpu
 from shoal.train.optimizer_state import optimizer_tensors
@@ -120,7 +122,9 @@ def _assemble(version: SavedVersion) -> Checkpoint:
     of_model = document["models"][0]
     of_model["optimizer"] = rest
     rows, of_model["tables"] = joined.rows(of_model["tables"])
-    saved = Checkpoint(model | rows, {f"0:{name}": t for name, t in state.items()}, document)
+    optimizer = {f"0:{name}": t for name, t in state.items()}
+    optimizer |= joined.residuals()
+    saved = Checkpoint(model | rows, optimizer, document)
     parts = b"".join([digest, *(shard.digest for shard in shards)])
     saved.digest = hashlib.sha256(parts).hexdigest()
     return saved
@@ -219,6 +223,23 @@ class _Joined:
         if full not in tensors:
             tensors[full] = torch.zeros(shape, dtype=tensor.dtype)
         _rows(tensors[full], held).copy_(tensor)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """What compression has not sent yet, of workers that were live, as `snapshot` names it."""
+        residuals: dict[str, Tensor] = {}
+        bases: dict[str, Tensor] = {}
+        for worker in set.intersection(*(set(shard.residuals) for shard in self._shards)):
+            key = f"{PREFIX}worker/{worker}"
+            for index, shard in enumerate(self._shards):
+                spec = shard.document.spec
+                residual, basis = PushCompression(spec).read_residual(shard.residuals[worker])
+                if basis.numel():
+                    bases[f"sync0:{key}/basis/{index}"] = basis
+                for held in spec.slices:
+                    start = held.start - spec.start
+                    values = residual[start : start + math.prod(held.shape)].view(held.shape)
+                    self._put(residuals, f"{key}/residual".replace("/", ":"), values, held)
+        return bases | {f"sync0/{name}": tensor for name, tensor in residuals.items()}
 
     def rows(self, updates: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The rows of all tables, as `Embedding.state` names them, and the updates of each."""

@@ -93,6 +93,20 @@ def test_a_run_that_continues_has_the_same_bits(
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("method", ["int8", "onebit", "topk(0.1)", "powersgd(rank=1)"])
+def test_a_run_with_compression_continues_with_the_same_bits(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    strategy = f'ps(placement="workers", compress="{method}")'
+    _, expected = of_world(world, 2, strategy, 12)
+    save_in(monkeypatch, tmp_path, every=7, resume=False)
+    of_world(world, 2, strategy, 9)
+    save_in(monkeypatch, tmp_path, every=7, resume=True)
+    taken, found = of_world(world, 2, strategy, 12)
+    assert taken == 5
+    assert_same(found, expected)
+
+
 def test_any_strategy_loads_what_servers_saved(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,9 +55,7 @@ def get_residual(peer: Peer, header: Header, meta: bytes) -> None:
 
 def _residual_of(model: ServedModel, worker: int) -> bytearray | None:
     with model.lock:
-        owner = model.membership.members.get(worker)
-        is_live = owner is not None and worker not in model.membership.departed
-        return owner.residual if owner is not None and is_live else None
+        return model.membership.residual_of(worker)
 
 
 def _compression(model: ServedModel, header: Header) -> PushCompression:

@@ -38,6 +38,12 @@ class PushCompression:
         """What a worker carries from step to step: its residual, and PowerSGD's basis."""
         return self.size * self.residual_dtype.itemsize + 4 * self.basis.numel()
 
+    def read_residual(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual and the basis in `residual_bytes` bytes."""
+        stop = self.size * self.residual_dtype.itemsize
+        residual = data[:stop].clone().view(self.residual_dtype)
+        return residual, data[stop:].clone().view(torch.float32)
+
     @property
     def basis(self) -> Tensor:
         if isinstance(self.compressor, PowerSgd):

@@ -30,7 +30,7 @@ from shoal.server.model.log import Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer, RowPush
 from shoal.server.model.shard_state import get_state, restore
-from shoal.server.model.snapshot import Snapshot, install_snapshot, take_snapshot
+from shoal.server.model.snapshot import SavedWorker, Snapshot, install_snapshot, take_snapshot
 from shoal.server.model.state import ModelState
 from shoal.server.model.statistics import Statistics
 from shoal.server.model.tables import Tables
@@ -363,11 +363,13 @@ class ServedModel:
             self.lock.wait_for(lambda: not self.state.is_summed)
             return take_snapshot(self.state, self.log.position, self.log.epoch)
 
-    def saved_state(self) -> tuple[Snapshot, dict[int, int]]:
+    def saved_state(self) -> tuple[Snapshot, dict[int, SavedWorker]]:
         """For a checkpoint, under the lock: a snapshot, and the process of each worker in it."""
         snapshot = take_snapshot(self.state, self.log.position, self.log.epoch)
-        members = self.membership.members.items()
-        return snapshot, {worker: member.incarnation for worker, member in members}
+        return snapshot, {
+            worker: SavedWorker(member.incarnation, self.membership.residual_of(worker))
+            for worker, member in self.membership.members.items()
+        }
 
     def install(self, snapshot: Snapshot) -> None:
         """Replace the state; entries after the snapshot's position can be replayed on it."""

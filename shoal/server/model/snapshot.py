@@ -7,6 +7,7 @@ are staged and not summed yet are not included: the worker has staged them on ev
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -49,6 +50,13 @@ class Snapshot:
     optimizer_tensors: tuple[Tensor, ...]
     counted_rows: tuple[tuple[int, RowPush], ...]
     tables: tuple[TableSnapshot, ...]
+
+
+class SavedWorker(NamedTuple):
+    """What a checkpoint has of one worker besides its pushes."""
+
+    incarnation: int
+    residual: bytes | bytearray | None  # what compression has not sent yet; None without one
 
 
 def take_snapshot(state: ModelState, position: int, epoch: int) -> Snapshot:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from shoal.server.model.snapshot import Snapshot
+from shoal.server.model.snapshot import SavedWorker, Snapshot
 from shoal.server.protocol.messages import ModelSpec
 from shoal.server.saving.folder import shard_name, version_of, write_durably
 from shoal.server.saving.shard_file import write_shard
@@ -73,7 +73,7 @@ class ShardSaver:
         model: int,
         spec: ModelSpec,
         number: int,
-        snapshot: Callable[[], tuple[Snapshot, dict[int, int]]],
+        snapshot: Callable[[], tuple[Snapshot, dict[int, SavedWorker]]],
     ) -> None:
         """Copy the state by `snapshot()`, and write it later; leaves it out if it is behind."""
         version = version_of(self._folder, number, model)
@@ -81,7 +81,7 @@ class ShardSaver:
         with self._lock:
             if self._writer.is_busy:
                 return
-            copied, incarnations = snapshot()
+            copied, workers = snapshot()
 
             def write() -> None:
                 if (version.path / name).exists():  # by another replica of this shard
@@ -89,7 +89,7 @@ class ShardSaver:
                 write_durably(
                     version,
                     name,
-                    lambda file: write_shard(file, number, spec, copied, incarnations),
+                    lambda file: write_shard(file, number, spec, copied, workers),
                 )
 
             self._writer.start(write)

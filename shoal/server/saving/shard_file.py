@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
+import torch
 from torch import Tensor
 
 from shoal.embedding.spec import TableSpec
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ShoalError
 from shoal.server.consistency import Count, LedgerState
+from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES
-from shoal.server.model.snapshot import Snapshot
+from shoal.server.model.snapshot import SavedWorker, Snapshot
 from shoal.server.protocol.messages import ModelSpec, Name, ShardState
 from shoal.server.saving.tensor_file import read_tensors_of, write_tensors
 
@@ -51,6 +53,7 @@ class ShardDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pushes: tuple[CountedPush, ...]
     optimizer: ShardState
     tables: tuple[SavedTable, ...]
+    residuals: tuple[Count, ...] = ()  # workers whose residuals are here
 
 
 class SavedShard(NamedTuple):
@@ -60,20 +63,26 @@ class SavedShard(NamedTuple):
     weights: Tensor
     optimizer: list[Tensor]
     tables: dict[str, list[dict[str, Tensor]]]
+    residuals: dict[int, Tensor]  # worker -> bytes
     digest: bytes
 
 
 def write_shard(
-    file: Path, number: int, spec: ModelSpec, snapshot: Snapshot, incarnations: Mapping[int, int]
+    file: Path,
+    number: int,
+    spec: ModelSpec,
+    snapshot: Snapshot,
+    workers: Mapping[int, SavedWorker],
 ) -> None:
     tables = [
         SavedTable(table.spec, table.steps, tuple(tuple(chunk) for chunk in table.chunks))
         for table in snapshot.tables
     ]
     pushes = [
-        CountedPush(worker, incarnations.get(worker, 0), sequence)
+        CountedPush(worker, workers[worker].incarnation if worker in workers else 0, sequence)
         for worker, sequence in sorted(snapshot.decided.items())
     ]
+    residuals = {w: saved.residual for w, saved in workers.items() if saved.residual is not None}
     document = ShardDocument(
         _FORMAT,
         number,
@@ -84,8 +93,9 @@ def write_shard(
         tuple(pushes),
         snapshot.optimizer,
         tuple(tables),
+        tuple(sorted(residuals)),
     )
-    write_tensors(file, _tensors(snapshot), document)
+    write_tensors(file, _tensors(snapshot) | _residual_tensors(residuals), document)
 
 
 def _tensors(snapshot: Snapshot) -> dict[str, Tensor]:
@@ -95,6 +105,13 @@ def _tensors(snapshot: Snapshot) -> dict[str, Tensor]:
         for j, chunk in enumerate(table.chunks):
             tensors |= {f"table/{i}/{j}/{key}": tensor for key, tensor in chunk.items()}
     return tensors
+
+
+def _residual_tensors(residuals: Mapping[int, bytes | bytearray]) -> dict[str, Tensor]:
+    return {
+        f"residual/{worker}": torch.frombuffer(bytearray(residual), dtype=torch.uint8)
+        for worker, residual in residuals.items()
+    }
 
 
 def read_shard(file: Path) -> SavedShard:
@@ -110,12 +127,14 @@ def read_shard(file: Path) -> SavedShard:
             ]
             for i, table in enumerate(document.tables)
         }
+        residuals = {worker: tensors.pop(f"residual/{worker}") for worker in document.residuals}
     except KeyError as error:
         raise _damaged(file, f"it has no tensor {error}") from error
     if tensors:
         raise _damaged(file, f"nothing is known of its tensor {next(iter(tensors))!r}")
     _check(file, document, weights, optimizer)
-    return SavedShard(document, weights, optimizer, tables, digest)
+    _check_residuals(file, document.spec, residuals)
+    return SavedShard(document, weights, optimizer, tables, residuals, digest)
 
 
 def _check(file: Path, document: ShardDocument, weights: Tensor, optimizer: list[Tensor]) -> None:
@@ -135,6 +154,20 @@ def _check(file: Path, document: ShardDocument, weights: Tensor, optimizer: list
             raise _damaged(file, "its optimizer state is not what it describes")
     if any(i >= len(spec.slices) for i, _, _ in document.optimizer.numbers):
         raise _damaged(file, "its optimizer state is not what it describes")
+
+
+def _check_residuals(file: Path, spec: ModelSpec, residuals: dict[int, Tensor]) -> None:
+    if not residuals:
+        return
+    if spec.compress is None:
+        raise _damaged(file, "it has residuals without compression")
+    try:
+        expected = PushCompression(spec).residual_bytes
+    except ShoalError as error:
+        raise _damaged(file, str(error)) from error
+    for residual in residuals.values():
+        if residual.dtype != torch.uint8 or residual.shape != (expected,):
+            raise _damaged(file, "its residuals are not those that it describes")
 
 
 def _damaged(file: Path, reason: str) -> CheckpointError:

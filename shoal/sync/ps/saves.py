@@ -2,7 +2,8 @@
 
 Every worker asks with the push of each `every`-th step. The servers save when the step of that
 push is applied, and the worker whose push has completed the step writes the part of the workers.
-So all files of a checkpoint are of the same step.
+So all files of a checkpoint are of the same step. Before that push a worker gives the servers what
+compression has not sent yet; they save it, too.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ class ServerSaves:
         self._latest = 0  # that was asked for
         self._writer = BackgroundWriter(f"worker {rank}", self.folder)
 
+    def may_ask(self, number: int) -> bool:
+        """Whether a worker may ask for a checkpoint of step `number`, this one or another."""
+        return number % self._every == 0
+
     def due(self, number: int) -> int | None:
         """The checkpoint to ask for with the push that completes step `number`."""
-        if number % self._every:
+        if not self.may_ask(number):
             return None
         is_awaited = self._latest > number - _PATIENCE * self._every
         if self._latest and is_awaited and self._is_being_written():

@@ -117,6 +117,8 @@ class PsWorker(Sync):
             lr = self._updates.learning_rate(step)
             saves = self.saves
             save = None if saves is None else saves.due(step + 1)
+            if saves is not None and saves.may_ask(step + 1):
+                self.push.deposit()  # what compression has not sent yet
             commit = Commit(step, self._version, self.batch_fraction, lr, save)
             ack = self._decide(commit, loss_flags)
             if saves is not None and ack.save is not None:
