@@ -1,9 +1,9 @@
 """Times of forward, backward and update of a user's model, measured on its first batch.
 
 `shoal predict --profile` and `shoal bench predict` start the script on one worker or several, which
-all compute at the same time, each its rows of the batch. Between backward and update they add up
-their gradients, as replicas do: so that they meet in every step, and caches are as in a run. How
-long the slowest one keeps the others waiting is measured, too.
+all compute at the same time, each its rows of the batch. Gradients are collected as under ddp, and
+summed between backward and update: so that workers meet in every step, and caches are as in a run.
+How long the slowest one keeps the others waiting is measured, too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from shoal.comm.group import Group
 from shoal.data.rows import move_to, num_rows
 from shoal.observe.capture import StopTraining
 from shoal.observe.memory_estimate import EstimateJob
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import Loss, autocast_for, call_model
 from shoal.runtime.config import PROFILE, WorkloadTraceConfig
 from shoal.strategy.strategy import as_strategy
-from shoal.sync.optimizer_step import make_optimizer
+from shoal.sync.base import DEFAULT_BUCKET_BYTES
+from shoal.sync.ddp import LARGE_BYTES
+from shoal.sync.ddp_compressed import ddp_buckets
+from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
 from shoal.train.arguments import ForwardSignature
 from shoal.train.job import Job
 from shoal.train.options import StepOptions
@@ -61,7 +65,7 @@ class ProfileJob(EstimateJob):
         content = move_to(getattr(batch, "content", batch), self.device)
         model.to(self.device).train()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        passes = _Passes(model, loss, make_optimizer(optimizer, named), options, self.group)
+        passes = _Passes(model, loss, optimizer, named, options, self.group)
         rounds = passes.measure(content, self.seconds)
         everywhere = _of_all_ranks(self.group, rounds, self.device)
         sums = _of_all_ranks(self.group, passes.sums[-len(rounds) :], self.device)
@@ -85,17 +89,21 @@ class _Passes:
         self,
         model: nn.Module,
         loss: Loss,
-        optimizer: torch.optim.Optimizer,
+        optimizer: OptimizerFactory,
+        named: list[tuple[str, nn.Parameter]],
         options: StepOptions,
         group: Group,
     ):
         self._model = model
         self._loss = loss
-        self._optimizer = optimizer
-        self._gradients = _lay_out_gradients(model)
-        self._device = self._gradients.device
+        self._flat = FlatParams(named)
+        self._optimizer = make_optimizer(optimizer, named)
+        self._device = self._flat.device
         self._autocast = autocast_for(self._device, options.precision)
         self._group = group
+        self._full: list[slice] = []
+        if group.size > 1:
+            self._flat.grads.watch(ddp_buckets(self._flat, DEFAULT_BUCKET_BYTES), LARGE_BYTES)
         self.sums: list[tuple[float, float]] = []
 
     def measure(self, content: Any, seconds: float) -> list[PassTimes]:
@@ -130,9 +138,9 @@ class _Passes:
         marks = [self._now()]
         loss = self._forward(content)
         marks.append(self._now())
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._backward(loss)
         marks.append(self._now())
-        self._group.all_reduce(self._gradients).wait()
+        self._sum_gradients()
         begin_s = self._now()
         self.sums.append((marks[-1], begin_s))
         self._update()
@@ -141,7 +149,7 @@ class _Passes:
 
     def _launch(self, content: Any) -> None:
         """A step without a look at the clock."""
-        self._forward(content).backward()  # type: ignore[no-untyped-call]
+        self._backward(self._forward(content))
         self._update()
 
     def _forward(self, content: Any) -> Tensor:
@@ -150,25 +158,29 @@ class _Passes:
             inputs, targets = ForwardSignature(self._model).arguments(content, rows)
             return self._loss(call_model(self._model, inputs), targets)
 
+    def _backward(self, loss: Tensor) -> None:
+        """Copies to buckets belong to it; the sums, which ddp begins meanwhile, come later."""
+        self._full.clear()
+        self._flat.grads.arm(self._full.append)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._flat.grads.flush()
+
+    def _sum_gradients(self) -> None:
+        grads = self._flat.grads
+        sums = [self._group.all_reduce(one) for full in self._full for one in grads.tensors(full)]
+        for under_way in sums:
+            under_way.wait()
+
     def _update(self) -> None:
+        if self._full:
+            self._flat.grads.publish()
         self._optimizer.step()
-        self._gradients.zero_()
+        self._flat.zero_grad()
 
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-def _lay_out_gradients(model: nn.Module) -> torch.Tensor:
-    """One buffer that backward adds to, as steps of Shoal have it."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    kind = params[0]
-    flat = torch.zeros(sum(p.numel() for p in params), dtype=kind.dtype, device=kind.device)
-    pieces = torch.split(flat, [p.numel() for p in params])
-    for param, piece in zip(params, pieces, strict=True):
-        param.grad = piece.view_as(param)
-    return flat
 
 
 def _of_all_ranks(
