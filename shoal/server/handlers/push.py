@@ -9,11 +9,10 @@ from shoal.server.model.push_buffer import PushBuffer, PushTensors, RowPush
 from shoal.server.peer import Peer
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.messages import Ack, Commit, RowBatch
+from shoal.server.replicas.memory import at_once_bytes
 from shoal.server.replicas.operations import Lent, Payload, Pushed
 from shoal.server.replicas.payloads import memory_of
 from shoal.server.shared_memory import bytes_of
-
-AT_ONCE_BYTES = 4 << 20  # smaller pushes are applied by one replica after the other
 
 
 @handles(FrameKind.BUCKET, "push", has_payload=True)
@@ -79,7 +78,8 @@ def _lent(peer: Peer, member: Member) -> Lent:
     chain = peer.host.chain
     if chain is None or chain.acknowledges_at_once or member.out is None:
         return "copied"
-    return "at once" if member.out.nbytes >= AT_ONCE_BYTES else "in turn"
+    servers = chain.place.replicas * peer.joined()[0].spec.servers
+    return "at once" if member.out.nbytes >= at_once_bytes(servers) else "in turn"
 
 
 def _payload(peer: Peer, operation: Pushed, member: Member, rows: tuple[RowPush, ...]) -> Payload:

@@ -12,14 +12,28 @@ is acknowledged only when each member has applied it: then the worker may overwr
 from __future__ import annotations
 
 from collections import deque
+from functools import cache
 from typing import Annotated
 
 import msgspec
 
+from shoal.runtime.cores import cores
 from shoal.server.chain.config import Number
 from shoal.server.consistency import Count
 
 _MAX_MEMORIES = 1 << 16
+_AT_ONCE_BYTES = 4 << 20
+_AT_ONCE_ON_OWN_CORES_BYTES = 256 << 10
+
+
+@cache
+def at_once_bytes(servers: int) -> int:
+    """From which size on the replicas apply a lent push at the same time.
+
+    It takes one message more from each, which pays for small pushes only where the servers of
+    this host do not share cores.
+    """
+    return _AT_ONCE_ON_OWN_CORES_BYTES if cores() >= 2 * servers else _AT_ONCE_BYTES
 
 
 class PushMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -30,6 +30,7 @@ from shoal.server.protocol.messages import (
 )
 from shoal.server.replicas.elsewhere import Elsewhere
 from shoal.server.replicas.memory import PushMemory
+from shoal.server.replicas.place import ReplicaPlace
 
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 MAX_PUSHED_TABLES = 256
@@ -196,6 +197,8 @@ T = TypeVar("T")
 
 class ChainAccess(Protocol):
     """The chain of a replicated server, as connections use it."""
+
+    place: ReplicaPlace
 
     @property
     def is_head(self) -> bool: ...

@@ -6,6 +6,7 @@ Messages to the other go over it; its messages come over the connection that it 
 from __future__ import annotations
 
 import queue
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -175,7 +176,14 @@ class PeerLink:
         return connection
 
     def _await_end(self, connection: Connection) -> None:
-        with suppress(OSError, ShoalError):  # nothing comes but the end, or an error
+        """Nothing comes but the end, or an error.
+
+        A thread in recv would be woken by every frame that the peer takes from a Unix socket.
+        """
+        poll = select.poll()
+        poll.register(connection.sock, select.POLLIN)
+        poll.poll()
+        with suppress(OSError, ShoalError):
             connection.receive(_MAX_ANSWER_BYTES)
 
     def _send(self) -> None:

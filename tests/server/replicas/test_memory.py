@@ -15,7 +15,7 @@ from shoal.server.model.named_optimizer import classes, step_without_hooks
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused
 from shoal.server.protocol.messages import Commit
-from shoal.server.replicas.memory import Release
+from shoal.server.replicas.memory import Release, at_once_bytes
 from shoal.server.replicas.operations import Pushed
 from shoal.server.replicas.payloads import IN_MEMORY, read_payload
 from tests.server.helpers import MODEL
@@ -28,8 +28,17 @@ ELEMENTWISE = ("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adag
 @pytest.fixture(params=["in turn", "at once"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """How replicas apply a push; large ones at once."""
-    monkeypatch.setattr(push, "AT_ONCE_BYTES", 0 if request.param == "at once" else 1 << 40)
+    limit = 0 if request.param == "at once" else 1 << 40
+    monkeypatch.setattr(push, "at_once_bytes", lambda servers: limit)
     yield request.param
+
+
+@pytest.mark.parametrize(("cores", "limit"), [(2, 4 << 20), (5, 4 << 20), (6, 256 << 10)])
+def test_small_pushes_are_applied_at_once_where_servers_have_cores_of_their_own(
+    cores: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.server.replicas.memory.cores", lambda: cores)
+    assert at_once_bytes.__wrapped__(servers=3) == limit
 
 
 def test_gradients_do_not_travel_along_the_chain(way: str) -> None:
