@@ -4,8 +4,9 @@
     pull, rows            to the member that serves this worker's pulls; what they set, to the head
     control, idle         to each other member, which maps the worker's memory (`replica_watch.py`)
 
-A connection that breaks, or a server that says `Moved`, makes a worker look for the head: it sends
-SETUP to one replica after the other, until one takes it. What was not answered is sent again;
+A connection that breaks, or a server that says `Moved`, makes a worker look for the head: it asks
+one replica after the other which epoch it is in, until the head of the latest one takes SETUP.
+Other members answer, too, and are not taken for the head. What was not answered is sent again;
 servers count a push once. Every frame has the epoch that the worker knows, and what a replica of an
 earlier epoch says has no effect.
 """
@@ -308,7 +309,13 @@ class ChainLink(ServerLink):
             has_learned = False
             for replica in self.view.to_ask():
                 try:
-                    return replica, self.set_up(replica, ask_s)
+                    if replica != self.view.head:
+                        self._watch.ask(replica, ask_s)
+                        continue
+                    connection = self.set_up(replica, ask_s)
+                    if replica == self.view.head:  # also after SETUP, which has the latest epoch
+                        return replica, connection
+                    self._replaced.append(connection)
                 except MovedAway as moved:
                     reason = moved
                     has_learned = self.learn(moved.moved)

@@ -81,6 +81,20 @@ class ReplicaWatch:
             if replica not in self._attached:
                 self._attached[replica] = self._chain.set_up(replica, timeout_s)
 
+    def ask(self, replica: int, timeout_s: float) -> None:
+        """MovedAway if a replica is in another epoch than this worker; raises if it is silent."""
+        self.attach(replica, timeout_s)
+        try:
+            with self._attaching[replica]:
+                connection = self._attached.get(replica)
+                if connection is not None:
+                    self._chain.probe(connection, timeout_s)
+        except MovedAway:
+            raise
+        except (OSError, ShoalError):
+            self.detach(replica)
+            raise
+
     def attach_members(self, timeout_s: float) -> None:
         """Those that can be reached; the others are tried again later."""
         view = self._chain.view
@@ -125,12 +139,11 @@ class ReplicaWatch:
 
     def _probe(self) -> None:
         """Ask whether there is a newer epoch, until one says so."""
-        for replica, connection in list(self._attached.items()):
+        for replica in list(self._attached):
             try:
-                with self._attaching[replica]:
-                    self._chain.probe(connection, _ATTACH_S)
+                self.ask(replica, _ATTACH_S)
             except MovedAway as moved:
                 if self._chain.learn(moved.moved):
                     return
             except (OSError, ShoalError):
-                self.detach(replica)
+                continue

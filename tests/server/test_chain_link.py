@@ -164,6 +164,20 @@ def test_what_a_head_of_an_earlier_epoch_says_has_no_effect() -> None:
         assert chain.counted == [1, 2]
 
 
+def test_members_that_answer_are_not_taken_for_the_head() -> None:
+    with fake_chain() as chain, worker_of(chain) as client:
+        push(client)
+        chain.replicas[0].die()
+        link = link_of(client)
+        link.find_head_s = 0.1
+        with pytest.raises(PeerLost, match="looking for the head"):
+            link._find_head(link.find_head_s)  # the others are members of its epoch
+        chain.move(1, 2)
+        replica, connection = link._find_head(60)
+        connection.close()
+        assert (replica, chain.set_ups[-1]) == (1, (1, 2)), "SETUP in the epoch in which it leads"
+
+
 def test_the_search_for_a_head_ends_and_names_the_shard_and_its_replicas() -> None:
     with fake_chain() as chain, worker_of(chain) as client:
         link_of(client).find_head_s = 0.1
