@@ -27,6 +27,7 @@ class Counting(Executor):
         self.rank = executor.rank
         self.size = executor.size
         self.any_source = executor.any_source
+        self.takes_cores = executor.takes_cores
         self.sent = 0
 
     def submit(self, call: Call) -> Work:

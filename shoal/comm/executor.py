@@ -22,6 +22,8 @@ class Executor(Protocol):
     rank: int
     size: int
     any_source: bool = False  # whether `recv` takes ANY_SOURCE for a source
+    # whether an operation beside the computation takes a core from it
+    takes_cores: bool = False
 
     @abstractmethod
     def submit(self, call: Call) -> Work:

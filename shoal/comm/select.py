@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -28,6 +29,7 @@ from shoal.comm.executors.torch import Torch, join_world, limit_operations
 from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
 from shoal.runtime.config import gloo_on_loopback
+from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.user import is_user_function
 from shoal.transport.shm.memfd import Exchange
@@ -158,7 +160,9 @@ def _share_on_host(
     num_local = len(topology.local)
     exchange = exchange_over(host_store, topology.index, num_local)
     segment = join(exchange, topology.index, num_local, timeout_s, run_dir=run_dir)
-    return None if segment is None else SharedMemory(segment)
+    if segment is None:
+        return None
+    return SharedMemory(segment, num_local * torch.get_num_threads() >= cores())
 
 
 def _warn_once(rank: int) -> None:

@@ -76,6 +76,7 @@ class Traced(Executor):
         self.rank = executor.rank
         self.size = executor.size
         self.any_source = executor.any_source
+        self.takes_cores = executor.takes_cores
 
     def submit(self, call: Call) -> Work:
         start_ns = time.monotonic_ns()

@@ -25,6 +25,8 @@ LARGE_BYTES = 1 << 20  # a gradient of this size is worth a call of its own, and
 class DdpSync(Sync):
     """Buckets are all-reduced while backward runs, in fixed order; then every replica updates.
 
+    On a host whose cores all compute they are all-reduced when backward has ended.
+
     Gradients come weighted by their share of the global batch, so the sum is the mean. A step
     exchanges the gradients once, plus one number a parameter and the loss.
     """
@@ -37,14 +39,21 @@ class DdpSync(Sync):
         self.group = Group(self.counter)
         self.traffic = StepTraffic(flat, self.counter)
         self._under_way: list[Work] = []
+        # where every core computes, calls beside backward would only take turns with it
+        self._is_deferred = flat.device.type == "cpu" and self.group.executor.takes_cores
+        self._deferred: list[Tensor] = []
         flat.grads.watch(ddp_buckets(flat, bucket_bytes), LARGE_BYTES)
 
     def begin(self) -> None:
         self._under_way.clear()
+        self._deferred.clear()
 
     def reduce(self, bucket: slice) -> None:
-        for tensor in self.flat.grads.tensors(bucket):
-            self._under_way.append(self.group.all_reduce(tensor))
+        tensors = self.flat.grads.tensors(bucket)
+        if self._is_deferred:
+            self._deferred += tensors
+            return
+        self._under_way += map(self.group.all_reduce, tensors)
 
     def finish(self) -> None:
         self.collect()
@@ -54,6 +63,9 @@ class DdpSync(Sync):
     def collect(self) -> None:
         for work in self._under_way:
             work.wait()
+        for tensor in self._deferred:
+            self.group.all_reduce(tensor).wait()
+        self._deferred.clear()
         self.traffic.steps += 1
         self.flat.grads.publish()
 

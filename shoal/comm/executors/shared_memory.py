@@ -46,8 +46,9 @@ class SharedMemory(Executor):
 
     any_source = True
 
-    def __init__(self, segment: Segment):
+    def __init__(self, segment: Segment, takes_cores: bool = False):
         self.segment = segment
+        self.takes_cores = takes_cores
         self.rank = segment.rank
         self.size = segment.size
         self.transport = ShmTransport(segment)
@@ -258,7 +259,7 @@ class SharedMemory(Executor):
         )
         if segment is None:
             raise BadInput("there is no memory left for another group of these ranks")
-        child = SharedMemory(segment)
+        child = SharedMemory(segment, self.takes_cores)
         self._children.append(child)
         return child
 

@@ -21,7 +21,12 @@ from shoal.plan.sync_price.base import (
 )
 from shoal.plan.sync_price.compressed import compressed_memory, compressed_time
 from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, LARGE_BYTES, Buckets
-from shoal.plan.sync_price.overlap import exposed_buckets, hidden_s
+from shoal.plan.sync_price.overlap import (
+    buckets_in_turn,
+    exposed_buckets,
+    hidden_s,
+    idle_share,
+)
 from shoal.schedules.collectives.cost import Link, predicted_s
 
 _MOST_COUNTED = 128  # ranks; schedules over more are priced as the closed form of a ring
@@ -47,7 +52,10 @@ def _exact(term: Any, question: SyncQuestion) -> tuple[Part, float]:
     def timer(num_bytes: float) -> CollectiveTime:
         return all_reduce_time(question, term.collective_algorithm, num_bytes)
 
-    seconds, bound = exposed_buckets(question, _buckets(term, question), timer)
+    buckets = _buckets(term, question)
+    # without an idle core calls follow backward, one after the other
+    exposed = exposed_buckets if idle_share(question) else buckets_in_turn
+    seconds, bound = exposed(question, buckets, timer)
     p = question.replicas
     return Part("gradients", seconds, bound), 2 * (p - 1) / p * question.buffer_bytes
 

@@ -79,6 +79,16 @@ def exposed_buckets(
     return min(queue_s, all_s), _bound(buckets, adds)
 
 
+def buckets_in_turn(
+    question: SyncQuestion, buckets: Sequence[Buckets], timer: Timer
+) -> tuple[float, str]:
+    """Seconds of a reduction that begins after backward; workers meet in its first call."""
+    width = question.precision.gradient_bytes
+    times = [timer(bucket.elements * width) for bucket in buckets]
+    all_s = sum(n.number * took.seconds for n, took in zip(buckets, times, strict=True))
+    return all_s + meetings_s(question, 1), _bound(buckets, times)
+
+
 def _met(question: SyncQuestion, took: CollectiveTime) -> CollectiveTime:
     met_s = meetings_s(question, 1)
     return took._replace(seconds=took.seconds + met_s) if met_s else took
