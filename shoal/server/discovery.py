@@ -93,8 +93,9 @@ def find_or_start_servers(
         return _launched(term, config, config.servers)
     if term.replicas > 1 and replica_group.size > 1:
         raise BadInput(
-            f"{term} beside a split of the model needs servers that `shoal run` starts; under "
-            "another launcher start them yourself and name them all in SHOAL_SERVERS"
+            f"{term} beside tp or pp is started by `shoal run` only: under torchrun, mpirun or "
+            "srun start its servers yourself (python -m shoal.server.main) and name all of them "
+            "in SHOAL_SERVERS"
         )
     met = introduce(group, replica_group, config)
     started = StartedServers(met.announcer.secret, config, met.secret_dir)

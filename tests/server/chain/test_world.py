@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 
-from tests.server.chain.schedules import run_all, schedule
-from tests.server.chain.world import World
+from shoal.server.chain import state
+from shoal.server.chain.messages import Effect
+from shoal.server.chain.node import ChainNode
+from tests.server.chain.replica import Replica
+from tests.server.chain.schedules import first_broken, run_all, schedule
+from tests.server.chain.world import Broken, World
 
 STRONG = 120
 EVENTUAL = 50
@@ -19,6 +24,42 @@ def test_a_strong_chain_loses_nothing_repeats_nothing_and_reads_are_linearizable
 
 def test_an_eventual_chain_counts_what_it_loses() -> None:
     assert run_all(range(EVENTUAL), consistency="eventual") > 0.95 * EVENTUAL
+
+
+class Compared(Replica):
+    """After every event, all members are compared with the head of their epoch."""
+
+    lags: ClassVar[set[int]] = set()
+
+    def do(self, effects: list[Effect]) -> None:
+        super().do(effects)
+        members = [r.node for r in self.world.replicas if r.node.is_member]
+        for head in (node for node in members if node.is_head):
+            applied = min(node.applied for node in members if node.epoch == head.epoch)
+            self.lags.add(head.position - applied)
+            if head.position - applied > state.MAX_LAG:
+                raise Broken(f"a copy lacks {head.position - applied} operations of its head")
+
+
+class NeverWaits(ChainNode):
+    has_room = True
+
+
+class ComparedThatNeverWaits(Compared):
+    node_type = NeverWaits
+
+
+def test_no_copy_of_an_eventual_chain_is_further_behind_than_stated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert state.MAX_LAG == 64, "as docs/chain.md and docs/parameter-server.md say"
+    monkeypatch.setattr(state, "MAX_LAG", 3)
+    seeds = range(30)
+    assert run_all(seeds, consistency="eventual", replica_type=Compared) > 25
+    assert max(Compared.lags) == 3
+    broken = first_broken(seeds, consistency="eventual", replica_type=ComparedThatNeverWaits)
+    assert broken is not None
+    assert "a copy lacks 4 operations" in broken
 
 
 def test_learners_that_fall_behind_what_is_kept_for_them_get_there_in_the_end() -> None:
