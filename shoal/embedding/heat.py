@@ -25,7 +25,8 @@ from shoal.embedding.hashing import Ids
 
 Numbers = NDArray[np.int64]
 _NONE: Numbers = np.zeros(0, np.int64)
-_MIN_BATCH = 4096
+_MIN_BATCH = 1 << 15
+_WIDE = 8  # times as many possible ids as ids: then sorting them is faster than counting
 
 
 class Hottest(NamedTuple):
@@ -85,11 +86,11 @@ class SpaceSaving:
 
     def _settle(self) -> None:
         if self._batched:
-            ids, counts = np.unique(np.concatenate(self._batch), return_counts=True)
+            ids, counts = _count(np.concatenate(self._batch))
             self._total += self._batched
             self._batch = []
             self._batched = 0
-            self._join(ids, counts.astype(np.int64), np.zeros(len(ids), np.int64), 0)
+            self._join(ids, counts, np.zeros(len(ids), np.int64), 0)
 
     def _join(self, ids: Ids, counts: Numbers, errors: Numbers, floor: int) -> None:
         """Add counters; ids without one came at most `floor` times on that side."""
@@ -112,6 +113,17 @@ class SpaceSaving:
         self._ids = joined[kept]
         self._counts = all_counts[kept]
         self._errors = all_errors[kept]
+
+
+def _count(ids: Ids) -> tuple[Ids, Numbers]:
+    """Each id once, in ascending order, and how often it is among these."""
+    low, high = int(ids.min()), int(ids.max())
+    if high - low < _WIDE * len(ids):
+        counts = np.bincount(ids - low)
+        found = np.flatnonzero(counts)
+        return found + low, counts[found]
+    unique, counts = np.unique(ids, return_counts=True)
+    return unique, counts.astype(np.int64)
 
 
 def _look_up(ordered: Ids, ids: Ids) -> tuple[Ids, NDArray[np.bool_]]:

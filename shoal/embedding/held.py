@@ -17,6 +17,7 @@ from shoal.embedding.chunks import row_columns, waiting_columns
 from shoal.embedding.hashing import Ids
 from shoal.embedding.memory import ReservedArray
 from shoal.embedding.pool import RowPool
+from shoal.embedding.row_copy import copy_rows
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.errors import BadInput
 
@@ -67,13 +68,25 @@ class HeldRows:
 
     def get(self, ids: Tensor, step: int) -> Tensor:
         """Copies of rows after `step`. Where all rows stay, they take memory from now on."""
+        rows = torch.empty(ids.numel(), self._spec.dim)
+        self.copy(ids, step, rows, None)
+        return rows
+
+    def copy(self, ids: Tensor, step: int, target: Tensor, places: Ids | None) -> None:
+        """The same, into the rows of `target` at these places."""
         slots = self.slots(ids)
-        if self._spec.keeps_rows:
-            found = self._index[slots]
-            if len(found) and found.min() <= 0:
-                return self.rows["rows"].index_select(0, self.use(ids, slots))
-            places = torch.from_numpy(np.subtract(found, 1, dtype=np.int64))
-            return self.rows["rows"].index_select(0, places)
+        if not self._spec.keeps_rows:
+            copy_rows(self._get_present(ids, slots, step), None, target, places)
+            return
+        found = self._index.take(slots)
+        if len(found) and found.min() <= 0:
+            origins = self.use(ids, slots).numpy()
+        else:
+            origins = np.subtract(found, 1, dtype=np.int64)
+        copy_rows(self.rows["rows"], origins, target, places)
+
+    def _get_present(self, ids: Tensor, slots: Ids, step: int) -> Tensor:
+        """Rows that have not left; the initial values of others."""
         positions = torch.from_numpy(self._index[slots]).long() - 1
         is_held = positions >= 0
         positions = positions.clamp(min=0)

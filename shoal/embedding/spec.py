@@ -191,7 +191,9 @@ class TableSpec:
         if shards == 1:
             return np.zeros(len(ids), np.int64), ids.numpy()
         if self.placement == "range":
-            return np.divmod(ids.numpy(), -(-self.num_rows // shards))
+            width = -(-self.num_rows // shards)
+            owners = ids.numpy() // width
+            return owners, ids.numpy() - owners * width
         slots, owners = np.divmod(self._permutation(ids.numpy()), shards)
         return owners, slots
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.chunks import WAITING, Chunk, check_rows, fit_chunks, is_behind
+from shoal.embedding.hashing import Ids
 from shoal.embedding.held import HeldRows
 from shoal.embedding.pool import RowPool
 from shoal.embedding.spec import LARGEST_SHARD, RowOptimizer, TableSpec
@@ -67,6 +68,10 @@ class RowTable:
     def pull(self, ids: Tensor) -> Tensor:
         """Copies of rows, [n, dim]. Ids may repeat."""
         return self._held.get(ids, self.steps)
+
+    def copy(self, ids: Tensor, target: Tensor, places: Ids | None = None) -> None:
+        """Rows into `target`, [m, dim], at these places; None: one after the other."""
+        self._held.copy(ids, self.steps, target, places)
 
     def push(
         self, ids: Tensor, grads: Tensor, lr: float | None = None, step: int | None = None

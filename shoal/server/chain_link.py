@@ -120,6 +120,10 @@ class ChainLink(ServerLink):
     def has_inbox(self) -> bool:
         return False  # a server that is the head no longer could write into it late
 
+    @property
+    def shares_rows(self) -> bool:
+        return False  # for the same reason
+
     def interruptions_s(self) -> list[float]:
         return self.interruptions.seconds()
 

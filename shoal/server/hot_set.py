@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.embedding.hashing import Ids
+from shoal.embedding.id_map import IdMap
 from shoal.embedding.spec import TableSpec
 from shoal.server.client import Client
 from shoal.server.link import ServerLink
@@ -26,25 +27,30 @@ class HotSet:
     """Ids in ascending order, and the number of the set: the newest one holds."""
 
     number: int
-    ids: Ids
+    known: IdMap
+
+    @property
+    def ids(self) -> Ids:
+        return self.known.ids
 
     def contains(self, ids: Ids) -> NDArray[np.bool_]:
-        places = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
-        is_hot: NDArray[np.bool_] = self.ids[places] == ids
+        """Which of these ids of the table are hot."""
+        is_hot: NDArray[np.bool_] = self.known.find(ids) >= 0
         return is_hot
 
 
-NO_ROWS = HotSet(0, np.zeros(0, np.int64))
+NO_ROWS = HotSet(0, IdMap(np.zeros(0, np.int64), 0))
 
 
-def fetch_hot(link: ServerLink, table: str) -> HotSet:
+def fetch_hot(link: ServerLink, spec: TableSpec) -> HotSet:
     """The present set of a server; empty while its rows are not published."""
-    request = Request(FrameKind.TABLE_HOT_GET, encode(HeatRequest(table)), into=None)
+    request = Request(FrameKind.TABLE_HOT_GET, encode(HeatRequest(spec.name)), into=None)
     meta, payload = link.post("rows", request).result()
     answer = decode(meta, HotRows)
     ids = _numbers(payload, answer.count)
+    spec.check(torch.from_numpy(ids))
     is_coming = answer.count > 0 and not answer.publish
-    return NO_ROWS if is_coming else HotSet(answer.number, ids)
+    return NO_ROWS if is_coming else HotSet(answer.number, IdMap(ids, spec.num_rows))
 
 
 def refresh_hot(
@@ -66,7 +72,8 @@ def refresh_hot(
     workers = client.specs[0].rule.workers
     latest = max(heat.hot for heat, _, _ in found)
     number = (latest // workers + 1) * workers + client.rank  # no two workers have the same
-    chosen = hot if np.array_equal(ids, hot.ids) else HotSet(number, ids)
+    is_same = np.array_equal(ids, hot.ids)
+    chosen = hot if is_same else HotSet(number, IdMap(ids, spec.num_rows))
     for publish in (False, True):
         for index, link in enumerate(client.links):
             addresses = () if publish else tuple(seen_by(index))
@@ -87,4 +94,4 @@ def _counts(link: ServerLink, table: str) -> tuple[Heat, Ids, Ids]:
 def _numbers(payload: bytearray, count: int) -> Ids:
     if len(payload) != 8 * count:
         raise Refused(f"{len(payload)} bytes for {count} numbers")
-    return np.frombuffer(bytes(payload), np.int64)
+    return np.frombuffer(payload, np.int64)

@@ -53,16 +53,26 @@ class MovedAway(Broken):
 class PostedRequest(QueuedWork):
     """A request that is carried out in the background."""
 
-    __slots__ = ("_channel", "_link", "_reply", "_request")
+    __slots__ = ("_channel", "_failure", "_link", "_reply", "_request")
 
     def __init__(self, queue: WorkQueue, link: ServerLink, channel: Channel, request: Request):
         super().__init__(queue)
         self._link = link
         self._channel = channel
         self._request = request
+        self._failure: ShoalError | None = None
+
+    def begin(self) -> bool:
+        try:
+            return self._request.is_light and self._link.send_ahead(self._channel, self._request)
+        except ShoalError as error:
+            self._failure = error  # for the one who waits
+            return True
 
     def run(self) -> None:
-        self._reply = self._link.call(self._channel, self._request)
+        if self._failure is not None:
+            raise self._failure
+        self._reply = self._link.call(self._channel, self._request, self.begun)
 
     def result(self) -> Reply:
         """Wait for the answer."""
@@ -140,6 +150,11 @@ class ServerLink:
         """Whether what is pulled is in shared memory; else it comes with the answer."""
         return self.shares_memory
 
+    @property
+    def shares_rows(self) -> bool:
+        """Whether the server can write pulled rows into memory of the worker."""
+        return self.is_unix
+
     def other_stats(self) -> list[bytes]:
         """The final counters of the other replicas of the server, as far as they answer."""
         return []
@@ -171,13 +186,21 @@ class ServerLink:
         queue.submit(posted)
         return posted
 
-    def call(self, channel: Channel, request: Request) -> Reply:
-        """Carry out a request now."""
+    def send_ahead(self, channel: Channel, request: Request) -> bool:
+        """Send a request whose answer is read later; False where it may have to be sent again."""
+        if self._resends:
+            return False
+        self._send(channel, request)
+        return True
+
+    def call(self, channel: Channel, request: Request, was_sent: bool = False) -> Reply:
+        """Carry out a request now, or what is left of one that was sent."""
+        perform = self._answer_to if was_sent else self._call
         if not self._tracer.enabled:
-            return self._call(channel, request)
+            return perform(channel, request)
         start_ns = time.monotonic_ns()
         try:
-            return self._call(channel, request)
+            return perform(channel, request)
         finally:
             track = f"{channel} server {self.index}"
             end_ns = time.monotonic_ns()
@@ -231,6 +254,13 @@ class ServerLink:
         self._send(channel, request)
         if not request.is_answered:
             return Reply(b"", bytearray())
+        return self._answered(channel, request)
+
+    def _answer_to(self, channel: Channel, request: Request) -> Reply:
+        with self._waiting(channel, request):
+            return self._answered(channel, request)
+
+    def _answered(self, channel: Channel, request: Request) -> Reply:
         try:
             return self._receive(channel, request)
         except Closed as error:
@@ -255,7 +285,10 @@ class ServerLink:
             epoch=self._epoch,
         )
         try:
-            self.connection(channel).send(header, request.meta, *request.payload)
+            if request.descriptor is None:
+                self.connection(channel).send(header, request.meta, *request.payload)
+            else:
+                self.connection(channel).send_descriptor(header, request.meta, request.descriptor)
         except Closed as error:
             with suppress(Closed):  # the server may have sent the reason
                 self._receive_header(channel, request.kind)

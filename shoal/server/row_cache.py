@@ -2,92 +2,115 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.embedding.hashing import Ids
+from shoal.embedding.id_map import MAX_DIRECT_ROWS
+from shoal.embedding.row_copy import copy_rows
 
-Pull = Callable[[Tensor], Tensor]
-_NO_IDS: Ids = np.zeros(0, np.int64)
+# Begins to pull the rows at these positions; returns what waits for them.
+Fetch = Callable[[Ids], Callable[[], None]]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class _Step(NamedTuple):
+    """The first row that was kept in a step; rows are numbered in the order in which they came."""
+
+    step: int
+    first: int
 
 
 class RowCache:
     """A row that was pulled for step t is used up to step t + `steps`, then pulled again.
 
-    All rows lie one after the other in `_rows`, and new ones behind them. Now and then those that
-    are too old are left out. Each id has its latest place.
+    An id has one entry. In tables of up to a million rows each has an entry of its own; in others
+    ids whose hashes collide displace each other. Row number n lies at n modulo the size of a ring,
+    which grows until it holds the rows of so many steps.
     """
 
-    def __init__(self, steps: int):
+    def __init__(self, steps: int, num_rows: int):
         self.steps = steps
         self.hits = 0
         self.asked = 0
+        self._bits = (min(num_rows, MAX_DIRECT_ROWS) - 1).bit_length()
+        self._is_direct = num_rows <= MAX_DIRECT_ROWS
         self.clear()
 
     def clear(self) -> None:
-        self._ids: Ids = _NO_IDS  # in ascending order
-        self._places: Ids = _NO_IDS  # of their rows
-        self._steps: Ids = _NO_IDS  # for which each was pulled
-        self._rows = torch.empty(0, 0)
-        self._used = 0
+        """Keep nothing. Entries take memory from their first use on."""
+        size = 1 << self._bits
+        self._keys = np.zeros(size, np.int64)  # id + 1
+        self._numbers = np.zeros(size, np.int64)  # of its row
+        self._young: deque[_Step] = deque()
+        self._ring = torch.empty(0, 0)
+        self._next = 0  # the number of the next row
 
     @property
     def hit_rate(self) -> float:
         return self.hits / self.asked if self.asked else 0.0
 
-    def pull(self, ids: Tensor, step: int, pull: Pull) -> Tensor:
-        """The rows of distinct ids; those that are not kept are pulled, and kept from now on."""
-        wanted = ids.numpy()
-        places = self._find(wanted, step)
-        asked = np.flatnonzero(places < 0)
-        self.hits += len(wanted) - len(asked)
-        self.asked += len(wanted)
-        if not len(asked) and len(self._rows):
-            return self._rows.index_select(0, torch.from_numpy(places))
-        new_ids = wanted[asked]
-        new_rows = pull(torch.from_numpy(new_ids))
-        if self._make_room(step, new_rows):
-            places = self._find(wanted, step)
-        places[asked] = self._keep(new_ids, step, new_rows)
-        return self._rows.index_select(0, torch.from_numpy(places))
+    @property
+    def capacity(self) -> int:
+        """The rows for which there is memory."""
+        return len(self._ring)
 
-    def _find(self, ids: Ids, step: int) -> Ids:
-        """The place of each row; -1 where it is not kept, or too old."""
-        if not len(self._ids):
-            return np.full(len(ids), -1)
-        found = np.minimum(self._ids.searchsorted(ids), len(self._ids) - 1)
-        is_kept = (self._ids[found] == ids) & (self._steps[found] >= step - self.steps)
-        return np.where(is_kept, self._places[found], -1)
-
-    def _keep(self, ids: Ids, step: int, rows: Tensor) -> Ids:
-        """Put new rows behind the others; their places."""
-        end = self._used + len(ids)
-        places = np.arange(self._used, end)
-        self._rows[self._used : end] = rows
-        self._used = end
-        is_replaced = np.isin(self._ids, ids, assume_unique=True)
-        joined = np.concatenate([self._ids[~is_replaced], ids])
-        order = np.argsort(joined, kind="stable")
-        self._ids = joined[order]
-        self._places = np.concatenate([self._places[~is_replaced], places])[order]
-        self._steps = np.concatenate([self._steps[~is_replaced], np.full(len(ids), step)])[order]
-        return places
-
-    def _make_room(self, step: int, new_rows: Tensor) -> bool:
-        """If the memory is full, leave out rows that are too old: whether rows have moved."""
-        if self._used + len(new_rows) <= len(self._rows) and len(self._rows):
-            return False
-        is_young = self._steps >= step - self.steps
-        kept = torch.from_numpy(self._places[is_young])
-        rows = torch.empty(2 * (len(kept) + len(new_rows)), new_rows.shape[1])
+    def pull(self, ids: Ids, step: int, rows: Tensor, fetch: Fetch) -> None:
+        """Fill in the rows of distinct ids; those that are not kept are pulled, and kept."""
+        self._forget(step)
+        entries = self._entries(ids)
+        numbers = self._numbers.take(entries)
+        is_kept = (self._keys.take(entries) == ids + 1) & (numbers >= self._oldest)
+        asked = np.flatnonzero(~is_kept)
+        self.hits += len(ids) - len(asked)
+        self.asked += len(ids)
+        wait = fetch(asked)
+        kept = np.flatnonzero(is_kept)
         if len(kept):
-            rows[: len(kept)] = self._rows.index_select(0, kept)
-        self._ids = self._ids[is_young]
-        self._steps = self._steps[is_young]
-        self._places = np.arange(len(kept))
-        self._rows = rows
-        self._used = len(kept)
-        return True
+            copy_rows(self._ring, numbers[kept] % self.capacity, rows, kept)
+        wait()
+        if len(asked):
+            self._keep(ids[asked], entries[asked], step, rows, asked)
+
+    @property
+    def _oldest(self) -> int:
+        """The number of the oldest row that may be used."""
+        return self._young[0].first if self._young else self._next
+
+    def _forget(self, step: int) -> None:
+        while self._young and self._young[0].step < step - self.steps:
+            self._young.popleft()
+
+    def _entries(self, ids: Ids) -> Ids:
+        if self._is_direct:
+            return ids
+        return ((ids.astype(np.uint64) * _GOLDEN) >> np.uint64(64 - self._bits)).astype(np.int64)
+
+    def _keep(self, ids: Ids, entries: Ids, step: int, rows: Tensor, places: Ids) -> None:
+        """Put the rows at these places behind the others."""
+        self._make_room(len(ids), rows.shape[1])
+        if not self._young or self._young[-1].step != step:
+            self._young.append(_Step(step, self._next))
+        numbers = np.arange(self._next, self._next + len(ids))
+        self._next += len(ids)
+        copy_rows(rows, places, self._ring, numbers % self.capacity)
+        self._keys[entries] = ids + 1
+        if not self._is_direct:  # one of those that collide has got the entry
+            has_entry = self._keys[entries] == ids + 1
+            entries, numbers = entries[has_entry], numbers[has_entry]
+        self._numbers[entries] = numbers
+
+    def _make_room(self, count: int, dim: int) -> None:
+        """Rows that may be used stay where new ones come."""
+        young = np.arange(self._oldest, self._next)
+        if len(young) + count <= self.capacity:
+            return
+        ring = torch.empty(2 * (len(young) + count), dim)
+        if len(young):
+            copy_rows(self._ring, young % self.capacity, ring, young % len(ring))
+        self._ring = ring

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from shoal.embedding.chunks import chunk_columns, cursor_after, entry_bytes, fit_chunks
+from shoal.embedding.hashing import Ids
 from shoal.embedding.pool import Column
+from shoal.embedding.row_copy import copy_rows
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.store import RowStore
 from shoal.observe.trace import WAIT
@@ -21,9 +26,10 @@ from shoal.server.hot_set import NO_ROWS, HotSet, fetch_hot, refresh_hot
 from shoal.server.link import PostedRequest, ServerLink
 from shoal.server.protocol.frames import FrameKind, Refused, decode, encode
 from shoal.server.protocol.messages import RowBatch, RowChunk
-from shoal.server.protocol.row_messages import RowsPulled
+from shoal.server.protocol.row_messages import RowsPulled, ShareRows
 from shoal.server.request import Reply, Request
 from shoal.server.row_cache import RowCache
+from shoal.server.row_memory import PulledRows, RowMemories
 from shoal.server.row_routing import spread
 from shoal.server.shared_memory import bytes_of
 
@@ -40,17 +46,13 @@ class _Requests(NamedTuple):
     """The rows of a pull in the order in which servers are asked for them."""
 
     asked: list[_Asked]
-    order: Tensor  # their positions in the pull
-    rows: Tensor
+    order: Ids  # their positions in the pull
+    places: Ids  # where they go
+    received: Tensor | None  # where they come to first; None: servers put them into their places
 
-    def in_place(self) -> Tensor:
-        """The rows as the pull has them; one gather is faster than a scatter for each server."""
-        places = torch.empty_like(self.order)
-        in_order = torch.arange(len(self.order))
-        if torch.equal(self.order, in_order):
-            return self.rows
-        places.scatter_(0, self.order, in_order)
-        return self.rows.index_select(0, places)
+    def put_into(self, rows: Tensor) -> None:
+        if self.received is not None:
+            copy_rows(self.received, None, rows, self.places)
 
 
 class _Latest(NamedTuple):
@@ -91,6 +93,8 @@ class ServerStore(RowStore):
         self._hot: dict[str, HotSet] = {}
         self._steps: dict[str, int] = {}  # pushes of each table by this worker
         self._pulls = client.rank  # servers are asked for hot rows in another order each time
+        is_shared = all(link.shares_rows for link in client.links)
+        self._memories = RowMemories(self._share_memory if is_shared else None)
 
     def create(self, spec: TableSpec) -> None:
         if not self.specs:
@@ -99,7 +103,7 @@ class ServerStore(RowStore):
         self.specs[spec.name] = spec
         self._steps.setdefault(spec.name, 0)
         if spec.cache_steps and self._rules is not None and self._rules.may_cache:
-            self.caches[spec.name] = RowCache(spec.cache_steps)
+            self.caches[spec.name] = RowCache(spec.cache_steps, spec.num_rows)
         for link in self.client.links:
             _ask(link, Request(FrameKind.TABLE_MAKE, encode(spec)))
 
@@ -118,41 +122,62 @@ class ServerStore(RowStore):
             self._wants_latest = False
 
     def pull(self, table: str, ids: Tensor) -> Tensor:
-        cache = self.caches.get(table)
-        if cache is None or self._wants_latest or not torch.is_grad_enabled():
-            return self._pull(table, ids)
-        return cache.pull(ids, self._steps[table], lambda asked: self._pull(table, asked))
+        self.specs[table].check(ids)
+        wanted = ids.contiguous().numpy()
+        with self._memories.take(len(wanted), self.specs[table].dim) as pulled:
+            cache = self.caches.get(table)
+            if cache is None or self._wants_latest or not torch.is_grad_enabled():
+                self._begin(table, wanted, np.arange(len(wanted)), pulled)()
+            else:
+                fetch = partial(self._begin_some, table, wanted, pulled)
+                cache.pull(wanted, self._steps[table], pulled.rows, fetch)
+        return pulled.rows
 
-    def _pull(self, table: str, ids: Tensor) -> Tensor:
-        owners = self.specs[table].owner(ids, len(self.client.links))
-        requests = self._ask_for(table, ids, owners, self._targets(table, ids, owners))
-        with self.client.tracer.span(WAIT, f"pull {len(ids)} rows of {table}"):
-            missing, latest, refresh = _take(requests)
-            rows = requests.in_place()
-            if len(missing):
-                rest = self._ask_for(table, ids[missing], owners[missing], owners[missing])
-                _take(rest)
-                rows[missing] = rest.in_place()
-        if self._rules is not None and self.copies_rows:
-            if refresh:
-                self._hot[table] = refresh_hot(
-                    self.client, self.specs[table], self._known(table), self._rules.seen_by
-                )
-            elif latest is not None and latest.hot > self._known(table).number:
-                self._hot[table] = fetch_hot(latest.link, table)
-        return rows
+    def _begin_some(
+        self, table: str, ids: Ids, pulled: PulledRows, places: Ids
+    ) -> Callable[[], None]:
+        return self._begin(table, ids[places], places, pulled)
+
+    def _begin(self, table: str, ids: Ids, places: Ids, pulled: PulledRows) -> Callable[[], None]:
+        """Ask for rows that go to these places; returns what waits until they are there."""
+        owners = self.specs[table].locate(torch.from_numpy(ids), len(self.client.links))[0]
+        targets = self._targets(table, ids, owners)
+        requests = self._ask_for(table, ids, owners, targets, places, pulled)
+
+        def wait() -> None:
+            with self.client.tracer.span(WAIT, f"pull {len(ids)} rows of {table}"):
+                missing, latest, refresh = _take(requests)
+                requests.put_into(pulled.rows)
+                if len(missing):
+                    owned = owners[missing]
+                    rest = self._ask_for(table, ids[missing], owned, owned, places[missing], pulled)
+                    _take(rest)
+                    rest.put_into(pulled.rows)
+            self._follow_hot(table, latest, refresh)
+
+        return wait
+
+    def _follow_hot(self, table: str, latest: _Latest | None, refresh: bool) -> None:
+        """Choose a set of hot rows if this worker is asked to; learn a newer one."""
+        if self._rules is None or not self.copies_rows:
+            return
+        spec = self.specs[table]
+        known = self._known(table)
+        if refresh:
+            self._hot[table] = refresh_hot(self.client, spec, known, self._rules.seen_by)
+        elif latest is not None and latest.hot > known.number:
+            self._hot[table] = fetch_hot(latest.link, spec)
 
     def _known(self, table: str) -> HotSet:
         return self._hot.get(table, NO_ROWS)
 
-    def _targets(self, table: str, ids: Tensor, owners: Tensor) -> Tensor:
+    def _targets(self, table: str, ids: Ids, owners: Ids) -> Ids:
         """The server to ask for each row."""
         hot = self._known(table)
         if self._rules is None or not len(hot.ids):
             return owners
         self._pulls += 1
-        is_hot = hot.contains(ids.numpy())
-        return torch.from_numpy(spread(owners.numpy(), is_hot, len(self.client.links), self._pulls))
+        return spread(owners, hot.contains(ids), len(self.client.links), self._pulls)
 
     def _version(self) -> int:
         """The version that copies have at least."""
@@ -160,41 +185,64 @@ class ServerStore(RowStore):
             return 0
         return max(0, self._rules.version() - (0 if self._wants_latest else self._rules.copy_lag))
 
-    def _ask_for(self, table: str, ids: Tensor, owners: Tensor, targets: Tensor) -> _Requests:
+    def _ask_for(
+        self, table: str, ids: Ids, owners: Ids, targets: Ids, places: Ids, pulled: PulledRows
+    ) -> _Requests:
         """Ask for rows, each of its target; copies come before rows that it owns."""
-        keys = 2 * targets + (owners == targets)
-        order = torch.argsort(keys, stable=True)
         servers = len(self.client.links)
-        counts = torch.bincount(keys, minlength=2 * servers).view(servers, 2).tolist()
-        rows = torch.empty(len(ids), self.specs[table].dim)
-        requests = _Requests([], order, rows)
+        keys = 2 * targets + (owners == targets)
+        counts = np.bincount(keys, minlength=2 * servers).reshape(servers, 2).tolist()
+        order = np.argsort(keys.astype(np.uint16), kind="stable")
+        ids, places = ids[order], places[order]
+        received = (
+            None if pulled.memory is not None else torch.empty(len(ids), pulled.rows.shape[1])
+        )
+        requests = _Requests([], order, places, received)
         start = 0
         for link, (copies, own) in zip(self.client.links, counts, strict=True):
             stop = start + copies + own
-            of_server = slice(start, stop)
-            requests.asked.extend(
-                self._ask(link, table, ids[order[of_server]], rows[of_server], start, copies)
-            )
+            batch = RowBatch(table, 0, copies=copies, version=self._version())
+            requests.asked.extend(self._ask(link, batch, ids, requests, pulled, start, stop))
             start = stop
         return requests
 
     def _ask(
-        self, link: ServerLink, table: str, ids: Tensor, rows: Tensor, start: int, copies: int
+        self,
+        link: ServerLink,
+        batch: RowBatch,
+        ids: Ids,
+        requests: _Requests,
+        pulled: PulledRows,
+        start: int,
+        stop: int,
     ) -> Iterator[_Asked]:
         """The requests to one server, of which the first rows are copies."""
-        max_rows = max(1, MAX_ROW_BYTES // (8 + 4 * rows.shape[1]))
-        version = self._version()
-        for first in range(0, len(ids), max_rows):
-            part = slice(first, first + max_rows)
-            count = len(ids[part])
-            copied = max(0, min(count, copies - first))
+        count, dim = pulled.rows.shape
+        max_rows = max(1, MAX_ROW_BYTES // (16 + 4 * dim))
+        for first in range(start, stop, max_rows):
+            part = slice(first, min(stop, first + max_rows))
+            copied = max(0, min(part.stop - first, batch.copies - (first - start)))
+            payload = [_bytes(ids[part])]
+            into: tuple[memoryview, ...] = ()
+            message = replace(batch, count=part.stop - first, copies=copied)
+            if requests.received is None:
+                message = replace(message, memory=pulled.memory, places=count)
+                payload.append(_bytes(requests.places[part]))
+            else:
+                into = (bytes_of(requests.received[part]),)
             request = Request(
                 FrameKind.TABLE_PULL,
-                encode(RowBatch(table, count, copies=copied, version=version)),
-                payload=(bytes_of(ids[part]),),
-                into=(bytes_of(rows[part]),),
+                encode(message),
+                payload=tuple(payload),
+                into=into,
+                is_light=requests.received is None,
             )
-            yield _Asked(link, start + first, link.post("rows", request))
+            yield _Asked(link, first, link.post("rows", request))
+
+    def _share_memory(self, number: int, descriptor: int) -> None:
+        request = Request(FrameKind.SHARE_ROWS, encode(ShareRows(number)), descriptor=descriptor)
+        for link in self.client.links:
+            _ask(link, request)
 
     def push(self, table: str, ids: Tensor, grads: Tensor, lr: float, step: int) -> None:
         """A server that holds none of the rows receives an empty push: it counts updates."""
@@ -264,7 +312,7 @@ class ServerStore(RowStore):
                 _ask(link, Request(FrameKind.TABLE_SET, meta, tuple(map(bytes_of, tensors))))
 
 
-def _take(requests: _Requests) -> tuple[Tensor, _Latest | None, bool]:
+def _take(requests: _Requests) -> tuple[Ids, _Latest | None, bool]:
     """Take the answers: positions without a row, the newest hot set, and whether to choose one."""
     missing = []
     latest: _Latest | None = None
@@ -272,12 +320,11 @@ def _take(requests: _Requests) -> tuple[Tensor, _Latest | None, bool]:
     for each in requests.asked:
         answer = decode(each.reply.result().meta, RowsPulled)
         if answer.missing:
-            missing.append(requests.order[each.start + torch.tensor(answer.missing)])
+            missing.append(requests.order[each.start + np.array(answer.missing)])
         if latest is None or answer.hot > latest.hot:
             latest = _Latest(answer.hot, each.link)
         refresh |= answer.refresh
-    empty = torch.zeros(0, dtype=torch.int64)
-    return torch.cat([empty, *missing]), latest, refresh
+    return np.concatenate([np.zeros(0, np.int64), *missing]), latest, refresh
 
 
 def _read_columns(columns: dict[str, Column], count: int, payload: bytearray) -> dict[str, Tensor]:
@@ -290,6 +337,11 @@ def _read_columns(columns: dict[str, Column], count: int, payload: bytearray) ->
         tensors[key] = flat if column.width is None else flat.view(count, column.width)
         offset += numbers * column.dtype.itemsize
     return tensors
+
+
+def _bytes(numbers: Any) -> memoryview:
+    """The memory of contiguous numbers."""
+    return memoryview(numbers)
 
 
 def _ask(link: ServerLink, request: Request) -> Reply:

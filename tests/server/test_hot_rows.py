@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.embedding.hashing import Ids
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.embedding.table import RowTable
 from shoal.server.model.hot_table import HotTable
@@ -164,21 +167,33 @@ def test_loads_are_counted_by_owner_and_as_they_were_served() -> None:
 # ------------------------------------------------------------------------------ kept rows
 
 
-@given(st.lists(st.lists(st.integers(0, 9), unique=True), max_size=12), st.integers(1, 4))
+@given(
+    st.lists(st.lists(st.integers(0, 9), unique=True), max_size=12),
+    st.integers(1, 4),
+    st.sampled_from([10, 1 << 23]),  # an entry for every row, and for hashes of them
+)
 @settings(max_examples=40, deadline=None)
-def test_a_kept_row_is_never_older_than_its_bound(pulls: list[list[int]], steps: int) -> None:
+def test_a_kept_row_is_never_older_than_its_bound(
+    pulls: list[list[int]], steps: int, num_rows: int
+) -> None:
     """The row of each id tells the id, and the step at which it was pulled."""
-    cache = RowCache(steps)
+    cache = RowCache(steps, num_rows)
     asked = 0
-    for step, wanted in enumerate(pulls):
-        now = float(step)
+    for step, small in enumerate(pulls):
+        wanted = [id * (num_rows // 10) for id in small]
+        rows = torch.empty(len(wanted), 2)
 
-        def pull(ids: Tensor, now: float = now) -> Tensor:
+        def fetch(places: Ids, step: int = step, rows: Tensor = rows) -> Callable[[], None]:
             nonlocal asked
-            asked += len(ids)
-            return torch.stack([ids.float(), torch.full((len(ids),), now)], 1)
+            asked += len(places)
 
-        rows = cache.pull(torch.tensor(wanted, dtype=torch.int64), step, pull)
+            def wait() -> None:
+                for place in places.tolist():
+                    rows[place] = torch.tensor([float(wanted[place]), float(step)])  # noqa: B023
+
+            return wait
+
+        cache.pull(np.array(wanted, np.int64), step, rows, fetch)
         assert rows[:, 0].tolist() == wanted
         assert ((step - rows[:, 1] >= 0) & (step - rows[:, 1] <= steps)).all()
     assert cache.asked == sum(map(len, pulls)) and cache.asked - cache.hits == asked
@@ -186,9 +201,15 @@ def test_a_kept_row_is_never_older_than_its_bound(pulls: list[list[int]], steps:
 
 def test_kept_rows_are_found_after_old_ones_were_left_out() -> None:
     """Ten steps of ids of which half are new ones: memory stays bounded."""
-    cache = RowCache(2)
+    cache = RowCache(2, 1000)
     for step in range(100):
-        ids = torch.arange(4 * step, 4 * step + 8)
-        rows = cache.pull(ids, step, lambda ids: ids.float().view(-1, 1))
-        assert torch.equal(rows.flatten(), ids.float())
-    assert cache.hits == 99 * 4 and len(cache._rows) < 64
+        ids = np.arange(4 * step, 4 * step + 8)
+        rows = torch.zeros(8, 1)
+
+        def fetch(places: Ids, ids: Ids = ids, rows: Tensor = rows) -> Callable[[], None]:
+            rows[places] = torch.from_numpy(ids[places]).float().view(-1, 1)
+            return lambda: None
+
+        cache.pull(ids, step, rows, fetch)
+        assert torch.equal(rows.flatten(), torch.from_numpy(ids).float())
+    assert cache.hits == 99 * 4 and cache.capacity < 64

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -10,12 +12,15 @@ from shoal.embedding.pool import Column
 from shoal.embedding.spec import TableSpec
 from shoal.server.handlers.dispatch import handles
 from shoal.server.handlers.push import catch_up
+from shoal.server.model.membership import Member
 from shoal.server.model.push_buffer import RowPush
 from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.messages import RowBatch, RowChunk
+from shoal.server.protocol.row_messages import ShareRows
 from shoal.server.replicas.operations import Payload, RowsSet, TableMade
+from shoal.server.row_memory import RowTarget, attach
 from shoal.server.shared_memory import bytes_of
 
 MAX_ROW_BYTES = 256 << 20  # of one request; a client splits larger ones
@@ -30,15 +35,50 @@ def make(peer: Peer, header: Header, meta: bytes) -> None:
 
 @handles(FrameKind.TABLE_PULL, "rows", has_payload=True)
 def pull(peer: Peer, header: Header, meta: bytes) -> None:
-    model, _ = peer.joined()
+    model, member = peer.joined()
     request = decode(meta, RowBatch)
     dim = peer.read(lambda: model.tables.table(request.table)).spec.dim
-    check_size(header, request.count, 8, 8 + 4 * dim)
-    ids = read_numbers(peer.connection, request.count, torch.int64)
+    check_size(header, request.count, 8 if request.memory is None else 16, 8 + 4 * dim)
     if request.copies > request.count:
         raise Refused(f"{request.copies} copies among {request.count} rows")
-    pulled, rows = peer.read(lambda: model.pull_rows(peer.worker, request, ids))
-    peer.reply(encode(pulled), bytes_of(rows))
+    ids, target = _read_wanted(peer.connection, member, request, dim)
+    try:
+        pulled = peer.read(lambda: model.pull_rows(peer.worker, request, ids, target))
+    except IndexError as error:
+        raise Refused(f"places of rows in memory {request.memory}: {error}") from error
+    payload = () if target.places is not None else (bytes_of(target.rows),)
+    peer.reply(encode(pulled), *payload)
+
+
+def _read_wanted(
+    connection: Connection, member: Member, request: RowBatch, dim: int
+) -> tuple[Tensor, RowTarget]:
+    """The ids of a pull, and where their rows go."""
+    count = request.count
+    if request.memory is None:
+        ids = read_numbers(connection, count, torch.int64)
+        return ids, RowTarget(torch.empty(count, dim))
+    memory = member.row_memory.get(request.memory)
+    if memory is None or request.places * dim > len(memory):
+        raise Refused(f"memory {request.memory} has no room for {request.places} rows")
+    numbers = read_numbers(connection, 2 * count, torch.int64)
+    rows = memory[: request.places * dim].view(request.places, dim)
+    return numbers[:count], RowTarget(rows, numbers[count:].numpy())
+
+
+@handles(FrameKind.SHARE_ROWS, "rows")
+def share(peer: Peer, header: Header, meta: bytes) -> None:
+    """A worker passes memory for the rows that it pulls."""
+    _, member = peer.joined()
+    number = decode(meta, ShareRows).number
+    descriptor = peer.connection.take_descriptor()
+    if descriptor is None:
+        raise Refused("SHARE_ROWS arrives without memory")
+    try:
+        member.row_memory[number] = attach(descriptor)
+    finally:
+        os.close(descriptor)
+    peer.reply()
 
 
 @handles(FrameKind.TABLE_PUSH, "push", has_payload=True)

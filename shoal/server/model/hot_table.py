@@ -18,6 +18,8 @@ from torch import Tensor
 
 from shoal.embedding.hashing import Ids
 from shoal.embedding.heat import Hottest, SpaceSaving
+from shoal.embedding.id_map import IdMap
+from shoal.embedding.row_copy import copy_rows
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable
 from shoal.server.protocol.frames import Refused
@@ -158,21 +160,26 @@ class HotTable:
         self._forget()
 
     def _forget(self) -> None:
-        self.ids: Ids = np.zeros(0, np.int64)
+        self._known = IdMap(np.zeros(0, np.int64), self.spec.num_rows)
         self._versions = np.full(self.table.shards, NO_VERSION)
-        self._rows = np.zeros((0, self.spec.dim), np.float32)
+        self._rows = torch.zeros(0, self.spec.dim)
         self._has_row = np.zeros(0, np.bool_)
         self._set(self.ids)
 
+    @property
+    def ids(self) -> Ids:
+        """The hot set, in ascending order."""
+        return self._known.ids
+
     def _set(self, ids: Ids) -> None:
         """Copies of rows that stay in the set stay, as of the version that they have."""
-        kept = self._find(ids)
-        is_kept = kept >= 0
-        rows = np.zeros((len(ids), self.spec.dim), np.float32)
-        rows[is_kept] = self._rows[kept[is_kept]]
+        kept = self._known.find(ids)
+        places = np.flatnonzero(kept >= 0)
+        rows = torch.zeros(len(ids), self.spec.dim)
+        copy_rows(self._rows, kept[places], rows, places)
         has_row = np.zeros(len(ids), np.bool_)
-        has_row[is_kept] = self._has_row[kept[is_kept]]
-        self.ids = ids
+        has_row[places] = self._has_row[kept[places]]
+        self._known = IdMap(ids, self.spec.num_rows)
         self._rows = rows
         self._has_row = has_row
         self._owners = self.spec.owner(torch.from_numpy(ids), self.table.shards).numpy()
@@ -206,10 +213,11 @@ class HotTable:
         """Rows of another server; those of an older set are skipped."""
         if copied.number != self.number:
             return
-        positions = self._find(copied.ids.numpy())
+        self.spec.check(copied.ids)
+        positions = self._known.find(copied.ids.numpy())
         if (positions < 0).any() or (self._owners[positions] != owner).any():
             raise Refused(f"server {owner} publishes rows of {self.spec} that are not its hot rows")
-        self._rows[positions] = copied.rows.numpy()
+        copy_rows(copied.rows, None, self._rows, positions)
         self._has_row[positions] = True
         self._versions[owner] = copied.version
 
@@ -218,8 +226,8 @@ class HotTable:
         self._versions[owner] = NO_VERSION
 
     def look(self, ids: Ids, version: int) -> FoundCopies:
-        """Copies of these rows that are not older than `version`."""
-        positions = self._find(ids)
+        """Copies of these rows of the table that are not older than `version`."""
+        positions = self._known.find(ids)
         if not len(self.ids):
             return FoundCopies(positions, positions >= 0)
         is_fresh = (self._versions >= max(0, version))[self._owners[positions]]
@@ -227,16 +235,11 @@ class HotTable:
         is_fresh &= positions >= 0
         return FoundCopies(positions, is_fresh)
 
-    def read(self, found: FoundCopies, rows: Tensor) -> None:
-        """Fill in copies; rows that are not hot get any values."""
-        if len(self.ids):
-            self._rows.take(found.positions, 0, out=rows.numpy(), mode="wrap")
-
-    def _find(self, ids: Ids) -> Ids:
-        """Positions in the hot set; -1 for rows that are not in it."""
-        if not len(self.ids):
-            return np.full(len(ids), -1)
-        places = self.ids.searchsorted(ids)
-        np.minimum(places, len(self.ids) - 1, out=places)
-        places[self.ids[places] != ids] = -1
-        return places
+    def read(self, found: FoundCopies, target: Tensor, places: Ids | None = None) -> None:
+        """Fill in those copies that are new enough, at their places; None: 0, 1, 2, …"""
+        positions = found.positions
+        if not found.is_fresh.all():
+            fresh = np.flatnonzero(found.is_fresh)
+            positions = positions[fresh]
+            places = fresh if places is None else places[fresh]
+        copy_rows(self._rows, positions, target, places)

@@ -50,6 +50,7 @@ class Member:
     out: Tensor | None = None  # where the worker writes its pushes, if it shares that memory
     out_file: tuple[int, int] = (0, 0)  # device and inode of that memory
     channels: dict[Channel, ActiveConnection] = field(default_factory=dict)
+    row_memory: dict[int, Tensor] = field(default_factory=dict)  # for rows that it pulls
     residual: bytearray | None = None  # what compression has not sent yet, as last saved
     barriers: int = 0  # that it has reached
     has_left: bool = False
@@ -274,6 +275,8 @@ class Membership:
 
     def _depart(self, worker: int) -> None:
         self.departed.add(worker)
+        if worker in self.members:
+            self.members[worker].row_memory.clear()
         self.on_departure(worker)
         self._complete_barriers()
         self._lock.notify_all()

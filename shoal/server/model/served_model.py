@@ -48,6 +48,7 @@ from shoal.server.protocol.messages import (
     WorkerJoined,
 )
 from shoal.server.protocol.row_messages import RowsPulled
+from shoal.server.row_memory import RowTarget
 from shoal.server.shared_memory import WorkerSegment, attach_weights, file_of
 
 
@@ -312,12 +313,14 @@ class ServedModel:
             return pulled, loss_flags, source
         return pulled, loss_flags, pulls.fill(source)
 
-    def pull_rows(self, worker: int, request: RowBatch, ids: Tensor) -> tuple[RowsPulled, Tensor]:
+    def pull_rows(
+        self, worker: int, request: RowBatch, ids: Tensor, target: RowTarget
+    ) -> RowsPulled:
         """Rows; a copy of a server has them as new as the weights that the worker has got."""
         with self.lock:
             if self.is_replicated and not self.spec.rule.applies_each_push:
                 self.membership.wait(worker, lambda: self.version >= request.version)
-            return self.tables.pull(request.table, ids, request.copies, request.version)
+            return self.tables.pull(request.table, ids, target, request.copies, request.version)
 
     def _behind(self) -> list[int]:
         """The workers that the leader waits for: the slowest ones."""

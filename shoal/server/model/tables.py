@@ -19,6 +19,7 @@ from shoal.server.model.push_buffer import PushBuffer, RowPush
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import ModelSpec
 from shoal.server.protocol.row_messages import RowsPulled
+from shoal.server.row_memory import RowTarget
 
 MAX_TABLES = 256
 COPY_WAIT_S = 0.05  # for copies of the version that a worker has
@@ -58,8 +59,8 @@ class Tables:
         return self._tables[name]
 
     def pull(
-        self, name: str, ids: Tensor, copies: int = 0, version: int = 0
-    ) -> tuple[RowsPulled, Tensor]:
+        self, name: str, ids: Tensor, target: RowTarget, copies: int = 0, version: int = 0
+    ) -> RowsPulled:
         """Rows of this server; the first `copies` of them are copies not older than `version`.
 
         Waits a little for copies that are on their way; the worker asks their owners for others.
@@ -68,19 +69,22 @@ class Tables:
             table = self.table(name)
             hot = self.hot[name]
             if not copies:
+                table.copy(ids, *target)
                 hot.note(ids.numpy())
-                return RowsPulled(hot.number, hot.asks()), table.pull(ids)
-            wanted = ids[:copies].numpy()
-            found = hot.look(wanted, version)
+                return RowsPulled(hot.number, hot.asks())
+            wanted = ids[:copies]
+            table.spec.check(wanted)
+            found = hot.look(wanted.numpy(), version)
             if not found.is_settled:
-                self._lock.wait_for(lambda: hot.look(wanted, version).is_settled, COPY_WAIT_S)
-                found = hot.look(wanted, version)
-            rows = torch.empty(len(ids), table.spec.dim)
-            hot.read(found, rows[:copies])
-            rows[copies:] = table.pull(ids[copies:])
+                self._lock.wait_for(
+                    lambda: hot.look(wanted.numpy(), version).is_settled, COPY_WAIT_S
+                )
+                found = hot.look(wanted.numpy(), version)
+            hot.read(found, *target.until(copies))
+            table.copy(ids[copies:], *target.behind(copies))
             hot.note(ids.numpy(), found)
             missing = tuple(np.flatnonzero(~found.is_fresh).tolist())
-            return RowsPulled(hot.number, hot.asks(), missing), rows
+            return RowsPulled(hot.number, hot.asks(), missing)
 
     def clear(self, name: str, steps: int) -> None:
         """Reset all rows of a table, and forget copies of them."""

@@ -62,6 +62,7 @@ class FrameKind(enum.IntEnum):
     TABLE_HOT_SET = 47
     FOLLOW_ROWS = 48
     COPIED_ROWS = 49
+    SHARE_ROWS = 53
     COMPRESSED = 50
     RESIDUAL_SET = 51
     RESIDUAL_GET = 52

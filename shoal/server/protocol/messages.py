@@ -134,6 +134,8 @@ class RowBatch(WireMessage, frozen=True):
     """`count` ids in the payload, int64; with gradients behind them where rows are pushed.
 
     In a pull the first `copies` ids are of rows of other servers: copies of `version` or later.
+    With `memory` the places of the rows are behind the ids, int64: they are below `places`, and the
+    rows are written there, into that memory of the worker.
     """
 
     table: Name
@@ -141,6 +143,8 @@ class RowBatch(WireMessage, frozen=True):
     lr: float = 0.0
     copies: Count = 0
     version: Count = 0
+    memory: Count | None = None
+    places: Count = 0
 
 
 class RowChunk(WireMessage, frozen=True):

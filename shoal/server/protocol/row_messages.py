@@ -11,7 +11,14 @@ from shoal.server.protocol.hello import WireMessage
 from shoal.server.protocol.messages import Name
 
 MAX_HOT_ROWS = 1 << 16  # of one table
+MAX_ROW_MEMORIES = 8  # of one worker
 _Address = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class ShareRows(WireMessage, frozen=True):
+    """Memory of a worker for the rows that it pulls; it replaces what had this number."""
+
+    number: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROW_MEMORIES)]
 
 
 class RowsPulled(WireMessage, frozen=True):

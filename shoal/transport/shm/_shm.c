@@ -1406,11 +1406,40 @@ static PyObject *py_detach(ARGS) {
     return answer(0);
 }
 
+/* Copies count rows: row to[i] of the target is row from[i] of the source; NULL stands for 0, 1, 2, …
+ * Returns the first i that is out of range, before anything is copied; -1 if all are in range. */
+static int64_t copy_rows(const u8 *source, u64 source_rows, u8 *target, u64 target_rows, u64 row_bytes,
+                         const u64 *from, const u64 *to, u64 count) {
+    for (u64 i = 0; i < count; i++)
+        if ((from ? from[i] : i) >= source_rows || (to ? to[i] : i) >= target_rows) return (int64_t)i;
+    for (u64 i = 0; i < count; i++) {
+        if (from && i + 4 < count)
+            for (u64 line = 0; line < row_bytes && line < 8 * LINE; line += LINE)
+                __builtin_prefetch(source + from[i + 4] * row_bytes + line);
+        memcpy(target + (to ? to[i] : i) * row_bytes, source + (from ? from[i] : i) * row_bytes, row_bytes);
+    }
+    return -1;
+}
+
+static PyObject *py_copy_rows(ARGS) {
+    NEED(8)
+    u64 values[8];
+    for (int i = 0; i < 8; i++) values[i] = number(args[i]);
+    if (PyErr_Occurred()) return NULL;
+    int64_t wrong;
+    Py_BEGIN_ALLOW_THREADS
+    wrong = copy_rows((const u8 *)values[0], values[1], (u8 *)values[2], values[3], values[4],
+                      (const u64 *)values[5], (const u64 *)values[6], values[7]);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLongLong(wrong);
+}
+
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
     METHOD(create), METHOD(attach), METHOD(watch), METHOD(pidfd), METHOD(collective), METHOD(start), METHOD(finish),
     METHOD(failure), METHOD(waiting), METHOD(pid), METHOD(history), METHOD(tune), METHOD(post), METHOD(state), METHOD(wait),
-    METHOD(forget), METHOD(withdraw), METHOD(serve), METHOD(stop), METHOD(leave), METHOD(detach), {NULL, NULL, 0, NULL}};
+    METHOD(forget), METHOD(withdraw), METHOD(serve), METHOD(stop), METHOD(leave), METHOD(detach),
+    METHOD(copy_rows), {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shm", NULL, -1, methods,
                                     NULL, NULL, NULL, NULL};

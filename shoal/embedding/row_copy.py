@@ -1,0 +1,58 @@
+"""Copies rows between two tensors, each from and to any position, in one pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.embedding.hashing import Ids
+
+try:
+    from shoal.transport.shm._shm import copy_rows as _native
+except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
+    _native = None  # type: ignore[assignment]
+
+
+def copy_rows(source: Tensor, origins: Ids | None, target: Tensor, places: Ids | None) -> None:
+    """Row `places[i]` of the target becomes row `origins[i]` of the source; None: 0, 1, 2, …
+
+    Both are contiguous, on the CPU and of one type and width. An IndexError if a position is out of
+    range: then nothing is copied.
+    """
+    count = len(source if origins is None else origins) if places is None else len(places)
+    if origins is not None and len(origins) != count:
+        raise IndexError(f"{len(origins)} rows for {count} places")
+    if _native is None:
+        _copy(source, origins, target, places, count)
+        return
+    wrong = _native(
+        source.data_ptr(),
+        len(source),
+        target.data_ptr(),
+        len(target),
+        source.stride(0) * source.element_size(),
+        0 if origins is None else _address(origins),
+        0 if places is None else _address(places),
+        count,
+    )
+    if wrong >= 0:
+        raise IndexError(f"row {wrong} of {count} to copy is out of range")
+
+
+def _address(numbers: Ids) -> int:
+    assert numbers.dtype == "int64" and numbers.flags.c_contiguous
+    return numbers.ctypes.data
+
+
+def _copy(
+    source: Tensor, origins: Ids | None, target: Tensor, places: Ids | None, count: int
+) -> None:
+    for numbers, rows in ((origins, source), (places, target)):
+        low, high = (0, count - 1) if numbers is None else (numbers.min(), numbers.max())
+        if count and (low < 0 or high >= len(rows)):
+            raise IndexError(f"a row of {count} to copy is out of range")
+    rows = source[:count] if origins is None else source.index_select(0, torch.from_numpy(origins))
+    if places is None:
+        target[:count] = rows
+    else:
+        target.index_copy_(0, torch.from_numpy(places), rows)
