@@ -78,6 +78,11 @@ class SpaceSaving:
         self._total += other._total
         self._join(other._ids, other._counts, other._errors, other._floor)
 
+    def counted(self) -> Hottest:
+        """All ids with a counter, in ascending order."""
+        self._settle()
+        return Hottest(self._ids, self._counts, self._errors)
+
     def hottest(self, number: int | None = None) -> Hottest:
         """The ids with the largest counts; of equal counts, the smaller id first."""
         self._settle()

@@ -9,7 +9,6 @@ to time: a row stays in memory at most a quarter longer than its `ttl_steps`.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from shoal.embedding.chunks import row_columns, waiting_columns
 from shoal.embedding.hashing import Ids
 from shoal.embedding.memory import ReservedArray
 from shoal.embedding.pool import RowPool
-from shoal.embedding.row_copy import copy_rows
+from shoal.embedding.row_copy import Rows, copy_rows, take_rows
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.errors import BadInput
 
@@ -38,6 +37,7 @@ class HeldRows:
         self.rows = RowPool(capacity, row_columns(spec, optimizer), comes_and_goes)
         waiting = capacity if spec.min_count > 1 else 0
         self.waiting = RowPool(waiting, waiting_columns(spec), gives_back=True)
+        self._rows_array: Rows = self.rows["rows"].numpy()
 
     def set_optimizer(self, optimizer: RowOptimizer | None) -> None:
         """Begin with the initial state of an optimizer, and at step 0."""
@@ -69,21 +69,23 @@ class HeldRows:
     def get(self, ids: Tensor, step: int) -> Tensor:
         """Copies of rows after `step`. Where all rows stay, they take memory from now on."""
         rows = torch.empty(ids.numel(), self._spec.dim)
-        self.copy(ids, step, rows, None)
+        self.copy(ids, step, rows.numpy(), None)
         return rows
 
-    def copy(self, ids: Tensor, step: int, target: Tensor, places: Ids | None) -> None:
+    def copy(self, ids: Tensor, step: int, target: Rows, places: Ids | None) -> None:
         """The same, into the rows of `target` at these places."""
+        spec = self._spec
+        if spec.keeps_rows and spec.placement == "range" and ids.dim() == 1:
+            low = self._shard * -(-spec.num_rows // self._shards)
+            if take_rows(self._index, low, ids.numpy(), self._rows_array, target, places):
+                return
         slots = self.slots(ids)
-        if not self._spec.keeps_rows:
-            copy_rows(self._get_present(ids, slots, step), None, target, places)
-            return
-        found = self._index.take(slots)
-        if len(found) and found.min() <= 0:
-            origins = self.use(ids, slots).numpy()
-        else:
-            origins = np.subtract(found, 1, dtype=np.int64)
-        copy_rows(self.rows["rows"], origins, target, places)
+        if not spec.keeps_rows:
+            rows = self._get_present(ids, slots, step)
+            copy_rows(rows, None, torch.from_numpy(target), places)
+        elif not take_rows(self._index, 0, slots, self._rows_array, target, places):
+            positions = self.use(ids, slots).numpy()
+            copy_rows(self.rows["rows"], positions, torch.from_numpy(target), places)
 
     def _get_present(self, ids: Tensor, slots: Ids, step: int) -> Tensor:
         """Rows that have not left; the initial values of others."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.embedding.hashing import Ids
 
 try:
     from shoal.transport.shm._shm import copy_rows as _native
+    from shoal.transport.shm._shm import take_rows as _native_take
 except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
     _native = None  # type: ignore[assignment]
+    _native_take = None  # type: ignore[assignment]
+
+Rows = NDArray[np.float32]
 
 
 def copy_rows(source: Tensor, origins: Ids | None, target: Tensor, places: Ids | None) -> None:
@@ -37,6 +43,29 @@ def copy_rows(source: Tensor, origins: Ids | None, target: Tensor, places: Ids |
     )
     if wrong >= 0:
         raise IndexError(f"row {wrong} of {count} to copy is out of range")
+
+
+def take_rows(
+    index: NDArray[np.int32], low: int, ids: Ids, rows: Rows, target: Rows, places: Ids | None
+) -> bool:
+    """Row `places[i]` of the target becomes the row at position `index[ids[i] - low] - 1`.
+
+    False, and nothing is copied, if a row has no position (the index has 0 or less), or is out of
+    range. Ids come from other processes: nothing is assumed of them.
+    """
+    if _native_take is not None:
+        return _native_take(index, low, ids, rows, target, places, 4 * rows.shape[1]) < 0
+    slots = ids - low
+    if len(slots) and (slots.min() < 0 or slots.max() >= len(index)):
+        return False
+    positions = index[slots].astype(np.int64) - 1
+    if len(positions) and positions.min() < 0:
+        return False
+    try:
+        _copy(torch.from_numpy(rows), positions, torch.from_numpy(target), places, len(positions))
+    except IndexError:
+        return False
+    return True
 
 
 def _address(numbers: Ids) -> int:

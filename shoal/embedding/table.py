@@ -20,6 +20,7 @@ from shoal.embedding.chunks import WAITING, Chunk, check_rows, fit_chunks, is_be
 from shoal.embedding.hashing import Ids
 from shoal.embedding.held import HeldRows
 from shoal.embedding.pool import RowPool
+from shoal.embedding.row_copy import Rows
 from shoal.embedding.spec import LARGEST_SHARD, RowOptimizer, TableSpec
 from shoal.errors import BadInput
 
@@ -69,7 +70,7 @@ class RowTable:
         """Copies of rows, [n, dim]. Ids may repeat."""
         return self._held.get(ids, self.steps)
 
-    def copy(self, ids: Tensor, target: Tensor, places: Ids | None = None) -> None:
+    def copy(self, ids: Tensor, target: Rows, places: Ids | None = None) -> None:
         """Rows into `target`, [m, dim], at these places; None: one after the other."""
         self._held.copy(ids, self.steps, target, places)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.hashing import Ids
+from shoal.embedding.row_copy import Rows
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.row_messages import MAX_ROW_MEMORIES
 from shoal.transport.shm import memfd
@@ -32,7 +33,7 @@ _MIN_BYTES = 1 << 20
 class RowTarget(NamedTuple):
     """Where rows go: `places[i]` is that of the i-th; None: one after the other."""
 
-    rows: Tensor
+    rows: Rows
     places: Ids | None = None
 
     def behind(self, count: int) -> RowTarget:
@@ -48,14 +49,14 @@ class RowTarget(NamedTuple):
         return RowTarget(self.rows, self.places[:count])
 
 
-def attach(descriptor: int) -> Tensor:
+def attach(descriptor: int) -> Rows:
     """The memory of a worker, as float32; Refused if it is not sealed or too large."""
     num_bytes = os.fstat(descriptor).st_size
     is_allowed = 0 < num_bytes <= MAX_MEMORY_BYTES and num_bytes % mmap.PAGESIZE == 0
     if not is_allowed or not memfd.is_sealed(descriptor, num_bytes):
         raise Refused(f"expected sealed memory for rows, of at most {MAX_MEMORY_BYTES} bytes")
     try:
-        return torch.frombuffer(memfd.map_all(descriptor, num_bytes), dtype=torch.float32)
+        return np.frombuffer(memfd.map_all(descriptor, num_bytes), np.float32)
     except OSError as error:
         raise Refused(f"memory for rows cannot be mapped: {error}") from error
 

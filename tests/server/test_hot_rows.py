@@ -91,7 +91,10 @@ def read(reader: HotTable, ids: Tensor, version: int) -> Tensor:
     found = reader.look(ids.numpy(), version)
     assert found.is_fresh.all()
     rows = torch.empty(len(ids), 2)
-    reader.read(found, rows)
+    reader.read(found, rows.numpy())
+    at_once = torch.zeros(len(ids), 2)
+    assert reader.read_all(ids.numpy(), version, at_once.numpy())
+    assert torch.equal(rows, at_once) and not reader.read_all(np.array([7]), 0, rows.numpy())
     return rows
 
 
@@ -158,7 +161,7 @@ def test_loads_are_counted_by_owner_and_as_they_were_served() -> None:
     _, reader = pair()
     reader.note(np.array([30, 31]))
     reader.install(0, pair()[0].changes((0, 0), version=1))
-    reader.note(np.array([1, 3, 30]), reader.look(np.array([1, 3]), 1))
+    reader.note(np.array([1, 3, 30]), copies=2)
     report = reader.report()
     assert report["served"] == 5 and report["by_owner"] == [2, 3]
     assert report["ids"][0] == 30 and report["counts"][0] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +47,7 @@ def pull(peer: Peer, header: Header, meta: bytes) -> None:
         pulled = peer.read(lambda: model.pull_rows(peer.worker, request, ids, target))
     except IndexError as error:
         raise Refused(f"places of rows in memory {request.memory}: {error}") from error
-    payload = () if target.places is not None else (bytes_of(target.rows),)
+    payload = () if target.places is not None else (bytes_of(torch.from_numpy(target.rows)),)
     peer.reply(encode(pulled), *payload)
 
 
@@ -56,13 +57,14 @@ def _read_wanted(
     """The ids of a pull, and where their rows go."""
     count = request.count
     if request.memory is None:
-        ids = read_numbers(connection, count, torch.int64)
-        return ids, RowTarget(torch.empty(count, dim))
+        return read_numbers(connection, count, torch.int64), RowTarget(
+            np.empty((count, dim), np.float32)
+        )
     memory = member.row_memory.get(request.memory)
     if memory is None or request.places * dim > len(memory):
         raise Refused(f"memory {request.memory} has no room for {request.places} rows")
     numbers = read_numbers(connection, 2 * count, torch.int64)
-    rows = memory[: request.places * dim].view(request.places, dim)
+    rows = memory[: request.places * dim].reshape(request.places, dim)
     return numbers[:count], RowTarget(rows, numbers[count:].numpy())
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shoal.embedding.hashing import Ids
 from shoal.embedding.heat import Hottest, SpaceSaving
-from shoal.embedding.id_map import IdMap
-from shoal.embedding.row_copy import copy_rows
+from shoal.embedding.id_map import MAX_DIRECT_ROWS, IdMap
+from shoal.embedding.row_copy import Rows, copy_rows, take_rows
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable
 from shoal.server.protocol.frames import Refused
@@ -28,6 +28,9 @@ from shoal.server.protocol.row_messages import MAX_HOT_ROWS
 MIN_COUNTERS = 4096
 MAX_COUNTERS = 1 << 17
 NO_VERSION = -1
+_NO_IDS: Ids = np.zeros(0, np.int64)
+_COUNTED_AT_ONCE = 64  # pulls
+_MOST_DOUBLINGS = 6
 _REPORTED = 1024  # at least: a row that is hot in sum may not be among the hottest of one server
 
 
@@ -76,25 +79,39 @@ class HotTable:
         self.recent = SpaceSaving(counters_of(self.spec))
         self.served = 0  # rows, since there are copies
         self.by_owner = np.zeros(table.shards, np.int64)  # the same rows by their owner
+        self._copies_served: list[Ids] = []  # that are not in `by_owner` yet
+        self._own_served = 0  # that are not in `by_owner` yet
         self.before = 0  # rows that were served before there were copies
         self.has_copies = False  # whether there was a hot set
+        self._choices = 0  # since the hot set has changed
         self._asks_at = self._period()
         self._forget()
 
     # ------------------------------------------------------------------ counts
 
-    def note(self, ids: Ids, copies: FoundCopies | None = None) -> None:
-        """These rows are served; the first of them as copies, if they were found."""
+    def note(self, ids: Ids, copies: int = 0, missing: Ids = _NO_IDS) -> None:
+        """These rows are served; the first of them are copies, but for those that are missing."""
         self.recent.add(ids)
         if not self.has_copies:
             self.before += len(ids)
             return
-        owners = () if copies is None else self._owners[copies.positions[copies.is_fresh]]
-        own = len(ids) - (0 if copies is None else len(copies.positions))
-        self.served += own + len(owners)
-        self.by_owner[self.index] += own
-        if len(owners):
-            self.by_owner += np.bincount(owners, minlength=self.table.shards)
+        self.served += len(ids) - len(missing)
+        self._own_served += len(ids) - copies
+        if copies:
+            self._copies_served.append(
+                np.delete(ids[:copies], missing) if len(missing) else ids[:copies]
+            )
+            if len(self._copies_served) >= _COUNTED_AT_ONCE:
+                self._count_owners()
+
+    def _count_owners(self) -> None:
+        """Whose copies were served."""
+        ids = np.concatenate([_NO_IDS, *self._copies_served])
+        owners = self.spec.owner(torch.from_numpy(ids), self.table.shards).numpy()
+        self.by_owner += np.bincount(owners, minlength=self.table.shards)
+        self.by_owner[self.index] += self._own_served
+        self._copies_served = []
+        self._own_served = 0
 
     def asks(self) -> bool:
         """Whether the worker that pulls now should choose the hot set; asks one at a time."""
@@ -107,20 +124,22 @@ class HotTable:
 
     def take_counts(self) -> tuple[Hottest, int]:
         """The counts since this was called last."""
-        found = self.recent.hottest()
+        found = self.recent.counted()
         total = self.recent.total
         self.total.merge(self.recent)
         self.recent = SpaceSaving(self.recent.capacity)
+        self._choices = min(self._choices + 1, _MOST_DOUBLINGS)
         self._asks_at = self._period()
         return found, total
 
     def _period(self) -> float:
-        """Rows to serve between two choices: the first comes early."""
+        """Rows to serve between two choices: the first comes early, later ones ever more rarely."""
         pulls = 4 / self.spec.hot_share if self.spec.hot_share else 0.0
-        return max(1.0, pulls / self.table.shards * (4 if self.number else 1))
+        return max(1.0, pulls / self.table.shards * (4 << self._choices if self.number else 1))
 
     def report(self) -> dict[str, Any]:
         """Counts for the end of a run, with as many of the hottest rows as a report needs."""
+        self._count_owners()
         whole = SpaceSaving(self.total.capacity)
         whole.merge(self.total)
         whole.merge(self.recent)
@@ -147,6 +166,8 @@ class HotTable:
                 raise Refused(f"{len(ids)} hot rows of {self.spec} are too many or not in order")
             self.spec.check(torch.from_numpy(ids))
             self.number = number
+            self._choices = 0
+            self._asks_at = min(self._asks_at, self._period())
             self.is_published = False
             self.has_copies |= len(ids) > 0
             self._set(ids)
@@ -180,9 +201,15 @@ class HotTable:
         has_row = np.zeros(len(ids), np.bool_)
         has_row[places] = self._has_row[kept[places]]
         self._known = IdMap(ids, self.spec.num_rows)
+        is_small = self.spec.num_rows <= MAX_DIRECT_ROWS
+        self._copied = np.zeros(self.spec.num_rows if is_small else 0, np.int32)
+        if is_small:
+            self._copied[ids[has_row]] = np.flatnonzero(has_row) + 1
         self._rows = rows
         self._has_row = has_row
         self._owners = self.spec.owner(torch.from_numpy(ids), self.table.shards).numpy()
+        others = np.unique(self._owners)
+        self._other_owners = others[others != self.index]
         self._own_ids = torch.from_numpy(ids[self._owners == self.index])
         self._published = torch.zeros(len(self._own_ids), self.spec.dim)
         self._changed_at = torch.full((len(self._own_ids),), NO_VERSION)
@@ -218,6 +245,8 @@ class HotTable:
         if (positions < 0).any() or (self._owners[positions] != owner).any():
             raise Refused(f"server {owner} publishes rows of {self.spec} that are not its hot rows")
         copy_rows(copied.rows, None, self._rows, positions)
+        if len(self._copied):
+            self._copied[copied.ids.numpy()] = positions + 1
         self._has_row[positions] = True
         self._versions[owner] = copied.version
 
@@ -235,11 +264,16 @@ class HotTable:
         is_fresh &= positions >= 0
         return FoundCopies(positions, is_fresh)
 
-    def read(self, found: FoundCopies, target: Tensor, places: Ids | None = None) -> None:
+    def read_all(self, ids: Ids, version: int, target: Rows, places: Ids | None = None) -> bool:
+        """Fill in copies of all these rows at once; False if one is not here or not new enough."""
+        is_new = bool((self._versions[self._other_owners] >= max(0, version)).all())
+        return is_new and take_rows(self._copied, 0, ids, self._rows.numpy(), target, places)
+
+    def read(self, found: FoundCopies, target: Rows, places: Ids | None = None) -> None:
         """Fill in those copies that are new enough, at their places; None: 0, 1, 2, …"""
         positions = found.positions
         if not found.is_fresh.all():
             fresh = np.flatnonzero(found.is_fresh)
             positions = positions[fresh]
             places = fresh if places is None else places[fresh]
-        copy_rows(self._rows, positions, target, places)
+        copy_rows(self._rows, positions, torch.from_numpy(target), places)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from shoal.embedding.row_copy import Rows
 from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer
@@ -50,7 +51,7 @@ class Member:
     out: Tensor | None = None  # where the worker writes its pushes, if it shares that memory
     out_file: tuple[int, int] = (0, 0)  # device and inode of that memory
     channels: dict[Channel, ActiveConnection] = field(default_factory=dict)
-    row_memory: dict[int, Tensor] = field(default_factory=dict)  # for rows that it pulls
+    row_memory: dict[int, Rows] = field(default_factory=dict)  # for rows that it pulls
     residual: bytearray | None = None  # what compression has not sent yet, as last saved
     barriers: int = 0  # that it has reached
     has_left: bool = False

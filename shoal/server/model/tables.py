@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.chunks import cursor_after
+from shoal.embedding.hashing import Ids
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable, sum_duplicates
 from shoal.server.model.hot_table import HotTable
@@ -72,19 +73,25 @@ class Tables:
                 table.copy(ids, *target)
                 hot.note(ids.numpy())
                 return RowsPulled(hot.number, hot.asks())
-            wanted = ids[:copies]
-            table.spec.check(wanted)
-            found = hot.look(wanted.numpy(), version)
-            if not found.is_settled:
-                self._lock.wait_for(
-                    lambda: hot.look(wanted.numpy(), version).is_settled, COPY_WAIT_S
-                )
-                found = hot.look(wanted.numpy(), version)
-            hot.read(found, *target.until(copies))
+            missing = self._copy_hot(table, hot, ids[:copies].numpy(), version, target)
             table.copy(ids[copies:], *target.behind(copies))
-            hot.note(ids.numpy(), found)
-            missing = tuple(np.flatnonzero(~found.is_fresh).tolist())
-            return RowsPulled(hot.number, hot.asks(), missing)
+            hot.note(ids.numpy(), copies, missing)
+            return RowsPulled(hot.number, hot.asks(), tuple(missing.tolist()))
+
+    def _copy_hot(
+        self, table: RowTable, hot: HotTable, ids: Ids, version: int, target: RowTarget
+    ) -> Ids:
+        """Copies of rows of other servers; returns the positions of those that are not here."""
+        target = target.until(len(ids))
+        if hot.read_all(ids, version, *target):
+            return np.zeros(0, np.int64)
+        table.spec.check(torch.from_numpy(ids))
+        found = hot.look(ids, version)
+        if not found.is_settled:
+            self._lock.wait_for(lambda: hot.look(ids, version).is_settled, COPY_WAIT_S)
+            found = hot.look(ids, version)
+        hot.read(found, *target)
+        return np.flatnonzero(~found.is_fresh)
 
     def clear(self, name: str, steps: int) -> None:
         """Reset all rows of a table, and forget copies of them."""

@@ -1434,12 +1434,61 @@ static PyObject *py_copy_rows(ARGS) {
     return PyLong_FromLongLong(wrong);
 }
 
+/* Row places[i] of the target (i, without places) becomes the row of ids[i]: index[ids[i] - low] is its
+ * position + 1, and 0 or less if there is none. Returns the first i that has no row or no place, before
+ * anything is copied; -1 if all have one. */
+static int64_t take_rows(const int32_t *index, u64 entries, u64 low, const u64 *ids, u64 count, const u8 *rows,
+                         u64 num_rows, u8 *target, u64 target_rows, const u64 *places, u64 row_bytes) {
+    for (u64 i = 0; i < count; i++) {
+        u64 slot = ids[i] - low;
+        if (slot >= entries || index[slot] <= 0 || (u64)index[slot] > num_rows) return (int64_t)i;
+        if ((places ? places[i] : i) >= target_rows) return (int64_t)i;
+    }
+    for (u64 i = 0; i < count; i++) {
+        if (i + 4 < count) {
+            const u8 *next = rows + (u64)(index[ids[i + 4] - low] - 1) * row_bytes;
+            for (u64 line = 0; line < row_bytes && line < 8 * LINE; line += LINE) __builtin_prefetch(next + line);
+        }
+        memcpy(target + (places ? places[i] : i) * row_bytes, rows + (u64)(index[ids[i] - low] - 1) * row_bytes,
+               row_bytes);
+    }
+    return -1;
+}
+
+/* index int32, low, ids int64, rows, target, places int64 or None, row_bytes */
+static PyObject *py_take_rows(ARGS) {
+    NEED(7)
+    static const int FLAGS[6] = {PyBUF_SIMPLE, 0, PyBUF_SIMPLE, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBUF_SIMPLE};
+    Py_buffer views[6] = {{0}};
+    u64 low = number(args[1]), row_bytes = number(args[6]);
+    int64_t wrong = 0;
+    int has_places = args[5] != Py_None;
+    if (PyErr_Occurred()) return NULL;
+    for (int i = 0; i < 6; i++) {
+        if (i == 1 || (i == 5 && !has_places)) continue;
+        if (PyObject_GetBuffer(args[i], &views[i], FLAGS[i]) != 0) goto done;
+    }
+    if (!row_bytes || (has_places && views[5].len != views[2].len)) {
+        PyErr_SetString(PyExc_ValueError, "every row has a place, and at least one byte");
+        goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    wrong = take_rows(views[0].buf, (u64)views[0].len / 4, low, views[2].buf, (u64)views[2].len / 8, views[3].buf,
+                      (u64)views[3].len / row_bytes, views[4].buf, (u64)views[4].len / row_bytes,
+                      has_places ? views[5].buf : NULL, row_bytes);
+    Py_END_ALLOW_THREADS
+done:
+    for (int i = 0; i < 6; i++)
+        if (views[i].obj) PyBuffer_Release(&views[i]);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(wrong);
+}
+
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
     METHOD(create), METHOD(attach), METHOD(watch), METHOD(pidfd), METHOD(collective), METHOD(start), METHOD(finish),
     METHOD(failure), METHOD(waiting), METHOD(pid), METHOD(history), METHOD(tune), METHOD(post), METHOD(state), METHOD(wait),
     METHOD(forget), METHOD(withdraw), METHOD(serve), METHOD(stop), METHOD(leave), METHOD(detach),
-    METHOD(copy_rows), {NULL, NULL, 0, NULL}};
+    METHOD(copy_rows), METHOD(take_rows), {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shm", NULL, -1, methods,
                                     NULL, NULL, NULL, NULL};

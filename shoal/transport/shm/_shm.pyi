@@ -59,3 +59,6 @@ def copy_rows(
     count: int,
     /,
 ) -> int: ...
+def take_rows(
+    index: Any, low: int, ids: Any, rows: Any, target: Any, places: Any, row_bytes: int, /
+) -> int: ...
