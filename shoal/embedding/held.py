@@ -69,16 +69,18 @@ class HeldRows:
     def get(self, ids: Tensor, step: int) -> Tensor:
         """Copies of rows after `step`. Where all rows stay, they take memory from now on."""
         rows = torch.empty(ids.numel(), self._spec.dim)
-        self.copy(ids, step, rows.numpy(), None)
+        self._spec.check(ids)
+        self.copy(ids.contiguous().numpy(), step, rows.numpy(), None)
         return rows
 
-    def copy(self, ids: Tensor, step: int, target: Rows, places: Ids | None) -> None:
+    def copy(self, numbers: Ids, step: int, target: Rows, places: Ids | None) -> None:
         """The same, into the rows of `target` at these places."""
         spec = self._spec
-        if spec.keeps_rows and spec.placement == "range" and ids.dim() == 1:
+        if spec.keeps_rows and spec.placement == "range":
             low = self._shard * -(-spec.num_rows // self._shards)
-            if take_rows(self._index, low, ids.numpy(), self._rows_array, target, places):
+            if take_rows(self._index, low, numbers, self._rows_array, target, places):
                 return
+        ids = torch.from_numpy(numbers)
         slots = self.slots(ids)
         if not spec.keeps_rows:
             rows = self._get_present(ids, slots, step)

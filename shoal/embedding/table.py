@@ -70,7 +70,7 @@ class RowTable:
         """Copies of rows, [n, dim]. Ids may repeat."""
         return self._held.get(ids, self.steps)
 
-    def copy(self, ids: Tensor, target: Rows, places: Ids | None = None) -> None:
+    def copy(self, ids: Ids, target: Rows, places: Ids | None = None) -> None:
         """Rows into `target`, [m, dim], at these places; None: one after the other."""
         self._held.copy(ids, self.steps, target, places)
 

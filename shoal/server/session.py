@@ -17,6 +17,7 @@ from shoal.server.replicas.elsewhere import Elsewhere
 # importing them fills the table
 HANDLER_MODULES = (chain, compressed, control, hot_rows, pull, push, rows)
 _MAX_SHORT_META_BYTES = 64 << 10
+_PULL_BYTES = 64 << 10  # a request for 4,000 rows is read at once
 _UNANSWERED = {FrameKind.BUCKET, FrameKind.COMPRESSED, FrameKind.TABLE_PUSH}
 _OF_ANY_MEMBER = {
     *(FrameKind.SETUP, FrameKind.STATS),
@@ -38,6 +39,8 @@ class Session:
             self.peer.start()
             if self.peer.channel == "chain":
                 self.peer.connection.read_ahead()
+            elif self.peer.channel == "rows":
+                self.peer.connection.read_ahead(_PULL_BYTES)
             while True:
                 self._serve_one()
         except Closed:

@@ -525,6 +525,8 @@ def _rows(table: str, ids: list[int], grads: int = 0, **change: int) -> tuple[by
         ("rows", FrameKind.TABLE_PULL, _rows("u", [1])),
         ("rows", FrameKind.TABLE_PULL, _rows("t", [1], count=2**61)),
         ("rows", FrameKind.TABLE_PULL, _rows("t", [1], count=-1)),
+        ("rows", FrameKind.TABLE_PULL, _rows("t", [1, 0], count=1, memory=0, places=1)),
+        ("rows", FrameKind.SHARE_ROWS, (b"\x81\xa6number\x00", b"")),
         ("push", FrameKind.TABLE_PUSH, _rows("t", [-3], 4)),
         ("push", FrameKind.TABLE_PUSH, _rows("t", [11], 4)),
         ("push", FrameKind.TABLE_PUSH, _rows("t", [1, 2], 4)),
@@ -550,6 +552,25 @@ def test_rows_that_are_not_there_are_refused(
         assert is_closed_by_server(connection.sock)
         assert torch.equal(store.pull("t", torch.arange(10)), start)
         assert resident_mb() - before < 50
+        connection.close()
+        control.close()
+
+
+@pytest.mark.parametrize(("place", "places"), [(1, 1), (-1, 1), (2**62, 1), (0, 2**61)])
+def test_places_outside_of_the_memory_of_a_worker_are_refused(place: int, places: int) -> None:
+    with victim() as (server, client):
+        ServerStore(client).create(TableSpec("t", 10, 4))
+        control, connection, header = joined(server, client, "rows")
+        descriptor = memfd.make("rows", 4096)
+        share = header._replace(kind=FrameKind.SHARE_ROWS)
+        connection.send_descriptor(share, b"\x81\xa6number\x00", descriptor)
+        os.close(descriptor)
+        assert connection.receive(1 << 16)[0].kind is FrameKind.OK
+        meta, payload = _rows("t", [1, place], count=1, memory=0, places=places)
+        pull = header._replace(kind=FrameKind.TABLE_PULL)
+        connection.send(pull, meta, memoryview(payload))
+        assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR
+        assert is_closed_by_server(connection.sock)
         connection.close()
         control.close()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.embedding.chunks import chunk_columns, entry_bytes
+from shoal.embedding.hashing import Ids
 from shoal.embedding.pool import Column
 from shoal.embedding.spec import TableSpec
 from shoal.server.handlers.dispatch import handles
@@ -53,19 +55,24 @@ def pull(peer: Peer, header: Header, meta: bytes) -> None:
 
 def _read_wanted(
     connection: Connection, member: Member, request: RowBatch, dim: int
-) -> tuple[Tensor, RowTarget]:
+) -> tuple[Ids, RowTarget]:
     """The ids of a pull, and where their rows go."""
     count = request.count
     if request.memory is None:
-        return read_numbers(connection, count, torch.int64), RowTarget(
-            np.empty((count, dim), np.float32)
-        )
+        rows = np.empty((count, dim), np.float32)
+        return _read_integers(connection, count), RowTarget(rows)
     memory = member.row_memory.get(request.memory)
     if memory is None or request.places * dim > len(memory):
         raise Refused(f"memory {request.memory} has no room for {request.places} rows")
-    numbers = read_numbers(connection, 2 * count, torch.int64)
+    numbers = _read_integers(connection, 2 * count)
     rows = memory[: request.places * dim].reshape(request.places, dim)
-    return numbers[:count], RowTarget(rows, numbers[count:].numpy())
+    return numbers[:count], RowTarget(rows, numbers[count:])
+
+
+def _read_integers(connection: Connection, count: int) -> Ids:
+    integers: Any = np.empty(count, np.int64)
+    connection.read_into(memoryview(integers))
+    return integers  # type: ignore[no-any-return]
 
 
 @handles(FrameKind.SHARE_ROWS, "rows")

@@ -78,9 +78,9 @@ class HotTable:
         self.total = SpaceSaving(counters_of(self.spec))
         self.recent = SpaceSaving(counters_of(self.spec))
         self.served = 0  # rows, since there are copies
-        self.by_owner = np.zeros(table.shards, np.int64)  # the same rows by their owner
-        self._copies_served: list[Ids] = []  # that are not in `by_owner` yet
-        self._own_served = 0  # that are not in `by_owner` yet
+        self._by_owner = np.zeros(table.shards, np.int64)
+        self._copies_served: list[Ids] = []  # that are not in `_by_owner` yet
+        self._own_served = 0  # that are not in `_by_owner` yet
         self.before = 0  # rows that were served before there were copies
         self.has_copies = False  # whether there was a hot set
         self._choices = 0  # since the hot set has changed
@@ -104,12 +104,18 @@ class HotTable:
             if len(self._copies_served) >= _COUNTED_AT_ONCE:
                 self._count_owners()
 
+    @property
+    def by_owner(self) -> NDArray[np.int64]:
+        """The rows that were served since there are copies, by their owner."""
+        self._count_owners()
+        return self._by_owner
+
     def _count_owners(self) -> None:
         """Whose copies were served."""
         ids = np.concatenate([_NO_IDS, *self._copies_served])
         owners = self.spec.owner(torch.from_numpy(ids), self.table.shards).numpy()
-        self.by_owner += np.bincount(owners, minlength=self.table.shards)
-        self.by_owner[self.index] += self._own_served
+        self._by_owner += np.bincount(owners, minlength=self.table.shards)
+        self._by_owner[self.index] += self._own_served
         self._copies_served = []
         self._own_served = 0
 
@@ -139,7 +145,6 @@ class HotTable:
 
     def report(self) -> dict[str, Any]:
         """Counts for the end of a run, with as many of the hottest rows as a report needs."""
-        self._count_owners()
         whole = SpaceSaving(self.total.capacity)
         whole.merge(self.total)
         whole.merge(self.recent)

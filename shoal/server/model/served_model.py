@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.embedding.hashing import Ids
 from shoal.server.model.clipping import Clipping
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.log import Log
@@ -313,9 +314,7 @@ class ServedModel:
             return pulled, loss_flags, source
         return pulled, loss_flags, pulls.fill(source)
 
-    def pull_rows(
-        self, worker: int, request: RowBatch, ids: Tensor, target: RowTarget
-    ) -> RowsPulled:
+    def pull_rows(self, worker: int, request: RowBatch, ids: Ids, target: RowTarget) -> RowsPulled:
         """Rows; a copy of a server has them as new as the weights that the worker has got."""
         with self.lock:
             if self.is_replicated and not self.spec.rule.applies_each_push:

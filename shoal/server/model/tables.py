@@ -60,7 +60,7 @@ class Tables:
         return self._tables[name]
 
     def pull(
-        self, name: str, ids: Tensor, target: RowTarget, copies: int = 0, version: int = 0
+        self, name: str, ids: Ids, target: RowTarget, copies: int = 0, version: int = 0
     ) -> RowsPulled:
         """Rows of this server; the first `copies` of them are copies not older than `version`.
 
@@ -71,11 +71,11 @@ class Tables:
             hot = self.hot[name]
             if not copies:
                 table.copy(ids, *target)
-                hot.note(ids.numpy())
+                hot.note(ids)
                 return RowsPulled(hot.number, hot.asks())
-            missing = self._copy_hot(table, hot, ids[:copies].numpy(), version, target)
+            missing = self._copy_hot(table, hot, ids[:copies], version, target)
             table.copy(ids[copies:], *target.behind(copies))
-            hot.note(ids.numpy(), copies, missing)
+            hot.note(ids, copies, missing)
             return RowsPulled(hot.number, hot.asks(), tuple(missing.tolist()))
 
     def _copy_hot(

@@ -10,7 +10,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -113,9 +113,9 @@ class Connection:
             data += chunk
         return bytes(data)
 
-    def read_ahead(self) -> None:
-        """From now on read small frames in one piece; no descriptors come with them."""
-        self._ahead = _ReadAhead()
+    def read_ahead(self, num_bytes: int = _AHEAD_BYTES) -> None:
+        """From now on read frames of less than `num_bytes` in one piece."""
+        self._ahead = _ReadAhead(num_bytes)
 
     def read_into(self, view: memoryview) -> None:
         view = view.cast("B") if view.nbytes else view
@@ -124,7 +124,7 @@ class Connection:
         while done < size:
             try:
                 if self._ahead is not None and self._ahead.suits(size - done):
-                    count = self._ahead.receive(self.sock, view[done:])
+                    count = self._ahead.receive(self._receive, view[done:])
                 else:
                     count = self._receive(view[done:] if done else view)
             except OSError as error:
@@ -216,12 +216,12 @@ class Connection:
 class _ReadAhead:
     """Bytes that have been received and not been asked for yet."""
 
-    def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(_AHEAD_BYTES))
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = memoryview(bytearray(num_bytes))
         self._left = self._buffer[:0]
 
     def suits(self, size: int) -> bool:
-        return size < _AHEAD_BYTES
+        return size < self._buffer.nbytes
 
     def take(self, view: memoryview) -> int:
         """How many bytes of `view` are filled."""
@@ -231,9 +231,9 @@ class _ReadAhead:
             self._left = self._left[count:]
         return count
 
-    def receive(self, sock: socket.socket, view: memoryview) -> int:
+    def receive(self, receive: Callable[[memoryview], int], view: memoryview) -> int:
         """Called when nothing is left; 0 at the end of the connection."""
-        self._left = self._buffer[: sock.recv_into(self._buffer)]
+        self._left = self._buffer[: receive(self._buffer)]
         return self.take(view)
 
 
