@@ -268,6 +268,35 @@ def test_servers_are_killed_while_they_save(
     assert logged(tmp_path) == expected
 
 
+COMPRESSED = 'ps(servers=2, replicas={}, compress="topk(0.1)")'
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (COMPRESSED.format(3), COMPRESSED.format(3)),
+        (COMPRESSED.format(3), COMPRESSED.format(1)),
+        ("ps(servers=2, replicas=3)", "ps(servers=3, replicas=2)"),
+    ],
+)
+def test_a_run_of_replicas_that_was_lost_continues(tmp_path: Path, first: str, second: str) -> None:
+    """A synchronous run ends with its worker, and all its servers with it."""
+    command = [sys.executable, "-m", "shoal", "run", "digits", "-n", "2"]
+    saving = ["--server-checkpoint", f"{tmp_path}/saved:every=10"]
+    ending = ["--report", f"{tmp_path}/report", "--", "--steps", "60"]
+    run([*command, "-s", first, *ending], check=True)
+    expected = logged(tmp_path)
+    assert run([*command, "-s", first, *saving, "--kill", "1@45", *ending]).returncode != 0
+    assert complete_versions(tmp_path / "saved")
+    resumed = run(
+        [*command, "-s", second, *saving, "--resume", *ending], check=True, capture_output=True
+    )
+    assert b"resuming from" in resumed.stderr
+    assert logged(tmp_path) == expected
+
+
 def logged(folder: Path) -> Any:
     document = json.loads((folder / "report").read_text())
     return [rank["logged"] for rank in document["ranks"]]
