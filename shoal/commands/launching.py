@@ -18,6 +18,7 @@ from shoal.launch.lost_workers import taking_back, tolerance_of
 from shoal.launch.output import OnProgress, Write, discard_lines, print_lines
 from shoal.launch.processes import Forks
 from shoal.launch.report import run_report
+from shoal.launch.server_checkpoints import saying_latest, with_server_checkpoint
 from shoal.observe.progress import ProgressBar
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import check_faults
@@ -43,6 +44,8 @@ class WorkersOptions:
     grace_s: float | None = None
     restarts: int | None = None
     start: int | None = None
+    server_checkpoint: str | None = None  # DIR or DIR:every=STEPS
+    resume: bool = False
 
     def to_config(self) -> RunConfig:
         """The configuration of the workers; BadInput where an option makes no sense."""
@@ -57,35 +60,18 @@ class WorkersOptions:
             start=self.start or config.start,
             wait=replace(config.wait, limit_s=self.timeout_s or config.wait.limit_s),
         )
-        check_faults(config, self.workers, strategy.servers(self.workers))
+        servers = strategy.servers(self.workers)
+        why_none = strategy.sync_for(self.workers).why_no_server_processes
+        check_faults(config, self.workers, servers, why_none)
         if config.start is not None and config.start > self.workers:
             raise BadInput(f"--start {config.start} is more than the {self.workers} workers of -n")
+        if config.takes_back:
+            option = "--restart" if config.restarts else "--start"
+            strategy.taking_back(self.workers).require_takes_back(option)
+        config = with_server_checkpoint(config, strategy, self.server_checkpoint, self.resume)
         if not config.takes_back:
             return config
-        strategy = taking_back(strategy, self.workers)
-        strategy.require_takes_back()
-        return replace(config, strategy=str(strategy))
-
-
-def with_server_checkpoint(config: RunConfig, text: str | None, resume: bool) -> RunConfig:
-    """The same with periodic checkpoints of servers: `text` is DIR or DIR:every=STEPS."""
-    checkpoint = config.server_checkpoint
-    if text is not None:
-        folder, _, every = text.partition(":every=")
-        if not folder or ((every or ":every=" in text) and not _is_steps(every)):
-            raise BadInput(f"--server-checkpoint takes DIR or DIR:every=STEPS, not {text!r}")
-        steps = int(every) if every else checkpoint.every
-        checkpoint = replace(checkpoint, folder=Path(folder).absolute(), every=steps)
-    if checkpoint.folder is None:
-        return config
-    strategy = as_strategy(config.strategy or "single")
-    if strategy.sync is None or not strategy.sync.has_servers:
-        raise BadInput(f"--server-checkpoint is for ps, and this run has -s {strategy}")
-    return replace(config, server_checkpoint=replace(checkpoint, resume=resume))
-
-
-def _is_steps(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 12 and int(text) > 0
+        return replace(config, strategy=str(taking_back(strategy, self.workers)))
 
 
 def command_for(script: str, args: Sequence[str] | None) -> list[str]:
@@ -155,7 +141,8 @@ def run_shown(
     """Run workers with a live progress bar on a terminal, and with plain lines elsewhere."""
     check_folder(report, "a report")
     try:
-        result = _run_shown(command, workers, config)
+        with saying_latest(config.server_checkpoint.folder, _say):
+            result = _run_shown(command, workers, config)
     except KeyboardInterrupt:
         print("shoal: interrupted; all workers have exited", file=sys.stderr)
         sys.exit(130)

@@ -9,7 +9,6 @@ from shoal.commands.launching import (
     resolve_auto,
     run_shown,
     traced,
-    with_server_checkpoint,
 )
 from shoal.errors import BadInput
 
@@ -37,10 +36,12 @@ def run(
     command = command_for(script, args)
     strategy = resolve_auto(strategy, command, workers, device)
     asked = WorkersOptions(
-        workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start
+        *(workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start),
+        server_checkpoint=server_checkpoint,
+        resume=resume,
     )
-    saved = with_server_checkpoint(asked.to_config(), server_checkpoint, resume)
-    if resume and saved.server_checkpoint.folder is None:
+    options_config = asked.to_config()
+    if resume and options_config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
-    with traced(saved, trace) as config:
+    with traced(options_config, trace) as config:
         run_shown(command, workers, config, report)

@@ -18,7 +18,6 @@ from shoal.commands.launching import (
     resolve_auto,
     run_shown,
     traced,
-    with_server_checkpoint,
 )
 from shoal.errors import BadInput, CheckpointError
 from shoal.train.checkpoint_folder import MANIFEST
@@ -54,9 +53,11 @@ def train(
     command = command_for(example, extra)
     strategy = resolve_auto(strategy, command, workers, device)
     asked = WorkersOptions(
-        workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start
+        *(workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start),
+        server_checkpoint=server_checkpoint,
+        resume=resume,
     )
-    config = with_server_checkpoint(asked.to_config(), server_checkpoint, resume)
+    config = asked.to_config()
     start_s = time.monotonic()
     with traced(config, trace) as traced_config:
         run_shown(command, workers, traced_config, report)

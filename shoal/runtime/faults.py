@@ -23,6 +23,7 @@ from typing import TypeVar
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 from shoal.runtime.server_faults import (
+    NO_SERVERS,
     ServerKills,
     for_workers,
     read_server_kills,
@@ -98,17 +99,19 @@ def faults_of(config: RunConfig, rank: int, workers: int) -> Faults | None:
     return Faults(slow_factors.get(rank, 1.0), kill_steps.get(rank), servers)
 
 
-def check_faults(config: RunConfig, workers: int, servers: int = 0) -> None:
+def check_faults(
+    config: RunConfig, workers: int, servers: int = 0, why_no_servers: str = NO_SERVERS
+) -> None:
     """BadInput if a text or a rank is wrong."""
     read_slow(config.slow, workers)
     read_kill(config.kill, workers)
-    read_server_slow(config.slow, servers)
-    read_server_kills(config.kill, servers)
+    read_server_slow(config.slow, servers, why_no_servers)
+    read_server_kills(config.kill, servers, why_no_servers)
 
 
 def read_slow(texts: Sequence[str], workers: int) -> dict[int, float]:
     """Worker to times slower."""
-    numbers = _read("--slow", _SLOW, "1:4x", texts, workers)
+    numbers = _read("--slow", _SLOW, "1:4x", "server:1:4x", texts, workers)
     factors = {rank: float(number) for rank, number in numbers.items()}
     for rank, factor in factors.items():
         if not 1 <= factor <= _MOST:
@@ -118,18 +121,24 @@ def read_slow(texts: Sequence[str], workers: int) -> dict[int, float]:
 
 def read_kill(texts: Sequence[str], workers: int) -> dict[int, int]:
     """Worker to the step at which it is killed."""
-    numbers = _read("--kill", _KILL, "2@50", texts, workers)
+    numbers = _read("--kill", _KILL, "2@50", "server:1@50", texts, workers)
     return {rank: int(number) for rank, number in numbers.items()}
 
 
 def _read(
-    option: str, form: re.Pattern[str], example: str, texts: Sequence[str], workers: int
+    option: str,
+    form: re.Pattern[str],
+    example: str,
+    of_server: str,
+    texts: Sequence[str],
+    workers: int,
 ) -> dict[int, str]:
     numbers: dict[int, str] = {}
     for text in for_workers(texts):
         match = form.fullmatch(text)
         if match is None:
-            raise BadInput(f"{option} takes a text such as {example}, not {text[:40]!r}")
+            either = f"{example}, or {of_server} for a server"
+            raise BadInput(f"{option} takes a text such as {either}, not {text[:40]!r}")
         rank = int(match[1])
         if rank >= workers:
             raise BadInput(

@@ -20,6 +20,7 @@ from shoal.errors import BadInput
 from shoal.runtime.run_dir import RunDir
 
 PREFIX = "server:"
+NO_SERVERS = "this strategy starts no servers"
 _SLOW = re.compile(r"server:([0-9]{1,6}):([0-9]{1,4}(?:\.[0-9]{1,4})?)x")
 _KILL = re.compile(r"server:([0-9]{1,6})@([0-9]{1,12})")
 _MOST = 1000  # times slower
@@ -52,9 +53,11 @@ def for_workers(texts: Sequence[str]) -> list[str]:
     return [text for text in texts if not text.startswith(PREFIX)]
 
 
-def read_server_kills(texts: Sequence[str], servers: int | None = None) -> tuple[ServerKill, ...]:
+def read_server_kills(
+    texts: Sequence[str], servers: int | None = None, why_none: str = NO_SERVERS
+) -> tuple[ServerKill, ...]:
     """BadInput for a wrong text, and where the number of servers is known, for a wrong server."""
-    numbers = _read("--kill", _KILL, "server:1@50", texts, servers)
+    numbers = _read("--kill", _KILL, "server:1@50", texts, servers, why_none)
     kills = [ServerKill(server, int(step)) for server, step in numbers]
     for kill in kills:
         if kills.count(kill) > 1:
@@ -62,9 +65,11 @@ def read_server_kills(texts: Sequence[str], servers: int | None = None) -> tuple
     return tuple(kills)
 
 
-def read_server_slow(texts: Sequence[str], servers: int | None = None) -> dict[int, float]:
+def read_server_slow(
+    texts: Sequence[str], servers: int | None = None, why_none: str = NO_SERVERS
+) -> dict[int, float]:
     """Server to times slower."""
-    numbers = _read("--slow", _SLOW, "server:1:4x", texts, servers)
+    numbers = _read("--slow", _SLOW, "server:1:4x", texts, servers, why_none)
     factors = {server: float(factor) for server, factor in numbers}
     if len(factors) < len(numbers):
         raise BadInput("--slow names a server twice")
@@ -77,7 +82,12 @@ def read_server_slow(texts: Sequence[str], servers: int | None = None) -> dict[i
 
 
 def _read(
-    option: str, form: re.Pattern[str], example: str, texts: Sequence[str], servers: int | None
+    option: str,
+    form: re.Pattern[str],
+    example: str,
+    texts: Sequence[str],
+    servers: int | None,
+    why_none: str,
 ) -> list[tuple[int, str]]:
     found = []
     for text in texts:
@@ -87,12 +97,7 @@ def _read(
         if match is None:
             raise BadInput(f"{option} takes a text such as {example}, not {text[:40]!r}")
         if servers is not None and int(match[1]) >= servers:
-            raise BadInput(f"{option} {text}: {_there_are(servers)}")
+            last = f"the last of {servers} servers is {servers - 1}"
+            raise BadInput(f"{option} {text}: {last if servers else why_none}")
         found.append((int(match[1]), match[2]))
     return found
-
-
-def _there_are(servers: int) -> str:
-    if not servers:
-        return "this strategy starts no servers; ps does"
-    return f"the last of {servers} servers is {servers - 1}"

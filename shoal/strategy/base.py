@@ -157,6 +157,11 @@ class SyncTerm(Term, role="sync", abstract=True):
         return self
 
     @property
+    def why_not_back(self) -> str | None:
+        """Which option keeps a lost worker from coming back, and what to take; None: the term."""
+        return None
+
+    @property
     def needs_first_replica(self) -> bool:
         """Whether the run fails with the workers of replica 0, even if it survives other losses."""
         return False
@@ -185,6 +190,10 @@ class SyncTerm(Term, role="sync", abstract=True):
     def server_processes(self) -> int:
         """How many processes a launcher starts beside the workers."""
         return 0
+
+    @property
+    def why_no_server_processes(self) -> str:
+        return "this strategy starts no servers; ps does"
 
     @property
     def server_replicas(self) -> int:
@@ -222,6 +231,10 @@ class SyncTerm(Term, role="sync", abstract=True):
     def why_not_split(self) -> str | None:
         """Why it makes no sense where a replica is split over workers, or None."""
         return None
+
+    def check_server_saves(self, workers_of_replica: int) -> None:
+        """Refuse periodic checkpoints where servers do not have what a checkpoint needs."""
+        raise StrategyError(f"--server-checkpoint is for ps, and this run has -s {self}")
 
     def check(self, replicas: int) -> None:
         """Refuse what cannot work on so many replicas."""

@@ -135,20 +135,29 @@ class Strategy:
             return self
         return replace(self, sync=self.sync.taking_back(workers))
 
-    def require_takes_back(self) -> None:
-        """Refuse to start lost workers again where they could not go on.
+    def require_takes_back(self, option: str = "--restart") -> None:
+        """Refuse to start workers later (`option`) where they could not go on.
 
         Servers with replicas are started again under every rule.
         """
         if self.takes_back or (self.sync is not None and self.sync.server_replicas > 1):
             return
-        why = "its workers have to be there from the start to the end"
-        if self.sync is not None and self.sync.takes_back:
-            why = f"the workers of a replica that {self.splits[0]} splits meet at the start"
-        raise StrategyError(
-            f"--restart and --start: {self} cannot take a worker back, for {why}; ps, "
+        raise StrategyError(f"{option}: {self} cannot take a worker back, for {self._why_not_back}")
+
+    @property
+    def _why_not_back(self) -> str:
+        if self.sync is not None and self.splits and self.sync.taking_back(2).takes_back:
+            split = self.splits[0]
+            return f"the workers of a replica that {split} splits meet at the start: leave it out"
+        why = None if self.sync is None else self.sync.why_not_back
+        return why or (
+            "its workers have to be there from the start to the end; ps, "
             'gossip(mode="async") and hogwild can'
         )
+
+    def require_server_saves(self) -> None:
+        """Refuse periodic checkpoints of servers where there is nothing, or not all, to save."""
+        self.sync_for(1).check_server_saves(self._workers_of_replica)
 
     def needs(self, rank: int) -> bool:
         """Whether the run fails with this worker even if it survives the loss of others."""

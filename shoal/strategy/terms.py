@@ -179,6 +179,20 @@ class Ps(SyncTerm):
         return replace(self, staleness=None, quorum=replicas)
 
     @property
+    def why_not_back(self) -> str | None:
+        if self.update == "worker":
+            return (
+                'with update="worker" every worker has to see every sum: use update="server", the '
+                "default"
+            )
+        if self.placement == "workers":
+            return (
+                'with placement="workers" each worker hosts a server, which is lost with it: use '
+                'placement="servers", the default'
+            )
+        return 'each step waits for all workers: use ps(quorum=…) or ps(mode="async")'
+
+    @property
     def needs_first_replica(self) -> bool:
         return self.placement == "rank0"
 
@@ -189,6 +203,14 @@ class Ps(SyncTerm):
     @property
     def server_processes(self) -> int:
         return self.servers * self.replicas if self.placement == "servers" else 0
+
+    @property
+    def why_no_server_processes(self) -> str:
+        host = "worker 0 hosts the server" if self.placement == "rank0" else "each worker hosts one"
+        return (
+            f'with placement="{self.placement}" {host}: name the worker, or use '
+            'placement="servers", the default'
+        )
 
     @property
     def server_replicas(self) -> int:
@@ -229,6 +251,18 @@ class Ps(SyncTerm):
             raise StrategyError(
                 f"ps: quorum={self.quorum} needs as many workers that push, and {there}; write a "
                 "smaller number, or a fraction such as 0.75"
+            )
+
+    def check_server_saves(self, workers_of_replica: int) -> None:
+        if self.update == "worker":
+            raise StrategyError(
+                f"--server-checkpoint saves what servers hold, and with {self} workers hold the "
+                "weights: use job.save"
+            )
+        if workers_of_replica > 1:
+            raise StrategyError(
+                "--server-checkpoint needs whole replicas, and this strategy splits each of them "
+                f"over {workers_of_replica} workers: use job.save"
             )
 
     def _check_options(self) -> None:

@@ -304,7 +304,9 @@ class Job(LoopMethods):
 
         saved = self._agreement.load(folder, read)
         if saved is None or saved.document["steps"] <= self.steps:
-            self._say_once(f"no later checkpoint of servers is in {folder}: training starts here")
+            there = "no" if saved is None else "no later"
+            begin = f"training begins with step {self.steps + 1}"
+            self._say_once(f"{there} checkpoint of servers is in {folder}: {begin}")
             return {}
         document = self._install(saved, fit(self._steps, saved, folder), folder)
         self._say_once(f"resuming from {folder} after {self.steps} steps")

@@ -11,7 +11,14 @@ from safetensors import SafetensorError
 
 from shoal.server.model.snapshot import SavedWorker, Snapshot
 from shoal.server.protocol.messages import ModelSpec
-from shoal.server.saving.folder import shard_name, version_of, write_durably
+from shoal.server.saving.folder import (
+    complete_versions,
+    remove_old,
+    shard_name,
+    version_of,
+    write_durably,
+)
+from shoal.server.saving.reason import in_words
 from shoal.server.saving.shard_file import write_shard
 
 _CLOSE_S = 60.0
@@ -55,9 +62,16 @@ class BackgroundWriter:
             if not self._has_told:
                 self._has_told = True
                 self._say(
-                    f"{self._what} cannot write its checkpoint to {self._folder}: {error}; "
-                    "training goes on, and the checkpoint before it stays"
+                    f"{self._what} cannot write its checkpoint to {self._folder}: "
+                    f"{in_words(error)}; training goes on, and {_before(self._folder)}"
                 )
+
+
+def _before(folder: Path) -> str:
+    complete = complete_versions(folder)
+    if not complete:
+        return "there is no checkpoint before it"
+    return f"the checkpoint of step {complete[0].number} stays"
 
 
 class ShardSaver:
@@ -91,6 +105,7 @@ class ShardSaver:
                     name,
                     lambda file: write_shard(file, number, spec, copied, workers),
                 )
+                remove_old(self._folder, version)
 
             self._writer.start(write)
 

@@ -78,15 +78,27 @@ def complete_versions(folder: Path) -> list[SavedVersion]:
 
 
 def remove_old(folder: Path, present: SavedVersion) -> None:
-    """Keep the last complete ones, and `present`, which others may still be writing."""
+    """Keep the last complete ones, and `present` and later ones, which others may be writing.
+
+    Every process calls it when its file is there: the one that completes `present` keeps KEPT.
+    """
     complete = complete_versions(folder)
-    kept = {version.path for version in complete[:KEPT]} | {present.path}
+    kept = {version.path for version in complete[:KEPT]}
     for version in versions_in(folder):
+        if version.number >= present.number:
+            continue
         if version.path not in kept:
             shutil.rmtree(version.path, ignore_errors=True)
-        elif version.path != present.path:
+        else:
             for workplace in version.path.glob("writing-*"):  # of a process that was killed
                 shutil.rmtree(workplace, ignore_errors=True)
+
+
+def remove_incomplete(folder: Path) -> None:
+    """When no process of the run is left that could complete them."""
+    for version in versions_in(folder):
+        if not version.is_complete:
+            shutil.rmtree(version.path, ignore_errors=True)
 
 
 def write_durably(version: SavedVersion, name: str, write: Callable[[Path], None]) -> None:

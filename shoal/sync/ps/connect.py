@@ -39,7 +39,7 @@ def join_servers(term: Ps, replica: Replica) -> PsWorker:
     """
     rule = Rule.of(term, replica.group.size)
     if replica.config.server_checkpoint.folder is not None:
-        _check_saves(term, replica)
+        term.check_server_saves(replica.replica_group.size)
     if term.on != "cpu":
         device_of_server(term)  # refuses a host without one, on every rank alike
     served = _served_model(term, replica, rule)
@@ -89,20 +89,6 @@ class ServedOptions:
     norm_from_workers: bool = False
     split: ReplicaSplit = UNSPLIT
     on: str = "cpu"  # where servers keep the weights
-
-
-def _check_saves(term: Ps, replica: Replica) -> None:
-    """Refuse periodic checkpoints where servers do not have what a checkpoint needs."""
-    if term.update == "worker":
-        raise BadInput(
-            f"--server-checkpoint saves what servers hold, and with {term} workers hold the "
-            "weights: use job.save"
-        )
-    if replica.replica_group.size > 1:
-        raise BadInput(
-            "--server-checkpoint needs whole replicas, and this strategy splits each of them "
-            f"over {replica.replica_group.size} workers: use job.save"
-        )
 
 
 def _check_eventual(term: Ps, served: ServedOptions) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from shoal.errors import CheckpointError
 from shoal.runtime.failpoints import arm, armed
@@ -82,10 +83,48 @@ def test_a_failing_disk_is_one_line(tmp_path: Path) -> None:
             writer.close()
     assert numbers(tmp_path) == [100]
     (sentence,) = said
-    assert "server 1 cannot write its checkpoint" in sentence and "No space left" in sentence
+    assert "server 1 cannot write its checkpoint" in sentence
+    assert sentence.endswith(
+        ": no space left on device; training goes on, and the checkpoint of step 100 stays"
+    )
     writer.start(lambda: save(tmp_path, 400) and None)
     writer.close()
     assert numbers(tmp_path) == [400, 100]
+
+
+def test_an_error_of_safetensors_is_said_in_the_words_of_the_system(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = BackgroundWriter("server 1", tmp_path, said.append)
+
+    def fail() -> None:
+        text = "Error while serializing: I/O error: No space left on device (os error 28)"
+        raise SafetensorError(text)
+
+    writer.start(fail)
+    writer.close()
+    (sentence,) = said
+    assert sentence.endswith(
+        ": no space left on device; training goes on, and there is no checkpoint before it"
+    )
+
+
+def test_the_process_that_completes_a_checkpoint_leaves_two(tmp_path: Path) -> None:
+    for number in (100, 200):
+        save(tmp_path, number)
+    last = save(tmp_path, 300, NAMES[2:])
+    remove_old(tmp_path, last)  # the worker, before the servers have written
+    assert [version.number for version in versions_in(tmp_path)] == [300, 200, 100]
+    for name in NAMES[:2]:
+        save(tmp_path, 300, (name,))
+        remove_old(tmp_path, last)
+    assert numbers(tmp_path) == [300, 200]
+
+
+def test_a_process_that_is_late_removes_nothing_that_others_write(tmp_path: Path) -> None:
+    late = save(tmp_path, 100)
+    save(tmp_path, 200, NAMES[:1])
+    remove_old(tmp_path, late)
+    assert [version.number for version in versions_in(tmp_path)] == [200, 100]
 
 
 def test_other_files_and_hostile_names_are_no_checkpoints(tmp_path: Path) -> None:

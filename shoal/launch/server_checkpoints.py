@@ -1,0 +1,87 @@
+"""Periodic checkpoints of servers, checked by the launcher before the start.
+
+--server-checkpoint DIR:every=200
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.errors import BadInput
+from shoal.runtime.config import RunConfig
+from shoal.server.saving.folder import complete_versions, remove_incomplete
+from shoal.server.saving.reason import in_words
+from shoal.strategy.strategy import Strategy
+
+_OPTION = re.compile(r":([A-Za-z_]+)=([^/]*)$")
+
+
+def with_server_checkpoint(
+    config: RunConfig, strategy: Strategy, text: str | None, resume: bool
+) -> RunConfig:
+    """The same with periodic checkpoints of servers: `text` is DIR or DIR:every=STEPS.
+
+    BadInput where servers of this strategy cannot save, or not in DIR, which is made.
+    """
+    checkpoint = config.server_checkpoint
+    if text is not None:
+        folder, every = _read(text)
+        checkpoint = replace(checkpoint, folder=folder, every=every or checkpoint.every)
+    if checkpoint.folder is None:
+        return config
+    strategy.require_server_saves()
+    _require_writable(checkpoint.folder)
+    return replace(config, server_checkpoint=replace(checkpoint, resume=resume))
+
+
+def _read(text: str) -> tuple[Path, int | None]:
+    """The folder and the steps between checkpoints, if given."""
+    option = _OPTION.search(text)
+    folder = text if option is None else text[: option.start()]
+    is_right = option is None or (option[1] == "every" and _is_steps(option[2]))
+    if not folder or not is_right:
+        raise BadInput(f"--server-checkpoint takes DIR or DIR:every=STEPS, not {text!r}")
+    return Path(folder).absolute(), None if option is None else int(option[2])
+
+
+def _is_steps(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 12 and int(text) > 0
+
+
+def _require_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, prefix="writing-") as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise BadInput(
+            f"--server-checkpoint: cannot write to {folder}: {in_words(error)}"
+        ) from error
+
+
+@contextmanager
+def saying_latest(folder: Path | None, say: Callable[[str], None]) -> Iterator[None]:
+    """Around a run: at its end, when no process of it is left, say what there is to go on from.
+
+    Removes what was left half-written.
+    """
+    try:
+        yield
+    except BaseException:
+        if folder is not None and (latest := _latest(folder)) is not None:
+            say(f"the latest checkpoint in {folder} is of step {latest}: --resume goes on from it")
+        raise
+    if folder is not None:
+        latest = _latest(folder)
+        none = f"there is no checkpoint in {folder}"
+        say(none if latest is None else f"the latest checkpoint in {folder} is of step {latest}")
+
+
+def _latest(folder: Path) -> int | None:
+    remove_incomplete(folder)
+    return next((version.number for version in complete_versions(folder)), None)

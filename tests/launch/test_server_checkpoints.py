@@ -1,0 +1,92 @@
+"""--server-checkpoint: what the launcher refuses before the start, and what it says at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import BadInput
+from shoal.launch.server_checkpoints import saying_latest, with_server_checkpoint
+from shoal.runtime.config import RunConfig
+from shoal.server.saving.folder import WORKER_FILE, shard_name, version_of
+from shoal.strategy.strategy import parse
+
+NAMES = (shard_name(0, 1), WORKER_FILE)
+
+
+def save(folder: Path, number: int, names: tuple[str, ...] = NAMES) -> None:
+    version = version_of(folder, number, 7)
+    version.path.mkdir(parents=True)
+    for name in names:
+        (version.path / name).touch()
+
+
+def read(text: str, strategy: str = "ps") -> tuple[Path | None, int]:
+    config = with_server_checkpoint(RunConfig(), parse(strategy), text, False)
+    return config.server_checkpoint.folder, config.server_checkpoint.every
+
+
+def test_the_folder_is_made_and_nothing_is_left_in_it(tmp_path: Path) -> None:
+    assert read(f"{tmp_path}/a/b:every=5") == (tmp_path / "a" / "b", 5)
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    assert read(f"{tmp_path}/10:30=x") == (tmp_path / "10:30=x", 100)
+
+
+@pytest.mark.parametrize(
+    "end", [":evry=5", ":every=0", ":every=-5", ":every=", ":every=5x", ":s=1"]
+)
+def test_an_option_other_than_every_is_refused(tmp_path: Path, end: str) -> None:
+    with pytest.raises(BadInput, match="takes DIR or DIR:every=STEPS, not "):
+        read(f"{tmp_path}/a{end}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match=r"cannot write to .*/file/c: not a directory$"):
+        read(f"{tmp_path}/file/c")
+    with pytest.raises(BadInput, match="cannot write to /proc/x: no such file or directory"):
+        read("/proc/x")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("ddp", "--server-checkpoint is for ps, and this run has -s ddp"),
+        ('ps(update="worker")', "workers hold the weights: use job.save"),
+        ("ps + tp(2)", "splits each of them over 2 workers: use job.save"),
+    ],
+)
+def test_strategies_whose_servers_cannot_save_are_refused_before_the_start(
+    tmp_path: Path, strategy: str, why: str
+) -> None:
+    with pytest.raises(BadInput, match=why):
+        read(f"{tmp_path}/a", strategy)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_says_which_checkpoint_is_the_latest_and_removes_a_half_written_one(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    with saying_latest(tmp_path, said.append):
+        pass
+    save(tmp_path, 10)
+    save(tmp_path, 60, NAMES[1:])
+    with saying_latest(tmp_path, said.append):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [version_of(tmp_path, 10, 7).path.name]
+    with pytest.raises(KeyError), saying_latest(tmp_path, said.append):
+        raise KeyError
+    latest = f"the latest checkpoint in {tmp_path} is of step 10"
+    none = f"there is no checkpoint in {tmp_path}"
+    assert said == [none, latest, f"{latest}: --resume goes on from it"]
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_says_nothing_of_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    for folder in (tmp_path, None):
+        with pytest.raises(KeyError), saying_latest(folder, said.append):
+            raise KeyError
+    assert not said
