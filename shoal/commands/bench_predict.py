@@ -30,6 +30,7 @@ from shoal.strategy.strategy import as_strategy
 
 STRATEGIES = ("single", "ddp", "ps", 'ps(mode="async")', "gossip", "zero(2)", "pp(2)", "tp(2)")
 STEPS = {"gpt": 40, "gpt-medium": 20, "gpt-large": 20, "mlp": 25, "mlp-small": 200}
+_RUN_S = 3.0
 SCRIPT = str(Path(predict_models.__file__))
 
 
@@ -61,7 +62,7 @@ class PredictBench:
             predictor.predict(as_strategy(strategy), workers, settings)
             for strategy, workers in runs
         ]
-        outcomes = self._measure(model, runs)
+        outcomes = self._measure(model, predictions)
         rows = []
         refused = []
         for prediction in predictions:
@@ -82,24 +83,29 @@ class PredictBench:
         ]
         return profiled(cluster, workload, profiles)
 
-    def _measure(self, model: str, runs: Sequence[tuple[str, int]]) -> list[RunOutcome]:
+    def _measure(self, model: str, predictions: Sequence[Prediction]) -> list[RunOutcome]:
         command = [sys.executable, "-m", WORKER, "PLAN", SCRIPT, "--model", model]
         config = config_for(as_strategy("single"), device=self.device)
         with scratch_folder("predict") as folder:
-            entries = _entries(runs, self.rounds, folder)
+            entries = _entries(predictions, STEPS[model], self.rounds, folder)
             with progress_over(entries) as show:
-                comparison = Comparison(command, config, STEPS[model], folder, show)
+                comparison = Comparison(command, config, None, folder, show)
                 for group in groups_of(entries, apart=False):
                     comparison.run(group)
             return comparison.outcomes(entries)
 
 
-def _entries(runs: Sequence[tuple[str, int]], rounds: int, folder: Path) -> list[ComparedRun]:
+def _entries(
+    predictions: Sequence[Prediction], fewest: int, rounds: int, folder: Path
+) -> list[ComparedRun]:
+    """Runs of `fewest` steps, or of as many as take `_RUN_S`, without a trace."""
     entries = []
-    for number in range(rounds * len(runs)):
-        strategy, workers = runs[number % len(runs)]
-        entries.append(ComparedRun(number, strategy, workers, str(folder / str(number))))
-        (folder / str(number)).mkdir()
+    for number, one in enumerate(rounds * tuple(predictions)):
+        steps = max(fewest, round(_RUN_S / one.step_s))
+        mine = folder / str(number)
+        mine.mkdir()
+        run = ComparedRun(number, one.strategy, one.workers, str(mine), steps, traced=False)
+        entries.append(run)
     return entries
 
 

@@ -54,10 +54,10 @@ class ComparisonWorker(Worker):
     """One of many runs of a process: writes its report to a folder of its own."""
 
     def __init__(self, entry: ComparedRun, placement: Placement, plan: _Plan, models: set[Any]):
-        config = replace(plan.config, trace_dir=Path(entry.folder))
+        config = replace(plan.config, trace_dir=Path(entry.folder) if entry.traced else None)
         super().__init__(as_strategy(entry.strategy), placement, config, entry.number)
         self.reports = RunDir(Path(entry.folder))
-        self.steps = plan.steps
+        self.steps = entry.steps or plan.steps
         self.losses: list[Tensor] = []
         self._models = models
 

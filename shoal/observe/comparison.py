@@ -27,6 +27,8 @@ class ComparedRun:
     strategy: str
     workers: int
     folder: str
+    steps: int | None = None  # after which it is stopped; None: as many as all others
+    traced: bool = True  # spans take time, too: without them there is no idle time
 
 
 @dataclass(frozen=True)
