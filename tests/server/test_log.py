@@ -298,3 +298,10 @@ def test_a_decision_of_an_unknown_type_is_no_entry() -> None:
     entry = {"position": 1, "epoch": 1, "decision": {"type": "restart"}}
     with pytest.raises(Refused, match="LogEntry"):
         decode(msgspec.msgpack.encode(entry), LogEntry)
+
+
+def test_a_push_that_is_a_step_of_its_own_is_not_copied() -> None:
+    model = model_of(spec_of(Rule(1, asynchronous=True), OPTIMIZERS[0], None), is_leader=True)
+    send(model, Push(0, 1, Commit(0, 0, 1.0), torch.ones(SIZE), torch.ones(3), None))
+    assert torch.equal(model.state.shard.data, torch.full((SIZE,), -0.1))
+    assert not model.state.shard.sum.any()

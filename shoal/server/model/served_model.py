@@ -73,7 +73,8 @@ class ServedModel:
         self.tables = Tables(self.lock, spec)
         self.clipping = Clipping(self.lock, self.membership, spec)
         self.state = ModelState(spec, self.tables, device)
-        self.state.uses_pushes = is_replicated and is_leader and _is_used_at_once(spec)
+        is_here = self.state.shard.device.type == "cpu"  # where pushes are
+        self.state.uses_pushes = is_here and is_leader and _is_used_at_once(spec)
         self.log = Log(self.state, self.clipping, is_replicated)
         if is_leader:
             self.membership.on_departure = self._log_departure
