@@ -113,3 +113,11 @@ class ServerFailed(ShoalError):
     def __init__(self, server: int, how: str):
         self.server = server
         super().__init__(f"server {server} {how}")
+
+
+class ShardLost(ServerFailed):
+    """No server has the state of a shard any more; `server` is the last one that was lost."""
+
+    def __init__(self, server: int, sentence: str):
+        self.server = server
+        ShoalError.__init__(self, sentence)

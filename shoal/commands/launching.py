@@ -13,10 +13,10 @@ from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.launch.local import LaunchSpec, RunResult, launch
-from shoal.launch.lost_servers import SERVER_RESTARTS, replication_of
 from shoal.launch.lost_workers import taking_back, tolerance_of
 from shoal.launch.output import OnProgress, Write, discard_lines, print_lines
 from shoal.launch.processes import Forks
+from shoal.launch.replication import replication_of
 from shoal.launch.report import run_report
 from shoal.launch.server_checkpoints import saying_latest, with_server_checkpoint
 from shoal.observe.progress import ProgressBar
@@ -192,7 +192,7 @@ def _launch(
 ) -> RunResult:
     strategy = as_strategy(config.strategy or "single")
     servers = strategy.servers(workers)
-    replication = replication_of(strategy, workers, config.restarts or SERVER_RESTARTS)
+    replication = replication_of(strategy, workers, config.restarts)
     tolerance = tolerance_of(strategy, workers, config.restarts, config.start)
     spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance, forks=forks)
     spec = replace(spec, replication=replication)

@@ -53,8 +53,8 @@ Restart = Annotated[
         max=30_000,
         help="Start workers that were killed again, so many times in all: they take their place "
         "among the others at the present step (ps, asynchronous gossip, hogwild). Servers with "
-        "replicas are started again as often, each; without this option 3 times.",
-        show_default="0",
+        "replicas are started again as often, each. With 0 no process is.",
+        show_default="no worker, each server 3 times",
     ),
 ]
 Start = Annotated[

@@ -9,8 +9,9 @@ from shoal.coordinator.etcd.keys import RunKeys
 from shoal.coordinator.interface import Coordinator
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
+from shoal.runtime.variables import MIN_LEASE_S
 
-LEASE_TTL_S = 0.5  # of servers, with the launcher's coordinator
+LEASE_TTL_S = MIN_LEASE_S  # of servers, with the launcher's coordinator
 ETCD_LEASE_TTL_S = 2.0  # the shortest that etcd grants
 
 

@@ -24,8 +24,8 @@ from shoal.coordinator.etcd.coordinator import EtcdCoordinator
 from shoal.coordinator.etcd.endpoints import is_etcd
 from shoal.coordinator.interface import Coordinator, CoordinatorError
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.chain_heads import ChainHeads
-from shoal.launch.lost_servers import Replication
+from shoal.launch.chain_members import ChainMembers
+from shoal.launch.replication import Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, signal_name
@@ -41,39 +41,56 @@ class RunCoordinator:
 
     def __init__(self, config: RunConfig, run_dir: RunDir | None = None):
         self.config = config
-        self.heads: ChainHeads | None = None
+        self.members: ChainMembers | None = None
         self._run_dir = run_dir
-        self._forgetting: list[tuple[threading.Thread, Coordinator]] = []
+        self._over = threading.Event()
+        self._asking: list[tuple[threading.Thread, Coordinator]] = []
 
     def watch(self) -> None:
-        """From now on a coordinator that dies is started again."""
-
-    def server_exited(self, index: int, pid: int) -> None:
-        """Say so, in the background: the other replicas need not wait for the end of its lease.
-
-        Then say which replica is the head.
-        """
-        if self.config.coordinator is None or self._run_dir is None:
+        """From now on it is followed who is in the chains."""
+        client = self._client()
+        members = self.members
+        if client is None or members is None:
             return
-        client = open_coordinator(replace(self.config, run_dir=self._run_dir), "the launcher")
-        thread = threading.Thread(
-            target=self._forget,
-            args=(client, index, pid),
-            name="shoal-lost-server",
-            daemon=True,
-        )
-        self._forgetting.append((thread, client))
+
+        def follow() -> None:
+            with suppress(ShoalError, OSError), closing(client):
+                members.follow(client, self._over)
+
+        def look() -> None:
+            with suppress(ShoalError, OSError):
+                if members.is_known and not self._over.is_set():
+                    members.see(client.list(""))
+
+        members.look = look
+        self._ask("shoal-chains", follow, client)
+
+    def _client(self) -> Coordinator | None:
+        if self.config.coordinator is None or self._run_dir is None:
+            return None
+        return open_coordinator(replace(self.config, run_dir=self._run_dir), "the launcher")
+
+    def _ask(self, name: str, target: Callable[[], None], client: Coordinator) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._asking.append((thread, client))
         thread.start()
 
-    def _forget(self, client: Coordinator, index: int, pid: int) -> None:
-        with suppress(ShoalError, OSError), closing(client):
-            forget(client, index, pid)
-            if self.heads is not None:
-                self.heads.say_head(client, index)
+    def server_exited(self, index: int, pid: int) -> None:
+        """Say so, in the background: the other replicas need not wait for the end of its lease."""
+        client = self._client()
+        if client is None:
+            return
+
+        def say() -> None:
+            with suppress(ShoalError, OSError), closing(client):
+                forget(client, index, pid)
+
+        self._ask("shoal-lost-server", say, client)
 
     def close(self) -> None:
         """No process, thread or key is left."""
-        for thread, client in self._forgetting:
+        self._over.set()
+        for thread, client in self._asking:
             client.close()  # its waits end
             thread.join()
 
@@ -106,18 +123,20 @@ class EmbeddedCoordinator(RunCoordinator):
         return self._process.pid
 
     def watch(self) -> None:
+        """Also, a coordinator that dies is started again."""
+        super().watch()
         self._watcher = threading.Thread(target=self._watch, name="shoal-coordinator", daemon=True)
         self._watcher.start()
 
     def close(self) -> None:
         with self._changing:
             self._is_closed = True
+        super().close()
         _end(self._process)
         if self._watcher is not None:
             self._watcher.join()
         else:
             _close_output(self._process)
-        super().close()
 
     def _start(self, config: RunConfig) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -201,14 +220,19 @@ def coordinator_of(config: RunConfig, run_dir: RunDir, say: Say) -> Iterator[Run
 
 @contextmanager
 def coordinated(
-    replication: Replication, config: RunConfig, run_dir: RunDir, say: Say
+    replication: Replication, servers: int, config: RunConfig, run_dir: RunDir, say: Say
 ) -> Iterator[RunCoordinator]:
     """A coordinator where servers have replicas; else there is nothing to coordinate."""
+
+    def say_before_end(line: str) -> None:
+        if not run_dir.is_ending():  # then servers leave because they are ended
+            say(line)
+
     if not replication.is_on:
         yield RunCoordinator(config)
         return
     with coordinator_of(config, run_dir, say) as coordinator:
-        coordinator.heads = ChainHeads(replication, say)
+        coordinator.members = ChainMembers(replication, servers, say_before_end)
         yield coordinator
 
 

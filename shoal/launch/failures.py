@@ -24,6 +24,7 @@ from shoal.errors import (
     BadInput,
     PeerLost,
     ServerFailed,
+    ShardLost,
     ShoalError,
     WorkersFailed,
     tells_of_lost_peer,
@@ -61,7 +62,7 @@ class ProcessFailure:
     stderr_tail: str = ""
     role: Role = "worker"
     out_of_memory: bool = False  # the kernel has killed for memory while the run was going on
-    note: str = ""  # of a server: what its loss means
+    sentence: str = ""  # of a server: what its loss means, instead of how it ended
 
     @property
     def ending(self) -> str:
@@ -74,6 +75,11 @@ class ProcessFailure:
     def is_loss(self) -> bool:
         """Killed, or it lost its peers; not an error of its own code."""
         return self.returncode < 0 if self.report is None else self.report.lost_peer
+
+
+def when_lost(age_s: float, is_again: bool) -> str:
+    """When a process was lost, counted from its own start."""
+    return f"{age_s:.1f} s after it was started again" if is_again else f"after {age_s:.1f} s"
 
 
 def report_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
@@ -147,7 +153,10 @@ def _server_failed(failure: ProcessFailure) -> ServerFailed:
     code = failure.returncode
     how = f"ended with exit status {code}" if code >= 0 else failure.ending
     tail = f":\n{failure.stderr_tail}" if failure.stderr_tail else ""
-    return ServerFailed(failure.rank, f"{how}{failure.note} while workers needed it{tail}")
+    if failure.sentence:
+        of_last = "" if _is_kill(failure) else f"\nserver {failure.rank} {how}{tail}"
+        return ShardLost(failure.rank, f"{failure.sentence}{of_last}")
+    return ServerFailed(failure.rank, f"{how} while workers needed it{tail}")
 
 
 def _failed(rank: int, report: FailureReport) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from shoal.launch.coordinator import coordinated
+from shoal.launch.coordinator import RunCoordinator, coordinated
 from shoal.launch.failures import (
     ProcessFailure,
     first_failure,
@@ -24,10 +24,11 @@ from shoal.launch.failures import (
     read_failure,
     report_failure,
 )
-from shoal.launch.lost_servers import SINGLE_COPY, Replication, ServerPolicy
+from shoal.launch.lost_servers import ServerPolicy
 from shoal.launch.lost_workers import LossPolicy, Tolerance, summarize_losses
 from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
 from shoal.launch.processes import ProcessExit
+from shoal.launch.replication import SINGLE_COPY, Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import die_with_session
 from shoal.runtime.run_dir import RunDir, new_run_dir
@@ -62,10 +63,8 @@ def fork(spec: ForkSpec) -> None:
         ]
         policy = LossPolicy(run_dir, spec.workers, spec.tolerance, _say)
         with (
-            coordinated(spec.replication, spec.config, run_dir, _say) as coordinator,
-            ForkServers(
-                replace(spec, config=coordinator.config), run_dir, coordinator.server_exited
-            ) as servers,
+            coordinated(spec.replication, spec.servers, spec.config, run_dir, _say) as coordinator,
+            ForkServers(replace(spec, config=coordinator.config), run_dir, coordinator) as servers,
         ):
             try:
                 for process in processes:
@@ -99,12 +98,17 @@ def _child(spec: ForkSpec, rank: int, run_dir: RunDir, session_pid: int) -> None
 class ForkServers:
     """Servers while the block runs; their output is kept in case one fails."""
 
-    def __init__(self, spec: ForkSpec, run_dir: RunDir, on_exit: Callable[[int, int], None]):
-        """`on_exit(index, pid)` is called when a server has exited that others outlive."""
+    def __init__(self, spec: ForkSpec, run_dir: RunDir, coordinator: RunCoordinator):
         self._spec = spec
         self._run_dir = run_dir
-        self._on_exit = on_exit
-        self._policy = ServerPolicy(spec.servers, spec.replication, _say)
+        self._coordinator = coordinator
+        self._policy = ServerPolicy(
+            spec.servers,
+            spec.replication,
+            _say,
+            coordinator.members,
+            spec.config.server_checkpoint,
+        )
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> ForkServers:
@@ -134,19 +138,19 @@ class ForkServers:
         """Those that have exited and end the run; others are replaced by a new process."""
         reported = {failure.rank for failure in known if failure.role == "server"}
         ended = [i for i, s in self._processes.items() if i not in reported and s.poll()]
-        return [failure for index in ended for failure in self._judged(index)]
-
-    def _judged(self, index: int) -> list[ProcessFailure]:
-        returncode = self._processes[index].returncode
         now_ns = time.monotonic_ns()
-        exit = ProcessExit(index, returncode, now_ns, "server")
+        exits = [ProcessExit(i, self._processes[i].returncode, now_ns, "server") for i in ended]
+        for exit in exits:
+            self._policy.note(exit)
+        return [failure for exit in exits for failure in self._judged(exit)]
+
+    def _judged(self, exit: ProcessExit) -> list[ProcessFailure]:
+        index = exit.rank
         if not self._policy.survives(exit):
             tail = _tail(self._run_dir, index)
-            note = self._policy.reason(index)
-            return [
-                ProcessFailure(index, returncode, now_ns, None, tail, "server", note=note),
-            ]
-        self._on_exit(index, self._processes[index].pid)
+            failure = ProcessFailure(index, exit.returncode, exit.noticed_ns, None, tail, "server")
+            return [replace(failure, sentence=self._policy.sentence(index))]
+        self._coordinator.server_exited(index, self._processes[index].pid)
         if self._policy.replaces(exit):
             self._run_dir.remove_socket(index)
             self._start(index, failpoints=())
@@ -175,6 +179,7 @@ class ForkServers:
             )
         self._processes[index] = process
         self._run_dir.note_server_pid(index, process.pid)
+        self._policy.started(index, process.pid)
 
 
 def _wait_for_all(

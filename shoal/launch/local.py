@@ -24,13 +24,7 @@ from shoal.launch.coordinator import coordinated
 from shoal.launch.failures import first_failure, launch_error
 from shoal.launch.joining import JoinRequests
 from shoal.launch.kept_memory import KeptMemory
-from shoal.launch.lost_servers import (
-    SINGLE_COPY,
-    LostServer,
-    Replication,
-    ServerPolicy,
-    summarize_server_losses,
-)
+from shoal.launch.lost_servers import LostServer, ServerPolicy, summarize_server_losses
 from shoal.launch.lost_workers import (
     LossPolicy,
     LostWorker,
@@ -48,6 +42,7 @@ from shoal.launch.output import (
 )
 from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
 from shoal.launch.processes import Forks, Processes, ProcessExit, Role
+from shoal.launch.replication import SINGLE_COPY, Replication
 from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import SignalEvents, Supervisor
 from shoal.runtime.config import RunConfig
@@ -104,6 +99,7 @@ class RunResult:
     has_trained: bool = True  # a worker has come to the end of shoal.run
     returned: tuple[ReturnedWorker, ...] = ()
     lost_servers: tuple[LostServer, ...] = ()
+    servers_removed: int = 0  # from their chains, while they lived; they come back
 
 
 def launch(
@@ -127,15 +123,25 @@ def launch(
     with SignalEvents(put) as signals, new_run_dir() as run_dir:
         with OutputPump(put) as pump, _messages(pump, write) as say:
             policy = LossPolicy(run_dir, spec.workers, spec.tolerance, say)
-            server_policy = ServerPolicy(spec.servers, spec.replication, say)
             with (
-                coordinated(spec.replication, spec.config, run_dir, say) as coordinator,
+                coordinated(
+                    spec.replication, spec.servers, spec.config, run_dir, say
+                ) as coordinator,
                 Processes(put, "server", spec.forks) as servers,
                 Processes(put, forks=spec.forks) as workers,
             ):
                 coordinated_spec = replace(spec, config=coordinator.config)
                 starter = _Starter(coordinated_spec, run_dir, pump, write, on_progress)
+                server_policy = ServerPolicy(
+                    spec.servers,
+                    spec.replication,
+                    say,
+                    coordinator.members,
+                    spec.config.server_checkpoint,
+                )
                 stderr = starter.start_all(workers, servers)
+                for index in range(spec.servers):
+                    server_policy.started(index, servers.pid_of(index))
                 coordinator.watch()
 
                 def restart(exit: ProcessExit) -> bool:
@@ -155,6 +161,12 @@ def launch(
 
                 def start_server(index: int) -> None:
                     stderr["server"][index] = starter.start_server(index, servers, again=True)
+                    server_policy.started(index, servers.pid_of(index))
+
+                def running() -> list[tuple[str, int]]:
+                    names = [(f"worker {rank}", pid) for rank, pid in workers.running()]
+                    in_words = spec.replication.in_words
+                    return names + [(in_words(i), pid) for i, pid in servers.running()]
 
                 supervisor.restart = restart
                 supervisor.join = join
@@ -167,9 +179,7 @@ def launch(
                 with (
                     JoinRequests(run_dir, put, spec.config.takes_back),
                     KeptMemory(run_dir, spec.config.takes_back),
-                    StoppedProcesses(
-                        spec.config.wait, lambda: [*workers.running(), *servers.running()], say
-                    ),
+                    StoppedProcesses(spec.config.wait, running, say),
                 ):
                     supervisor.run(workers, servers, policy.survives, run_dir)
         failures = supervisor.failures(run_dir, stderr)
@@ -182,6 +192,7 @@ def launch(
             bool(finished),
             tuple(policy.returned()),
             tuple(server_policy.lost),
+            server_policy.removed,
         )
     signals.raise_first()
     if supervisor.output_error is not None:
@@ -190,8 +201,9 @@ def launch(
         raise launch_error(first_failure(failures), finished)
     for returned in result.returned:
         write(f"shoal: {returned}\n", True)
-    if result.lost_servers:
-        losses = summarize_server_losses(result.lost_servers, result.reports)
+    if result.lost_servers or result.servers_removed:
+        removed = result.servers_removed
+        losses = summarize_server_losses(result.lost_servers, removed, result.reports)
         write(f"shoal: {losses}\n", True)
     if result.lost:
         write(f"shoal: {summarize_losses(result.lost, spec.workers)}\n", True)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.launch.failures import ProcessFailure, read_failure
+from shoal.launch.failures import ProcessFailure, read_failure, when_lost
 from shoal.launch.processes import ProcessExit
 from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir
@@ -36,17 +36,17 @@ class Tolerance:
 
 
 def tolerance_of(
-    strategy: Strategy, workers: int, restarts: int = 0, start: int | None = None
+    strategy: Strategy, workers: int, restarts: int | None = None, start: int | None = None
 ) -> Tolerance | None:
     """None where the loss of any worker ends the run; `start`: so many are there at first."""
-    takes_back = restarts > 0 or start is not None
+    takes_back = bool(restarts) or start is not None
     if takes_back:
         strategy.require_takes_back()
         restarts = restarts if strategy.takes_back else 0
     if not strategy.survives_loss:
         return None
     needed = tuple(r for r in range(workers) if strategy.needs(r))
-    return Tolerance(str(strategy), needed, strategy.starts_apart or takes_back, restarts)
+    return Tolerance(str(strategy), needed, strategy.starts_apart or takes_back, restarts or 0)
 
 
 def taking_back(strategy: Strategy, workers: int) -> Strategy:
@@ -65,9 +65,6 @@ class LostWorker:
     rank: int
     how: str  # "was killed by SIGKILL"
     after_s: float  # since the start of the run
-
-    def __str__(self) -> str:
-        return f"worker {self.rank} {self.how} after {self.after_s:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -108,6 +105,7 @@ class LossPolicy:
         self._say = say
         self._memory_kills = OutOfMemoryKills()
         self._start_ns = time.monotonic_ns()
+        self._started_ns: dict[int, int] = {}  # of those that were started again
         self._to_restart: ProcessFailure | None = None
         self._has_succeeded = False
         self.lost: list[LostWorker] = []
@@ -126,6 +124,7 @@ class LossPolicy:
             self._say(f"worker {exit.rank} cannot be started again: {error.strerror}")
             return False
         self._restarted.append((failure, generation))
+        self._started_ns[exit.rank] = time.monotonic_ns()
         return True
 
     def join(self) -> int | None:
@@ -178,14 +177,18 @@ class LossPolicy:
     def _note_loss(self, failure: ProcessFailure, tolerance: Tolerance) -> None:
         after_s = self._seconds(failure.noticed_ns)
         lost = LostWorker(failure.rank, _how(failure), after_s)
+        started_ns = self._started_ns.get(failure.rank, self._start_ns)
+        age_s = (failure.noticed_ns - started_ns) / 1e9
+        when = when_lost(age_s, started_ns != self._start_ns)
+        line = f"worker {failure.rank} {lost.how} {when}"
         count = len(self._restarted) + 1
         if count <= tolerance.restarts and not self._has_succeeded:
             self._to_restart = failure
-            self._say(f"{lost}; it is started again ({count} of {tolerance.restarts})")
+            self._say(f"{line}; it is started again ({count} of {tolerance.restarts})")
             return
         self.lost.append(lost)
         if len(self.lost) < self._workers:
-            self._say(f"{lost}; the others go on, as {tolerance.allowed_by} allows")
+            self._say(f"{line}; the others go on, as {tolerance.allowed_by} allows")
 
     def _return_of(self, failure: ProcessFailure, generation: int) -> ReturnedWorker:
         lost = ReturnedWorker(failure.rank, _how(failure), self._seconds(failure.noticed_ns))

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import replace
 
-from shoal.launch.lost_servers import SINGLE_COPY, Replication
+from shoal.launch.replication import SINGLE_COPY, Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import threads_of
 from shoal.runtime.run_dir import RunDir

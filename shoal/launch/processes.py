@@ -143,10 +143,10 @@ class Processes:
         """The process that was started last for this rank."""
         return self._processes[max(i for i, r in enumerate(self._ranks) if r == rank)].pid
 
-    def running(self) -> list[tuple[str, int]]:
-        """Names and ids of the processes that have not been reaped."""
+    def running(self) -> list[tuple[int, int]]:
+        """Ranks and ids of the processes that have not been reaped."""
         return [
-            (f"{self._role} {rank}", process.pid)
+            (rank, process.pid)
             for rank, process in zip(list(self._ranks), list(self._processes), strict=False)
             if process.returncode is None
         ]

@@ -27,9 +27,9 @@ from shoal.launch.environment import Placement, detect
 from shoal.launch.failures import report_failure
 from shoal.launch.fork import ForkSpec, fork
 from shoal.launch.local import LaunchSpec, launch
-from shoal.launch.lost_servers import replication_of
 from shoal.launch.lost_workers import taking_back, tolerance_of
 from shoal.launch.output import Write, discard_lines, print_lines
+from shoal.launch.replication import replication_of
 from shoal.launch.uncaught import end_with_sentence
 from shoal.launch.worker import Train, Worker
 from shoal.runtime.config import RunConfig
@@ -152,7 +152,7 @@ def _launch_self(
     config = replace(config, strategy=str(strategy), call=_calls)
     servers = strategy.servers(workers)
     tolerance = tolerance_of(strategy, workers, config.restarts, config.start)
-    replication = replication_of(strategy, workers)
+    replication = replication_of(strategy, workers, config.restarts)
     command = _command_of_script()
     if command is not None:
         spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance)

@@ -3,6 +3,7 @@
 run ──all workers exited─────────────────────────────────────> servers: SIGTERM, 2 s, SIGKILL
  ├──a worker failed, or──> 0.3 s, in which others may fail ──┐
  │  a server exited                                          │
+ │  (with replicas: 0.3 s later it is decided what the loss of it means)
  ├──Ctrl-C, SIGHUP, output failed────────────────────────────┴> SIGTERM ──> 2 s, or a
  │                                                              second Ctrl-C ──> SIGKILL
  └──SIGTERM: to the workers alone; they have 30 s to end a step and to save, then as above
@@ -18,6 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -95,6 +97,8 @@ class Supervisor:
     server_lost: Callable[[int], None] | None = None  # the others are to know it
     start_server: Callable[[int], None] | None = None  # another process in the place of a lost one
     memory_kills: OutOfMemoryKills = field(default_factory=OutOfMemoryKills)
+    _held: list[ProcessExit] = field(default_factory=list)  # of servers, not decided yet
+    _decide_at_s: float | None = None
 
     def run(
         self,
@@ -107,6 +111,7 @@ class Supervisor:
         self.survives = survives
         self._until(lambda: self._workers_exited() or self._must_stop() or bool(self.failed))
         self._until(lambda: self._workers_exited() or self._must_stop(), _GRACE_S)
+        self._decide_held()
         if self._all_exited():
             return
         self.stopped_ns = time.monotonic_ns()
@@ -148,7 +153,7 @@ class Supervisor:
                 stderr[exit.role][exit.rank].tail(),
                 exit.role,
                 self.memory_kills.has_struck(),
-                self._note_of(exit),
+                self._sentence_of(exit),
             )
             for exit in (self.failed if succeeded or self.failed else errors)
         ]
@@ -161,14 +166,17 @@ class Supervisor:
 
     def _until(self, done: Callable[[], bool], seconds: float | None = None) -> None:
         """Handle events until `done`, at most for so long."""
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline_s = None if seconds is None else time.monotonic() + seconds
         while not done():
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                event = self.events.get(timeout=left)
-            except queue.Empty:
+            ends_s = [end for end in (deadline_s, self._decide_at_s) if end is not None]
+            left_s = max(0.0, min(ends_s) - time.monotonic()) if ends_s else None
+            with suppress(queue.Empty):
+                self._handle(self.events.get(timeout=left_s))
+                continue
+            if self._decide_at_s is not None and time.monotonic() >= self._decide_at_s:
+                self._decide_held()
+            elif deadline_s is not None:
                 return
-            self._handle(event)
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, ProcessExit):
@@ -179,8 +187,7 @@ class Supervisor:
             self.signals += 1
             self.first_signal = self.first_signal or event
         elif isinstance(event, JoinRequest):
-            is_ending = self.failed or self._must_stop() or self.stopped_ns is not None
-            if self.join is not None and not is_ending and self.join():
+            if self.join is not None and not self._is_ending() and self.join():
                 self.workers += 1
         else:
             self.output_error = event
@@ -190,7 +197,7 @@ class Supervisor:
 
         A server that exits with success was not needed any more.
         """
-        ending = self.failed or self._must_stop() or self.stopped_ns is not None
+        ending = self._is_ending()
         if exit.role == "server" and not ending and self.server_policy is not None:
             return self._continues_without(exit, self.server_policy)
         if exit.role == "server" or ending or self.survives is None:
@@ -202,18 +209,36 @@ class Supervisor:
         return True
 
     def _continues_without(self, exit: ProcessExit, policy: ServerPolicy) -> bool:
-        if not policy.survives(exit):
-            return False
-        if exit.returncode != 0 and self.server_lost is not None:
+        if not policy.note(exit):
+            return policy.survives(exit)
+        if self.server_lost is not None:
             self.server_lost(exit.rank)
-        if self.start_server is not None and policy.replaces(exit):
-            self.start_server(exit.rank)
-            self.servers += 1
+        if not self._held:
+            self._decide_at_s = time.monotonic() + _GRACE_S
+        self._held.append(exit)
         return True
 
-    def _note_of(self, exit: ProcessExit) -> str:
-        is_server = exit.role == "server" and self.server_policy is not None
-        return self.server_policy.reason(exit.rank) if is_server and self.server_policy else ""
+    def _decide_held(self) -> None:
+        """What the servers that were lost at about the same time mean for the run."""
+        held, self._held, self._decide_at_s = self._held, [], None
+        policy = self.server_policy
+        if policy is None or self._is_ending():
+            return
+        is_needed = not self._workers_exited()
+        self.failed += [exit for exit in held if is_needed and not policy.survives(exit)]
+        for exit in [] if self.failed else held:
+            may_start = is_needed and self.start_server is not None
+            if policy.replaces(exit, may_start) and self.start_server is not None:
+                self.start_server(exit.rank)
+                self.servers += 1
+
+    def _sentence_of(self, exit: ProcessExit) -> str:
+        if exit.role != "server" or self.server_policy is None:
+            return ""
+        return self.server_policy.sentence(exit.rank)
+
+    def _is_ending(self) -> bool:
+        return bool(self.failed) or self._must_stop() or self.stopped_ns is not None
 
     def _workers_exited(self) -> bool:
         return sum(exit.role == "worker" for exit in self.exits) == self.workers

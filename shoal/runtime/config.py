@@ -27,6 +27,7 @@ from shoal.runtime.variables import (
     COUNT,
     FLAG,
     INTEGER,
+    LEASE,
     PATH,
     POSITIVE,
     RENDEZVOUS,
@@ -153,7 +154,7 @@ class RunConfig:
     slow: tuple[str, ...] = variable("SHOAL_SLOW", WORDS, ())  # as `shoal run --slow` takes them
     kill: tuple[str, ...] = variable("SHOAL_KILL", WORDS, ())
 
-    restarts: int = variable("SHOAL_RESTART", COUNT, 0)  # `shoal run --restart`
+    restarts: int | None = variable("SHOAL_RESTART", COUNT)  # `shoal run --restart`
     start: int | None = variable("SHOAL_START", POSITIVE)  # workers at first; others come later
     generation: int = variable("SHOAL_GENERATION", COUNT, 0)  # starts of this worker before this
 
@@ -181,7 +182,7 @@ class RunConfig:
     coordinator: str | None = variable("SHOAL_COORDINATOR", COORDINATOR)  # of replicated servers
     coordinator_beyond: str | None = variable("SHOAL_COORDINATOR_BEYOND", TEXT)  # for other hosts
     etcd: EtcdConfig = field(default_factory=EtcdConfig)
-    lease_s: float | None = variable("SHOAL_LEASE", SECONDS)  # of replicated servers
+    lease_s: float | None = variable("SHOAL_LEASE", LEASE)  # of replicated servers
     failpoints: tuple[str, ...] = variable("SHOAL_FAILPOINTS", WORDS, ())  # of tests
 
     wait: WaitConfig = field(default_factory=WaitConfig)
@@ -217,7 +218,7 @@ class RunConfig:
     @property
     def takes_back(self) -> bool:
         """Whether workers may come, or come back, after the start."""
-        return self.restarts > 0 or self.start is not None
+        return bool(self.restarts) or self.start is not None
 
     @property
     def is_launched(self) -> bool:

@@ -16,6 +16,7 @@ from shoal.runtime.run_dir import RunDir, parse_secret
 
 _MAX_DIGITS = 18
 _MAX_SECONDS = 1e8
+MIN_LEASE_S = 0.5
 _INTEGER = re.compile(rf"-?[0-9]{{1,{_MAX_DIGITS}}}")
 
 
@@ -60,6 +61,14 @@ def _read_seconds(name: str, text: str) -> float:
     return seconds
 
 
+def _read_lease(name: str, text: str) -> float:
+    seconds = _read_seconds(name, text)
+    if seconds < MIN_LEASE_S:
+        why = "a server that lives has to renew it in time"
+        raise BadInput(f"{name} is {text!r}: a lease lasts {MIN_LEASE_S} s or longer, since {why}")
+    return seconds
+
+
 def _read_flag(name: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise BadInput(f"{name} is {text!r}: set it to 1 for yes or 0 for no")
@@ -100,6 +109,7 @@ INTEGER = Codec(_read_integer, str)
 COUNT = Codec(parse_count, str)
 POSITIVE = Codec(lambda name, text: parse_count(name, text, at_least=1), str)
 SECONDS = Codec(_read_seconds, repr)
+LEASE = Codec(_read_lease, repr)
 FLAG = Codec(_read_flag, lambda flag: str(int(flag)))
 WORDS = Codec(_read_words, ",".join)
 SERVERS = Codec(_read_servers, _write_servers)  # how many, or their addresses

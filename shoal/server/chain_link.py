@@ -117,6 +117,10 @@ class ChainLink(ServerLink):
         return all(address.startswith("unix:") for address in self.addresses)
 
     @property
+    def has_replicas(self) -> bool:
+        return True
+
+    @property
     def has_inbox(self) -> bool:
         return False  # a server that is the head no longer could write into it late
 

@@ -146,6 +146,10 @@ class ServerLink:
         return self.connection("control").is_unix
 
     @property
+    def has_replicas(self) -> bool:
+        return False
+
+    @property
     def has_inbox(self) -> bool:
         """Whether what is pulled is in shared memory; else it comes with the answer."""
         return self.shares_memory

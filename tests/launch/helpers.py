@@ -52,10 +52,11 @@ def run(
     workers: int,
     env: dict[str, str] | None = None,
     on_progress: OnProgress | None = None,
+    screen: Screen | None = None,
     **options: Any,
 ) -> Screen:
-    """Launch it with the repository on the path; what it printed."""
-    screen = Screen()
+    """Launch it with the repository on the path; what it printed, also in `screen`."""
+    screen = screen or Screen()
     config = RunConfig.from_environment({**os.environ, "PYTHONPATH": str(ROOT), **(env or {})})
     launch(LaunchSpec(python(script), workers, config, **options), screen, on_progress)
     return screen

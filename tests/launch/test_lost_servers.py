@@ -4,47 +4,96 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from shoal.commands.launching import WorkersOptions
 from shoal.coordinator.alive import Alive, forget
 from shoal.coordinator.local import LocalCoordinator
-from shoal.errors import BadInput, ServerFailed
-from shoal.launch.chain_heads import ChainHeads
-from shoal.launch.lost_servers import Replication, ServerPolicy, replication_of
+from shoal.errors import BadInput, ShardLost
+from shoal.launch.chain_members import ChainMembers
+from shoal.launch.lost_servers import ServerPolicy, how_to_continue, summarize_server_losses
 from shoal.launch.processes import ProcessExit
-from shoal.runtime.config import RunConfig
+from shoal.launch.replication import SERVER_RESTARTS, Replication, replication_of
+from shoal.runtime.config import RunConfig, ServerCheckpointConfig
 from shoal.runtime.faults import check_faults, faults_of
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.server_faults import ServerKill, read_server_kills, read_server_slow
 from shoal.server.chain.config import ChainConfig
+from shoal.server.consistency import Rule
+from shoal.server.saving.folder import version_of
 from shoal.strategy.strategy import parse
+from shoal.sync.ps.summary import summarize
+from tests.launch.helpers import HOLD, Rope, Screen
 from tests.launch.test_servers import READY, WAIT_FOR_SERVERS, run_with
 
 THREE = Replication(3, restarts=1)
 NO_COORDINATOR = {"SHOAL_COORDINATOR": "unix:/nowhere/coordinator.sock"}  # none is started
 
 
-def exit_of(server: int, returncode: int = -9) -> ProcessExit:
-    return ProcessExit(server, returncode, 0, "server")
+def exit_of(server: int, returncode: int = -9, noticed_ns: int = 0) -> ProcessExit:
+    return ProcessExit(server, returncode, noticed_ns, "server")
 
 
-def test_a_shard_lives_while_one_of_its_replicas_runs() -> None:
+def lose(policy: ServerPolicy, server: int, pid: int = 0) -> bool:
+    """Whether the run goes on; then another process is started, where it is to be."""
+    exit = exit_of(server, noticed_ns=time.monotonic_ns())
+    assert policy.note(exit), "it is decided a moment later"
+    if not policy.survives(exit):
+        return False
+    if policy.replaces(exit):
+        policy.started(server, pid)
+    return True
+
+
+def test_a_server_that_was_started_again_does_not_keep_its_shard_alive() -> None:
     said: list[str] = []
     policy = ServerPolicy(6, THREE, said.append)
-    for server in (3, 4, 3):
-        assert policy.survives(exit_of(server))
-        policy.replaces(exit_of(server))
-    assert "server 3 (shard 1, replica 0) was killed by SIGKILL" in said[0]
-    assert "shard 1 goes on with replicas 1 and 2; it is started again (1 of 1)" in said[0]
-    assert "shard 1 goes on with replicas 1 and 2; it is not started again" in said[2]
-    assert [lost.is_started_again for lost in policy.lost] == [True, True, False]
-    assert policy.survives(exit_of(5))
-    assert not policy.survives(exit_of(4)), "the last one"
-    assert policy.reason(4) == ", the last replica of shard 1"
-    assert policy.survives(exit_of(0)), "another shard"
+    assert lose(policy, 3)
+    assert said[0].startswith("server 3 (shard 1, replica 0) was killed by SIGKILL after 0.0 s and")
+    assert said[0].endswith("is started again (1 of 1); shard 1 goes on with replicas 1 and 2")
+    assert lose(policy, 3)
+    assert "SIGKILL 0.0 s after it was started again and is not started again; shard 1" in said[1]
+    assert lose(policy, 4)
+    assert said[2].endswith("; shard 1 goes on with replica 2 alone")
+    assert not lose(policy, 5), "replica 1 runs, and has no state"
+    assert [lost.is_started_again for lost in policy.lost] == [True, False, True]
+    assert policy.sentence(5).startswith(
+        "all 3 replicas of shard 1 are lost, and its weights with them; start again, or from what"
+    )
+    assert lose(policy, 0), "another shard"
+
+
+def test_the_loss_of_a_shard_names_the_checkpoint_to_continue_with(tmp_path: Path) -> None:
+    checkpoint = ServerCheckpointConfig(tmp_path)
+    assert how_to_continue(checkpoint) == f"start again: {tmp_path} has no complete checkpoint"
+    for number in (10, 20):
+        folder = version_of(tmp_path, number, 7).path
+        folder.mkdir()
+        for name in ("shard-0-of-1.safetensors", "worker.safetensors"):
+            (folder / name).touch()
+    version_of(tmp_path, 30, 7).path.mkdir()  # it is not complete
+    assert how_to_continue(checkpoint) == f"continue with --resume from {tmp_path} (step 20)"
+
+
+def test_servers_that_are_lost_together_cost_one_sentence(rope: Rope) -> None:
+    """Also where they are killed one after the other; none is started again."""
+    script = READY + HOLD + "time.sleep(60)"
+    worker = WAIT_FOR_SERVERS + (
+        "import signal\n"
+        "for index in (2, 0, 1):\n"
+        "    os.kill(int(open(f'{run_dir}/server-{index}.pid').read()), signal.SIGKILL)\n"
+        "time.sleep(60)"
+    )
+    screen = Screen()
+    with pytest.raises(ShardLost, match=r"^all 3 replicas of shard 0 are lost, and its weights"):
+        options = {"env": {**NO_COORDINATOR, "ROPE": str(rope.path)}, "screen": screen}
+        run_with(3, script, worker, 1, replication=Replication(3), **options)
+    assert screen.err == ""
 
 
 def test_a_mistake_of_a_server_and_the_loss_of_one_without_replicas_end_the_run() -> None:
@@ -72,11 +121,14 @@ def test_a_lost_server_is_replaced_and_the_run_goes_on() -> None:
     assert "server 1 (shard 0, replica 1) was killed by SIGKILL" in screen.err
 
 
-def test_the_loss_of_all_replicas_of_a_shard_names_it() -> None:
-    script = READY + "os.kill(os.getpid(), 9) if index > 1 else time.sleep(60)"
-    replication = Replication(2, restarts=0)
-    with pytest.raises(ServerFailed, match="SIGKILL, the last replica of shard 1 while workers"):
-        run_with(4, script, "time.sleep(60)", 1, env=NO_COORDINATOR, replication=replication)
+def test_the_counters_at_the_end_are_those_of_shards_where_servers_have_replicas() -> None:
+    counts = {"updates": 60, "requests": 7, "received_bytes": 0, "sent_bytes": 0}
+    for holder in ("server", "shard"):
+        ends = summarize([counts, counts], Rule(2), holder=holder)
+        assert [end.partition(",")[0] for end in ends] == [
+            f"{holder} 0: 60 updates",
+            f"{holder} 1: 60 updates",
+        ]
 
 
 # ------------------------------------------------------------------------------- injected
@@ -128,24 +180,140 @@ def put(coordinator: LocalCoordinator, key: str, value: object) -> None:
     coordinator.put_if(key, msgspec.msgpack.encode(value), version)
 
 
-def test_the_launcher_says_which_replica_is_the_head_after_a_loss() -> None:
-    said: list[str] = []
-    heads = ChainHeads(THREE, said.append)
-    coordinator = LocalCoordinator()
-    for replica in range(3):
-        put(coordinator, f"alive/{3 + replica}", Alive(7, pid=replica + 100))
-    first = ChainConfig(1, (0, 1, 2), (7, 7, 7))
-    put(coordinator, "chain/1", first)
-    heads.say_head(coordinator, 5)
-    assert said == [], "it was the head before"
-    assert forget(coordinator, 3, 100)
-    late = threading.Thread(target=heads.say_head, args=(coordinator, 3))
-    late.start()
-    put(coordinator, "chain/1", first.without({0}))
-    late.join()
+class Chain:
+    """The members of shard 1, as a coordinator would hold them."""
+
+    def __init__(self) -> None:
+        self.coordinator = LocalCoordinator()
+        self.config = ChainConfig(1, (0, 1, 2), (7, 7, 7))
+        for server in (3, 4, 5):
+            self.says(server, 7, 100 + server)
+        put(self.coordinator, "chain/1", self.config)
+
+    def says(self, server: int, incarnation: int, pid: int) -> None:
+        put(self.coordinator, f"alive/{server}", Alive(incarnation, pid=pid))
+
+    def becomes(self, config: ChainConfig) -> None:
+        self.config = config
+        put(self.coordinator, "chain/1", config)
+
+
+@pytest.fixture
+def chain() -> Iterator[Chain]:
+    made = Chain()
+    yield made
+    made.coordinator.close()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def members(chain: Chain, said: list[str]) -> ChainMembers:
+    made = ChainMembers(THREE, 6, said.append)
+    for server in range(6):
+        made.started(server, 10**8 + server)  # no such process
+    for server in (3, 4, 5):
+        chain.says(server, 7, 10**8 + server)
+    made.see(chain.coordinator.list(""))
+    made.look = lambda: made.see(chain.coordinator.list(""))
+    assert said == []
+    return made
+
+
+def test_a_replica_is_a_member_again_when_its_chain_has_taken_it_in(
+    chain: Chain, members: ChainMembers, said: list[str]
+) -> None:
+    members.exited(3)
+    assert forget(chain.coordinator, 3, 10**8 + 3)
+    chain.becomes(chain.config.without({0}))
+    members.look()
     assert said == ["server 4 (shard 1, replica 1) is the head of shard 1 now"]
-    put(coordinator, "alive/3", Alive(8, pid=200))
-    put(coordinator, "chain/1", first.without({0}).plus(0, 8))
-    heads.say_head(coordinator, 3)
-    assert len(said) == 1
+    members.started(3, 10**8 + 9)
+    chain.says(3, 8, 10**8 + 9)
+    members.look()
+    assert members.goes_on(1) == "shard 1 goes on with replicas 1 and 2; replica 0 is catching up"
+    members.exited(5)
+    assert members.goes_on(1) == "shard 1 goes on with replica 1 alone; replica 0 is catching up"
+    chain.becomes(chain.config.plus(0, 8))
+    members.look()
+    assert said[1:] == ["server 3 (shard 1, replica 0) has caught up; shard 1 has replicas 0 and 1"]
+    members.exited(4)
+    assert not members.are_lost(1)
+    assert members.removed == 0
+
+
+def test_one_that_has_caught_up_just_now_keeps_its_shard_alive(
+    chain: Chain, members: ChainMembers
+) -> None:
+    members.exited(3)
+    members.started(3, 10**8 + 9)
+    chain.says(3, 8, 10**8 + 9)
+    members.exited(4)
+    chain.becomes(chain.config.without({0, 1}).plus(0, 8))
+    members.exited(5)
+    assert not members.are_lost(1), "the coordinator is asked before the run ends"
+
+
+def test_a_shard_that_has_not_begun_has_nothing_to_lose() -> None:
+    coordinator = LocalCoordinator()
+    members = ChainMembers(THREE, 3, print)
+    members.see(coordinator.list(""))
+    for server in range(3):
+        members.exited(server)
+    assert not members.are_lost(0)
+    assert members.goes_on(0) == "shard 0 has not begun"
     coordinator.close()
+
+
+def test_a_server_that_lives_and_does_not_answer_is_said_to_leave_and_to_come_back(
+    chain: Chain, members: ChainMembers, said: list[str]
+) -> None:
+    assert forget(chain.coordinator, 3, 10**8 + 3)  # its lease has ended
+    members.look()
+    assert said == []
+    chain.becomes(chain.config.without({0}))
+    members.look()
+    who = "server 3 (shard 1, replica 0)"
+    assert said == [
+        f"{who} does not answer and was removed from its chain; shard 1 goes on with replicas 1 "
+        "and 2",
+        "server 4 (shard 1, replica 1) is the head of shard 1 now",
+    ]
+    chain.says(3, 8, 10**8 + 3)
+    chain.becomes(chain.config.plus(0, 8))
+    members.look()
+    assert said[2:] == [f"{who} has caught up; shard 1 has replicas 0, 1 and 2"]
+    assert members.removed == 1
+    summary = summarize_server_losses([], members.removed, [])
+    assert summary == (
+        "servers lost: 0, removed from their chain for a while: 1; 0.0 s without service"
+    )
+
+
+def test_the_launcher_follows_the_chains(chain: Chain, members: ChainMembers) -> None:
+    over = threading.Event()
+    follower = threading.Thread(target=members.follow, args=(chain.coordinator, over))
+    seen = threading.Event()
+    members._say = lambda line: seen.set()
+    follower.start()
+    chain.becomes(chain.config.without({0}))
+    assert seen.wait(60)
+    over.set()
+    chain.coordinator.close()
+    follower.join()
+
+
+def test_an_explicit_restart_0_starts_no_server_again() -> None:
+    strategy = parse("ps(replicas=2)")
+    assert replication_of(strategy, 2, None).restarts == SERVER_RESTARTS == 3
+    assert replication_of(strategy, 2, 0).restarts == 0
+    asked = WorkersOptions(2, "ps(replicas=2)", restarts=0).to_config()
+    assert asked.restarts == 0 and not asked.takes_back
+    assert RunConfig.from_environment(asked.to_environment()).restarts == 0
+    said: list[str] = []
+    policy = ServerPolicy(2, Replication(2, restarts=0), said.append)
+    assert lose(policy, 0)
+    assert said[0].endswith("and is not started again; shard 0 goes on with replica 1 alone")

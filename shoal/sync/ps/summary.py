@@ -13,8 +13,12 @@ def summarize(
     rule: Rule,
     shares_memory: bool = False,
     counted: str = "worker",
+    holder: str = "server",
 ) -> list[str]:
-    """`stats` has one entry per server, the leader's first; `counted` is what pushes are of."""
+    """`stats` has one entry per shard, the leader's first.
+
+    `counted` is what pushes are of; `holder` is "shard" where several servers hold each.
+    """
     if not stats:
         return []
     leader = stats[0]
@@ -34,7 +38,7 @@ def summarize(
         )
     transport = " by sockets; gradients and weights by shared memory" if shares_memory else ""
     return sentences + [
-        f"server {index}: {server['updates']} updates, {server['requests']} requests, "
+        f"{holder} {index}: {server['updates']} updates, {server['requests']} requests, "
         f"{server['received_bytes'] / 1e6:.1f} MB in, {server['sent_bytes'] / 1e6:.1f} MB out"
         + transport
         for index, server in enumerate(stats)

@@ -250,7 +250,8 @@ class PsWorker(Sync):
     def summary(self) -> list[str]:
         counted = "replica" if self.context.replica_group.size > 1 else "worker"
         rule = self.context.rule
-        sentences = summarize(self._stats, rule, self.client.shares_memory, counted)
+        holder = "shard" if any(link.has_replicas for link in self.client.links) else "server"
+        sentences = summarize(self._stats, rule, self.client.shares_memory, counted, holder)
         return [*sentences, *self.push.summary(), *self._row_sentences()]
 
     def _row_sentences(self) -> list[str]:
