@@ -76,9 +76,11 @@ def _address(numbers: Ids) -> int:
 def _copy(
     source: Tensor, origins: Ids | None, target: Tensor, places: Ids | None, count: int
 ) -> None:
+    if not count:
+        return
     for numbers, rows in ((origins, source), (places, target)):
         low, high = (0, count - 1) if numbers is None else (numbers.min(), numbers.max())
-        if count and (low < 0 or high >= len(rows)):
+        if low < 0 or high >= len(rows):
             raise IndexError(f"a row of {count} to copy is out of range")
     rows = source[:count] if origins is None else source.index_select(0, torch.from_numpy(origins))
     if places is None:
