@@ -41,11 +41,11 @@ class CheckFailed(ShoalError):
 
 
 class RunOver(ShoalError):
-    """A worker came back when the others had finished: there is nothing left to do."""
+    """A worker came when the others had finished: there is nothing left to do."""
 
     def __init__(self, rank: int):
         self.rank = rank
-        super().__init__(f"worker {rank} came back after the others had finished")
+        super().__init__(f"worker {rank} came after the others had finished")
 
 
 class PeerLost(ShoalError, RuntimeError):

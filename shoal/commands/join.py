@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.launch.joining import ask_to_join
+from shoal.launch.joining import ask_to_join, wait_for_answer
 
 
 def join(
@@ -17,5 +17,6 @@ def join(
     ] = None,
 ) -> None:
     """Ask a run on this host to start a worker that is not there, up to its number (-n)."""
-    run_dir = ask_to_join(run)
-    print(f"asked the run in {run_dir.path} to start a worker; its launcher says what follows")
+    run_dir, request = ask_to_join(run)
+    said = wait_for_answer(run_dir, request)
+    print(f"{said}, in the run of {run_dir.path}; its launcher says what follows")

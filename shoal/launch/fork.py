@@ -25,10 +25,11 @@ from shoal.launch.failures import (
     report_failure,
 )
 from shoal.launch.lost_servers import ServerPolicy
-from shoal.launch.lost_workers import LossPolicy, Tolerance, summarize_losses
+from shoal.launch.lost_workers import LossPolicy, Tolerance
 from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
 from shoal.launch.processes import ProcessExit
 from shoal.launch.replication import SINGLE_COPY, Replication
+from shoal.launch.worker_losses import losses_at_end
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import die_with_session
 from shoal.runtime.run_dir import RunDir, new_run_dir
@@ -76,8 +77,10 @@ def fork(spec: ForkSpec) -> None:
                 _end(processes)
         if failures:
             raise launch_error(first_failure(failures))
-        if policy.lost:
-            _say(summarize_losses(policy.lost, spec.workers))
+        for sentence in losses_at_end(
+            policy.lost, spec.workers, run_dir.read_reports(spec.workers)
+        ):
+            _say(sentence)
 
 
 def _say(line: str) -> None:

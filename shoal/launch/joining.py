@@ -1,27 +1,33 @@
 """Workers that come after the start of a run: `shoal run -n 4 --start 2`, then `shoal join`.
 
-`shoal join` leaves a request in the run directory; the launcher finds it and starts the worker
-with the lowest number that is not there, as one that comes back. So every worker is a child of
-its launcher, which forwards its output and ends it.
+`shoal join` leaves a request in the run directory; the launcher finds it, starts the worker with
+the lowest number that is not there, as one that comes back, and answers. So every worker is a child
+of its launcher, which forwards its output and ends it.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import BadInput
-from shoal.runtime.run_dir import RunDir, running_runs
+from shoal.errors import BadInput, ShoalError
+from shoal.runtime.run_dir import RunDir, remove_abandoned, running_runs
 
 _POLL_S = 0.2
+_LOOK_S = 0.05
+_ANSWER_S = 60.0
+_HOW = "start it with --restart, or with --start for fewer workers than -n"
 
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """A worker more is asked for."""
+    """A worker more is asked for; its name in the run directory."""
+
+    name: str
 
 
 class JoinRequests:
@@ -49,21 +55,48 @@ class JoinRequests:
     def _run(self) -> None:
         while not self._over.wait(_POLL_S):
             with suppress(OSError):  # of a full disk, for example: looked for again
-                for _ in range(self._run_dir.take_joins()):
-                    self._put(JoinRequest())
+                for name in self._run_dir.take_joins():
+                    self._put(JoinRequest(name))
 
 
-def ask_to_join(run: Path | None) -> RunDir:
-    """Ask a run on this host for one worker more; BadInput where there is none that takes one."""
-    found = [RunDir(run)] if run is not None else running_runs()
-    takes = [run_dir for run_dir in found if run_dir.takes_joins()]
+def ask_to_join(run: Path | None) -> tuple[RunDir, str]:
+    """Ask a run on this host for one worker more; the run, and the name of the request.
+
+    BadInput where there is no run that takes one.
+    """
+    run_dir = _only_run() if run is None else _run_in(run)
+    return run_dir, run_dir.ask_for_join()
+
+
+def _only_run() -> RunDir:
+    takes = [run_dir for run_dir in running_runs() if run_dir.takes_joins()]
     if not takes:
-        raise BadInput(
-            "no run of yours on this host takes a worker: start it with --restart, or with --start "
-            "for fewer workers than -n"
-        )
+        raise BadInput(f"no run of yours on this host takes a worker: {_HOW}")
     if len(takes) > 1:
         names = ", ".join(str(run_dir.path) for run_dir in takes)
         raise BadInput(f"several runs take a worker: name the folder of one of them: {names}")
-    takes[0].ask_for_join()
     return takes[0]
+
+
+def _run_in(folder: Path) -> RunDir:
+    remove_abandoned()
+    run_dir = RunDir(folder)
+    if not run_dir.is_there():
+        raise BadInput(f"{folder} is not the folder of a run that goes on")
+    if not run_dir.takes_joins():
+        raise BadInput(f"the run in {folder} takes no worker: {_HOW}")
+    return run_dir
+
+
+def wait_for_answer(run_dir: RunDir, request: str, limit_s: float = _ANSWER_S) -> str:
+    """What the launcher says of the worker that it has started; ShoalError where it has not."""
+    deadline_s = time.monotonic() + limit_s
+    while (answer := run_dir.read_join_answer(request)) is None:
+        if not run_dir.is_there():
+            raise ShoalError(f"no worker is started: the run in {run_dir.path} has ended")
+        if time.monotonic() > deadline_s:
+            raise ShoalError(f"the run in {run_dir.path} has not answered for {limit_s:g} s")
+        time.sleep(_LOOK_S)
+    if not answer.get("is_started"):
+        raise ShoalError(str(answer.get("sentence")))
+    return str(answer.get("sentence"))

@@ -22,16 +22,10 @@ from typing import Any
 from shoal.errors import BadInput
 from shoal.launch.coordinator import coordinated
 from shoal.launch.failures import first_failure, launch_error
-from shoal.launch.joining import JoinRequests
+from shoal.launch.joining import JoinRequest, JoinRequests
 from shoal.launch.kept_memory import KeptMemory
 from shoal.launch.lost_servers import LostServer, ServerPolicy, summarize_server_losses
-from shoal.launch.lost_workers import (
-    LossPolicy,
-    LostWorker,
-    ReturnedWorker,
-    Tolerance,
-    summarize_losses,
-)
+from shoal.launch.lost_workers import LossPolicy, Tolerance
 from shoal.launch.output import (
     LineForwarder,
     OnProgress,
@@ -45,6 +39,7 @@ from shoal.launch.processes import Forks, Processes, ProcessExit, Role
 from shoal.launch.replication import SINGLE_COPY, Replication
 from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import SignalEvents, Supervisor
+from shoal.launch.worker_losses import LostWorker, ReturnedWorker, losses_at_end
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir, new_run_dir
@@ -150,8 +145,8 @@ def launch(
                     stderr["worker"][exit.rank] = starter.start_again(exit.rank, workers)
                     return True
 
-                def join() -> bool:
-                    rank = policy.join()
+                def join(request: JoinRequest) -> bool:
+                    rank = policy.join(request.name)
                     if rank is not None:
                         stderr["worker"][rank] = starter.start_again(rank, workers)
                     return rank is not None
@@ -205,8 +200,8 @@ def launch(
         removed = result.servers_removed
         losses = summarize_server_losses(result.lost_servers, removed, result.reports)
         write(f"shoal: {losses}\n", True)
-    if result.lost:
-        write(f"shoal: {summarize_losses(result.lost, spec.workers)}\n", True)
+    for sentence in losses_at_end(result.lost, spec.workers, result.reports):
+        write(f"shoal: {sentence}\n", True)
     return result
 
 

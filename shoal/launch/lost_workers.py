@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shoal.launch.failures import ProcessFailure, read_failure, when_lost
 from shoal.launch.processes import ProcessExit
+from shoal.launch.worker_losses import LostWorker, ReturnedWorker
 from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import Strategy
@@ -58,37 +59,6 @@ def taking_back(strategy: Strategy, workers: int) -> Strategy:
     return chosen
 
 
-@dataclass(frozen=True)
-class LostWorker:
-    """A worker that the run continued without."""
-
-    rank: int
-    how: str  # "was killed by SIGKILL"
-    after_s: float  # since the start of the run
-
-
-@dataclass(frozen=True)
-class ReturnedWorker:
-    """A worker that was lost and started again."""
-
-    rank: int
-    how: str
-    after_s: float  # when it was lost, since the start of the run
-    away_s: float | None = None  # until it took its place; None: it did not
-    lost_at: int = 0  # the step that it had come to
-    step: int = 0  # the one that it went on with
-
-    def __str__(self) -> str:
-        if self.away_s is None:
-            return f"worker {self.rank} {self.how} and was started again, and did not come back"
-        missed = self.step - self.lost_at
-        steps = f"{missed} step{'s' * (missed != 1)} {'was' if missed == 1 else 'were'} not trained"
-        where = f"at step {self.lost_at + 1}" if self.step else "before the first step"
-        return (
-            f"worker {self.rank} was lost {where} and came back after {self.away_s:.1f} s; {steps}"
-        )
-
-
 class LossPolicy:
     """Decides for each worker that has exited whether the run continues."""
 
@@ -110,6 +80,7 @@ class LossPolicy:
         self._has_succeeded = False
         self.lost: list[LostWorker] = []
         self._restarted: list[tuple[ProcessFailure, int]] = []  # and the generation after it
+        self._away: dict[int, LostWorker] = {}  # those that were lost and started again
 
     def restarts(self, exit: ProcessExit) -> bool:
         """Whether a worker whose loss the run survives is started again now."""
@@ -125,19 +96,28 @@ class LossPolicy:
             return False
         self._restarted.append((failure, generation))
         self._started_ns[exit.rank] = time.monotonic_ns()
+        self._away[exit.rank] = self._lost_by(failure)
         return True
 
-    def join(self) -> int | None:
-        """The number of a worker that is not there, which is started now; None: all are."""
+    def join(self, request: str) -> int | None:
+        """The number of a worker that is not there, which is started now; None: all are.
+
+        `request` is answered.
+        """
         ranks = [rank for rank in range(self._workers) if self._run_dir.has_exited(rank)]
         if not ranks or self._has_succeeded:
             why = "the first workers have finished" if ranks else f"all {self._workers} are there"
             self._say(f"a worker was asked for, and none is started: {why}")
+            self._run_dir.answer_join(request, False, f"no worker is started: {why}")
             return None
-        self._run_dir.note_start(ranks[0], self._run_dir.generation(ranks[0]) + 1)
-        self.lost = [lost for lost in self.lost if lost.rank != ranks[0]]
-        self._say(f"worker {ranks[0]} of {self._workers} is started, as it was asked for")
-        return ranks[0]
+        rank = ranks[0]
+        self._run_dir.note_start(rank, self._run_dir.generation(rank) + 1)
+        self._away |= {lost.rank: lost for lost in self.lost if lost.rank == rank}
+        self.lost = [lost for lost in self.lost if lost.rank != rank]
+        started = f"worker {rank} of {self._workers} is started"
+        self._say(f"{started}, as it was asked for")
+        self._run_dir.answer_join(request, True, started)
+        return rank
 
     def returned(self) -> list[ReturnedWorker]:
         """The workers that were started again, as far as they came back."""
@@ -148,6 +128,8 @@ class LossPolicy:
         is_noted = self._note_exit(exit)
         if exit.returncode == 0:
             self._has_succeeded = True
+            if self._run_dir.came_too_late(exit.rank):
+                self._note_late(exit.rank)
             return True
         if not is_noted:
             return False
@@ -175,8 +157,7 @@ class LossPolicy:
         return True
 
     def _note_loss(self, failure: ProcessFailure, tolerance: Tolerance) -> None:
-        after_s = self._seconds(failure.noticed_ns)
-        lost = LostWorker(failure.rank, _how(failure), after_s)
+        lost = self._lost_by(failure)
         started_ns = self._started_ns.get(failure.rank, self._start_ns)
         age_s = (failure.noticed_ns - started_ns) / 1e9
         when = when_lost(age_s, started_ns != self._start_ns)
@@ -189,6 +170,21 @@ class LossPolicy:
         self.lost.append(lost)
         if len(self.lost) < self._workers:
             self._say(f"{line}; the others go on, as {tolerance.allowed_by} allows")
+
+    def _note_late(self, rank: int) -> None:
+        """A worker that was started later has found that the others had finished."""
+        lost = self._away.pop(rank, None)
+        if lost is None:
+            self._say(f"worker {rank} came too late to take part: the others had finished")
+            return
+        generation = self._run_dir.generation(rank)
+        self._restarted = [(f, g) for f, g in self._restarted if (f.rank, g) != (rank, generation)]
+        self.lost.append(replace(lost, came_too_late=True))
+
+    def _lost_by(self, failure: ProcessFailure) -> LostWorker:
+        rank = failure.rank
+        after_s = self._seconds(failure.noticed_ns)
+        return LostWorker(rank, _how(failure), after_s, self._run_dir.steps_done(rank))
 
     def _return_of(self, failure: ProcessFailure, generation: int) -> ReturnedWorker:
         lost = ReturnedWorker(failure.rank, _how(failure), self._seconds(failure.noticed_ns))
@@ -206,20 +202,6 @@ class LossPolicy:
     def _is_dispensable(self, rank: int, tolerance: Tolerance) -> bool:
         in_time = tolerance.from_start or self._run_dir.have_all_joined()
         return in_time and rank not in tolerance.needed
-
-
-def summarize_losses(lost: Sequence[LostWorker], workers: int) -> str:
-    """For the end of a run that succeeded: which workers finished and which did not."""
-    missing = sorted(worker.rank for worker in lost)
-    finished = [rank for rank in range(workers) if rank not in missing]
-    return f"finished by {_list('worker', finished)}, without {_list('worker', missing)}"
-
-
-def _list(role: str, ranks: Sequence[int]) -> str:
-    """`worker 1`, `workers 0, 2 and 3`."""
-    if len(ranks) == 1:
-        return f"{role} {ranks[0]}"
-    return f"{role}s {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _how(failure: ProcessFailure) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.launch.local import RunResult
 from shoal.launch.lost_servers import without_service_s
+from shoal.launch.worker_losses import steps_of
 
 
 def run_report(strategy: str, workers: int, result: RunResult) -> dict[str, Any]:
@@ -22,11 +23,11 @@ def run_report(strategy: str, workers: int, result: RunResult) -> dict[str, Any]
     return {
         "strategy": strategy,
         "workers": workers,
-        "steps": max((r["steps"] for r in reports if isinstance(r.get("steps"), int)), default=0),
+        "steps": steps_of(reports),
         "seconds": result.seconds,
         "samples_per_s": sum(rates) if rates else None,
         "lost": [asdict(lost) for lost in result.lost],
-        "came_back": [asdict(returned) for returned in result.returned],
+        "came_back": [asdict(back) for back in result.returned if back.away_s is not None],
         "servers_lost": [asdict(lost) for lost in result.lost_servers],
         "without_service_s": without_service_s(result.reports),
         "ranks": list(result.reports),

@@ -92,7 +92,7 @@ class Supervisor:
     stopped_ns: int | None = None  # when the launcher began to end the processes
     survives: Callable[[ProcessExit], bool] | None = None
     restart: Callable[[ProcessExit], bool] | None = None  # starts a lost worker again, or not
-    join: Callable[[], bool] | None = None  # starts one that is not there, if there is one
+    join: Callable[[JoinRequest], bool] | None = None  # starts one that is not there, if any
     server_policy: ServerPolicy | None = None
     server_lost: Callable[[int], None] | None = None  # the others are to know it
     start_server: Callable[[int], None] | None = None  # another process in the place of a lost one
@@ -187,7 +187,7 @@ class Supervisor:
             self.signals += 1
             self.first_signal = self.first_signal or event
         elif isinstance(event, JoinRequest):
-            if self.join is not None and not self._is_ending() and self.join():
+            if self.join is not None and not self._is_ending() and self.join(event):
                 self.workers += 1
         else:
             self.output_error = event

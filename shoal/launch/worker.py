@@ -51,6 +51,7 @@ from shoal.runtime.parent_death import die_with_launcher
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.seeding import seed_python
+from shoal.runtime.step_count import StepCount
 from shoal.runtime.waits import Watcher, waiting
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job, RunServices
@@ -92,6 +93,9 @@ class Worker:
                 group = Group(Traced(group.executor, tracer))
 
             meetings = self._make_meetings()
+            step_count = self._make_step_count()
+            if step_count is not None:
+                stack.callback(step_count.close)
 
             def make_job(kind: type[Job]) -> Job:
                 return kind(
@@ -106,6 +110,7 @@ class Worker:
                         elastic_sum=self._make_elastic_sum(meetings),
                         meetings=meetings,
                         preemption=preemption,
+                        step_count=step_count,
                         config=self.config,
                     ),
                 )
@@ -120,7 +125,10 @@ class Worker:
                 raise
             except RunOver as over:
                 self._check_finished(over)
-                print(f"shoal: {over}", file=sys.stderr, flush=True)
+                if self.run_dir is None:
+                    print(f"shoal: {over}", file=sys.stderr, flush=True)
+                else:  # the launcher knows whether it was there before, and says so
+                    self.run_dir.mark_too_late(self.rank, self.config.generation)
                 return None
             except Exception as error:
                 self.fail(error)
@@ -332,6 +340,13 @@ class Worker:
         folder = run_dir.tally_folder(self.number)
         has_exited = run_dir.has_exited if meetings is None else meetings.is_missing
         return ElasticSum(folder, self.rank, has_exited, self._patience_s)
+
+    def _make_step_count(self) -> StepCount | None:
+        """None where the loss of a worker ends the run."""
+        run_dir = self.run_dir
+        if run_dir is None or not self.strategy.survives_loss:
+            return None
+        return StepCount(run_dir.steps(self.rank))
 
     def _make_meetings(self) -> Meetings | None:
         """None where lost workers do not come back."""

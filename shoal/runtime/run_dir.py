@@ -7,9 +7,11 @@
     failure-2.json       why worker 2 failed, written by the worker
     finished-0           worker 0 has finished
     exited-2.json        the process of worker 2 has exited, written by the launcher
-    joins/               requests of `shoal join`
+    joins/               requests of `shoal join`; join-….json is the answer of the launcher
+    steps-2              how many steps worker 2 has done, where others go on when it is lost
     started-2            how often worker 2 was started again; then exited-2.1.json …
     back-2.1.json        how it took its place among the others
+    late-2.1             it came when the others had finished
     memory-…/            where workers find memory that they share (shm/lasting_memory.py)
     meetings-1           what all workers did together (comm/meetings.py)
     preempted  ending    the launcher got SIGTERM; it ends the workers
@@ -109,6 +111,15 @@ class RunDir:
 
     def back(self, rank: int, generation: int) -> Path:
         return self.path / f"back-{_life(rank, generation)}.json"
+
+    def steps(self, rank: int) -> Path:
+        return self.path / f"steps-{rank}"
+
+    def late(self, rank: int, generation: int) -> Path:
+        return self.path / f"late-{_life(rank, generation)}"
+
+    def join_answer(self, request: str) -> Path:
+        return self.path / f"join-{request}.json"
 
     @property
     def joins(self) -> Path:
@@ -237,16 +248,44 @@ class RunDir:
     def takes_joins(self) -> bool:
         return self.joins.is_dir()
 
-    def ask_for_join(self) -> None:
-        handle, _ = tempfile.mkstemp(dir=self.joins)
+    def ask_for_join(self) -> str:
+        """Returns the name of the request."""
+        handle, path = tempfile.mkstemp(dir=self.joins)
         os.close(handle)
+        return Path(path).name
 
-    def take_joins(self) -> int:
-        """How many workers were asked for since the last call."""
+    def take_joins(self) -> list[str]:
+        """The requests since the last call."""
         requests = list(self.joins.iterdir())
         for request in requests:
             request.unlink()
-        return len(requests)
+        return [request.name for request in requests]
+
+    def answer_join(self, request: str, is_started: bool, sentence: str) -> None:
+        with suppress(OSError):
+            text = json.dumps({"is_started": is_started, "sentence": sentence})
+            write_atomically(self.join_answer(request), text)
+
+    def read_join_answer(self, request: str) -> dict[str, Any] | None:
+        return _read_json(self.join_answer(request))
+
+    def is_there(self) -> bool:
+        """Whether it is the directory of a run that goes on."""
+        return (self.path / "lock").is_file()
+
+    def steps_done(self, rank: int) -> int | None:
+        """Of a worker, by its own count; None where it has not done any, or does not count."""
+        with suppress(OSError):
+            return _read_count(self.steps(rank)) or None
+        return None
+
+    def mark_too_late(self, rank: int, generation: int) -> None:
+        """A worker that was started later found that the others had finished."""
+        with suppress(OSError):
+            self.late(rank, generation).touch()
+
+    def came_too_late(self, rank: int) -> bool:
+        return self.late(rank, self.generation(rank)).exists()
 
     def generation(self, rank: int) -> int:
         """How often this worker was started again."""

@@ -31,6 +31,7 @@ from shoal.replica.microbatch import Precision
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
+from shoal.runtime.step_count import StepCount
 from shoal.strategy.strategy import Strategy
 from shoal.sync.base import Comeback
 from shoal.sync.lr_schedule import SchedulerFactory
@@ -63,9 +64,9 @@ T = TypeVar("T")
 class RunServices:
     """What surrounds a job: progress, tracing, injected faults, and sums over survivors.
 
-    `elastic_sum` is None if the loss of a rank ends the run, `meetings` if lost ranks do not come
-    back. A job that no launcher made reads
-    its configuration from the environment.
+    `elastic_sum` and `step_count` are None if the loss of a rank ends the run, `meetings` if lost
+    ranks do not come back. A job that no launcher made reads its configuration from the
+    environment.
     """
 
     progress: Progress = field(default_factory=SilentProgress)
@@ -74,6 +75,7 @@ class RunServices:
     elastic_sum: ElasticSum | None = None
     meetings: Meetings | None = None
     preemption: Preemption | None = None
+    step_count: StepCount | None = None
     config: RunConfig = field(default_factory=RunConfig.from_environment)
 
 
@@ -331,6 +333,7 @@ class Job(LoopMethods):
         self._tell_bare([name for state in states for name in state.bare])
         self._loop.take_settings()
         self.steps = saved.document["steps"]
+        self._count_steps()
         self._stream.restore(saved.document["batches"], positions)
         self._throughput.restart()
         if self._services.meetings is not None:
@@ -446,6 +449,7 @@ class Job(LoopMethods):
         for step in self._steps:
             step.steps = step.update.steps = latest.step
         self.steps = latest.step
+        self._count_steps()
         self._stream.restore(latest.step, None)
         self._throughput.restart()
         self._note_return(latest)
@@ -489,6 +493,7 @@ class Job(LoopMethods):
         self._loss_watch.note(self.steps + steps, loss)
         self._throughput.end_step(steps)
         self.steps += steps
+        self._count_steps()
         self._save_part(step)
         for callback in self.on_step:
             callback(step, loss)
@@ -551,6 +556,11 @@ class Job(LoopMethods):
                 f"{names[0]}: the optimizer starts there as in step 0"
             )
 
+    def _count_steps(self) -> None:
+        """For the launcher, where the others go on when this worker is lost."""
+        if self._services.step_count is not None:
+            self._services.step_count.note(self.steps)
+
     def _save_part(self, step: Step) -> None:
         """Add the part of the workers to a checkpoint that the servers write by themselves."""
         saves = step.sync.saves
@@ -608,6 +618,7 @@ class Job(LoopMethods):
             self._loss_watch.note(step.steps, loss)
             self._throughput.end_step(step.steps - self.steps)
             self.steps = step.steps
+            self._count_steps()
         self._save_part(step)
 
     @property

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import BadInput
-from shoal.launch.joining import ask_to_join
+from shoal.errors import BadInput, ShoalError
+from shoal.launch.joining import ask_to_join, wait_for_answer
 from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_workers import Tolerance
 from shoal.runtime.config import RunConfig
@@ -73,12 +73,41 @@ def test_which_run_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(BadInput, match="no run of yours on this host takes a worker"):
             ask_to_join(None)
         first.open_joins()
-        assert ask_to_join(None) == first
-        assert (first.take_joins(), first.take_joins()) == (1, 0)
+        run_dir, request = ask_to_join(None)
+        assert run_dir == first
+        assert (first.take_joins(), first.take_joins()) == ([request], [])
+        with pytest.raises(BadInput, match="takes no worker: start it with --restart"):
+            ask_to_join(second.path)
         second.open_joins()
         with pytest.raises(BadInput, match="several runs take a worker"):
             ask_to_join(None)
-        assert ask_to_join(second.path) == second
+        assert ask_to_join(second.path)[0] == second
+    for gone in (second.path, tmp_path / "nothing", Path("/dev/null")):
+        with pytest.raises(BadInput, match=f"{gone} is not the folder of a run that goes on"):
+            ask_to_join(gone)
+
+
+def test_the_launcher_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with new_run_dir() as run_dir:
+        run_dir.open_joins()
+        answers = [
+            ("worker 1 of 2 is started", True),
+            ("no worker is started: all 2 are there", False),
+        ]
+        for sentence, is_started in answers:
+            _, request = ask_to_join(None)
+            run_dir.answer_join(request, is_started, sentence)
+            if is_started:
+                assert wait_for_answer(run_dir, request) == sentence
+                continue
+            with pytest.raises(ShoalError, match=sentence) as caught:
+                wait_for_answer(run_dir, request)
+            assert not isinstance(caught.value, BadInput), "exit status 1"
+        with pytest.raises(ShoalError, match="has not answered for 0 s"):
+            wait_for_answer(run_dir, "another", limit_s=0)
+    with pytest.raises(ShoalError, match=r"no worker is started: the run in .* has ended"):
+        wait_for_answer(run_dir, "another")
 
 
 @pytest.mark.whole

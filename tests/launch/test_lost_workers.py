@@ -15,18 +15,13 @@ import pytest
 from shoal.errors import BadInput, PeerLost, WorkersFailed
 from shoal.launch.failures import report_failure
 from shoal.launch.local import LaunchSpec, RunResult, launch
-from shoal.launch.lost_workers import (
-    LossPolicy,
-    LostWorker,
-    Tolerance,
-    summarize_losses,
-    taking_back,
-    tolerance_of,
-)
+from shoal.launch.lost_workers import LossPolicy, Tolerance, taking_back, tolerance_of
 from shoal.launch.processes import ProcessExit
 from shoal.launch.report import run_report
+from shoal.launch.worker_losses import LostWorker, ReturnedWorker, losses_at_end, summarize_losses
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.step_count import StepCount
 from shoal.strategy.strategy import parse
 from tests import forked
 from tests.launch.helpers import ROOT, Screen, python
@@ -196,6 +191,23 @@ def test_who_finished() -> None:
     assert summarize_losses(lost[:1], 4) == "finished by workers 0, 1 and 2, without worker 3"
 
 
+def test_the_end_says_what_lost_workers_have_not_trained() -> None:
+    lost = LostWorker(1, "was killed by SIGKILL", 1.0, lost_at=19)
+    reports = [{"steps": 300}, None]
+    last = "finished by worker 0, without worker 1"
+    assert losses_at_end([lost], 2, reports) == [
+        "worker 1 was lost at step 20; 281 steps were not trained",
+        last,
+    ]
+    assert losses_at_end([lost], 2, [None, None]) == [last]
+    assert losses_at_end([], 2, reports) == []
+    late = LostWorker(1, "was killed by SIGKILL", 1.0, came_too_late=True)
+    assert losses_at_end([late], 2, reports)[0] == (
+        "worker 1 was lost before the first step and came back too late, when the others had "
+        "finished; 300 steps were not trained"
+    )
+
+
 # -------------------------------------------------------------------------- started again
 
 
@@ -228,6 +240,56 @@ def test_then_the_others_go_on_without_it() -> None:
     ending, screen = run(script, 2, Tolerance("hogwild", restarts=2))
     assert len(ending.returned) == 2 and [lost.rank for lost in ending.lost] == [1]
     assert screen.err.splitlines()[-1] == "shoal: finished by worker 0, without worker 1"
+
+
+def test_one_that_comes_back_when_the_others_have_finished_is_lost(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    policy = LossPolicy(run_dir, 2, Tolerance("hogwild", restarts=1), told := Told())
+    count = StepCount(run_dir.steps(1))
+    count.note(19)
+    count.close()
+    killed = ProcessExit(1, -9, 0)
+    assert policy.survives(killed) and policy.restarts(killed)
+    StepCount(run_dir.steps(1)).close()  # of the new process: it keeps what it finds
+    assert policy.survives(ProcessExit(0, 0, 0))
+    run_dir.mark_too_late(1, 1)
+    assert policy.survives(ProcessExit(1, 0, 0))
+    assert policy.returned() == [] and len(told.lines) == 1
+    (lost,) = policy.lost
+    assert (lost.rank, lost.lost_at, lost.came_too_late) == (1, 19, True)
+    assert lost.at_end(300) == (
+        "worker 1 was lost at step 20 and came back too late, when the others had finished; "
+        "281 steps were not trained"
+    )
+
+
+def test_one_that_was_never_there_comes_too_late_to_take_part(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    policy = LossPolicy(run_dir, 2, Tolerance("hogwild"), told := Told())
+    run_dir.note_exit(1, 0)  # as the launcher notes those that are not started
+    assert policy.join("a") == 1
+    assert run_dir.read_join_answer("a") == {
+        "is_started": True,
+        "sentence": "worker 1 of 2 is started",
+    }
+    assert policy.survives(ProcessExit(0, 0, 0))
+    run_dir.mark_too_late(1, 1)
+    assert policy.survives(ProcessExit(1, 0, 0))
+    assert told.lines[1:] == ["worker 1 came too late to take part: the others had finished"]
+    assert not policy.lost and not policy.returned()
+
+
+def test_a_lost_worker_that_was_asked_for_and_comes_too_late_stays_lost(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    policy = LossPolicy(run_dir, 2, Tolerance("hogwild"), Told())
+    assert policy.survives(ProcessExit(1, -9, 0))
+    assert policy.join("a") == 1 and not policy.lost
+    assert policy.join("b") is None
+    answer = run_dir.read_join_answer("b")
+    assert answer == {"is_started": False, "sentence": "no worker is started: all 2 are there"}
+    run_dir.mark_too_late(1, 1)
+    assert policy.survives(ProcessExit(1, 0, 0))
+    assert [(lost.rank, lost.came_too_late) for lost in policy.lost] == [(1, True)]
 
 
 def test_a_worker_whose_code_raises_is_not_started_again() -> None:
@@ -346,14 +408,24 @@ def test_the_report_of_a_run() -> None:
         None,
         {"rank": 2, "steps": 9, "samples_per_s": 2.5},
     )
-    result = RunResult(4.0, (LostWorker(1, "was killed by SIGKILL", 1.5),), reports)
+    lost = LostWorker(1, "was killed by SIGKILL", 1.5, lost_at=4)
+    lost_again = ReturnedWorker(1, "was killed by SIGKILL", 1.0)  # before it had come back
+    result = RunResult(4.0, (lost,), reports, returned=(lost_again,))
     assert run_report("ps(quorum=0.5)", 3, result) == {
         "strategy": "ps(quorum=0.5)",
         "workers": 3,
         "steps": 9,
         "seconds": 4.0,
         "samples_per_s": 12.5,
-        "lost": [{"rank": 1, "how": "was killed by SIGKILL", "after_s": 1.5}],
+        "lost": [
+            {
+                "rank": 1,
+                "how": "was killed by SIGKILL",
+                "after_s": 1.5,
+                "lost_at": 4,
+                "came_too_late": False,
+            }
+        ],
         "came_back": [],
         "servers_lost": [],
         "without_service_s": 0.0,
