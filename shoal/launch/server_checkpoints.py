@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, ShardLost
 from shoal.runtime.config import RunConfig
 from shoal.server.saving.folder import complete_versions, remove_incomplete
 from shoal.server.saving.reason import in_words
@@ -68,12 +68,15 @@ def _require_writable(folder: Path) -> None:
 def saying_latest(folder: Path | None, say: Callable[[str], None]) -> Iterator[None]:
     """Around a run: at its end, when no process of it is left, say what there is to go on from.
 
-    Removes what was left half-written.
+    Removes what was left half-written; not where the folder was refused, as that of another run.
     """
     try:
         yield
-    except BaseException:
-        if folder is not None and (latest := _latest(folder)) is not None:
+    except BadInput:
+        raise
+    except BaseException as error:
+        latest = None if folder is None else _latest(folder)
+        if latest is not None and not isinstance(error, ShardLost):  # which names it itself
             say(f"the latest checkpoint in {folder} is of step {latest}: --resume goes on from it")
         raise
     if folder is not None:

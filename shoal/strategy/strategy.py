@@ -142,13 +142,14 @@ class Strategy:
         """
         if self.takes_back or (self.sync is not None and self.sync.server_replicas > 1):
             return
-        raise StrategyError(f"{option}: {self} cannot take a worker back, for {self._why_not_back}")
+        whom = "a worker that comes later" if option == "--start" else "a worker back"
+        raise StrategyError(f"{option}: {self} cannot take {whom}: {self._why_not_back}")
 
     @property
     def _why_not_back(self) -> str:
         if self.sync is not None and self.splits and self.sync.taking_back(2).takes_back:
             split = self.splits[0]
-            return f"the workers of a replica that {split} splits meet at the start: leave it out"
+            return f"the workers of a replica that {split} splits meet at the start; leave it out"
         why = None if self.sync is None else self.sync.why_not_back
         return why or (
             "its workers have to be there from the start to the end; ps, "

@@ -182,15 +182,15 @@ class Ps(SyncTerm):
     def why_not_back(self) -> str | None:
         if self.update == "worker":
             return (
-                'with update="worker" every worker has to see every sum: use update="server", the '
+                'with update="worker" every worker has to see every sum; use update="server", the '
                 "default"
             )
         if self.placement == "workers":
             return (
-                'with placement="workers" each worker hosts a server, which is lost with it: use '
+                'with placement="workers" each worker hosts a server, which is lost with it; use '
                 'placement="servers", the default'
             )
-        return 'each step waits for all workers: use ps(quorum=…) or ps(mode="async")'
+        return 'each step waits for all workers; use ps(quorum=…) or ps(mode="async")'
 
     @property
     def needs_first_replica(self) -> bool:
@@ -208,7 +208,7 @@ class Ps(SyncTerm):
     def why_no_server_processes(self) -> str:
         host = "worker 0 hosts the server" if self.placement == "rank0" else "each worker hosts one"
         return (
-            f'with placement="{self.placement}" {host}: name the worker, or use '
+            f'with placement="{self.placement}" {host}; name the worker, or use '
             'placement="servers", the default'
         )
 

@@ -30,9 +30,11 @@ def refused(strategy: str, workers: int = 4, **options: Any) -> str:
 )
 def test_a_refused_restart_names_the_cause(strategy: str, names: str) -> None:
     sentence = refused(strategy, restarts=1)
-    assert sentence.startswith(f"--restart: {strategy} cannot take a worker back, for ")
+    assert sentence.startswith(f"--restart: {strategy} cannot take a worker back: ")
     assert names in sentence
-    assert refused(strategy, start=1).startswith(f"--start: {strategy} cannot take")
+    assert refused(strategy, start=1).startswith(
+        f"--start: {strategy} cannot take a worker that comes"
+    )
 
 
 def test_one_worker_alone_cannot_return_to_a_synchronous_ps() -> None:

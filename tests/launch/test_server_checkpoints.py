@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, ShardLost
 from shoal.launch.server_checkpoints import saying_latest, with_server_checkpoint
 from shoal.runtime.config import RunConfig
 from shoal.server.saving.folder import WORKER_FILE, shard_name, version_of
@@ -82,6 +82,20 @@ def test_the_end_says_which_checkpoint_is_the_latest_and_removes_a_half_written_
     latest = f"the latest checkpoint in {tmp_path} is of step 10"
     none = f"there is no checkpoint in {tmp_path}"
     assert said == [none, latest, f"{latest}: --resume goes on from it"]
+
+
+def test_an_error_that_names_the_checkpoint_or_the_input_is_all_that_is_said(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    save(tmp_path, 10)
+    save(tmp_path, 60, NAMES[1:])
+    with pytest.raises(BadInput), saying_latest(tmp_path, said.append):
+        raise BadInput("DIR has the checkpoint of another run")
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(ShardLost), saying_latest(tmp_path, said.append):
+        raise ShardLost(0, "all 2 replicas of shard 0 are lost")
+    assert len(list(tmp_path.iterdir())) == 1 and not said
 
 
 def test_a_run_that_fails_before_its_first_checkpoint_says_nothing_of_it(tmp_path: Path) -> None:
