@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from shoal.launch.output import (
 from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
 from shoal.launch.processes import Forks, Processes, ProcessExit, Role
 from shoal.launch.replication import SINGLE_COPY, Replication
+from shoal.launch.start_notice import StartNotice, starting
 from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import SignalEvents, Supervisor
 from shoal.launch.worker_losses import LostWorker, ReturnedWorker, losses_at_end
@@ -115,8 +116,9 @@ def launch(
     supervisor = Supervisor(spec.started, spec.servers, grace_s=spec.config.grace_s)
     put = supervisor.events.put
     start_s = time.monotonic()
+    notice = StartNotice(write)
     with SignalEvents(put) as signals, new_run_dir() as run_dir:
-        with OutputPump(put) as pump, _messages(pump, write) as say:
+        with OutputPump(put) as pump, _messages(pump, notice.write) as say:
             policy = LossPolicy(run_dir, spec.workers, spec.tolerance, say)
             with (
                 coordinated(
@@ -126,7 +128,7 @@ def launch(
                 Processes(put, forks=spec.forks) as workers,
             ):
                 coordinated_spec = replace(spec, config=coordinator.config)
-                starter = _Starter(coordinated_spec, run_dir, pump, write, on_progress)
+                starter = _Starter(coordinated_spec, run_dir, pump, notice.write, on_progress)
                 server_policy = ServerPolicy(
                     spec.servers,
                     spec.replication,
@@ -172,6 +174,7 @@ def launch(
                     now = f"{spec.started} of {spec.workers} workers are started"
                     say(f"{now}; shoal join starts another one")
                 with (
+                    _noticing(notice, spec, run_dir, say),
                     JoinRequests(run_dir, put, spec.config.takes_back),
                     KeptMemory(run_dir, spec.config.takes_back),
                     StoppedProcesses(spec.config.wait, running, say),
@@ -203,6 +206,15 @@ def launch(
     for sentence in losses_at_end(result.lost, spec.workers, result.reports):
         write(f"shoal: {sentence}\n", True)
     return result
+
+
+def _noticing(
+    notice: StartNotice, spec: LaunchSpec, run_dir: RunDir, say: Callable[[str], None]
+) -> AbstractContextManager[None]:
+    """Workers wait for servers, which load first."""
+    if not spec.servers:
+        return nullcontext()
+    return notice.saying(starting(spec.servers, spec.started), say, run_dir.have_all_joined)
 
 
 def _check_script(command: Sequence[str]) -> None:

@@ -8,7 +8,8 @@ Where replicas take every step together, the first rank chooses its next step: n
 have ended that one, since it takes part in it. Elsewhere all ranks say first how far they are, and
 it chooses a step that none of them has reached.
 
-A script that has a handler of its own for SIGTERM keeps it.
+A rank that still waits for its servers or for the others, before the first step, ends at once. A
+script that has a handler of its own for SIGTERM keeps it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from shoal.runtime.run_dir import RunDir
@@ -37,6 +40,7 @@ class Preemption:
         self._rank = rank
         self._size = size
         self.is_asked = False
+        self._is_starting = False
         self._wakeup = self._previous = -1
         self._listener: threading.Thread | None = None
 
@@ -108,6 +112,17 @@ class Preemption:
         ahead = max(noted.values()) + _AHEAD
         return ahead if period == 0 else -(-ahead // period) * period
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """While the block runs there is nothing to save: SIGTERM ends the process at once."""
+        self._is_starting = True
+        if self.is_asked:
+            _die()
+        try:
+            yield
+        finally:
+            self._is_starting = False
+
     def _decide(self) -> None:
         """A signal to all processes of a job may come here before the launcher has marked it."""
         run_dir = self._run_dir
@@ -117,6 +132,8 @@ class Preemption:
                 _die()  # it is for this process alone
             time.sleep(_POLL_S)
         self.is_asked = True
+        if self._is_starting:
+            _die()
 
 
 def _set_wakeup(descriptor: int, instead_of: int | None = None) -> int:

@@ -5,7 +5,8 @@ address (`ServerConfig.beyond`) serves other hosts. The port that it gets there 
 server-<index>.address in the run directory.
 
 It runs until it gets SIGTERM or SIGINT, or until its launcher or parent ends. Nothing but the
-configuration is loaded before that is arranged: torch takes seconds.
+configuration is loaded before that is arranged: torch takes seconds. A signal that comes while it
+loads ends it at once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from shoal.server.replicas.start import ReplicaSettings
     from shoal.server.server import Server
 
+_STOP = {signal.SIGTERM, signal.SIGINT}
+
 
 def main() -> int:
     try:
@@ -38,15 +41,39 @@ def main() -> int:
         arm(config.failpoints, config.run_dir)
         die_with_launcher(config.launcher_pid)
         die_with_parent(config.server.parent_pid)
-        stop = {signal.SIGTERM, signal.SIGINT}
-        signal.pthread_sigmask(signal.SIG_BLOCK, stop)
+        _load()
+        is_asked = _catch_stop()
         server = _open_server(config)
     except BadInput as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 2
     with server, Watcher(config.wait):
-        signal.sigwait(stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
+        os.read(is_asked, 1)
     return 0
+
+
+def _load() -> None:
+    """For seconds, in which there is nothing to close: a signal ends the process at once."""
+    for number in _STOP:
+        signal.signal(number, signal.SIG_DFL)
+    import torch  # noqa: F401
+
+    import shoal.server.server  # noqa: F401
+
+
+def _catch_stop() -> int:
+    """From now on a signal to stop becomes readable here, whichever thread it comes to.
+
+    Libraries have started threads. Those that start from here on leave it to others.
+    """
+    is_asked, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    for number in _STOP:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
+    return is_asked
 
 
 def _open_server(config: RunConfig) -> Server:

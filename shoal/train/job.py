@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -166,7 +166,8 @@ class Job(LoopMethods):
         """
         options = StepOptions(clip_norm, accumulate, precision, exact, microbatches, batchnorm)
         functions = StepFunctions(loss, optimizer, lr, count, scheduler)
-        step = build_step(model, functions, options, self._step_context(), example)
+        with self._starting():
+            step = build_step(model, functions, options, self._step_context(), example)
         self._add_step(step)
         return step
 
@@ -501,6 +502,11 @@ class Job(LoopMethods):
     def _steps_done(self) -> int:
         self._loop.end_step()
         return self.steps
+
+    def _starting(self) -> AbstractContextManager[None]:
+        """Around what waits for servers and other workers before the first step."""
+        preemption = self._services.preemption
+        return nullcontext() if preemption is None or self.steps else preemption.starting()
 
     def _must_stop(self) -> bool:
         """After SIGTERM: save where the script has saved before, or let it go on to its end."""

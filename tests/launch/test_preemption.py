@@ -131,6 +131,16 @@ def test_elsewhere_they_stop_where_none_of_them_has_been(tmp_path: Path) -> None
     assert other.stops_after(12, False, 4)
 
 
+def ends_by(number: signal.Signals, command: list[str], **env: str) -> int:
+    """The exit status of a process that gets the signal when it has printed a line."""
+    environ = {**os.environ, **env}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(number)
+        return process.wait(50)
+
+
 def test_a_worker_alone_that_gets_sigterm_dies_by_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -143,12 +153,28 @@ with Preemption(RunDir(Path({str(run_dir)!r})), 1, 2):
     print("ready", flush=True)
     time.sleep(60)
 """
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ)) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.terminate()
-        assert process.wait(50) == -signal.SIGTERM
+    assert ends_by(signal.SIGTERM, [sys.executable, "-c", script]) == -signal.SIGTERM
+
+
+def test_a_worker_that_waits_for_servers_ends_at_once(tmp_path: Path) -> None:
+    RunDir(tmp_path).mark_preempted()
+    script = f"""
+import time
+from pathlib import Path
+from shoal.runtime.preemption import Preemption
+from shoal.runtime.run_dir import RunDir
+with Preemption(RunDir(Path({str(tmp_path)!r})), 1, 2) as preemption, preemption.starting():
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+    assert ends_by(signal.SIGTERM, [sys.executable, "-c", script]) == -signal.SIGTERM
+
+
+def test_a_server_that_loads_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "shoal.server.main"]
+    assert ends_by(signal.SIGTERM, command, PYTHONPATH=path) == -signal.SIGTERM
 
 
 def test_the_pipe_of_an_event_loop_is_given_back(tmp_path: Path) -> None:
