@@ -118,8 +118,12 @@ def ps(
         str | None, typer.Option(help="Compare numbers of replicas instead, such as 1,2,3.")
     ] = None,
     consistency: Annotated[
-        str, typer.Option(help="strong, eventual, or both with a comma; with --replicas.")
-    ] = "strong,eventual",
+        str | None,
+        typer.Option(
+            help="strong, eventual, or both with a comma; with --replicas.",
+            show_default="strong,eventual",
+        ),
+    ] = None,
     svg: Annotated[
         Path | None, typer.Option(help="Draw what --replicas measures to this file.")
     ] = None,
@@ -134,12 +138,15 @@ def ps(
     if replicas is not None:
         from shoal.commands.bench_ps_replicas import ReplicaBench
 
-        bench = ReplicaBench(replicas, consistency, size, rounds, workers, svg)
+        words = "strong,eventual" if consistency is None else consistency
+        bench = ReplicaBench(replicas, words, size, rounds, workers, svg)
         found = bench.run()
         print(json.dumps(found)) if as_json else bench.print(found)
         return
     if svg is not None:
         raise BadInput("--svg draws what --replicas measures: add --replicas 1,2,3")
+    if consistency is not None:
+        raise BadInput("--consistency is that of replicas: add --replicas 1,2,3")
     from shoal.commands.bench_ps import measure, print_table
 
     document = measure(against.split(","), size, rows, rounds, workers)

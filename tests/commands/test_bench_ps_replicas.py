@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from shoal.commands.bench import ps
 from shoal.commands.bench_ps_replicas import ReplicaBench, table_of
 from shoal.commands.bench_ps_svg import draw
 from shoal.errors import BadInput
@@ -31,6 +33,13 @@ DOCUMENT = {
     "pushes": 4,
     "results": [result(1, "strong", 2.0, None), result(3, "eventual", 5.0, 0.61)],
 }
+
+
+def test_what_replicas_alone_have_is_refused_without_them() -> None:
+    with pytest.raises(BadInput, match="add --replicas 1,2,3"):
+        ps(consistency="weak")
+    with pytest.raises(BadInput, match="add --replicas 1,2,3"):
+        ps(svg=Path("replicas.svg"))
 
 
 def test_a_single_copy_is_measured_once() -> None:
