@@ -49,6 +49,13 @@ class Ended:
         lines = (line for line in self.output.splitlines() if "weights" in line)
         return {line.partition("weights")[2].split()[0] for line in lines}
 
+    @property
+    def losses(self) -> list[tuple[float, float]]:
+        """The first and the last loss of each worker."""
+        lines = (line for line in self.output.splitlines() if "weights" in line)
+        words = [line.partition("weights")[2].split() for line in lines]
+        return [(float(first), float(last)) for _, first, last in words]
+
 
 class Cluster:
     """Both hosts, with one key, one certificate, and the secret given to each."""
