@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.coordinator.interface import Conflict, Coordinator
+from shoal.runtime.decoders import msgpack_decoder
 
 
 class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,7 +39,7 @@ def forget(coordinator: Coordinator, process: int, pid: int) -> bool:
     if found is None or not pid:
         return False
     try:
-        if msgspec.msgpack.decode(found.value, type=Alive).pid != pid:
+        if msgpack_decoder(Alive).decode(found.value).pid != pid:
             return False
         coordinator.delete_if(key, found.version)
     except (msgspec.MsgspecError, Conflict):

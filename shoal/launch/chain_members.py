@@ -17,6 +17,7 @@ import msgspec
 from shoal.coordinator.alive import Alive, alive_key
 from shoal.coordinator.interface import Compacted, Coordinator, CoordinatorError, Listing
 from shoal.launch.replication import Replication
+from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.waits import state_of
 from shoal.server.chain.config import ChainConfig
 
@@ -188,5 +189,5 @@ def _read(listing: Listing, key: str, kind: type[T]) -> T | None:
     stored = listing.entries.get(key)
     if stored is not None:
         with suppress(msgspec.MsgspecError, ValueError):
-            return msgspec.msgpack.decode(stored.value, type=kind)
+            return msgpack_decoder(kind).decode(stored.value)
     return None

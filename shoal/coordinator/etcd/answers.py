@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shoal.coordinator.interface import Unavailable, Versioned
+from shoal.runtime.decoders import lax_json_decoder
 
 NOT_FOUND = 5  # codes of gRPC
 ALREADY_EXISTS = 9  # "lease already exists": a failed precondition, for etcd
@@ -99,7 +100,7 @@ T = TypeVar("T")
 def parse(data: bytes, kind: type[T]) -> T:
     """ValueError for what is not such an answer."""
     try:
-        return msgspec.json.decode(data, type=kind, strict=False)
+        return lax_json_decoder(kind).decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"{data[:80]!r} is no answer of etcd ({error})") from error
 

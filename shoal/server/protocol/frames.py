@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import enum
 import struct
-import threading
 import zlib
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from shoal.errors import ShoalError
+from shoal.runtime.decoders import msgpack_decoder
 
 MAGIC = b"SHOL"
 VERSION = 2
@@ -140,22 +140,6 @@ def encode(value: Any) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Metadata as `kind`; unknown fields are refused."""
     try:
-        return _decoder(kind).decode(data)
+        return msgpack_decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: no UTF-8
         raise Refused(f"metadata is not a valid {kind.__name__}: {error}") from error
-
-
-_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
-_making = threading.Lock()
-
-
-def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """One decoder per type, made under a lock.
-
-    msgspec inspects a type when it first meets it, and crashes if two threads do so at once.
-    """
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        with _making:
-            decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
-    return decoder

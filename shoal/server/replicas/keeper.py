@@ -18,6 +18,7 @@ import msgspec
 
 from shoal.coordinator.alive import Alive, alive_key
 from shoal.coordinator.interface import Conflict, Coordinator, CoordinatorError, Lease, LeaseLost
+from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.failpoints import failpoint
 from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.manager import Fetch, Swap
@@ -159,7 +160,7 @@ class Keeper:
 
     def _fetch(self, request: Fetch) -> None:
         stored = self._coordinator.get(self.chain_key)
-        config = None if stored is None else msgspec.msgpack.decode(stored.value, type=ChainConfig)
+        config = None if stored is None else msgpack_decoder(ChainConfig).decode(stored.value)
         version = 0 if stored is None else stored.version
         found = self._alive()
         alive = {replica: each.incarnation for replica, each in found.items()}
@@ -177,7 +178,7 @@ class Keeper:
             if not number.isdigit():
                 continue
             with suppress(msgspec.MsgspecError):
-                alive = msgspec.msgpack.decode(stored.value, type=Alive)
+                alive = msgpack_decoder(Alive).decode(stored.value)
                 self._book.saw(int(number), alive)
                 if int(number) // place.replicas == place.shard:
                     found[int(number) % place.replicas] = alive

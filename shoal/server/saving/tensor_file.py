@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
+from shoal.runtime.decoders import msgpack_decoder
 from shoal.server.shared_memory import bytes_of
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def read_tensors_of(file: Path, kind: type[T]) -> tuple[dict[str, Tensor], T, by
     if _digest(tensors, packed) != digest:
         raise _damaged(file, "it has changed")
     try:
-        return tensors, msgspec.msgpack.decode(packed, type=kind), digest
+        return tensors, msgpack_decoder(kind).decode(packed), digest
     except msgspec.DecodeError as error:
         raise _damaged(file, str(error)) from error
 
