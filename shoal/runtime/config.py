@@ -232,11 +232,20 @@ class RunConfig:
         return parse_count("OMP_NUM_THREADS", text, at_least=1) if text else None
 
     def read_secret(self) -> bytes | None:
-        """The secret of this run: from its directory, SHOAL_SECRET or SHOAL_SECRET_FILE."""
+        """The secret of this run: from its directory, SHOAL_SECRET, SHOAL_SECRET_FILE, own_key."""
         of_run = None if self.run_dir is None else self.run_dir.read_secret()
-        if of_run is not None or self.secret is not None or self.secret_file is None:
+        if of_run is not None or self.secret is not None:
             return of_run or self.secret
-        return read_secret_file(self.secret_file)
+        if self.secret_file is not None:
+            return read_secret_file(self.secret_file)
+        return read_secret_file(self.own_key) if os.path.lexists(self.own_key) else None
+
+    @property
+    def own_key(self) -> Path:
+        """Where the key of this user is on every host, if there is one (`shoal keys new`)."""
+        home = self.environ.get("HOME") or os.path.expanduser("~")
+        folder = self.environ.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
+        return Path(folder) / "shoal" / "key"
 
 
 def environment_of_process() -> dict[str, str]:

@@ -1,0 +1,53 @@
+"""Whom a process that listens beyond loopback lets in: one question, asked in one place.
+
+    a key on every host          strangers are refused by a handshake (runtime/proof.py)
+    SHOAL_TRUSTED_NETWORK=1      the user says that there are no strangers; a line repeats it
+    neither                      BadInput: nothing listens
+
+Whatever would listen where other hosts reach it asks here before it does.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from shoal.errors import BadInput
+from shoal.runtime.config import RunConfig
+
+_HOW = "make a key with `shoal keys new` and copy it to every host"
+_OR_TRUST = "set SHOAL_TRUSTED_NETWORK=1 where the network is trusted"
+_said: set[str] = set()
+
+
+def require_protected(config: RunConfig, what: str, says: bool = True) -> bytes | None:
+    """The key with which `what` refuses strangers; None where the network is trusted instead.
+
+    BadInput where there is neither. `what` begins the sentence: "the rendezvous", for example.
+    `says`: print the line of a trusted network, once in this process; for one rank of a run.
+    """
+    secret = config.read_secret()
+    if secret is not None:
+        return secret
+    if not config.tls.trusted_network:
+        raise BadInput(
+            f"{what} would listen beyond this host without a key: {_HOW}, or {_OR_TRUST}"
+        )
+    if says:
+        _say(f"{what} lets in every process that reaches it: SHOAL_TRUSTED_NETWORK is 1")
+    return None
+
+
+def require_trusted_network(config: RunConfig, what: str, says: bool = True) -> None:
+    """For `what` that listens beyond this host and cannot ask for a key, such as Gloo."""
+    if not config.tls.trusted_network:
+        raise BadInput(
+            f"{what} would listen beyond this host and cannot ask others for a key: {_OR_TRUST}"
+        )
+    if says:
+        _say(f"{what} lets in every process that reaches it: SHOAL_TRUSTED_NETWORK is 1")
+
+
+def _say(sentence: str) -> None:
+    if sentence not in _said:
+        _said.add(sentence)
+        print(f"shoal: {sentence}", file=sys.stderr, flush=True)
