@@ -49,6 +49,7 @@ from shoal.sync.zero_buckets import (
     bytes_of_shards,
     gathered_bytes,
     gradient_bytes,
+    must_settle,
     owned_buckets,
 )
 from shoal.transport.transport import Work
@@ -72,7 +73,7 @@ def sum_over_shards(flat: FlatParams, group: Group) -> Callable[[Tensor], Tensor
 
 
 class _Sent(NamedTuple):
-    work: Work
+    work: Work | None  # None: its call has not begun
     bucket: slice
     memory: Tensor
 
@@ -125,8 +126,11 @@ class ZeroReduce(Sync):
     """Buckets lie inside shards and are reduced to their owners, in fixed order.
 
     zero(1) keeps a gradient buffer of the whole model. zero(2) and zero(3) keep the owned shard;
-    other buckets get memory while they are on their way, at most two at a time, and micro-batches
+    other buckets get memory while they are on their way, that of two at a time, and micro-batches
     are reduced one by one so that no whole gradient is ever kept.
+
+    On a host whose cores all compute, calls do not run beside backward: a bucket is reduced when
+    its memory is needed, or when backward has ended.
     """
 
     def __init__(self, replica: Replica, stage: int, bucket_bytes: int):
@@ -148,6 +152,8 @@ class ZeroReduce(Sync):
         self._kept = torch.zeros(kept.stop - kept.start, dtype=flat.dtype, device=flat.device)
         self._kept_at = kept
         self._last = buckets[-1].start
+        self._room_elements = ON_THE_WAY * bucket_bytes // flat.dtype.itemsize
+        self._is_deferred = flat.device.type == "cpu" and self.group.executor.takes_cores
         self._memory: Tensor | None = None  # of the bucket that is being filled
         self._sent: deque[_Sent] = deque()
         flat.grads.watch(buckets, allocate=self._room)
@@ -155,17 +161,20 @@ class ZeroReduce(Sync):
     def begin(self) -> None:
         self._sent.clear()
         self._taken: set[int] = set()
-        self._heads: list[tuple[Work, Tensor]] = []
+        self._heads: list[tuple[Work | None, Tensor]] = []
 
     def reduce(self, bucket: slice) -> None:
         memory = self._memory
         assert memory is not None
         self._memory = None
-        work = self.group.reduce(memory, root=self._owner[bucket.start])
+        work = None if self._is_deferred else self._send(bucket, memory)
         self._sent.append(_Sent(work, bucket, memory))
         if bucket.start == self._last:
             head = self.flat.grads.header.clone()
-            self._heads.append((self.group.all_reduce(head), head))
+            self._heads.append((None if self._is_deferred else self.group.all_reduce(head), head))
+
+    def _send(self, bucket: slice, memory: Tensor) -> Work:
+        return self.group.reduce(memory, root=self._owner[bucket.start])
 
     def finish(self) -> None:
         self.collect()
@@ -175,9 +184,10 @@ class ZeroReduce(Sync):
         self.sharded.spread()
 
     def collect(self) -> None:
-        self._settle(0)
-        for work, _ in self._heads:
-            work.wait()
+        while self._sent:
+            self._settle_first()
+        for work, head in self._heads:
+            (work or self.group.all_reduce(head)).wait()
         self._head = torch.stack([head for _, head in self._heads]).sum(0)
         arrived = self._head[1:].tolist()
         for i in self.flat.params_in(self.shard):
@@ -206,7 +216,7 @@ class ZeroReduce(Sync):
     def _room(self, bucket: slice) -> Tensor:
         """Memory for the gradients of a bucket: kept, or lent until they are with their owner."""
         if self.every_microbatch:
-            self._settle(ON_THE_WAY - 1)
+            self._make_room(bucket)
         kept = self._kept_at
         if kept.start <= bucket.start < kept.stop and bucket.start not in self._taken:
             self._taken.add(bucket.start)
@@ -218,14 +228,23 @@ class ZeroReduce(Sync):
         self._memory = memory
         return memory
 
-    def _settle(self, left: int) -> None:
-        """Wait until at most `left` buckets are on their way; add up what came to its owner."""
-        while len(self._sent) > left:
-            sent = self._sent.popleft()
-            work, bucket, memory = sent
-            work.wait()
-            if self._owner[bucket.start] == self.group.rank and not self._is_kept(sent):
-                self._kept_slice(bucket).add_(memory)
+    def _make_room(self, bucket: slice) -> None:
+        """Wait until the memory of two buckets is enough, or one alone is on its way.
+
+        All ranks wait at the same bucket: they must make their calls in one order.
+        """
+        sizes = [sent.bucket.stop - sent.bucket.start for sent in self._sent]
+        while must_settle(sizes, bucket.stop - bucket.start, self._room_elements):
+            sizes.pop(0)
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        """Wait for the bucket that is on its way longest; add up what came to its owner."""
+        sent = self._sent.popleft()
+        work, bucket, memory = sent
+        (work or self._send(bucket, memory)).wait()
+        if self._owner[bucket.start] == self.group.rank and not self._is_kept(sent):
+            self._kept_slice(bucket).add_(memory)
 
     def _kept_slice(self, bucket: slice) -> Tensor:
         start = self._kept_at.start

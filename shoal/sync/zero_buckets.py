@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Sequence
 
 from shoal.replica.flat_layout import FlatLayout
@@ -11,7 +10,12 @@ from shoal.sync.base import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from shoal.sync.memory import ModelSizes
 
 SMALLEST_BUCKET_BYTES = 1 << 20
-ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept
+ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept; small ones more
+
+
+def must_settle(sizes: Sequence[int], size: int, room: int) -> bool:
+    """Whether buckets of these sizes leave a further one no room, of so many elements in all."""
+    return len(sizes) >= ON_THE_WAY and sum(sizes) + size > room
 
 
 def owned_buckets(flat: FlatLayout, ranks: int, num_bytes: int) -> list[tuple[int, slice]]:
@@ -33,7 +37,8 @@ def bytes_of_shards(flat: FlatLayout, replicas: int) -> int:
 def gradient_bytes(stage: int, sizes: ModelSizes, rank: int, replicas: int) -> int:
     """The buffer that is kept, buckets on their way, and what waits at parameters."""
     flat = sizes.flat
-    owned = owned_buckets(flat, replicas, bytes_of_shards(flat, replicas))
+    bucket_bytes = bytes_of_shards(flat, replicas)
+    owned = owned_buckets(flat, replicas, bucket_bytes)
     waiting = [sum(flat.params[i].numel() for i in flat.params_in(b)) for _, b in owned]
     if sizes.is_stage or (sizes.accumulates and stage == 1):
         waiting = [sum(waiting[k:]) for k in range(len(waiting))]
@@ -41,28 +46,31 @@ def gradient_bytes(stage: int, sizes: ModelSizes, rank: int, replicas: int) -> i
         return int(flat.size - flat.offset + max(waiting)) * sizes.width
     kept = flat.shards(replicas)[rank]
     passes = 2 if sizes.accumulates and not sizes.is_stage else 1
-    most = _most_under_way(owned, waiting, rank, passes)
+    room = ON_THE_WAY * bucket_bytes // sizes.width
+    most = _most_under_way(owned, waiting, rank, passes, room)
     return int(kept.stop - kept.start + most) * sizes.width
 
 
 def _most_under_way(
-    owned: Sequence[tuple[int, slice]], waiting: Sequence[int], rank: int, passes: int
+    owned: Sequence[tuple[int, slice]], waiting: Sequence[int], rank: int, passes: int, room: int
 ) -> int:
     """Elements of lent buckets and of gradients that wait, at the worst moment of a backward.
 
     In the first pass a rank's own buckets are kept and need nothing more.
     """
-    sent: deque[int] = deque(maxlen=ON_THE_WAY)
+    sizes: list[int] = []
+    lent: list[int] = []
     most = 0
     for number in range(passes):
         for (owner, bucket), waits in zip(owned, waiting, strict=True):
-            is_kept = owner == rank and number == 0
-            lent = 0 if is_kept else bucket.stop - bucket.start
-            before = sum(sent) + waits
-            while len(sent) >= ON_THE_WAY:
-                sent.popleft()
-            most = max(most, before, sum(sent) + lent + waits)
-            sent.append(lent)
+            size = bucket.stop - bucket.start
+            most = max(most, sum(lent) + waits)
+            while must_settle(sizes, size, room):
+                sizes.pop(0)
+                lent.pop(0)
+            sizes.append(size)
+            lent.append(0 if owner == rank and number == 0 else size)
+            most = max(most, sum(lent) + waits)
     return most
 
 

@@ -177,13 +177,27 @@ def measured_host(ranks: int, meet_s: float) -> Cluster:
 
 def test_zero_on_a_host_reduces_and_broadcasts_shard_by_shard() -> None:
     tensors = TensorSizes(((1000, 1000),) * 4)
+    found = cost("zero(1)", ask(measured_host(8, 0.0), 8, 4e6, tensors=tensors))
+    copies_s = 2 * 16e6 / GPU.memory_bytes_per_s
+    assert part(found, "gradients") == pytest.approx(4 * 3e-3 + 1e-3 + copies_s)  # and the header
+    assert part(found, "weights") == pytest.approx(4 * 1e-3)  # half of the ranks own nothing
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tensor", "meetings"),
+    [("zero(1)", 1000, 1), ("zero(2)", 1000, 3), ("zero(2)", 100, 1)],
+)
+def test_backward_under_zero_2_stops_where_two_large_buckets_wait(
+    strategy: str, tensor: int, meetings: int
+) -> None:
+    """All ranks meet after backward; with four buckets of 4 MB also before the last two."""
+    tensors = TensorSizes(((tensor, tensor),) * 4)
     idle, busy = (
-        cost("zero(1)", ask(measured_host(8, meet_s), 8, 4e6, tensors=tensors))
+        cost(strategy, ask(measured_host(8, meet_s), 8, 4 * tensor**2, tensors=tensors))
         for meet_s in (0.0, 1e-4)
     )
-    assert part(idle, "gradients") == pytest.approx(4 * 3e-3 + 1e-3)  # and the header
-    assert part(idle, "weights") == pytest.approx(4 * 1e-3)  # half of the ranks own nothing
-    assert part(busy, "gradients") - part(idle, "gradients") == pytest.approx(4 * 1e-4)
+    met_s = part(busy, "gradients") - part(idle, "gradients")
+    assert met_s == pytest.approx(meetings * 1e-4)
 
 
 def test_a_server_of_many_workers_finds_their_pushes_in_no_cache() -> None:

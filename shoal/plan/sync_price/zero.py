@@ -17,6 +17,7 @@ from shoal.plan.sync_price.base import (
     DEFAULT_BUCKET_BYTES,
     SyncPrice,
     SyncQuestion,
+    memory_pass_s,
     plain_memory,
     prices,
     some,
@@ -24,14 +25,27 @@ from shoal.plan.sync_price.base import (
     update_part,
     waiting_part,
 )
-from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, Buckets, TensorSizes
+from shoal.plan.sync_price.flat_sizes import (
+    FIRST_BUCKET_BYTES,
+    LARGE_BYTES,
+    Buckets,
+    TensorSizes,
+)
 from shoal.plan.sync_price.overlap import (
+    buckets_in_turn,
     computes_on_cores,
     exposed_buckets,
     hidden_s,
+    idle_share,
     meetings_s,
 )
-from shoal.plan.sync_price.zero_memory import even_gradients, owned_buckets, tensor_gradients
+from shoal.plan.sync_price.zero_memory import (
+    even_gradients,
+    owned_buckets,
+    room_elements,
+    tensor_gradients,
+    times_settled,
+)
 
 _SMALLEST_BUCKET_BYTES = 1 << 20
 _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
@@ -70,7 +84,8 @@ def _largest_shard(question: SyncQuestion) -> float:
 def _reduced(stage: int, question: SyncQuestion) -> Part:
     """Owners take turns, so that all buckets together cost what a reduce-scatter does.
 
-    CPUs wait for every bucket; on GPUs the next one follows behind.
+    On GPUs the next bucket follows behind. CPUs wait for every bucket; without an idle core calls
+    do not run beside backward, which stops for them where a bucket needs the memory of another.
     """
     network = question.network
 
@@ -80,10 +95,35 @@ def _reduced(stage: int, question: SyncQuestion) -> Part:
     def message(num_bytes: float) -> CollectiveTime:
         return network.send(question.group, num_bytes)
 
-    following = None if computes_on_cores(question) else message
-    seconds, bound = exposed_buckets(question, _buckets(question), timer, following)
+    buckets = _buckets(question)
+    if idle_share(question):
+        following = None if computes_on_cores(question) else message
+        seconds, bound = exposed_buckets(question, buckets, timer, following)
+    else:
+        seconds, bound = buckets_in_turn(question, buckets, timer)
+        seconds += meetings_s(question, _stops(stage, question, buckets))
     passes = question.microbatches if stage > 1 else 1
-    return Part("gradients", passes * (seconds + _header_s(question)), bound)
+    seconds += _copying_s(question) + _header_s(question)
+    return Part("gradients", passes * seconds, bound)
+
+
+def _stops(stage: int, question: SyncQuestion, buckets: list[Buckets]) -> int:
+    """How often a backward stops for a call; zero(1) keeps all gradients until it has ended."""
+    if stage == 1:
+        return 0
+    sizes = [bucket.elements for bucket in buckets for _ in range(bucket.number)]
+    return times_settled(sizes, room_elements(question.precision, bucket_bytes(question)))
+
+
+def _copying_s(question: SyncQuestion) -> float:
+    """All gradients are copied into buckets; a CPU's ddp leaves large ones in their place.
+
+    The time of backward has the copies of small ones.
+    """
+    if not computes_on_cores(question):
+        return 0.0
+    copied = question.sizes.in_place(LARGE_BYTES) * question.precision.gradient_bytes
+    return memory_pass_s(question, 2 * copied) if copied else 0.0
 
 
 def _buckets(question: SyncQuestion) -> list[Buckets]:

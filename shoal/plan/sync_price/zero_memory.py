@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 
 from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, Extent, FlatSizes, TensorSizes
+from shoal.plan.workloads.workload import Precision
 
-_ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept
+_ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept; small ones more
 
 
 def even_gradients(
@@ -38,7 +39,8 @@ def tensor_gradients(
         return sizes.elements - sizes.header + max(waiting)
     passes = 2 if question.accumulates and not question.is_stage else 1
     kept = sizes.shard(question.replicas, rank)
-    return kept.size + _most_under_way(owned, waiting, rank, passes)
+    room = room_elements(question.precision, bucket_bytes)
+    return kept.size + _most_under_way(owned, waiting, rank, passes, room)
 
 
 def owned_buckets(sizes: TensorSizes, ranks: int, num_bytes: float) -> list[tuple[int, Extent]]:
@@ -52,17 +54,41 @@ def owned_buckets(sizes: TensorSizes, ranks: int, num_bytes: float) -> list[tupl
 
 
 def _most_under_way(
-    owned: list[tuple[int, Extent]], waiting: list[int], rank: int, passes: int
+    owned: list[tuple[int, Extent]], waiting: list[int], rank: int, passes: int, room: float
 ) -> float:
     """Of buckets that are lent and gradients that wait, at the worst moment of a backward."""
-    sent: deque[float] = deque(maxlen=_ON_THE_WAY)
+    sizes: list[float] = []
+    lent: list[float] = []
     most = 0.0
     for number in range(passes):
         for (owner, run), waits in zip(owned, waiting, strict=True):
-            lent = 0.0 if owner == rank and number == 0 else run.size
-            before = sum(sent) + waits
-            while len(sent) >= _ON_THE_WAY:
-                sent.popleft()
-            most = max(most, before, sum(sent) + lent + waits)
-            sent.append(lent)
+            most = max(most, sum(lent) + waits)
+            while _must_settle(sizes, run.size, room):
+                sizes.pop(0)
+                lent.pop(0)
+            sizes.append(run.size)
+            lent.append(0.0 if owner == rank and number == 0 else run.size)
+            most = max(most, sum(lent) + waits)
     return most
+
+
+def room_elements(precision: Precision, bucket_bytes: float) -> float:
+    """What buckets on their way may take together, where there are more than two."""
+    return _ON_THE_WAY * bucket_bytes // precision.gradient_bytes
+
+
+def _must_settle(sizes: Sequence[float], size: float, room: float) -> bool:
+    return len(sizes) >= _ON_THE_WAY and sum(sizes) + size > room
+
+
+def times_settled(buckets: Sequence[float], room: float) -> int:
+    """How often a backward waits for a bucket that is on its way, since the next has no room."""
+    on_the_way: list[float] = []
+    times = 0
+    for size in buckets:
+        if _must_settle(on_the_way, size, room):
+            times += 1
+        while _must_settle(on_the_way, size, room):
+            on_the_way.pop(0)
+        on_the_way.append(size)
+    return times

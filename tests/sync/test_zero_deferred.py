@@ -1,0 +1,48 @@
+"""zero: when the gradients of a bucket are reduced."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.comm.group import Group
+from shoal.replica.flat_params import FlatParams
+from shoal.sync.base import Replica
+from shoal.sync.optimizer_step import OptimizerStep
+from shoal.sync.zero import ZeroReduce, owned_params
+from tests.conftest import World
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+_LARGE = 1 << 18  # numbers: a bucket of its own
+
+
+@pytest.mark.parametrize(
+    ("takes_cores", "numbers", "sent_in_backward"),
+    [(False, 3, True), (True, 3, False), (True, _LARGE, True)],
+    ids=["beside backward", "after it", "where two buckets wait"],
+)
+def test_a_call_that_would_take_a_core_waits_while_there_is_room(
+    world: World, takes_cores: bool, numbers: int, sent_in_backward: bool
+) -> None:
+    def rank(group: Group) -> tuple[int, list[float]]:
+        group.executor.takes_cores = takes_cores
+        weights = [nn.Parameter(torch.zeros(numbers)) for _ in range(4)]
+        flat = FlatParams([(f"weight{i}", weight) for i, weight in enumerate(weights)])
+        update = OptimizerStep(owned_params(flat, group), SGD)
+        sync = ZeroReduce(Replica(flat, update, group), stage=2, bucket_bytes=1 << 20)
+        sync.begin()
+        flat.grads.arm(sync.reduce)
+        loss = torch.stack([(i + 1) * weight.sum() for i, weight in enumerate(weights)]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        sent = sync.traffic.sent
+        flat.grads.flush()
+        sync.finish()
+        return sent, [weight[0].item() for weight in weights]
+
+    outcomes = world(2, rank)
+    assert (sum(sent for sent, _ in outcomes) > 0) == sent_in_backward
+    for _, updated in outcomes:
+        assert updated == pytest.approx([-0.1 * 2 * (i + 1) for i in range(4)])
