@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from shoal.commands.engines import open_engine
 from shoal.errors import BadInput
 from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_workers import taking_back, tolerance_of
@@ -136,13 +137,20 @@ def config_for(
 
 
 def run_shown(
-    command: Sequence[str], workers: int, config: RunConfig, report: Path | None = None
+    command: Sequence[str],
+    workers: int,
+    config: RunConfig,
+    report: Path | None = None,
+    on: str | None = None,
 ) -> None:
-    """Run workers with a live progress bar on a terminal, and with plain lines elsewhere."""
+    """Run workers with a live progress bar on a terminal, and with plain lines elsewhere.
+
+    `on`: the engine whose hosts they are to run on.
+    """
     check_folder(report, "a report")
     try:
         with saying_latest(config.server_checkpoint.folder, _say):
-            result = _run_shown(command, workers, config)
+            result = _run_shown(command, workers, config, on)
     except KeyboardInterrupt:
         print("shoal: interrupted; all workers have exited", file=sys.stderr)
         sys.exit(130)
@@ -156,12 +164,14 @@ def run_shown(
         report.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _run_shown(command: Sequence[str], workers: int, config: RunConfig) -> RunResult:
+def _run_shown(
+    command: Sequence[str], workers: int, config: RunConfig, on: str | None
+) -> RunResult:
     if not sys.stdout.isatty():
-        return _launch(command, workers, config, print_lines)
+        return _launch(command, workers, config, print_lines, on=on)
     bar = ProgressBar()
     try:
-        return _launch(command, workers, config, bar.print, bar.show)
+        return _launch(command, workers, config, bar.print, bar.show, on=on)
     finally:
         bar.close()
 
@@ -176,10 +186,14 @@ def check_trained(file: Path) -> None:
 
 
 def run_quietly(
-    command: Sequence[str], workers: int, config: RunConfig, forks: Forks | None = None
+    command: Sequence[str],
+    workers: int,
+    config: RunConfig,
+    forks: Forks | None = None,
+    on: str | None = None,
 ) -> None:
     """Run workers without showing their output; a failure is raised with its report."""
-    _launch(command, workers, config, discard_lines, forks=forks)
+    _launch(command, workers, config, discard_lines, forks=forks, on=on)
 
 
 def _launch(
@@ -189,7 +203,13 @@ def _launch(
     write: Write,
     on_progress: OnProgress | None = None,
     forks: Forks | None = None,
+    on: str | None = None,
 ) -> RunResult:
+    if on is not None:
+        from shoal.launch.remote import run_remote  # only where it is needed
+
+        with open_engine(on) as machines:
+            return run_remote(machines, LaunchSpec(command, workers, config), write, on_progress)
     strategy = as_strategy(config.strategy or "single")
     servers = strategy.servers(workers)
     replication = replication_of(strategy, workers, config.restarts)

@@ -9,6 +9,15 @@ import typer
 
 Script = Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")]
 Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")]
+On = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ENGINE",
+        help="Run on hosts that an engine lends.",
+        show_default="this host",
+        hidden=True,
+    ),
+]
 Strategy = Annotated[
     str | None,
     typer.Option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.commands import options
+from shoal.commands.engines import check_engine
 from shoal.commands.launching import (
     WorkersOptions,
     command_for,
@@ -17,6 +18,7 @@ def run(
     script: options.Script,
     args: options.ScriptArgs = None,
     workers: options.Workers = 1,
+    on: options.On = None,
     strategy: options.Strategy = None,
     seed: options.Seed = None,
     device: options.Device = None,
@@ -32,7 +34,9 @@ def run(
     server_checkpoint: options.ServerCheckpoint = None,
     resume: options.Resume = False,
 ) -> None:
-    """Run a training script on several workers of this host."""
+    """Run a training script on several workers of this host, or of an engine's (--on)."""
+    if on is not None:
+        check_engine(on)
     command = command_for(script, args)
     strategy = resolve_auto(strategy, command, workers, device)
     asked = WorkersOptions(
@@ -44,4 +48,4 @@ def run(
     if resume and options_config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
     with traced(options_config, trace) as config:
-        run_shown(command, workers, config, report)
+        run_shown(command, workers, config, report, on)

@@ -63,6 +63,12 @@ class ProcessFailure:
     role: Role = "worker"
     out_of_memory: bool = False  # the kernel has killed for memory while the run was going on
     sentence: str = ""  # of a server: what its loss means, instead of how it ended
+    host: str = ""  # its name, where workers are on several
+
+    @property
+    def who(self) -> str:
+        """ "worker 3", or "worker 3 on h2"."""
+        return f"{self.role} {self.rank}" + (f" on {self.host}" if self.host else "")
 
     @property
     def ending(self) -> str:
@@ -87,8 +93,7 @@ def report_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
 
     The first report of a worker stays.
     """
-    path = run_dir.failure(rank)
-    if path.exists():
+    if run_dir.failure(rank).exists():
         return
     report = FailureReport(
         time_ns=time.monotonic_ns(),
@@ -97,8 +102,12 @@ def report_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
         traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
         lost_peer=_is_lost_peer(error),
     )
+    write_failure(run_dir, rank, report)
+
+
+def write_failure(run_dir: RunDir, rank: int, report: FailureReport) -> None:
     with suppress(OSError):  # a full disk must not hide the error that is being reported
-        write_atomically(path, json.dumps(asdict(report)))
+        write_atomically(run_dir.failure(rank), json.dumps(asdict(report)))
 
 
 def read_failure(run_dir: RunDir, rank: int) -> FailureReport | None:
@@ -134,7 +143,7 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> Shoal
         return WorkersFailed(
             failure.rank,
             1,
-            f"worker {failure.rank} was still running when worker {finished[0]} had finished: all "
+            f"{failure.who} was still running when worker {finished[0]} had finished: all "
             "workers have to take the same steps and make the same calls",
         )
     report = failure.report
@@ -142,11 +151,11 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> Shoal
     if report is not None:
         if report.exit_status == 2 and report.sentence:
             return BadInput(report.sentence)
-        return WorkersFailed(rank, report.exit_status, _failed(rank, report))
+        return WorkersFailed(rank, report.exit_status, _failed(failure, report))
     if failure.returncode < 0:
         return WorkersFailed(rank, 128 - failure.returncode, _killed(failure))
     report = FailureReport(failure.noticed_ns, failure.returncode, "", failure.stderr_tail)
-    return WorkersFailed(rank, failure.returncode, _failed(rank, report))
+    return WorkersFailed(rank, failure.returncode, _failed(failure, report))
 
 
 def _server_failed(failure: ProcessFailure) -> ServerFailed:
@@ -159,15 +168,15 @@ def _server_failed(failure: ProcessFailure) -> ServerFailed:
     return ServerFailed(failure.rank, f"{how} while workers needed it{tail}")
 
 
-def _failed(rank: int, report: FailureReport) -> str:
+def _failed(failure: ProcessFailure, report: FailureReport) -> str:
     text = report.traceback.rstrip("\n") or "it wrote nothing to stderr"
-    return f"worker {rank} failed (exit status {report.exit_status}):\n{text}"
+    return f"{failure.who} failed (exit status {report.exit_status}):\n{text}"
 
 
 def _killed(failure: ProcessFailure) -> str:
     number = -failure.returncode
     tail = f":\n{failure.stderr_tail}" if number in _CRASHES and failure.stderr_tail else ""
-    return f"worker {failure.rank} {failure.ending}{tail}"
+    return f"{failure.who} {failure.ending}{tail}"
 
 
 def _time_ns(failure: ProcessFailure) -> int:

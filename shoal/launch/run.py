@@ -82,9 +82,9 @@ def run(
     def work() -> Any:
         return Worker(as_strategy(chosen), placement, config, _calls).run(train)
 
-    if not config.is_launched:
+    if placement is None or not (config.is_launched or config.host_dir):
         return work()
-    result = _reporting_failures(work, config)
+    result = _reporting_failures(work, config, placement.rank)
     if config.call is not None:
         sys.exit(0)  # the rest of the script belongs to the process that launched this one
     return result
@@ -110,13 +110,14 @@ def _in_process_group(config: RunConfig) -> Placement | None:
     return detect(replace(config, environ={**master, **config.environ, **ranks}))
 
 
-def _reporting_failures(work: Callable[[], Any], config: RunConfig) -> Any:
+def _reporting_failures(work: Callable[[], Any], config: RunConfig, rank: int) -> Any:
     """Write a report of a failure for the launcher, and exit."""
+    folder = config.run_dir or config.host_dir
     try:
         return work()
     except Exception as error:
-        if config.run_dir is not None and config.rank is not None:
-            report_failure(config.run_dir, config.rank, error)
+        if folder is not None:
+            report_failure(folder, rank, error)
         sys.exit(2 if isinstance(error, BadInput) else 1)
 
 

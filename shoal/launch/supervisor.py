@@ -22,22 +22,29 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.launch.failures import ProcessFailure, read_failure
 from shoal.launch.joining import JoinRequest
 from shoal.launch.lost_servers import ServerPolicy
 from shoal.launch.output import LineForwarder
-from shoal.launch.processes import Processes, ProcessExit, Role
+from shoal.launch.processes import ProcessExit, Role
 from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir
 
 _GRACE_S = 0.3  # after the first failure
-_TERM_S = 2.0  # from SIGTERM to SIGKILL
+TERM_S = 2.0  # from SIGTERM to SIGKILL
 
 Event = (
     ProcessExit | signal.Signals | JoinRequest | Exception
 )  # the last is raised by `write` or `on_progress`
+
+
+class Signalled(Protocol):
+    """Processes of one role, on this host or on others."""
+
+    def signal_alone(self, number: signal.Signals) -> None: ...
+    def signal(self, number: signal.Signals) -> None: ...
 
 
 class SignalEvents:
@@ -102,8 +109,8 @@ class Supervisor:
 
     def run(
         self,
-        workers: Processes,
-        servers: Processes,
+        workers: Signalled,
+        servers: Signalled,
         survives: Callable[[ProcessExit], bool],
         run_dir: RunDir,
     ) -> None:
@@ -121,13 +128,13 @@ class Supervisor:
         signals = self.signals
         workers.signal(signal.SIGTERM)
         servers.signal(signal.SIGTERM)
-        self._until(lambda: self._all_exited() or self.signals > signals, _TERM_S)
+        self._until(lambda: self._all_exited() or self.signals > signals, TERM_S)
         # The rest is killed at the end of the block of `Processes`.
 
     def _is_preempted(self) -> bool:
         return self.first_signal == signal.SIGTERM and not self.failed and not self.output_error
 
-    def _let_save(self, workers: Processes, run_dir: RunDir) -> None:
+    def _let_save(self, workers: Signalled, run_dir: RunDir) -> None:
         """Servers stay: workers need them to save."""
         signals = self.signals
         run_dir.mark_preempted()

@@ -202,13 +202,13 @@ class Worker:
 
     def report(self, job: Job) -> None:
         """Called after training: writes the report for the launcher."""
-        if self.run_dir is not None:
-            self.run_dir.write_report(self.rank, job.report())
+        if self.report_dir is not None:
+            self.report_dir.write_report(self.rank, job.report())
 
     def mark_finished(self) -> None:
         """Called at the end of a run that succeeded."""
-        if self.run_dir is not None:
-            self.run_dir.mark_finished(self.rank)
+        if self.report_dir is not None:
+            self.report_dir.mark_finished(self.rank)
 
     def fail(self, error: Exception) -> None:
         """Under Shoal's own launcher: write a report and exit at once.
@@ -216,9 +216,9 @@ class Worker:
         Closing the group may wait for a peer that waits for this rank; the launcher ends the
         other workers and reports the first failure.
         """
-        if self.run_dir is not None:
+        if self.report_dir is not None:
             add_line_of_script(error)
-            report_failure(self.run_dir, self.rank, error)
+            report_failure(self.report_dir, self.rank, error)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(2 if isinstance(error, BadInput) else 1)
@@ -230,6 +230,11 @@ class Worker:
         """The run directory, where Shoal's own launcher started this process."""
         is_ours = self.placement is not None and self.placement.launcher == "shoal"
         return self.config.run_dir if is_ours else None
+
+    @property
+    def report_dir(self) -> RunDir | None:
+        """Where a launcher of Shoal, or its agent on this host, reads what this worker writes."""
+        return self.run_dir or self.config.host_dir
 
     @contextmanager
     def _open_group(self) -> Iterator[Group]:

@@ -57,6 +57,7 @@ _MAX_REPORT_BYTES = 64 << 20
 _LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un
 _KINDS = (
     *("run", "ps"),  # of launchers, and of servers that workers start
+    "host",  # of the workers of one host, where an engine lends several
     *("auto", "bench", "calibrate", "compare", "memory", "predict", "profile", "trace"),
     *("verify", "workload"),  # of commands: see scratch.py
 )
@@ -354,7 +355,10 @@ class RunDir:
 
     def read_reports(self, workers: int) -> list[dict[str, Any] | None]:
         """The reports by rank; None for a worker without a readable one."""
-        return [_read_json(self.report(rank)) for rank in range(workers)]
+        return [self.read_report(rank) for rank in range(workers)]
+
+    def read_report(self, rank: int) -> dict[str, Any] | None:
+        return _read_json(self.report(rank))
 
     # ------------------------------------------------------------------ the secret
 
@@ -378,11 +382,24 @@ class RunDir:
 @contextmanager
 def new_run_dir() -> Iterator[RunDir]:
     """A directory with a fresh secret; removed at the end of the block."""
+    with _with_secret("run", new_secret()) as run_dir:
+        yield run_dir
+
+
+@contextmanager
+def host_run_dir(secret: bytes) -> Iterator[RunDir]:
+    """A directory for the workers of one host of a run on several, which all have this secret."""
+    with _with_secret("host", secret) as run_dir:
+        yield run_dir
+
+
+@contextmanager
+def _with_secret(kind: str, secret: bytes) -> Iterator[RunDir]:
     remove_abandoned()
-    run_dir = make_locked("run")
+    run_dir = make_locked(kind)
     try:
         with _room_for(run_dir.path):
-            run_dir.write_secret(new_secret())
+            run_dir.write_secret(secret)
         yield run_dir
     finally:
         run_dir.remove()

@@ -1,0 +1,34 @@
+"""Engines that lend hosts, by the name that `--on` takes: NAME or NAME://ADDRESS.
+
+A new engine is a file with its `Machines`, and a line here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from shoal.errors import BadInput
+from shoal.launch.machines import Machines
+
+# by name; called with ADDRESS, which is empty without one
+ENGINES: dict[str, Callable[[str], Machines]] = {}
+
+
+def check_engine(text: str) -> None:
+    """BadInput where there is no such engine."""
+    name, mark, address = text.partition("://")
+    if name in ENGINES and (address or not mark):
+        return
+    if name in ENGINES:
+        raise BadInput(f"--on {text} lacks what comes after ://; --on {name} takes the default")
+    near = difflib.get_close_matches(name, ENGINES, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise BadInput(f"--on takes {' or '.join(ENGINES)}, not {text!r}{hint}")
+
+
+def open_engine(text: str) -> Machines:
+    """The hosts of an engine, as a block."""
+    check_engine(text)
+    name, _, address = text.partition("://")
+    return ENGINES[name](address)

@@ -1,0 +1,218 @@
+"""The agent of one host: `python -m shoal.launch.agent` starts its workers and reports on them.
+
+    stdin    a HostTask: command, variables, ranks, the secret of the run
+    stdout   AgentMessages: output, progress, exits
+    SIGTERM  the workers get SIGTERM, 2 s, and SIGKILL; the agent exits
+
+Workers have the variables of torchrun, so that a script may use them, too. The secret and the
+reports of workers are in a directory of this host that only this user can read. If the agent is
+killed, the kernel kills its workers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import msgspec
+
+from shoal.errors import BadInput
+from shoal.launch.agent_messages import (
+    AgentMessage,
+    FoundPort,
+    HostRefused,
+    HostTask,
+    WorkerExited,
+    WorkerOutput,
+    WorkerProgress,
+)
+from shoal.launch.failures import read_failure
+from shoal.launch.output import LineForwarder, OutputPump, ProgressReader, Write
+from shoal.launch.processes import Processes, ProcessExit
+from shoal.launch.supervisor import TERM_S
+from shoal.runtime.config import RunConfig
+from shoal.runtime.cores import cores
+from shoal.runtime.decoders import lax_json_decoder
+from shoal.runtime.run_dir import RunDir, host_run_dir, parse_secret
+
+_MAX_TASK_BYTES = 16 << 20
+_SIOCGIFADDR = 0x8915
+
+
+class Agent:
+    """The workers of this host, from their start to the exit of the last one."""
+
+    def __init__(self, task: HostTask, run_dir: RunDir):
+        self.task = task
+        self.run_dir = run_dir
+        self.events: queue.SimpleQueue[ProcessExit | signal.Signals | Exception] = (
+            queue.SimpleQueue()
+        )
+        self._sending = threading.Lock()
+
+    def run(self) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: self.events.put(signal.SIGTERM))
+        port = self.task.master_port
+        if port is None:
+            port = _free_port()
+            self.send(FoundPort(port))
+        config = self._config(port)
+        with Processes(self.events.put) as workers, OutputPump(self.events.put) as pump:
+            for index in range(self.task.workers):
+                self._start(index, config, workers, pump)
+            pump.start()
+            workers.watch()
+            self._supervise(workers)
+
+    def send(self, message: AgentMessage) -> None:
+        """A launcher that is gone cannot read it: then this agent is killed soon."""
+        data = msgspec.json.encode(message) + b"\n"
+        with self._sending, suppress(BrokenPipeError):
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+
+    # ------------------------------------------------------------------ starting
+
+    def _config(self, port: int) -> RunConfig:
+        task = self.task
+        config = RunConfig.from_environment(
+            {**RunConfig.from_environment().environ, **task.variables}
+        )
+        config = replace(
+            config, host_dir=self.run_dir, secret_file=self.run_dir.secret, hostname=task.address
+        )
+        threads = task.threads or max(1, (task.cores or cores()) // task.workers)
+        given = config.environ
+        return config.with_environ(
+            MASTER_ADDR=task.master,
+            MASTER_PORT=str(port),
+            WORLD_SIZE=str(task.size),
+            LOCAL_WORLD_SIZE=str(task.workers),
+            OMP_NUM_THREADS=str(threads),
+            PYTHONUNBUFFERED="1",
+            PYTHONHASHSEED=given.get("PYTHONHASHSEED", "0"),
+            **{name: text for name, text in _interfaces(task.address).items() if name not in given},
+        )
+
+    def _start(self, index: int, config: RunConfig, workers: Processes, pump: OutputPump) -> None:
+        task = self.task
+        rank = task.first_rank + index
+        config = config.with_environ(RANK=str(rank), LOCAL_RANK=str(index))
+        with self._progress_pipe(rank, pump) as pipe:
+            inherited = () if pipe is None else (pipe,)
+            environ = replace(config, progress_fd=pipe).to_environment()
+            out, err = workers.start(_command(task), environ, inherited)
+        pump.add(out, LineForwarder(self._writer(rank), "", False))
+        pump.add(err, LineForwarder(self._writer(rank), "", True))
+
+    @contextmanager
+    def _progress_pipe(self, rank: int, pump: OutputPump) -> Iterator[int | None]:
+        """The worker's end, open while the worker is started."""
+        if rank != 0 or not self.task.shows_progress:
+            yield None
+            return
+        pipe, worker_end = os.pipe()
+        pump.add(pipe, ProgressReader(lambda record: self.send(WorkerProgress(record))))
+        try:
+            yield worker_end
+        finally:
+            os.close(worker_end)
+
+    def _writer(self, rank: int) -> Write:
+        return lambda text, is_stderr: self.send(WorkerOutput(rank, is_stderr, text))
+
+    # ------------------------------------------------------------------ until they have exited
+
+    def _supervise(self, workers: Processes) -> None:
+        """Until all have exited; after SIGTERM for 2 s, and the end of the block kills the rest."""
+        left = self.task.workers
+        deadline_s: float | None = None
+        while left:
+            seconds = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            try:
+                event = self.events.get(timeout=seconds)
+            except queue.Empty:
+                return
+            if isinstance(event, ProcessExit):
+                left -= 1
+                self._report(event)
+            elif isinstance(event, signal.Signals) and deadline_s is None:
+                deadline_s = time.monotonic() + TERM_S
+                workers.signal(signal.SIGTERM)
+
+    def _report(self, exit: ProcessExit) -> None:
+        rank = self.task.first_rank + exit.rank
+        failure = read_failure(self.run_dir, rank)
+        now_ns = time.monotonic_ns()
+        self.send(
+            WorkerExited(
+                rank=rank,
+                returncode=exit.returncode,
+                age_ns=now_ns - exit.noticed_ns,
+                has_finished=self.run_dir.finished(rank).exists(),
+                report=self.run_dir.read_report(rank),
+                failure=failure,
+                failure_age_ns=0 if failure is None else now_ns - failure.time_ns,
+            )
+        )
+
+
+def _command(task: HostTask) -> list[str]:
+    is_python = task.command[0] == task.python
+    return [sys.executable if is_python else task.command[0], *task.command[1:]]
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return int(sock.getsockname()[1])
+
+
+def _interfaces(address: str) -> dict[str, str]:
+    """Variables that let Gloo and NCCL use the interface which has this address.
+
+    By themselves they take the one to which the name of the host leads, which others may not reach.
+    """
+    with suppress(OSError):
+        wanted = socket.gethostbyname(address)
+        for _, name in socket.if_nameindex():
+            if _address_of(name) == wanted:
+                return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}
+
+
+def _address_of(interface: str) -> str | None:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        asked = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, asked)[20:24])
+    return None
+
+
+def main() -> None:
+    given = sys.stdin.buffer.read(_MAX_TASK_BYTES)
+    task = lax_json_decoder(HostTask).decode(given)
+    with suppress(OSError):
+        os.chdir(task.folder)
+    try:
+        with host_run_dir(parse_secret(task.secret, "the task of the agent")) as run_dir:
+            agent = Agent(task, run_dir)
+            try:
+                agent.run()
+            except BadInput as error:
+                agent.send(HostRefused(str(error)))
+    except BadInput as error:
+        print(f"shoal: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

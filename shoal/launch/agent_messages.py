@@ -1,0 +1,74 @@
+"""What a launcher gives to the agent of a host, and what the agent reports: JSON, one a line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from shoal.launch.failures import FailureReport
+from shoal.runtime.decoders import lax_json_decoder
+
+
+class HostTask(msgspec.Struct, frozen=True):
+    """The workers of one host."""
+
+    command: list[str]
+    python: str  # the launcher's interpreter, for which a host may have another
+    folder: str  # where the launcher runs
+    variables: dict[str, str]
+    secret: str  # in hexadecimal
+    address: str  # of this host
+    first_rank: int
+    workers: int  # on this host
+    size: int  # of all workers
+    threads: int | None
+    cores: int | None
+    master: str
+    master_port: int | None  # None: this is the first host, which finds a free one
+    shows_progress: bool
+
+
+class FoundPort(msgspec.Struct, frozen=True, tag="port"):
+    """A port of the first host that is free, for the rendezvous."""
+
+    port: int
+
+
+class WorkerOutput(msgspec.Struct, frozen=True, tag="output"):
+    """Complete lines, each with its newline."""
+
+    rank: int
+    is_stderr: bool
+    text: str
+
+
+class WorkerProgress(msgspec.Struct, frozen=True, tag="progress"):
+    record: dict[str, Any]
+
+
+class WorkerExited(msgspec.Struct, frozen=True, tag="exited"):
+    """Hosts have different clocks, so times are ages at the moment of this report."""
+
+    rank: int
+    returncode: int
+    age_ns: int
+    has_finished: bool  # it has come to the end of shoal.run
+    report: dict[str, Any] | None  # of what it has done
+    failure: FailureReport | None
+    failure_age_ns: int
+
+
+class HostRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """The host cannot run the workers; a sentence for the user."""
+
+    sentence: str
+
+
+AgentMessage = FoundPort | WorkerOutput | WorkerProgress | WorkerExited | HostRefused
+
+
+def read_message(line: str) -> AgentMessage:
+    """msgspec.DecodeError where it is none."""
+    decoder: msgspec.json.Decoder[AgentMessage] = lax_json_decoder(AgentMessage)  # type: ignore[arg-type]
+    return decoder.decode(line)

@@ -1,0 +1,42 @@
+"""Hosts of an engine that are this one: a seam to test without another computer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from shoal.launch.host_process import HostProcess
+from shoal.launch.machines import Machine
+
+
+class HostsHere:
+    """Each has an address of its own at loopback."""
+
+    is_private = True
+
+    def __init__(self, slots: Sequence[int]):
+        self.machines = [
+            Machine(f"h{index}", f"127.0.0.{index + 1}", count) for index, count in enumerate(slots)
+        ]
+        self.started: list[HostProcess] = []
+
+    def hosts(self, workers: int) -> Sequence[Machine]:
+        return self.machines
+
+    def start(
+        self,
+        machine: Machine,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        given: bytes,
+        on_line: Callable[[str], None],
+    ) -> HostProcess:
+        self.started.append(HostProcess(command, environ, given, on_line))
+        return self.started[-1]
+
+    def __enter__(self) -> HostsHere:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()

@@ -1,0 +1,125 @@
+"""Runs on hosts that an engine lends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.commands.engines import check_engine
+from shoal.errors import BadInput, WorkersFailed
+from shoal.launch.local import LaunchSpec
+from shoal.launch.machines import Machine
+from shoal.launch.remote import place, run_remote
+from shoal.runtime.config import RunConfig
+from tests.launch.helpers import Screen
+from tests.launch.hosts_here import HostsHere
+
+NAMES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR SHOAL_HOST"
+
+
+def run(tmp_path: Path, program: str, slots: list[int], workers: int, **options: object) -> Screen:
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    config = RunConfig.from_environment().with_environ(TMPDIR=str(tmp_path))
+    shown = Screen()
+    spec = LaunchSpec([sys.executable, str(script)], workers, config)
+    with HostsHere(slots) as machines:
+        run_remote(machines, spec, options.get("write", shown))  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("shoal-*"))
+    return shown
+
+
+def test_ranks_of_a_host_are_neighbours() -> None:
+    hosts = [Machine("a", "10.0.0.1", 2), Machine("b", "10.0.0.2", 3), Machine("c", "10.0.0.3", 2)]
+    placed = place(hosts, 4)
+    assert [(on.machine.name, list(on.ranks)) for on in placed] == [("a", [0, 1]), ("b", [2, 3])]
+
+
+def test_more_workers_than_slots_are_refused() -> None:
+    with pytest.raises(BadInput, match="slots for 2 workers on 1 host, not for 3"):
+        place([Machine("a", "10.0.0.1", 2)], 3)
+
+
+def test_workers_have_the_variables_of_torchrun_and_one_secret(tmp_path: Path) -> None:
+    shown = run(
+        tmp_path,
+        "import os, stat\n"
+        f"print(*(os.environ[name] for name in '{NAMES}'.split()))\n"
+        "file = os.environ['SHOAL_SECRET_FILE']\n"
+        "print('port', os.environ['MASTER_PORT'])\n"
+        "print('secret', open(file).read(), oct(stat.S_IMODE(os.stat(file).st_mode)))\n"
+        "print('threads', os.environ['OMP_NUM_THREADS'], 'SHOAL_SECRET' in os.environ)\n",
+        [2, 1],
+        3,
+    )
+    lines = sorted(shown.out.splitlines())
+    assert [line for line in lines if "127.0.0" in line] == [
+        "[0 h0] 0 0 3 2 127.0.0.1 127.0.0.1",
+        "[1 h0] 1 1 3 2 127.0.0.1 127.0.0.1",
+        "[2 h1] 2 0 3 1 127.0.0.1 127.0.0.2",
+    ]
+    for word in ("port", "secret"):
+        assert len({line.split("] ")[1] for line in lines if f"] {word}" in line}) == 1
+    assert all("0o600" in line for line in lines if "secret" in line)
+    assert all("False" in line for line in lines if "threads" in line)
+
+
+def test_a_failure_names_worker_and_host_and_ends_the_others(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1': sys.exit('no such luck')\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.raises(WorkersFailed, match=r"worker 1 on h1 failed .*:\nno such luck"):
+        run(tmp_path, program, [1, 1], 2)
+
+
+def test_a_killed_worker_is_reported_with_its_host(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.raises(WorkersFailed, match="worker 1 on h1 was killed by SIGKILL"):
+        run(tmp_path, program, [1, 1], 2)
+
+
+def test_a_killed_agent_takes_its_workers_along(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGKILL)\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.raises(WorkersFailed, match="worker 1 on h1 was killed by SIGKILL"):
+        run(tmp_path, program, [1, 1], 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_workers(tmp_path: Path, number: signal.Signals) -> None:
+    pids: list[int] = []
+    sent = threading.Event()
+
+    def write(text: str, is_stderr: bool) -> None:
+        pids.append(int(text.split()[-1]))
+        if len(pids) == 2:
+            sent.set()
+            os.kill(os.getpid(), number)
+
+    program = "import os, time\nprint(os.getpid())\ntime.sleep(60)\n"
+    error = KeyboardInterrupt if number == signal.SIGINT else SystemExit
+    with pytest.raises(error):
+        run(tmp_path, program, [1, 1], 2, write=write)
+    assert sent.is_set()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_an_unknown_engine_is_refused_in_one_sentence() -> None:
+    with pytest.raises(BadInput, match="not 'nowhere'"):
+        check_engine("nowhere")
