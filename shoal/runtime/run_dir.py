@@ -58,7 +58,7 @@ _LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un
 _KINDS = (
     *("run", "ps"),  # of launchers, and of servers that workers start
     "host",  # of the workers of one host, where an engine lends several
-    *("auto", "bench", "calibrate", "compare", "memory", "predict", "profile", "trace"),
+    *("auto", "bench", "calibrate", "compare", "keys", "memory", "predict", "profile", "trace"),
     *("verify", "workload"),  # of commands: see scratch.py
 )
 _LOCKED_NAME = re.compile(rf"shoal-({'|'.join(_KINDS)})-\w{{8}}")

@@ -3,8 +3,8 @@
     unix:/path/of/socket      one host (default)
     tcp:host:port             several hosts
 
-Beyond loopback a listener requires TLS (SHOAL_TLS_CERT and SHOAL_TLS_KEY; SHOAL_TLS_CA for those
-who connect), or the statement that the network is trusted (SHOAL_TRUSTED_NETWORK=1).
+Beyond loopback a listener requires TLS (SHOAL_TLS_CERT and SHOAL_TLS_KEY; with SHOAL_TLS_CA both
+sides show certificates), or the statement that the network is trusted (SHOAL_TRUSTED_NETWORK=1).
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def _connect_tcp(address: str, tls: TlsConfig, timeout_s: float) -> socket.socke
         _check_trusted(host, tls)
     sock = socket.create_connection((host, port), timeout_s)
     _tune(sock)
-    return _secured(sock, host, address, tls.authority) if tls.authority else sock
+    return _secured(sock, host, address, tls) if tls.authority else sock
 
 
-def _secured(sock: socket.socket, host: str, address: str, authority: str) -> ssl.SSLSocket:
+def _secured(sock: socket.socket, host: str, address: str, tls: TlsConfig) -> ssl.SSLSocket:
     """The connection under TLS, to a server whose certificate SHOAL_TLS_CA has signed."""
     try:
-        context = ssl.create_default_context(cafile=authority)
-    except OSError as error:
+        context = _client_context(tls)
+    except BadInput:
         sock.close()
-        raise BadInput(f"SHOAL_TLS_CA {authority}: {error}") from error
+        raise
     try:
         return context.wrap_socket(sock, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
@@ -80,6 +80,25 @@ def _secured(sock: socket.socket, host: str, address: str, authority: str) -> ss
         ) from error
     finally:
         sock.close()  # has no effect if TLS has taken the descriptor over
+
+
+def _client_context(tls: TlsConfig) -> ssl.SSLContext:
+    """With the certificate of this host, if it has one: servers may ask for it."""
+    try:
+        context = ssl.create_default_context(cafile=tls.authority)
+    except OSError as error:
+        raise BadInput(f"SHOAL_TLS_CA {tls.authority}: {error}") from error
+    if tls.certificate:
+        _load_own(context, tls)
+    return context
+
+
+def _load_own(context: ssl.SSLContext, tls: TlsConfig) -> None:
+    assert tls.certificate is not None
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+    except (OSError, ssl.SSLError) as error:
+        raise BadInput(f"SHOAL_TLS_CERT {tls.certificate}: {error}") from error
 
 
 def remove_left_socket(address: str) -> None:
@@ -238,17 +257,22 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _server_context(host: str, tls: TlsConfig) -> ssl.SSLContext | None:
-    """TLS with the server's certificate; None without one, where the network is trusted."""
-    certificate = tls.certificate
-    if not certificate:
+    """TLS with the server's certificate; None without one, where the network is trusted.
+
+    With SHOAL_TLS_CA those who connect have to show a certificate of that authority, too.
+    """
+    if not tls.certificate:
         _check_trusted(host, tls)
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, tls.key)
-    except (OSError, ssl.SSLError) as error:
-        raise BadInput(f"SHOAL_TLS_CERT {certificate}: {error}") from error
+    _load_own(context, tls)
+    if tls.authority:
+        try:
+            context.load_verify_locations(tls.authority)
+        except OSError as error:
+            raise BadInput(f"SHOAL_TLS_CA {tls.authority}: {error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 

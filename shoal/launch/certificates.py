@@ -1,0 +1,155 @@
+"""Certificates for TLS between hosts: an authority of one's own, and one certificate per host.
+
+    DIR/ca.pem  DIR/ca.key          signs the others; the key stays where it was made
+    DIR/NAME.pem  DIR/NAME.key      for host NAME
+
+They are made by the program `openssl`. Keys are on the curve P-256, with mode 0600.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import secrets
+import shutil
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import BadInput, ShoalError
+from shoal.runtime.scratch import scratch_folder
+
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+_CA_DAYS = "3650"
+_HOST_DAYS = "825"
+_SECONDS = 60
+_CA_EXTENSIONS = """
+basicConstraints = critical, CA:TRUE, pathlen:0
+keyUsage = critical, keyCertSign, cRLSign
+subjectKeyIdentifier = hash
+"""
+_HOST_EXTENSIONS = """
+basicConstraints = critical, CA:FALSE
+keyUsage = critical, digitalSignature
+extendedKeyUsage = serverAuth, clientAuth
+subjectKeyIdentifier = hash
+authorityKeyIdentifier = keyid
+"""
+
+
+@dataclass(frozen=True)
+class HostNames:
+    """One host: the name of its files, and all names and addresses by which it is reached."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> HostNames:
+        """From "node1" or "node1,10.0.0.1"; BadInput names a bad one."""
+        names = tuple(text.split(","))
+        for name in names:
+            if not _is_address(name) and (len(name) > 253 or _NAME.fullmatch(name) is None):
+                raise BadInput(f"{name!r} is not the name or address of a host")
+        if names[0] == "ca":
+            raise BadInput("'ca' names the files of the authority: give the host another name")
+        return cls(names)
+
+    @property
+    def alternative_names(self) -> str:
+        return ",".join(f"{'IP' if _is_address(name) else 'DNS'}:{name}" for name in self.names)
+
+    def certificate(self, folder: Path) -> Path:
+        return folder / f"{self.names[0].replace(':', '_')}.pem"
+
+    def key(self, folder: Path) -> Path:
+        return self.certificate(folder).with_suffix(".key")
+
+
+def _is_address(name: str) -> bool:
+    with suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return False
+
+
+def make_certificates(folder: Path, hosts: list[HostNames]) -> bool:
+    """Write them; whether an authority was made as well: one that is there signs further hosts."""
+    if shutil.which("openssl") is None:
+        raise BadInput("certificates are made by the program openssl, which is not installed here")
+    _check_free(folder, hosts)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot make the folder {folder}: {error.strerror}") from error
+    is_new = not _authority(folder)[1].exists()
+    with scratch_folder("keys") as work:
+        if is_new:
+            _make_authority(folder, work)
+        for host in hosts:
+            _make_host(folder, work, host)
+    return is_new
+
+
+def _authority(folder: Path) -> tuple[Path, Path]:
+    return folder / "ca.pem", folder / "ca.key"
+
+
+def _check_free(folder: Path, hosts: list[HostNames]) -> None:
+    paths = [path for host in hosts for path in (host.certificate(folder), host.key(folder))]
+    for path in paths:
+        if path.exists():
+            raise BadInput(f"{path} is there already: remove it first, or name another folder")
+        if paths.count(path) > 1:
+            raise BadInput(f"two hosts are named {path.stem}: give each another name first")
+    certificate, key = _authority(folder)
+    if certificate.exists() != key.exists():
+        there, missing = (certificate, key) if certificate.exists() else (key, certificate)
+        raise BadInput(f"{there} is there without {missing}: bring it, or name another folder")
+
+
+def _make_authority(folder: Path, work: Path) -> None:
+    certificate, key = _authority(folder)
+    config = _config(work, _CA_EXTENSIONS)
+    name = f"/CN=Shoal authority {secrets.token_hex(4)}"
+    words = ("-x509", *_CURVE, "-days", _CA_DAYS, "-subj", name, "-extensions", "extensions")
+    _openssl("req", *words, "-config", str(config), "-keyout", str(key), "-out", str(certificate))
+
+
+def _make_host(folder: Path, work: Path, host: HostNames) -> None:
+    certificate, key = _authority(folder)
+    request = work / "request"
+    extensions = f"{_HOST_EXTENSIONS}subjectAltName = {host.alternative_names}\n"
+    config = _config(work, extensions)
+    subject = ("-subj", f"/CN={host.names[0][:64]}", "-config", str(config))
+    host_key = work / "host.key"
+    _openssl("req", "-new", *_CURVE, *subject, "-keyout", str(host_key), "-out", str(request))
+    signer = ("-CA", str(certificate), "-CAkey", str(key), "-set_serial", _serial())
+    how = ("-days", _HOST_DAYS, "-extfile", str(config), "-extensions", "extensions")
+    made = work / "host.pem"
+    _openssl("x509", "-req", "-in", str(request), *signer, *how, "-out", str(made))
+    shutil.move(host_key, host.key(folder))
+    shutil.move(made, host.certificate(folder))
+
+
+def _serial() -> str:
+    return f"0x{secrets.token_hex(16)}"
+
+
+def _config(work: Path, extensions: str) -> Path:
+    """Its own, so that what the system's openssl.cnf adds does not count."""
+    file = work / "config"
+    head = "[req]\ndistinguished_name = name\nprompt = no\n[name]\n[extensions]"
+    file.write_text(head + extensions)
+    return file
+
+
+def _openssl(*words: str) -> None:
+    done = subprocess.run(
+        ["openssl", *words], capture_output=True, text=True, timeout=_SECONDS, umask=0o077
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason"])[-1]
+        raise ShoalError(f"openssl {words[0]} failed: {last}")
