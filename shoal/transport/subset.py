@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from shoal.transport.transport import Transport, Work
+from shoal.transport.transport import ReducingTransport, Transport, Work
 
 
 class SubsetTransport:
@@ -23,3 +24,11 @@ class SubsetTransport:
 
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
         return self._transport.recv(into, self._ranks[src], tag)
+
+    def can_reduce(self, dtype: torch.dtype, op: str) -> bool:
+        inner = self._transport
+        return isinstance(inner, ReducingTransport) and inner.can_reduce(dtype, op)
+
+    def recv_reduce(self, into: Tensor, src: int, tag: int, op: str) -> Work:
+        assert isinstance(self._transport, ReducingTransport)
+        return self._transport.recv_reduce(into, self._ranks[src], tag, op)

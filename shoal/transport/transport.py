@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
@@ -26,4 +27,14 @@ class Transport(Protocol):
 
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
         """Receive into `into` (contiguous, of the same size and dtype as what was sent)."""
+        ...
+
+
+@runtime_checkable
+class ReducingTransport(Transport, Protocol):
+    """A transport that can combine what arrives with what is there; operators by their names."""
+
+    def can_reduce(self, dtype: torch.dtype, op: str) -> bool: ...
+    def recv_reduce(self, into: Tensor, src: int, tag: int, op: str) -> Work:
+        """`into` = `into` (op) the message; a mean is summed."""
         ...

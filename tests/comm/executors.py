@@ -14,11 +14,13 @@ from shoal.comm.tracing import Traced
 from shoal.observe.trace import Recorder
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.shm.segment import is_built
+from shoal.transport.tcp.transport import is_built as is_tcp_built
 from tests.comm.conformance import Case, Findings
 from tests.comm.hosts import on_hosts
 from tests.comm.shm import on_shm_threads
 from tests.comm.threads import on_threads
 from tests.products import few_or_all
+from tests.transport.tcp import on_tcp
 
 Run = Callable[[Case], list[Findings]]  # the findings of every rank
 Wrap = Callable[[Executor], Executor]
@@ -39,6 +41,20 @@ def scheduled(size: int, background: bool, wrap: Wrap = lambda executor: executo
         return findings
 
     return run
+
+
+def scheduled_tcp(size: int) -> Run:
+    def run(case: Case) -> list[Findings]:
+        body = lambda t: case(Group(Scheduled(t, link=Link(), background=True)))  # noqa: E731
+        return [raise_errors(found) for found in on_tcp(size, body)]
+
+    return run
+
+
+def raise_errors(found: Findings | BaseException) -> Findings:
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
 
 def shared_memory(size: int, wrap: Wrap = lambda executor: executor) -> Run:
@@ -68,6 +84,11 @@ EXECUTORS: dict[str, Run] = {
     "scheduled, traced": scheduled(2, True, traced),
     "scheduled, counted": scheduled(3, True, Counting),
 }
+if is_tcp_built():
+    EXECUTORS |= {
+        f"scheduled over TCP, {size} ranks": scheduled_tcp(size)
+        for size in few_or_all((3,), (2, 3, 5))
+    }
 if is_built():
     EXECUTORS |= {
         **{f"shared memory, {size} ranks": shared_memory(size) for size in (1, 2, 3)},

@@ -24,6 +24,10 @@ class SlotBuffers:
         self._bound: dict[int, Tensor] = {}
         self._made: dict[int, Tensor] = {}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like.dtype
+
     def bind(self, unit: int, flat: Tensor) -> None:
         """Unit `unit` lies in `flat`: its chunks are views of it."""
         for chunk in range(self._per_unit):

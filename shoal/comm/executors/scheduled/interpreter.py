@@ -24,7 +24,7 @@ from shoal.comm.call import Op
 from shoal.comm.executors.scheduled.buffers import SlotBuffers
 from shoal.comm.executors.scheduled.program import Program, ProgramStep
 from shoal.errors import PeerLost
-from shoal.transport.transport import Transport, Work
+from shoal.transport.transport import ReducingTransport, Transport, Work
 
 SEGMENT_BYTES = 4 << 20  # smaller ones cost more in messages than they hide
 _MOST_SEGMENTS = 64
@@ -72,12 +72,33 @@ class Interpreter:
             if data.numel():
                 flight.sends.append(self.transport.send(data, dst, self.tag))
         for src, slots_in in step.receives.items():
+            if self._is_reduced_on_arrival(step, slots_in):
+                into = self.slots.segment(slots_in[0][0], segment, self.segments)
+                if into.numel():
+                    flight.receives.append(self._receive_and_reduce(into, src))
+                continue
             into, staged = self._receive_buffer(step, slots_in, segment)
             if into.numel():
                 flight.receives.append(self.transport.recv(into, src, self.tag))
                 if staged:
                     flight.staged.append((src, into, slots_in))
         return flight
+
+    def _is_reduced_on_arrival(self, step: ProgramStep, slots: list[tuple[int, bool]]) -> bool:
+        """Whether the transport may combine a message with its slot while it arrives."""
+        slot, reduce = slots[0]
+        return (
+            len(slots) == 1
+            and reduce
+            and slot not in step.read
+            and step.contributions[slot] == 1
+            and isinstance(self.transport, ReducingTransport)
+            and self.transport.can_reduce(self.slots.dtype, self.op.value)
+        )
+
+    def _receive_and_reduce(self, into: Tensor, src: int) -> Work:
+        assert isinstance(self.transport, ReducingTransport)
+        return self.transport.recv_reduce(into, src, self.tag, self.op.value)
 
     def _receive_buffer(
         self, step: ProgramStep, slots: list[tuple[int, bool]], segment: int

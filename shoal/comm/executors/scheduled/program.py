@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,6 +28,12 @@ class ProgramStep:
         """The slots whose contents of before the round are needed during it."""
         sent = {slot for slots in self.sends.values() for slot in slots}
         return sent | {slot for slot, _, _ in self.local}
+
+    @cached_property
+    def contributions(self) -> Counter[int]:
+        """How many messages and local copies reach each slot."""
+        received = [slot for slots in self.receives.values() for slot, _ in slots]
+        return Counter([*received, *(into for _, into, _ in self.local)])
 
     @property
     def touched(self) -> set[int]:

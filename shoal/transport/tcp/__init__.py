@@ -1,0 +1,1 @@
+"""Shoal's own messages between hosts: several authenticated TCP connections for a pair of ranks."""

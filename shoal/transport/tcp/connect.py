@@ -1,0 +1,235 @@
+"""The connections of all pairs of ranks: every rank listens, the higher rank of a pair connects.
+
+Each accepted connection has its own thread until it has proven the key, so one that says nothing
+holds up no other. What does not prove the key is closed and does not count.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from shoal.errors import BadInput, PeerLost, ShoalError
+from shoal.runtime.backoff import Backoff
+from shoal.runtime.config import TlsConfig
+from shoal.transport.tcp import tls
+from shoal.transport.tcp.handshake import HANDSHAKE_S, Stranger, StreamName, accept, prove
+
+STREAMS = 4  # of a pair: one for small messages and control, the others for large ones
+_MOST_HANDSHAKES = 256
+_SILENT_PEER_MS = 30_000  # a host that acknowledges nothing is lost after so long
+Exchange = Callable[[bytes], list[bytes]]  # an all-gather of bytes
+
+
+@dataclass(frozen=True)
+class TcpSpec:
+    """One rank of a TCP transport, and how its connections are made."""
+
+    rank: int
+    size: int
+    key: bytes = field(repr=False)
+    host: str = "127.0.0.1"  # where this rank listens, and what the others connect to
+    peers: Collection[int] | None = None  # default: all other ranks
+    streams: int = STREAMS
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    timeout_s: float = 60.0
+
+    @property
+    def others(self) -> list[int]:
+        chosen = range(self.size) if self.peers is None else sorted(self.peers)
+        return [peer for peer in chosen if peer != self.rank]
+
+
+class _Arrivals:
+    """Streams that have proven the key, by peer and number."""
+
+    def __init__(self, spec: TcpSpec):
+        self.changed = threading.Condition()
+        self.streams: dict[tuple[int, int], socket.socket] = {}
+        self._expected = {
+            (peer, stream)
+            for peer in spec.others
+            if peer > spec.rank
+            for stream in range(spec.streams)
+        }
+
+    def add(self, name: StreamName, sock: socket.socket) -> bool:
+        """False for a stream that is not expected, or is there already."""
+        key = (name.source, name.stream)
+        with self.changed:
+            if key not in self._expected or key in self.streams:
+                return False
+            self.streams[key] = sock
+            self.changed.notify_all()
+            return True
+
+    def missing(self) -> list[int]:
+        return sorted({peer for peer, stream in self._expected - self.streams.keys()})
+
+
+class _Listener:
+    def __init__(self, spec: TcpSpec):
+        self._spec = spec
+        self.arrivals = _Arrivals(spec)
+        self._sock = _listen(spec.host)
+        self._slots = threading.BoundedSemaphore(_MOST_HANDSHAKES)
+        self._handshakes: list[threading.Thread] = []
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept_all, name="shoal tcp listener")
+        self._thread.start()
+
+    @property
+    def address(self) -> bytes:
+        host, port = self._sock.getsockname()[:2]
+        return f"{host} {port}".encode()
+
+    def close(self) -> None:
+        self._closed = True
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        self._thread.join()
+        for sock in list(self._open):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._handshakes:
+            thread.join()
+
+    def _accept_all(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                continue
+            if not self._slots.acquire(blocking=False):
+                sock.close()
+                continue
+            self._open.add(sock)
+            thread = threading.Thread(target=self._greet, args=(sock,), name="shoal tcp handshake")
+            self._handshakes = [t for t in self._handshakes if t.is_alive()] + [thread]
+            thread.start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        secured = sock
+        try:
+            sock.settimeout(HANDSHAKE_S)
+            secured = tls.accepted(sock, self._spec.tls)
+            name = accept(secured, self._spec.key, tls.own_certificate(self._spec.tls))
+            if name.target != self._spec.rank or not self.arrivals.add(name, secured):
+                secured.close()
+        except (OSError, Stranger):
+            secured.close()
+        finally:
+            self._open.discard(sock)
+            self._slots.release()
+
+
+def connect_all(spec: TcpSpec, exchange: Exchange) -> dict[int, list[socket.socket]]:
+    """The streams to every peer; all ranks call it. `exchange` tells the ranks' addresses."""
+    listener = _Listener(spec)
+    made: dict[int, list[socket.socket]] = {}
+    try:
+        addresses = [_parsed(text) for text in exchange(listener.address)]
+        deadline_s = time.monotonic() + spec.timeout_s
+        for peer in spec.others:
+            if peer < spec.rank:
+                made[peer] = []
+                for stream in range(spec.streams):
+                    name = StreamName(spec.rank, peer, stream)
+                    made[peer].append(_connect(spec, name, addresses[peer], deadline_s))
+        _await_arrivals(spec, listener.arrivals, deadline_s)
+    except BaseException:
+        listener.close()
+        for sock in (
+            *listener.arrivals.streams.values(),
+            *(s for row in made.values() for s in row),
+        ):
+            sock.close()
+        raise
+    listener.close()
+    for (peer, _), sock in sorted(listener.arrivals.streams.items()):
+        made.setdefault(peer, []).append(sock)
+    for sock in (s for row in made.values() for s in row):
+        sock.settimeout(None)
+    return made
+
+
+def _await_arrivals(spec: TcpSpec, arrivals: _Arrivals, deadline_s: float) -> None:
+    with arrivals.changed:
+        arrivals.changed.wait_for(
+            lambda: not arrivals.missing(), max(0.0, deadline_s - time.monotonic())
+        )
+        if late := arrivals.missing():
+            raise PeerLost(spec.rank, late[0], "connecting over TCP", spec.timeout_s)
+
+
+def _connect(
+    spec: TcpSpec, name: StreamName, address: tuple[str, int], deadline_s: float
+) -> socket.socket:
+    """A connection that broke off is tried again until the deadline."""
+    pause = Backoff(0.01, 0.5)
+    where = f"rank {spec.rank} connects to rank {name.target} at {address[0]}:{address[1]}"
+    while True:
+        try:
+            return _try_to_connect(spec, name, address)
+        except (OSError, Stranger) as error:
+            if isinstance(error, ssl.SSLError) or time.monotonic() > deadline_s:
+                raise ShoalError(f"{where}: {error}") from error
+            last = error
+        pause()
+        if time.monotonic() > deadline_s:
+            raise ShoalError(f"{where}: {last}") from last
+
+
+def _try_to_connect(spec: TcpSpec, name: StreamName, address: tuple[str, int]) -> socket.socket:
+    sock = socket.create_connection(address, HANDSHAKE_S)
+    try:
+        _tune(sock)
+        sock = tls.connected(sock, spec.tls, address[0])
+        prove(sock, spec.key, name, tls.peer_certificate(sock))
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.bind((host, 0))
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise BadInput(
+            f"this host cannot listen at {host}: {error.strerror} (SHOAL_HOST is the name or "
+            "address of this host that others reach)"
+        ) from error
+    _tune(sock)  # accepted connections inherit it
+    return sock
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_USER_TIMEOUT", _SILENT_PEER_MS),
+        ("TCP_KEEPIDLE", 10),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 4),
+    ):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _parsed(text: bytes) -> tuple[str, int]:
+    host, _, port = text.decode(errors="replace").partition(" ")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ShoalError(f"a rank wrote {text[:60]!r} for its address into the rendezvous")
+    return host, int(port)

@@ -1,0 +1,139 @@
+"""Mutual TLS around a stream: both sides show a certificate that SHOAL_TLS_CA has signed.
+
+The native code knows no TLS. So under TLS it gets one end of a pair of local sockets, and a thread
+carries bytes between the other end and the TLS connection.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from shoal.errors import BadInput
+from shoal.runtime.config import TlsConfig
+
+_PIECE_BYTES = 1 << 16
+
+
+def is_on(tls: TlsConfig) -> bool:
+    return bool(tls.certificate and tls.key and tls.authority)
+
+
+def accepted(sock: socket.socket, tls: TlsConfig) -> socket.socket:
+    if not is_on(tls):
+        return sock
+    return _context(tls, ssl.PROTOCOL_TLS_SERVER).wrap_socket(sock, server_side=True)
+
+
+def connected(sock: socket.socket, tls: TlsConfig, host: str) -> socket.socket:
+    if not is_on(tls):
+        return sock
+    return _context(tls, ssl.PROTOCOL_TLS_CLIENT).wrap_socket(sock, server_hostname=host)
+
+
+def own_certificate(tls: TlsConfig) -> bytes:
+    """What the other side sees: the first certificate of the file."""
+    if not is_on(tls) or tls.certificate is None:
+        return b""
+    text = Path(tls.certificate).read_text(encoding="utf-8", errors="replace")
+    begin = text.index(ssl.PEM_HEADER)
+    end = text.index(ssl.PEM_FOOTER, begin) + len(ssl.PEM_FOOTER)
+    return ssl.PEM_cert_to_DER_cert(text[begin:end])
+
+
+def peer_certificate(sock: socket.socket) -> bytes:
+    if not isinstance(sock, ssl.SSLSocket):
+        return b""
+    return sock.getpeercert(binary_form=True) or b""
+
+
+def _context(tls: TlsConfig, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = ssl.CERT_REQUIRED
+    assert tls.certificate and tls.authority
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+    except (OSError, ssl.SSLError) as error:
+        raise BadInput(f"SHOAL_TLS_CERT {tls.certificate}: {error}") from error
+    try:
+        context.load_verify_locations(tls.authority)
+    except (OSError, ssl.SSLError) as error:
+        raise BadInput(f"SHOAL_TLS_CA {tls.authority}: {error}") from error
+    return context
+
+
+class TlsPump:
+    """Carries bytes both ways; `inner` is the end for the native code."""
+
+    def __init__(self, outer: ssl.SSLSocket):
+        self.inner, self._near = socket.socketpair()
+        self._outer = outer
+        for sock in (outer, self._near):
+            sock.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="shoal tls", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            self._carry()
+        for sock in (self._outer, self._near):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def _carry(self) -> None:
+        going_out, coming_in = bytearray(), bytearray()
+        while True:
+            self._wait(going_out, coming_in)
+            if not _fill(self._near, going_out):
+                return self._flush(going_out)
+            if not _fill(self._outer, coming_in):
+                return None
+            _drain(self._outer, going_out)
+            _drain(self._near, coming_in)
+
+    def _wait(self, going_out: bytearray, coming_in: bytearray) -> None:
+        if self._outer.pending() and not coming_in:
+            return
+        poll = select.poll()
+        poll.register(self._near, _events(not going_out, bool(coming_in)))
+        poll.register(self._outer, _events(not coming_in, bool(going_out)))
+        poll.poll()
+
+    def _flush(self, rest: bytearray) -> None:
+        self._outer.settimeout(1.0)
+        self._outer.sendall(rest)
+
+
+def _events(reads: bool, writes: bool) -> int:
+    return (select.POLLIN if reads else 0) | (select.POLLOUT if writes else 0)
+
+
+def _fill(sock: socket.socket, buffer: bytearray) -> bool:
+    """Read into an empty buffer what is there now; False at the end of the stream."""
+    if buffer:
+        return True
+    try:
+        data = sock.recv(_PIECE_BYTES)
+    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        return True
+    buffer += data
+    return bool(data)
+
+
+def _drain(sock: socket.socket, buffer: bytearray) -> None:
+    if not buffer:
+        return
+    try:
+        sent = sock.send(buffer)
+    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        return
+    del buffer[:sent]
