@@ -15,12 +15,14 @@ from shoal.runtime.config import TlsConfig
 from shoal.runtime.cores import server_threads
 from shoal.server.copies import RowCopies
 from shoal.server.model.check_spec import check_spec
+from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import Follow, ModelSpec
 from shoal.server.protocol.row_messages import FollowRows
+from shoal.server.replicas.elsewhere import Elsewhere
 from shoal.server.replicas.operations import ChainAccess, Execute
 from shoal.server.replication import Follower, Followers
 from shoal.server.saving.background import ShardSaver
@@ -124,7 +126,7 @@ class ModelHost:
         model.log.on_save = partial(self._save, model_id, model)
         model.state.on_applied = self.slowness.pay
         model.log.may_lose = self.may_lose
-        model.log.shared = 0 if self.may_lose else None
+        model.log.shared = 0 if self.is_replicated and spec.servers > 1 else None
         has_exited = self.has_exited
         if has_exited is not None:
             model.membership.has_exited = lambda worker: has_exited(spec.split.rank(worker))
@@ -145,7 +147,16 @@ class ModelHost:
     def _save(self, model_id: int, model: ServedModel, number: int) -> None:
         is_copy = self.chain is not None and not self.chain.is_head  # the head writes for all
         if self.saver is not None and not is_copy:
-            self.saver.save(model_id, model.spec, number, model.saved_state)
+            self.saver.save(model_id, model.spec, number, model.saved_state, self._stays)
+
+    def _stays(self) -> bool:
+        """Waits until all that is applied is committed; False if this replica was removed."""
+        try:
+            if self.chain is not None:
+                self.chain.await_committed()
+        except (Elsewhere, ModelFailure):
+            return False
+        return True
 
     def release(self, model_id: int) -> None:
         """Forget a model whose workers have all departed."""

@@ -58,6 +58,13 @@ class Peer:
         return self.host.execute(operation, payload)
 
     def reply(self, meta: bytes = b"", *payload: memoryview) -> None:
+        """Once all that the answer may follow from is committed."""
+        if self.host.chain is not None:
+            self.host.chain.await_committed()
+        self.reply_committed(meta, *payload)
+
+    def reply_committed(self, meta: bytes = b"", *payload: memoryview) -> None:
+        """With what `execute` or `read` returned, and nothing else of the state."""
         self.host.slowness.pay()
         self.connection.send(Header(FrameKind.OK, self.worker, self.model_id), meta, *payload)
 

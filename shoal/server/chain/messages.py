@@ -102,9 +102,10 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Apply(msgspec.Struct, frozen=True):
-    """Apply these operations to the state, in order; at the head, then answer their clients."""
+    """Apply this operation to the state. Its client is answered when it is committed
+    (`consistency="eventual"`: now)."""
 
-    entries: tuple[Entry, ...]
+    entry: Entry
 
 
 class Refetch(msgspec.Struct, frozen=True):

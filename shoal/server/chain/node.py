@@ -5,8 +5,11 @@
               <- Acked         <- Acked                      its acknowledgement comes up
 
 An operation is committed when the tail has it, for then every member has it. A replica applies
-an operation when it knows it to be committed (`consistency="eventual"`: when it gets it), so each
-state is a prefix of the same history. What keeps this true, whatever is lost, late or twice:
+an operation when it gets it, after passing it on: so all apply it at the same time. What a member
+has applied and not committed is never taken back while it is a member; one that is removed gives up
+its state. Outside the chain nothing may follow from it: clients hear of an operation, and of a
+state that they read, when all of it is committed (`consistency="eventual"`: at once). What keeps
+each log a prefix of one history, whatever is lost, late or twice:
 
 - A member's log contains its successor's, in the same positions: entries come from the predecessor
   alone, in order, without a gap, and are never taken back.
@@ -71,7 +74,7 @@ class ChainNode(ChainState):
         self._ahead: set[int] = set()  # have sent messages of a later epoch, which were dropped
 
     def propose(self, op: Any) -> tuple[int, list[Effect]]:
-        """At the head: the operation's position. It is done when that position is applied here."""
+        """At the head: the operation's position. It is done when that position is committed."""
         self._check_member()
         if not self.is_head:
             raise NotHead(self.config)
@@ -232,8 +235,8 @@ class ChainNode(ChainState):
             return [Send(learner, TooOld(self.epoch, incarnation))]
         if self._teaching.incarnation_of(learner) == incarnation:
             return []  # its snapshot is on the way
-        self._teaching.begin(learner, LearnerSession(incarnation, self.applied, False))
-        return [SendSnapshot(learner, incarnation, self.applied), *self._commit_alone()]
+        self._teaching.begin(learner, LearnerSession(incarnation, self.position, False))
+        return [SendSnapshot(learner, incarnation, self.position), *self._commit_alone()]
 
     def _add_learner(self) -> list[Effect]:
         asked = self._teaching.advance(self.config, self.committed, self.replicas)

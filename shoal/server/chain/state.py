@@ -94,10 +94,6 @@ class ChainState:
         return self._log.end
 
     @property
-    def applied(self) -> int:
-        return self.committed if self.consistency == "strong" else self.position
-
-    @property
     def is_member(self) -> bool:
         return self._place.is_member
 
@@ -155,10 +151,8 @@ class ChainState:
     def _append(self, op: Any) -> list[Effect]:
         entry = Entry(self.position + 1, op)
         self._log.append(entry, self.weigh(op))
-        effects: list[Effect] = [] if self.consistency == "strong" else [Apply((entry,))]
-        if self._successor_is_known:
-            effects += self._forward((entry,))
-        return effects + self._commit_alone()
+        effects = self._forward((entry,)) if self._successor_is_known else []
+        return [*effects, Apply(entry), *self._commit_alone()]
 
     def _commit_alone(self) -> list[Effect]:
         """A tail commits what it has, unless it is adding a member."""
@@ -172,7 +166,7 @@ class ChainState:
         if not entries:
             return []
         self.committed = entries[-1].position
-        effects: list[Effect] = [Apply(entries)] if self.consistency == "strong" else []
+        effects: list[Effect] = []
         if self.predecessor is not None:
             effects.append(Send(self.predecessor, Acked(self.epoch, self.committed)))
         for learner in self._teaching.listeners():

@@ -19,14 +19,14 @@ def pull(peer: Peer, header: Header, meta: bytes) -> None:
     payload = [bytes_of(loss_flags)]
     if weights is not None:
         payload.append(bytes_of(weights))
-    peer.reply(encode(pulled), *payload)
+    peer.reply_committed(encode(pulled), *payload)
 
 
 @handles(FrameKind.STATE_GET, "pull")
 def get_state(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
     state, tensors = peer.read(model.optimizer_state)
-    peer.reply(encode(state), *map(bytes_of, tensors))
+    peer.reply_committed(encode(state), *map(bytes_of, tensors))
 
 
 @handles(FrameKind.STATE_SET, "pull", has_payload=True)

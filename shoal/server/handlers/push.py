@@ -9,8 +9,7 @@ from shoal.server.model.push_buffer import PushBuffer, PushTensors, RowPush
 from shoal.server.peer import Peer
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.messages import Ack, Commit, RowBatch
-from shoal.server.replicas.memory import at_once_bytes
-from shoal.server.replicas.operations import Lent, Payload, Pushed
+from shoal.server.replicas.operations import Payload, Pushed
 from shoal.server.replicas.payloads import memory_of
 from shoal.server.shared_memory import bytes_of
 
@@ -55,7 +54,6 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     if pushes.is_repeated(header.sequence):
         peer.connection.skip(loss_flags.nbytes)
         if peer.host.chain is not None:
-            peer.host.chain.wait_released()
             peer.reply(encode(model.repeat(member, header.sequence)))
             return
     else:
@@ -65,21 +63,19 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     rows = pushes.take_rows()
     batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in rows)
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
-    operation = Pushed(*identity, request, batches, _lent(peer, member))
+    operation = Pushed(*identity, request, batches, _is_lent(peer, member))
     ack: Ack = peer.execute(operation, _payload(peer, operation, member, rows))
     if ack.verdict == "staged" and model.is_leader:
-        ack = model.verdict(member, header.sequence)
-    peer.reply(encode(ack))
+        peer.reply(encode(model.verdict(member, header.sequence)))
+    else:
+        peer.reply_committed(encode(ack))
     failpoint("push.acknowledged")
 
 
-def _lent(peer: Peer, member: Member) -> Lent:
+def _is_lent(peer: Peer, member: Member) -> bool:
     """Whether replicas apply the push where the worker has it, without a copy."""
     chain = peer.host.chain
-    if chain is None or chain.acknowledges_at_once or member.out is None:
-        return "copied"
-    servers = chain.place.replicas * peer.joined()[0].spec.servers
-    return "at once" if member.out.nbytes >= at_once_bytes(servers) else "in turn"
+    return chain is not None and not chain.acknowledges_at_once and member.out is not None
 
 
 def _payload(peer: Peer, operation: Pushed, member: Member, rows: tuple[RowPush, ...]) -> Payload:
@@ -88,7 +84,7 @@ def _payload(peer: Peer, operation: Pushed, member: Member, rows: tuple[RowPush,
     if chain is None or member.out is None:
         return Payload(rows=rows, push=pushes.take_arrived())
     source = None if chain.acknowledges_at_once else memory_of(operation, member)
-    if operation.lent != "copied":
+    if operation.is_lent:
         tensors = PushTensors(member.out, pushes.arriving.loss_flags.clone())
         return Payload(rows=rows, push=tensors, source=source, is_lent=True)
     pushes.arriving.gradients.copy_(member.out)

@@ -50,7 +50,7 @@ def pull(peer: Peer, header: Header, meta: bytes) -> None:
     except IndexError as error:
         raise Refused(f"places of rows in memory {request.memory}: {error}") from error
     payload = () if target.places is not None else (bytes_of(torch.from_numpy(target.rows)),)
-    peer.reply(encode(pulled), *payload)
+    peer.reply_committed(encode(pulled), *payload)
 
 
 def _read_wanted(

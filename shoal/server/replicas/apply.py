@@ -47,7 +47,9 @@ def _push(host: ModelHost, operation: ops.Pushed, payload: Payload) -> Ack:
             if payload.is_lent:
                 member.pushes.borrow(payload.push)
             else:
-                member.pushes.install(payload.push, recycles=not host.keeps_payloads)
+                # an eventual head may have pushes of this worker that are not sent yet
+                is_needed = host.keeps_payloads or host.may_lose
+                member.pushes.install(payload.push, recycles=not is_needed)
             member.pushes.decompressed = operation.sequence
         try:
             return model.commit(member, operation.sequence, operation.commit, payload.rows)

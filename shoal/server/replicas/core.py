@@ -33,7 +33,7 @@ from shoal.server.model_host import ModelHost
 from shoal.server.protocol.frames import Refused
 from shoal.server.replicas.apply import apply
 from shoal.server.replicas.elsewhere import Elsewhere
-from shoal.server.replicas.memory import LentReturned, Mapped, Release
+from shoal.server.replicas.memory import Mapped
 from shoal.server.replicas.operations import Operation, Pushed
 from shoal.server.replicas.payloads import mapped_memories
 from shoal.server.replicas.peer_link import PeerLink
@@ -59,10 +59,10 @@ class ReplicaCore:
         self.poke: Callable[[], None] = lambda: None  # the keeper is to look at the coordinator
         self.on_applied: Callable[[], None] = lambda: None
         self.applied = 0
-        self.release = Release()
         self.waiters = Waiters()
         self.is_closed = False
         self._on_reset = on_reset
+        self._uncommitted: deque[tuple[int, Operation]] = deque()  # that are applied
         self._unshared: deque[tuple[int, ServedModel, int]] = deque()  # position, log's position
         self._new_node(time.time_ns())
 
@@ -73,11 +73,6 @@ class ReplicaCore:
         self.node.max_weight = MAX_KEPT_BYTES
         founders = tuple(range(place.replicas))
         self.manager = ChainManager(self.node, founders, self.lease)
-
-    @property
-    def released(self) -> int:
-        """Up to here no member reads the memory of workers any more."""
-        return self.release.upto(self.applied, self.node.successor)
 
     def elsewhere(self, reason: str) -> Elsewhere:
         return Elsewhere(self.node.config, f"{self.place.in_words()} {reason}")
@@ -93,7 +88,6 @@ class ReplicaCore:
     def link_up(self, peer: int) -> None:
         with self.changed:
             self.links[peer].post(Mapped(mapped_memories(self.host)))
-            self.release.tell_again()
             self.run(self.node.link_up(peer))
 
     def link_lost(self, peer: int) -> None:
@@ -105,7 +99,6 @@ class ReplicaCore:
         """The keeper has an answer of the coordinator."""
         with self.changed:
             before = self.node.config
-            self.release.tell_again()
             self.run(change(self.manager))
             if self.node.config != before:
                 is_full = len(self.node.config.members) == self.place.replicas
@@ -115,28 +108,29 @@ class ReplicaCore:
     # ------------------------------------------------------------------ effects, under the lock
 
     def run(self, effects: list[Effect]) -> None:
-        """Messages first: others can go on while operations are applied here."""
+        """Messages first: others can go on while operations are applied here.
+
+        A tail acknowledges a push that is lent when it has applied it. The others have by then
+        passed it on and applied it under this lock, before they hear of its commitment: so none of
+        them reads the memory of its worker any more.
+        """
         if len(effects) > 1 and not any(map(_keeps_order, effects)):
             effects = sorted(effects, key=lambda effect: not isinstance(effect, Send))
         for effect in effects:
             self._carry_out(effect)
-        self._note_released()
+        self._note_committed()
         self._share_entries()
         self.changed.notify_all()
 
-    def _note_released(self) -> None:
-        if not self.release.is_pending:
-            return
-        upto = self.released
-        for position in self.release.take(upto):
+    def _note_committed(self) -> None:
+        """Their clients hear of them."""
+        while self._uncommitted and self._uncommitted[0][0] <= self.node.committed:
+            position, operation = self._uncommitted.popleft()
+            pass_push("push.replicated", operation)
             self.waiters.wake(position)
-        predecessor = self.node.predecessor
-        link = None if predecessor is None else self.links.get(predecessor)
-        if link is not None and self.release.is_news(upto):
-            link.post(LentReturned(upto))
 
     def _share_entries(self) -> None:
-        """Eventual: decisions that all members have are for other shards."""
+        """Decisions that all members have are for other shards."""
         while self._unshared and self._unshared[0][0] <= self.node.committed:
             _, model, position = self._unshared.popleft()
             with model.lock:
@@ -151,8 +145,7 @@ class ReplicaCore:
                     effect.message.op.payload.keep()
                 link.post(effect.message)
         elif isinstance(effect, Apply):
-            for entry in effect.entries:
-                self._apply(entry.position, entry.op)
+            self._apply(effect.entry.position, effect.entry.op)
             self.on_applied()
         elif isinstance(effect, Reset):
             self._reset()
@@ -169,7 +162,6 @@ class ReplicaCore:
             self.poke()
 
     def _apply(self, position: int, proposed: Proposed) -> None:
-        pass_push("push.replicated", proposed.operation)
         outcome = Outcome()
         if self.host.keeps_payloads or self.node.is_teaching:
             proposed.payload.keep()
@@ -182,8 +174,7 @@ class ReplicaCore:
         except Exception as error:  # of an optimizer: the same in all replicas
             outcome.error = self._failed(proposed.operation, error)
         self.applied = position
-        if is_released(proposed):
-            self.release.note_lent(position)
+        self._uncommitted.append((position, proposed.operation))
         self._note_unshared(position, proposed.operation)
         pass_push("push.applied", proposed.operation)
         self.waiters.applied(position, outcome)
@@ -205,8 +196,8 @@ class ReplicaCore:
         incarnation = max(time.time_ns(), self.node.incarnation + 1)
         self.waiters.wake_all()
         self._unshared.clear()
+        self._uncommitted.clear()
         self.applied = 0
-        self.release = Release()
         self._new_node(incarnation)
         self._on_reset()
         self.host.clear("this server was removed from its chain")
@@ -229,19 +220,13 @@ def pass_push(name: str, operation: Operation) -> None:
         failpoint(name)
 
 
-def is_released(proposed: Proposed) -> bool:
-    """Whether all members say when they have applied it, beside that they have it."""
-    operation = proposed.operation
-    return isinstance(operation, Pushed) and operation.lent == "at once"
-
-
 def _kept_bytes(proposed: Proposed) -> int:
     return min(proposed.payload.nbytes + _OPERATION_BYTES, MAX_KEPT_BYTES // 4)
 
 
 def _keeps_order(effect: Effect) -> bool:
-    """A snapshot is of this moment. A push that is lent in turn is acknowledged when applied."""
+    """A snapshot is of this moment. A push that is lent is acknowledged when it is applied."""
     if not isinstance(effect, Apply):
         return isinstance(effect, SendSnapshot)
-    operations = (entry.op.operation for entry in effect.entries)
-    return any(isinstance(each, Pushed) and each.lent == "in turn" for each in operations)
+    operation = effect.entry.op.operation
+    return isinstance(operation, Pushed) and operation.is_lent

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -34,10 +34,6 @@ from shoal.server.replicas.place import ReplicaPlace
 
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 MAX_PUSHED_TABLES = 256
-# Whether replicas copy gradients that are in the memory of their worker. If not, the push is
-# acknowledged when each has applied it: one after the other from the tail on, which needs no
-# message more, or all at the same time
-Lent = Literal["copied", "in turn", "at once"]
 
 
 class Joined(WireMessage, frozen=True, tag="joined"):
@@ -59,7 +55,7 @@ class Pushed(WireMessage, frozen=True, tag="pushed"):
     sequence: Count
     commit: Commit
     rows: Annotated[tuple[RowBatch, ...], msgspec.Meta(max_length=MAX_PUSHED_TABLES)] = ()
-    lent: Lent = "copied"
+    is_lent: bool = False  # gradients stay in the memory of their worker: none is to copy them
 
 
 class Decided(WireMessage, frozen=True, tag="decided"):
@@ -208,7 +204,7 @@ class ChainAccess(Protocol):
     def catch_up(self) -> None: ...
     @property
     def acknowledges_at_once(self) -> bool: ...
-    def wait_released(self) -> None: ...
+    def await_committed(self) -> None: ...
     def announce(self) -> None: ...
     def read(self, action: Callable[[], T]) -> T: ...
     def receive_snapshot(

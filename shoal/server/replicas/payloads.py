@@ -82,7 +82,7 @@ def _read_push(
     expected += sum(r.count * (8 + 4 * dim) for r, dim in zip(operation.rows, dims, strict=True))
     if header.payload_bytes != expected:
         raise _misfit(operation, expected, header.payload_bytes)
-    is_lent = operation.lent != "copied" and is_here
+    is_lent = operation.is_lent and is_here
     tensors = pushed_tensors(member, is_lent)
     if not is_here:
         connection.read_into(bytes_of(tensors.gradients))

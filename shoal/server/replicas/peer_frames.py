@@ -7,7 +7,7 @@ from shoal.server.chain.node import ChainNode
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import Header, Refused
 from shoal.server.replicas.core import ReplicaCore, pass_push
-from shoal.server.replicas.memory import LentReturned, Mapped
+from shoal.server.replicas.memory import Mapped
 from shoal.server.replicas.payloads import IN_MEMORY, read_payload
 from shoal.server.replicas.wire import Proposed, decode_message, with_op
 
@@ -24,7 +24,7 @@ class PeerFrames:
         if operation is None:
             if header.payload_bytes:
                 raise Refused(f"{type(message).__name__} has no payload")
-            if isinstance(message, Mapped | LentReturned):
+            if isinstance(message, Mapped):
                 self._hear(sender, message)
             else:
                 self.deliver(sender, message)
@@ -70,16 +70,11 @@ class PeerFrames:
             core.run(effects)
             _pass_message("push.acknowledged", message)
 
-    def _hear(self, sender: int, message: Mapped | LentReturned) -> None:
+    def _hear(self, sender: int, message: Mapped) -> None:
         core = self._core
         with core.changed:
-            if isinstance(message, LentReturned):
-                core.release.heard(sender, message.position)
-                core.run([])
-            elif sender in core.links:
+            if sender in core.links:
                 core.links[sender].mapped = frozenset(message.memories)
-                if not message.memories:
-                    core.release.forget(sender)
 
 
 def _pass_message(name: str, message: ChainMessage) -> None:

@@ -1,6 +1,6 @@
 """Operations of this replica's workers, while it is the head.
 
-handler ── execute ──> node.propose ──> successor … tail ──> Acked ──> apply ──> answer
+handler ── execute ──> node.propose ──> apply, successor … tail ──> Acked ──> answer
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.runtime.waits import waiting
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.state import Fenced, NotHead
 from shoal.server.model.membership import ModelFailure
-from shoal.server.replicas.core import ReplicaCore, is_released, pass_push
+from shoal.server.replicas.core import ReplicaCore, pass_push
 from shoal.server.replicas.operations import EARLY, EMPTY, Operation, Payload
 from shoal.server.replicas.waiters import Waiter
 from shoal.server.replicas.waits import await_change, await_outcome, whom
@@ -54,7 +54,7 @@ class Proposals:
             position, effects = node.propose(proposed)
         except (NotHead, Fenced) as error:
             raise core.elsewhere("is not the head of its chain") from error
-        waiter = core.waiters.add(Waiter(node, position, is_released(proposed)))
+        waiter = core.waiters.add(Waiter(node, position, self._is_eventual))
         pass_push("push.logged", proposed.operation)
         core.run(effects)
         return waiter

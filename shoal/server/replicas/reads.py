@@ -1,6 +1,9 @@
 """What a member may say about its state.
 
-handler ── read ──> what was logged when it arrived is applied; the lease counts
+handler ── read ──> what it has seen is committed; the lease counts
+
+A replica applies what it gets before it is committed. So an answer waits for the commitment of all
+that it may have seen: else the loss of this replica could undo it.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ class Reads:
         self._core = core
 
     def read(self, action: Callable[[], T]) -> T:
-        """What a member reads when all that was logged at this moment is applied.
+        """What a member reads, with all that was logged at this moment; it is committed.
 
-        An eventual one lacks what has not arrived. It is a member still: so it lacks at most
-        what a head may be ahead of its tail.
+        An eventual one does not wait for that, and lacks what has not arrived. It is a member
+        still: so it lacks at most what a head may be ahead of its tail.
         """
         node = self.catch_up()
         result = action()
@@ -44,12 +47,16 @@ class Reads:
             await_change(core, lambda: core.applied >= upto, node)
             return node
 
-    def wait_released(self) -> None:
-        """Wait until no member reads a push that is applied here from its worker's memory."""
+    def await_committed(self) -> None:
+        """Wait until all that has been applied here is committed."""
         core = self._core
         with core.changed:
-            lent = core.release.latest_lent
-            await_change(core, lambda: core.released >= lent, core.node)
+            self._await_committed(core.node)
+
+    def _await_committed(self, node: ChainNode) -> None:
+        if node.consistency == "strong":
+            upto = node.position
+            await_change(self._core, lambda: node.committed >= upto, node)
 
     def confirm(self, node: ChainNode) -> None:
         """What was read under this node was no old value: by the lease, or by asking all members.
@@ -60,6 +67,7 @@ class Reads:
         with core.changed:
             if node is not core.node:
                 raise core.elsewhere("was removed from its chain")
+            self._await_committed(node)
             if core.lease.is_valid(node.epoch, time.monotonic()) and node.is_member:
                 return
             try:

@@ -101,8 +101,8 @@ class ChainRuntime(ReplicaCore):
     def catch_up(self) -> None:
         self.reads.catch_up()
 
-    def wait_released(self) -> None:
-        self.reads.wait_released()
+    def await_committed(self) -> None:
+        self.reads.await_committed()
 
     # ------------------------------------------------------------------ replicas speak
 

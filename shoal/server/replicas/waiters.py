@@ -21,7 +21,7 @@ class Waiter:
 
     node: ChainNode
     position: int
-    is_released: bool  # it waits until all others have applied it, too
+    is_early: bool  # it is answered before it is committed
     outcome: Outcome | None = None
     woken: threading.Lock = field(default_factory=threading.Lock)  # held until it is woken
 
@@ -47,7 +47,7 @@ class Waiters:
         waiter = self._by_position.get(position)
         if waiter is not None:
             waiter.outcome = outcome
-            if not waiter.is_released:
+            if waiter.is_early:
                 self.wake(position)
 
     def wake(self, position: int) -> None:

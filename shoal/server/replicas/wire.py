@@ -8,10 +8,10 @@ import msgspec
 
 from shoal.server.chain.messages import Append, ChainMessage, Teach
 from shoal.server.protocol.frames import Refused
-from shoal.server.replicas.memory import LentReturned, Mapped
+from shoal.server.replicas.memory import Mapped
 from shoal.server.replicas.operations import EMPTY, Operation, Payload
 
-LinkMessage: TypeAlias = ChainMessage | Mapped | LentReturned
+LinkMessage: TypeAlias = ChainMessage | Mapped
 _messages = msgspec.msgpack.Decoder(LinkMessage)
 _operations = msgspec.msgpack.Decoder(Operation)
 

@@ -88,8 +88,12 @@ class ShardSaver:
         spec: ModelSpec,
         number: int,
         snapshot: Callable[[], tuple[Snapshot, dict[int, SavedWorker]]],
+        stays: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Copy the state by `snapshot()`, and write it later; leaves it out if it is behind."""
+        """Copy the state by `snapshot()`, and write it later; leaves it out if it is behind.
+
+        `stays()` waits until no loss of a server undoes what was copied; False if one has.
+        """
         version = version_of(self._folder, number, model)
         name = shard_name(spec.index, spec.servers)
         with self._lock:
@@ -99,6 +103,8 @@ class ShardSaver:
 
             def write() -> None:
                 if (version.path / name).exists():  # by another replica of this shard
+                    return
+                if not stays():
                     return
                 write_durably(
                     version,

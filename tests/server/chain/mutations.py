@@ -140,9 +140,9 @@ class ComesBackAsItself(Replica):
 
 
 class ReadsDirty(Replica):
-    """It does not wait for what was logged when the read arrived."""
+    """It does not wait until what was read is committed."""
 
-    def may_read(self, read: PendingRead) -> bool:
+    def may_show(self, read: PendingRead) -> bool:
         return True
 
 
@@ -181,7 +181,7 @@ MUTATIONS: dict[str, type[Replica]] = {
     "pushes are not deduplicated": replica(state_type=CountsAgain),
     "a snapshot lacks the table of pushes": replica(state_type=SnapshotWithoutTable),
     "a restarted replica is a member at once": ComesBackAsItself,
-    "a dirty replica reads at once": ReadsDirty,
+    "a read shows what is not committed": ReadsDirty,
     "reads need no lease": ReadsAlone,
     "an answer that was lost is not asked for again": AsksOnce,
     "a member that leaves keeps its lease": replica(manager_type=LeavesWithItsLease),

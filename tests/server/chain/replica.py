@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shoal.server.chain.config import Entry
 from shoal.server.chain.manager import ChainManager, Fetch, Swap
 from shoal.server.chain.messages import (
     Apply,
@@ -40,8 +42,9 @@ class PendingRead:
 
     key: int
     answer: Answer
-    position: int  # logged when it arrived
     value: int | None = None
+    upto: int = 0  # applied when it was read
+    is_checked: bool = False  # its thread goes on
     round: int | None = None
 
 
@@ -84,7 +87,8 @@ class Replica:
         self.is_asking = False
         self.waiting: dict[int, Answer] = {}
         self.reads: list[PendingRead] = []
-        self.acks: list[tuple[int, Answer]] = []  # eventual, without a lease
+        self.acks: list[tuple[int, Answer]] = []  # for what is applied and not committed
+        self.uncommitted: deque[tuple[Entry, bool]] = deque()  # applied; whether it counted
 
     # ------------------------------------------------------------------ the coordinator
 
@@ -190,7 +194,7 @@ class Replica:
             if isinstance(effect, Send):
                 self.world.network.send(self.me, effect.to, effect.message)
             elif isinstance(effect, Apply):
-                self.apply(effect)
+                self.apply(effect.entry)
             elif isinstance(effect, Reset):
                 self.start_again()
                 return
@@ -201,7 +205,12 @@ class Replica:
             elif isinstance(effect, Disconnect):
                 self.world.given_up += 1
                 self.world.network.break_link(self.me, effect.to)
+        self.note_committed()
         self.advance_waiting()
+
+    def note_committed(self) -> None:
+        while self.uncommitted and self.uncommitted[0][0].position <= self.node.committed:
+            self.world.committed(self, *self.uncommitted.popleft())
 
     def start_again(self) -> None:
         for answer in [*self.waiting.values(), *(a for _, a in self.acks)]:
@@ -217,13 +226,12 @@ class Replica:
             self.state = state
             self.do(self.node.install(position))
 
-    def apply(self, effect: Apply) -> None:
-        for entry in effect.entries:
-            is_counted = self.state.apply(entry.op)
-            self.world.applied(self, entry, is_counted)
-            answer = self.waiting.pop(entry.position, None)
-            if answer is not None:
-                self.acknowledge(entry.position, answer, is_counted)
+    def apply(self, entry: Entry) -> None:
+        is_counted = self.state.apply(entry.op)
+        self.uncommitted.append((entry, is_counted))
+        answer = self.waiting.pop(entry.position, None)
+        if answer is not None:
+            self.acknowledge(entry.position, answer, is_counted)
 
     # ------------------------------------------------------------------ clients
 
@@ -238,9 +246,10 @@ class Replica:
             self.do(effects)
 
     def acknowledge(self, position: int, answer: Answer, is_counted: bool) -> None:
-        if not is_counted:
+        is_eventual = self.node.consistency == "eventual"
+        if is_eventual and not is_counted:
             answer("resume")
-        elif self.node.consistency == "strong" or self.is_leased:
+        elif is_eventual and self.is_leased:
             self.world.acknowledged(self)
             answer(True)
         else:
@@ -255,15 +264,20 @@ class Replica:
         if not self.node.is_member:
             answer(self.node.config.head)
             return
-        self.reads.append(PendingRead(key, answer, self.node.position))
+        self.reads.append(PendingRead(key, answer))
         self.advance_waiting()
 
     def advance_waiting(self) -> None:
         for read in list(self.reads):
-            if read.value is None and self.may_read(read):
+            if read not in self.reads:
+                continue
+            if read.value is None:
                 read.value = self.state.sums[read.key]
+                read.upto = self.node.position
                 # a thread may be stopped between the two
                 self.process.after(self.world.loop.soon(MESSAGE_S / 4), self.check, read)
+            elif read.is_checked and read.round is None and self.may_show(read):
+                self.confirm(read)
             elif read.round is not None and self.node.is_confirmed(read.round):
                 self.finish(read)
         for position, answer in list(self.acks):
@@ -272,12 +286,16 @@ class Replica:
                 self.world.acknowledged(self)
                 answer(True)
 
-    def may_read(self, read: PendingRead) -> bool:
-        return self.node.applied >= read.position
+    def may_show(self, read: PendingRead) -> bool:
+        """Whether all that it has seen is committed."""
+        return self.node.consistency == "eventual" or self.node.committed >= read.upto
 
     def check(self, read: PendingRead) -> None:
-        if read not in self.reads:
-            return
+        if read in self.reads:
+            read.is_checked = True
+            self.advance_waiting()
+
+    def confirm(self, read: PendingRead) -> None:
         if self.is_leased:
             self.finish(read)
         else:

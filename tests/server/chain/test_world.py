@@ -35,7 +35,7 @@ class Compared(Replica):
         super().do(effects)
         members = [r.node for r in self.world.replicas if r.node.is_member]
         for head in (node for node in members if node.is_head):
-            applied = min(node.applied for node in members if node.epoch == head.epoch)
+            applied = min(node.position for node in members if node.epoch == head.epoch)
             self.lags.add(head.position - applied)
             if head.position - applied > state.MAX_LAG:
                 raise Broken(f"a copy lacks {head.position - applied} operations of its head")

@@ -26,7 +26,7 @@ class Wire:
             if isinstance(effect, Send):
                 self._queue.append((me, effect))
             elif isinstance(effect, Apply):
-                self.states[me] += [entry.op for entry in effect.entries]
+                self.states[me].append(effect.entry.op)
             elif isinstance(effect, ChangeConfig):
                 self.asked.append(effect.config)
             elif isinstance(effect, SendSnapshot):

@@ -47,7 +47,7 @@ class World:
         self.replicas = [replica_type(self, number) for number in range(self.replica_count)]
         self.pushes: dict[Push, tuple[float, float]] = {}
         self.reads: dict[int, list[Observed]] = {0: [], 1: []}
-        self.log: dict[int, Any] = {}  # what was applied at each position
+        self.log: dict[int, Any] = {}  # what was committed at each position
         self.heads: dict[int, int] = {}  # who acknowledged in each epoch
         self.is_calm = False
         self._wire()
@@ -110,14 +110,14 @@ class World:
 
     # ------------------------------------------------------------------ what is promised
 
-    def applied(self, replica: Replica, entry: Entry, is_counted: bool) -> None:
+    def committed(self, replica: Replica, entry: Entry, is_counted: bool) -> None:
         if self.consistency == "eventual":
             return
         known = self.log.setdefault(entry.position, entry.op)
         if known != entry.op:
-            raise Broken(f"replica {replica.me} applies {entry}; another has applied {known}")
+            raise Broken(f"replica {replica.me} commits {entry}; another has committed {known}")
         if not is_counted:
-            raise Broken(f"{entry.op} is applied, but not the one before it")
+            raise Broken(f"{entry.op} is committed, but not the one before it")
 
     def acknowledged(self, replica: Replica) -> None:
         epoch = replica.node.epoch

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.handlers import push
 from shoal.server.model.named_optimizer import classes, step_without_hooks
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused
 from shoal.server.protocol.messages import Commit
-from shoal.server.replicas.memory import Release, at_once_bytes
 from shoal.server.replicas.operations import Pushed
 from shoal.server.replicas.payloads import IN_MEMORY, read_payload
 from tests.server.helpers import MODEL
@@ -25,23 +22,7 @@ ASYNC = Rule(1, asynchronous=True)
 ELEMENTWISE = ("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop")
 
 
-@pytest.fixture(params=["in turn", "at once"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """How replicas apply a push; large ones at once."""
-    limit = 0 if request.param == "at once" else 1 << 40
-    monkeypatch.setattr(push, "at_once_bytes", lambda servers: limit)
-    yield request.param
-
-
-@pytest.mark.parametrize(("cores", "limit"), [(2, 4 << 20), (5, 4 << 20), (6, 256 << 10)])
-def test_small_pushes_are_applied_at_once_where_servers_have_cores_of_their_own(
-    cores: int, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.server.replicas.memory.cores", lambda: cores)
-    assert at_once_bytes.__wrapped__(servers=3) == limit
-
-
-def test_gradients_do_not_travel_along_the_chain(way: str) -> None:
+def test_gradients_do_not_travel_along_the_chain() -> None:
     with world() as made:
         client = made.client(0, ASYNC)
         push_one_hot(client, 0, 0)
@@ -51,7 +32,7 @@ def test_gradients_do_not_travel_along_the_chain(way: str) -> None:
         client.close()
 
 
-def test_a_push_is_overwritten_only_when_all_have_it(way: str) -> None:
+def test_a_push_is_overwritten_only_when_all_have_it() -> None:
     """`push_one_hot` overwrites the memory at once: each copy would differ."""
     with world() as made:
         client = made.client(0, ASYNC)
@@ -64,7 +45,7 @@ def test_a_push_is_overwritten_only_when_all_have_it(way: str) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_lent_pushes_survive_the_loss_of_a_replica(place: int, way: str) -> None:
+def test_lent_pushes_survive_the_loss_of_a_replica(place: int) -> None:
     with world() as made:
         client = made.client(0, ASYNC)
         push_one_hot(client, 0, 0)
@@ -77,7 +58,7 @@ def test_lent_pushes_survive_the_loss_of_a_replica(place: int, way: str) -> None
         client.close()
 
 
-def test_a_replica_that_comes_back_learns_lent_pushes(way: str) -> None:
+def test_a_replica_that_comes_back_learns_lent_pushes() -> None:
     with world(replicas=2) as made:
         client = made.client(0, ASYNC)
         push_one_hot(client, 0, 0)
@@ -96,7 +77,7 @@ def test_a_replica_that_comes_back_learns_lent_pushes(way: str) -> None:
 
 
 @pytest.mark.parametrize("rule", [Rule(2), Rule(2, quorum=2)], ids=["synchronous", "quorum"])
-def test_a_push_that_waits_for_others_is_kept(rule: Rule, way: str) -> None:
+def test_a_push_that_waits_for_others_is_kept(rule: Rule) -> None:
     """Worker 0 overwrites its memory while its push waits for that of worker 1."""
     with world() as made:
         first, second = joined(made, rule)
@@ -151,7 +132,7 @@ def test_gradients_in_memory_that_is_not_mapped_are_refused() -> None:
         push_one_hot(client, 0, 0)
         host = made.servers[0, 1].host
         member = host.models[MODEL].membership.members[0]
-        operation = Pushed(MODEL, 0, member.incarnation, 2, Commit(1, 0, 1.0), (), "in turn")
+        operation = Pushed(MODEL, 0, member.incarnation, 2, Commit(1, 0, 1.0), (), True)
         header = Header(FrameKind.CHAIN, argument=IN_MEMORY)
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -162,32 +143,3 @@ def test_gradients_in_memory_that_is_not_mapped_are_refused() -> None:
             with pytest.raises(Refused, match="shares no memory"):
                 read_payload(host, operation, Connection(theirs), header)
         client.close()
-
-
-def test_a_release_needs_the_successor_and_is_sent_once() -> None:
-    release = Release()
-    release.note_lent(3)
-    assert release.take(release.upto(3, successor=1)) == []
-    assert not release.is_news(0)
-    release.heard(1, 5)
-    assert release.upto(3, successor=1) == 3
-    assert release.take(3) == [3]
-    assert release.is_news(3)
-    assert not release.is_news(3)
-    release.tell_again()
-    assert release.is_news(3)
-
-
-def test_a_tail_releases_what_it_has_applied() -> None:
-    release = Release()
-    release.note_lent(1)
-    release.note_lent(2)
-    assert release.take(release.upto(1, successor=None)) == [1]
-    assert release.take(release.upto(2, successor=None)) == [2]
-
-
-def test_what_a_replica_has_said_in_an_earlier_life_is_forgotten() -> None:
-    release = Release()
-    release.heard(2, 9)
-    release.forget(2)
-    assert release.upto(9, successor=2) == 0
