@@ -9,7 +9,7 @@ from typing import cast
 import typer
 
 from shoal import __version__
-from shoal.commands import bench, cluster, collectives, keys, pipeline, trace
+from shoal.commands import bench, cluster, collectives, keys, lab, pipeline, trace
 from shoal.commands.compare import compare
 from shoal.commands.default_group import DEFAULT, DefaultGroup
 from shoal.commands.join import join
@@ -55,6 +55,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(collectives.app, name="collectives")
 app.add_typer(keys.app, name="keys")
+app.add_typer(lab.app, name="lab")
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(trace.app, name="trace")
 

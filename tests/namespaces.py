@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import subprocess
@@ -13,8 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
+from shoal.lab import namespaces
+from shoal.lab.namespaces import CableEnd, Namespace, NetworkError, join, removed_at_end
+
 T = TypeVar("T")
-_CLONE_NEWNET = 0x40000000
 _ETH_P_ALL = 3
 
 
@@ -26,10 +27,23 @@ class Host:
     address: str
     device: str
 
+    @property
+    def namespace(self) -> Namespace:
+        return Namespace(self.name)
+
+    @property
+    def end(self) -> CableEnd:
+        return CableEnd(self.namespace, self.device)
+
+    def set_up(self) -> None:
+        """Once there is a cable."""
+        self.namespace.set_address(self.device, self.address, 24)
+        self.end.up()
+
     def run(self, command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
         """Start a program on this host; its output comes as text."""
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.name, *command],
+            self.namespace.command(command),
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -39,59 +53,40 @@ class Host:
 
     def call(self, function: Callable[[], T]) -> T:
         """What `function` returns in a thread whose sockets are those of this host."""
-        results: list[T] = []
-        thread = threading.Thread(target=lambda: results.append(self._inside(function)))
-        thread.start()
-        thread.join()
-        return results[0]
+        return self.namespace.call(function)
 
     def enter(self) -> None:
         """From now on sockets of this thread, and of those that it starts, are of this host."""
-        with open(f"/run/netns/{self.name}") as namespace:
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
-
-    def _inside(self, function: Callable[[], T]) -> T:
-        self.enter()
-        return function()
+        self.namespace.enter()
 
 
 @cache
 def why_not() -> str:
     """Why there cannot be namespaces here; empty if there can."""
-    if not hasattr(socket, "AF_PACKET") or os.geteuid() != 0:
-        return "network namespaces need Linux and root"
+    reason = namespaces.why_not()
+    if reason:
+        return reason
     try:
         with two_hosts():
             return ""
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", "") or error
-        return f"no network namespaces here: {str(reason).strip()}"
+    except (OSError, NetworkError) as error:
+        return f"no network namespaces here: {error}"
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     number = os.getpid() % 100_000
-    hosts = [
+    first, second = (
         Host(f"shoal{number}{end}", f"10.77.0.{index}", f"sh{number}{end}")
         for index, end in enumerate("ab", start=1)
-    ]
-    try:
-        for host in hosts:
-            _ip("netns", "add", host.name)
-        first, second = hosts
-        _ip("link", "add", first.device, "netns", first.name, "type", "veth",
-            "peer", "name", second.device, "netns", second.name)  # fmt: skip
-        for host in hosts:
-            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.device)
-            _ip("-n", host.name, "link", "set", host.device, "up")
-            _ip("-n", host.name, "link", "set", "lo", "up")
+    )
+    with removed_at_end([first.namespace, second.namespace]):
+        for host in (first, second):
+            host.namespace.add()
+        join(first.end, second.end)
+        for host in (first, second):
+            host.set_up()
         yield first, second
-    finally:
-        for host in hosts:
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", host.name)
 
 
 class Lan:
@@ -129,21 +124,21 @@ class Lan:
 
     def _point(self, sender: int, to: int, hardware: str) -> None:
         source, target = self.hosts[sender], self.hosts[to]
-        _ip("-n", source.name, "neighbor", "replace", target.address, "lladdr", hardware,
-            "dev", source.device, "nud", "permanent")  # fmt: skip
+        source.namespace.ip(
+            *("neighbor", "replace", target.address, "lladdr", hardware),
+            *("dev", source.device, "nud", "permanent"),
+        )
 
 
 @contextmanager
 def lan(count: int) -> Iterator[Lan]:
     number = os.getpid() % 100_000
-    switch = f"shoal{number}switch"
+    switch = Namespace(f"shoal{number}switch")
     hosts = [
         Host(f"shoal{number}h{i}", f"10.77.1.{i + 1}", f"sh{number}h{i}") for i in range(count)
     ]
-    try:
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
+    with removed_at_end([switch, *(host.namespace for host in hosts)]):
+        switch.make_switch()
         for index, host in enumerate(hosts):
             _plug_in(switch, host, index)
         made = Lan(hosts)
@@ -151,30 +146,19 @@ def lan(count: int) -> Iterator[Lan]:
             for to in range(count):
                 made._point(sender, to, _hardware(to))
         yield made
-    finally:
-        for name in (switch, *(host.name for host in hosts)):
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", name)
 
 
-def _plug_in(switch: str, host: Host, index: int) -> None:
-    port = f"port{index}"
-    _ip("netns", "add", host.name)
-    _ip("link", "add", host.device, "netns", host.name, "address", _hardware(index),
-        "type", "veth", "peer", "name", port, "netns", switch)  # fmt: skip
-    _ip("-n", switch, "link", "set", port, "master", "bridge")
-    _ip("-n", switch, "link", "set", port, "up")
-    _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.device)
-    _ip("-n", host.name, "link", "set", host.device, "up")
-    _ip("-n", host.name, "link", "set", "lo", "up")
+def _plug_in(switch: Namespace, host: Host, index: int) -> None:
+    port = CableEnd(switch, f"port{index}")
+    host.namespace.add()
+    join(host.end, port, hardware=_hardware(index))
+    port.attach()
+    port.up()
+    host.set_up()
 
 
 def _hardware(index: int) -> str:
     return f"02:00:00:00:00:{index + 1:02x}"
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
 
 
 class Sniffer:

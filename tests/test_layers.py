@@ -26,6 +26,7 @@ LAYERS = [
     ["embedding.module"],
     ["sync"],
     ["launch"],
+    ["lab"],
     ["calibration"],
     ["data", "train"],
     ["observe.throughput", "observe.progress", "observe.loss_watch"],

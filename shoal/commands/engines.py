@@ -11,8 +11,15 @@ from collections.abc import Callable
 from shoal.errors import BadInput
 from shoal.launch.machines import Machines
 
-# by name; called with ADDRESS, which is empty without one
-ENGINES: dict[str, Callable[[str], Machines]] = {}
+
+def _lab(address: str) -> Machines:
+    from shoal.lab.machines import LabMachines  # each engine is loaded only where it is used
+
+    return LabMachines(address or None)
+
+
+# called with ADDRESS, which is empty without one
+ENGINES: dict[str, Callable[[str], Machines]] = {"lab": _lab}
 
 
 def check_engine(text: str) -> None:

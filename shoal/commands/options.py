@@ -13,9 +13,8 @@ On = Annotated[
     str | None,
     typer.Option(
         metavar="ENGINE",
-        help="Run on hosts that an engine lends.",
+        help="Run on hosts that an engine lends: lab or lab://NAME (see shoal lab).",
         show_default="this host",
-        hidden=True,
     ),
 ]
 Strategy = Annotated[

@@ -1,0 +1,153 @@
+"""`shoal lab`: hosts, switches and shaped links on this machine, in network namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.drawing import draw_cluster
+from shoal.cluster.presets import load_cluster
+from shoal.cluster.units import show_rate
+from shoal.commands import options
+from shoal.commands.cluster import document
+from shoal.commands.output import wide_console
+from shoal.errors import BadInput
+from shoal.lab.design import MTU, LabDesign, parse_rate
+from shoal.lab.lab import Lab, build_lab, find_lab, known_labs, remove_lab
+from shoal.lab.namespaces import require
+from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles
+
+app = typer.Typer(
+    help="A lab: hosts, switches and shaped links in network namespaces of this machine.",
+    no_args_is_help=True,
+)
+_NAME_OF_LAB = "Which lab, where there are several."
+LabName = Annotated[str | None, typer.Argument(metavar="NAME", help=_NAME_OF_LAB)]
+
+
+@app.command()
+def up(
+    hosts: Annotated[int, typer.Option(min=1, help="Number of hosts.")] = 4,
+    racks: Annotated[int, typer.Option(min=1, help="Number of racks they are in.")] = 1,
+    link: Annotated[
+        str, typer.Option(help="Rate of the link of a host, each way, as 1Gb/s or 100MB/s.")
+    ] = "1Gb/s",
+    oversubscription: Annotated[
+        float, typer.Option(min=1, help="Of the uplinks of racks: 4 for 1:4.")
+    ] = 1.0,
+    mtu: Annotated[int, typer.Option(help="Largest packet of a link, in bytes.")] = MTU,
+    workers_per_host: Annotated[
+        int, typer.Option(min=1, max=64, help="Devices of a host in the cluster file.")
+    ] = 1,
+    name: Annotated[str, typer.Option(help="Name of the lab.")] = DEFAULT_LAB,
+    as_json: options.Json = False,
+) -> None:
+    """Build a lab. Needs root; `shoal lab down` removes it."""
+    rate = parse_rate(link)
+    design = LabDesign(name, hosts, racks, rate, oversubscription, mtu, workers_per_host)
+    _show(build_lab(design), as_json)
+    if not as_json:
+        on = "lab" if name == DEFAULT_LAB else f"lab://{name}"
+        typer.echo(f"\nRun on it: shoal run --on {on} -n {hosts} SCRIPT; remove it: shoal lab down")
+
+
+@app.command()
+def show(name: LabName = None, as_json: options.Json = False) -> None:
+    """Draw a lab with the bandwidth of every level, and list its hosts."""
+    _show(find_lab(name), as_json)
+
+
+@app.command()
+def down(
+    name: LabName = None,
+    remove_all: Annotated[bool, typer.Option("--all", help="Remove all labs.")] = False,
+) -> None:
+    """Remove a lab, and what a killed `shoal lab up` has left; processes in it are killed."""
+    if name is not None and remove_all:
+        raise BadInput("shoal lab down takes a name or --all, not both")
+    require()
+    names = known_labs() if remove_all else [_one_to_remove(name)]
+    for one in names:
+        ended = remove_lab(one)
+        processes = "" if not ended else f"; {ended} processes in it were killed"
+        typer.echo(f"lab {one} is removed{processes}")
+    if not names:
+        typer.echo("there is no lab")
+
+
+@app.command("exec", context_settings={"ignore_unknown_options": True})
+def execute(
+    host: Annotated[str, typer.Argument(metavar="HOST", help="h0, h1, …")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND")],
+    name: Annotated[str | None, typer.Option(help=_NAME_OF_LAB)] = None,
+) -> None:
+    """Run a command on one host of a lab."""
+    namespace = find_lab(name).host(host).namespace
+    require()
+    words = namespace.command(command)
+    sys.stdout.flush()
+    os.execvp(words[0], words)
+
+
+def _one_to_remove(name: str | None) -> str:
+    known = known_labs()
+    wanted = name or (known[0] if len(known) == 1 else DEFAULT_LAB)
+    if wanted in known:
+        return wanted
+    if name is None and known:
+        raise BadInput(f"there are several labs: name one of {', '.join(known)}, or give --all")
+    raise BadInput(f"there is no lab {wanted!r}")
+
+
+def _show(lab: Lab, as_json: bool) -> None:
+    files = LabFiles(lab.design.name)
+    cluster = load_cluster(files.cluster)
+    if as_json:
+        typer.echo(json.dumps(_document(lab, cluster)))
+        return
+    console = wide_console()
+    draw_cluster(cluster, console)
+    console.print()
+    for host in lab.hosts:
+        rack = f"rack {host.rack}" if lab.design.racks > 1 else "the switch"
+        console.print(f"{host.name:4} {host.address:12} at {rack}", soft_wrap=True)
+    console.print(f"MTU {lab.design.mtu}: {_payload(lab)}", soft_wrap=True)
+    console.print(f"Cluster file: {files.cluster} (--cluster {_cluster_name(lab)})", soft_wrap=True)
+
+
+def _payload(lab: Lab) -> str:
+    design = lab.design
+    rate = show_rate(design.link_bytes_per_s * design.efficiency)
+    return f"{design.efficiency:.1%} of a link is payload of TCP, {rate}; the rest is headers."
+
+
+def _cluster_name(lab: Lab) -> str:
+    name = lab.design.name
+    return "lab" if name == DEFAULT_LAB else f"lab://{name}"
+
+
+def _document(lab: Lab, cluster: Cluster) -> dict[str, Any]:
+    design = lab.design
+    return {
+        "name": design.name,
+        "mtu": design.mtu,
+        "link_bytes_per_s": design.link_bytes_per_s,
+        "uplink_bytes_per_s": design.uplink_bytes_per_s if design.racks > 1 else None,
+        "hosts": [
+            {
+                "name": host.name,
+                "address": host.address,
+                "rack": host.rack,
+                "namespace": host.namespace.name,
+                "device": host.device,
+            }
+            for host in lab.hosts
+        ],
+        "cluster_file": str(LabFiles(design.name).cluster),
+        "cluster": document(cluster),
+    }

@@ -1,0 +1,177 @@
+"""A lab: built, described, removed.
+
+    shoal.lab.h0 … h3     a namespace for each host: eth0 at 10.77.0.1 …
+    shoal.lab.rack0 …     a switch for each rack: ports h0, h1, and `uplink` to the spine
+    shoal.lab.spine       a switch with a port for each rack
+
+Names of namespaces carry the name of the lab. So `remove_lab` finds all of them, also where the
+process that built them was killed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.cluster.toml_writer import cluster_text
+from shoal.errors import BadInput
+from shoal.lab.design import LabDesign, check_name
+from shoal.lab.namespaces import (
+    CableEnd,
+    Namespace,
+    NetworkError,
+    join,
+    namespaces_of,
+    remove,
+    require,
+)
+from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles, lab_names
+
+_PREFIX = "shoal."
+_BITS = 16
+_DEVICE = "eth0"
+
+
+@dataclass(frozen=True)
+class LabHost:
+    name: str  # h0
+    address: str
+    rack: int
+    namespace: Namespace
+    device: str = _DEVICE
+
+
+@dataclass(frozen=True)
+class Lab:
+    design: LabDesign
+
+    @property
+    def hosts(self) -> list[LabHost]:
+        return [self._host(number) for number in range(self.design.hosts)]
+
+    def _host(self, number: int) -> LabHost:
+        rack, index = divmod(number, self.design.hosts_per_rack)
+        name = f"h{number}"
+        return LabHost(name, f"10.77.{rack}.{index + 1}", rack, self._at(name))
+
+    @property
+    def switches(self) -> list[Namespace]:
+        """Of the racks, in order."""
+        return [self._at(f"rack{i}") for i in range(self.design.racks)]
+
+    @property
+    def spine(self) -> Namespace:
+        return self._at("spine")
+
+    def _at(self, place: str) -> Namespace:
+        return Namespace(f"{_PREFIX}{self.design.name}.{place}")
+
+    def host(self, name: str) -> LabHost:
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        last = self.design.hosts - 1
+        raise BadInput(f"lab {self.design.name} has no host {name!r}: it has h0 … h{last}")
+
+    def build(self) -> None:
+        """All or nothing, unless this process is killed."""
+        design = self.design
+        for switch in self.switches:
+            switch.make_switch(design.mtu)
+        if design.racks > 1:
+            self.spine.make_switch(design.mtu)
+            for number, switch in enumerate(self.switches):
+                up = CableEnd(switch, "uplink")
+                down = CableEnd(self.spine, f"rack{number}")
+                self._connect(up, down, design.uplink_bytes_per_s)
+                up.attach()
+                down.attach()
+        for host in self.hosts:
+            host.namespace.add()
+            end = CableEnd(host.namespace, host.device)
+            port = CableEnd(self.switches[host.rack], host.name)
+            self._connect(end, port, design.link_bytes_per_s)
+            port.attach()
+            host.namespace.set_address(host.device, host.address, _BITS)
+            host.namespace.write_hosts({one.name: one.address for one in self.hosts})
+
+    def _connect(self, one: CableEnd, other: CableEnd, bytes_per_s: float) -> None:
+        """Shaped in both directions."""
+        join(one, other, self.design.mtu)
+        for end in (one, other):
+            end.shape(self.design.counted(bytes_per_s))
+            end.up()
+
+
+def build_lab(design: LabDesign) -> Lab:
+    """BadInput where it cannot be built; then nothing is left of it."""
+    design.check()
+    require()
+    files = LabFiles(design.name)
+    if not files.claim(asdict(design)):
+        raise BadInput((_there_already if files.is_complete else _left)(design.name))
+    lab = Lab(design)
+    try:
+        remove(namespaces_of(f"{_PREFIX}{design.name}."))  # of a lab whose files are gone
+        lab.build()
+        files.complete(cluster_text(design.cluster()))
+    except NetworkError as error:
+        remove_lab(design.name)
+        raise BadInput(f"this machine cannot have a lab: {error}") from error
+    except BaseException:
+        remove_lab(design.name)
+        raise
+    return lab
+
+
+def find_lab(name: str | None = None) -> Lab:
+    """A complete lab; without a name the one that there is."""
+    if name is None:
+        names = lab_names()
+        if len(names) > 1 and DEFAULT_LAB not in names:
+            raise BadInput(f"there are several labs: name one of {', '.join(names)}")
+        name = names[0] if len(names) == 1 else DEFAULT_LAB
+    check_name(name)
+    files = LabFiles(name)
+    document = files.read()
+    if document is None and not files.exist():
+        raise BadInput(f"there is no lab {name!r}: shoal lab up --name {name} builds one")
+    design = None if document is None else _design(document)
+    if design is None or not files.is_complete or not Lab(design).hosts[-1].namespace.exists():
+        raise BadInput(_left(name))
+    return Lab(design)
+
+
+def remove_lab(name: str) -> int:
+    """Whatever there is of it; returns how many processes were ended."""
+    check_name(name)
+    ended = remove(namespaces_of(f"{_PREFIX}{name}."))
+    LabFiles(name).remove()
+    return ended
+
+
+def known_labs() -> list[str]:
+    """All of which there is something."""
+    made = [namespace.name.split(".") for namespace in namespaces_of(_PREFIX)]
+    return sorted({*lab_names(), *(words[1] for words in made if len(words) == 3)})
+
+
+def lab_exists(name: str) -> bool:
+    return name in known_labs()
+
+
+def _design(document: dict[str, Any]) -> LabDesign | None:
+    try:
+        design = LabDesign(**document)
+        design.check()
+    except (TypeError, BadInput):
+        return None
+    return design
+
+
+def _there_already(name: str) -> str:
+    return f"there is a lab {name!r} already: remove it with shoal lab down {name}, or give --name"
+
+
+def _left(name: str) -> str:
+    return f"lab {name!r} is not complete: remove what is left of it with shoal lab down {name}"

@@ -1,0 +1,52 @@
+"""The hosts of a lab, for `--on lab`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from shoal.lab.lab import find_lab
+from shoal.lab.namespaces import require
+from shoal.launch.host_process import HostProcess
+from shoal.launch.machines import Machine
+from shoal.runtime.cores import cores
+
+
+class LabMachines:
+    """Workers are spread over all hosts, which share the cores of this machine."""
+
+    is_private = True
+
+    def __init__(self, name: str | None = None):
+        """BadInput where there is no such lab, or this user cannot enter it."""
+        self._lab = find_lab(name)
+        require()
+        self._started: list[HostProcess] = []
+
+    def hosts(self, workers: int) -> Sequence[Machine]:
+        hosts = self._lab.hosts
+        share = max(1, cores() // len(hosts))
+        each, more = divmod(workers, len(hosts))
+        return [
+            Machine(host.name, host.address, each + (number < more), share)
+            for number, host in enumerate(hosts)
+        ]
+
+    def start(
+        self,
+        machine: Machine,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        given: bytes,
+        on_line: Callable[[str], None],
+    ) -> HostProcess:
+        inside = self._lab.host(machine.name).namespace.command(command)
+        process = HostProcess(inside, environ, given, on_line)
+        self._started.append(process)
+        return process
+
+    def __enter__(self) -> LabMachines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            process.kill()
