@@ -74,6 +74,7 @@ class Cluster:
             **os.environ,
             "SHOAL_STRATEGY": strategy,
             "SHOAL_SECRET": self.secret.hex(),
+            "SHOAL_TRUSTED_NETWORK": "1",  # for Gloo
             "SHOAL_HOST": host.address,
             "SHOAL_HOST_ID": host.name,
             "SHOAL_TLS_CERT": str(self.cert),
@@ -99,6 +100,17 @@ class Cluster:
             )
             for rank, host in enumerate(self.hosts)
         ]
+
+
+def start_rank(
+    cluster: Cluster, rank: int, port: int, strategy: str = "ddp", **changes: str
+) -> subprocess.Popen[str]:
+    """One rank of two, by the four plain variables: rank 0 listens at MASTER_PORT."""
+    host = cluster.hosts[rank]
+    four = {"WORLD_SIZE": "2", "MASTER_ADDR": cluster.hosts[0].address, "MASTER_PORT": str(port)}
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank)}
+    environ = {**cluster.environment(host, port, strategy), **four, **local, **changes}
+    return host.run([sys.executable, str(cluster.script)], environ)
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> Ended:

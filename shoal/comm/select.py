@@ -28,6 +28,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch, join_world, limit_operations
 from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
+from shoal.comm.guarded_store.meet import meet_at, move_to_own_service
 from shoal.runtime.config import gloo_on_loopback
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
@@ -56,6 +57,17 @@ class GroupSpec:
     run_dir: RunDir | None = None  # where the last operations are written after a failure
     secret: bytes | None = field(default=None, repr=False)  # proves what is in the store
     is_one_host: bool = False  # all ranks are: Gloo then listens at loopback only
+    hostname: str | None = None  # by which other ranks reach this one
+
+    @property
+    def owns_rendezvous(self) -> bool:
+        """Whether ranks meet in a service of rank 0, which is not torch's.
+
+        A network that is trusted and has no key, and NCCL, whose threads call stores from C++ until
+        the end of the process, take torch's.
+        """
+        is_ours = self.backend == "gloo" and self.init_method.startswith("tcp://")
+        return is_ours and (self.secret is not None or self.is_one_host)
 
 
 @contextmanager
@@ -65,13 +77,22 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
     stores: list[Store] = []  # torch does not keep a store that is written in Python
 
     def protect(store: Store, rank: int, size: int) -> Store:
-        if spec.backend == "gloo" and not spec.init_method.startswith("file://"):
-            stores.append(authenticated(store, spec.secret, rank, size))
-            return stores[0]
-        return own_generation(store, rank, size)
+        if spec.owns_rendezvous or spec.backend != "gloo" or spec.init_method.startswith("file:"):
+            return own_generation(store, rank, size)
+        stores.append(authenticated(store, spec.secret, rank, size))
+        if spec.secret is not None and spec.hostname is not None and not spec.is_one_host:
+            stores.append(move_to_own_service(stores[0], rank, spec.secret, spec.hostname))
+            return own_generation(PrefixStore(spec.name, stores[1]), rank, size)
+        return stores[0]
 
+    def meet() -> Store:
+        stores.append(meet_at(spec.init_method, spec.rank, spec.secret, spec.is_one_host))
+        return stores[0]
+
+    own_store = meet if spec.owns_rendezvous else None
+    where = (spec.init_method, spec.rank, spec.size, spec.backend, spec.name)
     with gloo_on_loopback(spec.is_one_host):
-        world = join_world(spec.init_method, spec.rank, spec.size, spec.backend, spec.name, protect)
+        world = join_world(*where, protect, own_store)
         if is_ours and spec.timeout_s != DEFAULT_TIMEOUT_S:
             limit_operations(world, spec.timeout_s)
         group = Group(_open_shared(spec, world) or _over_torch(spec, world))

@@ -3,7 +3,7 @@
     launcher   writes rank and size to         rendezvous of the ranks
     shoal      SHOAL_RANK ...                  a file in the run directory: no ports at all
     torchrun   RANK, WORLD_SIZE ...            env:// (MASTER_ADDR, MASTER_PORT, agent store)
-    a script   the same four, by hand          env://
+    a script   the same four, by hand          MASTER_ADDR:MASTER_PORT, where rank 0 listens
     openmpi    OMPI_COMM_WORLD_RANK ...        MASTER_ADDR if given, else a file on this host
     slurm      SLURM_PROCID ...                a port of the step's first host
 
@@ -71,15 +71,17 @@ def _shoal(config: RunConfig) -> Placement:
 
 
 def _torchrun(environ: Environ) -> Placement:
-    host, _ = _master(environ)  # torch reads it later; a mistake in it is reported now
+    host, port = _master(environ)
+    is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the agent of torchrun
+    there = "env://" if is_served else _tcp(host, port)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if is_loopback(host):  # all ranks are on this host
         environ = {**environ, **_missing(environ, names[2], environ["RANK"])}
         environ = {**environ, **_missing(environ, names[3], environ["WORLD_SIZE"])}
     elif not environ.get(names[2]) and not environ.get(names[3]):
         alone = {**environ, names[2]: "0", names[3]: "1"}
-        return replace(_placement("torchrun", alone, names, "env://"), knows_hosts=False)
-    return _placement("torchrun", environ, names, "env://")
+        return replace(_placement("torchrun", alone, names, there), knows_hosts=False)
+    return _placement("torchrun", environ, names, there)
 
 
 def _missing(environ: Environ, name: str, value: str) -> dict[str, str]:

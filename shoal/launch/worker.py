@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from shoal.comm.elastic import ElasticSum
 from shoal.comm.executor import Executor
@@ -52,6 +53,7 @@ from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.seeding import seed_python
 from shoal.runtime.step_count import StepCount
+from shoal.runtime.trust import require_protected, require_trusted_network
 from shoal.runtime.waits import Watcher, waiting
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job, RunServices
@@ -278,7 +280,8 @@ class Worker:
                 replicas=self.strategy.layout(self.size).replicas,
                 host_id=self.config.host_id,
                 run_dir=self.config.run_dir,
-                secret=self.config.read_secret(),
+                secret=self._check_network(placement),
+                hostname=self._own_host(),
                 is_one_host=placement.local_size == placement.size,
                 timeout_s=self.config.wait.limit_s or DEFAULT_TIMEOUT_S,
             )
@@ -286,18 +289,21 @@ class Worker:
                 with waiting(f"rank {self.rank}", "the other workers", "the rendezvous"):
                     group = stack.enter_context(open_group(spec))
                 joined()
-                self._tell_of_network(placement)
                 yield group
 
-    def _tell_of_network(self, placement: Placement) -> None:
-        """Collectives between hosts are torch's, and those are neither encrypted nor proven."""
-        is_told = placement.local_size == placement.size or self.config.tls.trusted_network
-        if self.rank == 0 and not is_told:
-            print(
-                "shoal: collectives between hosts are not encrypted: the network between them "
-                "has to be trusted (SHOAL_TRUSTED_NETWORK=1 says that it is)",
-                file=sys.stderr,
-            )
+    def _check_network(self, placement: Placement) -> bytes | None:
+        """The key of the run; BadInput where hosts that are not trusted would reach it."""
+        if placement.local_size == placement.size or dist.is_initialized():
+            return self.config.read_secret()
+        says = self.rank == 0
+        backend = "NCCL" if choose_backend(self.device, placement) == "nccl" else "Gloo"
+        secret = require_protected(self.config, "the rendezvous of several hosts", says)
+        require_trusted_network(self.config, f"{backend} between hosts", says)
+        return secret
+
+    def _own_host(self) -> str | None:
+        """By which other hosts reach this one; under torchrun rank 0 is at MASTER_ADDR."""
+        return self.config.hostname or self.config.environ.get("MASTER_ADDR")
 
     @contextmanager
     def _fail_when_peers_exit(self) -> Iterator[Callable[[], None]]:

@@ -61,7 +61,8 @@ FOUR = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
 def test_four_variables_are_enough_on_one_host(address: str) -> None:
     four = {**FOUR, "MASTER_ADDR": address}
-    here = Placement("torchrun", 1, 4, 1, 4, "env://")
+    there = f"tcp://[{address}]:29500" if ":" in address else f"tcp://{address}:29500"
+    here = Placement("torchrun", 1, 4, 1, 4, there)
     assert detect(four) == detect({**four, "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}) == here
     assert detect({**four, "LOCAL_RANK": "1"}) == here
 
@@ -69,7 +70,8 @@ def test_four_variables_are_enough_on_one_host(address: str) -> None:
 def test_four_variables_do_not_say_which_ranks_share_a_host() -> None:
     for address in ("node1", "10.0.0.1"):
         found = detect({**FOUR, "MASTER_ADDR": address})
-        assert found == Placement("torchrun", 1, 4, 0, 1, "env://", knows_hosts=False)
+        there = f"tcp://{address}:29500"
+        assert found == Placement("torchrun", 1, 4, 0, 1, there, knows_hosts=False)
     with pytest.raises(StrategyError, match="set LOCAL_RANK and LOCAL_WORLD_SIZE"):
         Worker(shoal.parse("hogwild"), found, RunConfig(device="cpu"), 1)
 

@@ -322,15 +322,19 @@ def join_world(
     backend: str,
     name: str = "shoal",
     protect: Callable[[Store, int, int], Store] | None = None,
+    own_store: Callable[[], Store] | None = None,
 ) -> dist.ProcessGroup:
     """Make the default process group of this process, or take the one that the script made.
 
     A process may join several worlds one after the other at the same rendezvous: `name` keeps
     what they leave in its store apart, and `own_generation` the starts of one world. `protect`
-    may take its place, for ranks that have a secret.
+    may take its place, for ranks that have a secret, and `own_store` that of torch's rendezvous.
     """
     if not dist.is_initialized():
-        store, rank, size = next(meet(rendezvous, rank, size))
+        if own_store is None:
+            store, rank, size = next(meet(rendezvous, rank, size))
+        else:
+            store = own_store()
         named = PrefixStore(name, store)
         store = (protect or own_generation)(named, rank, size)
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None

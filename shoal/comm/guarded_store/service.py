@@ -1,0 +1,295 @@
+"""The store of a rendezvous: keys and values of ranks that prove the key of their run.
+
+One thread serves all connections, none of which it waits for. A connection that has not proven
+the key has a few seconds and 64 bytes; of many such the oldest is closed first, since a rank needs
+one round trip only.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections import OrderedDict
+from contextlib import suppress
+
+from shoal.comm.guarded_store.session import (
+    ANSWER_BYTES,
+    LENGTH_BYTES,
+    PROOF_BYTES,
+    REFUSED,
+    BadFrame,
+    FrameSession,
+    ServiceGreeting,
+    StoreReply,
+    StoreRequest,
+    frame_bytes,
+)
+from shoal.errors import BadInput
+
+HANDSHAKE_S = 5.0
+MAX_STRANGERS = 128
+_BACKLOG = 1024
+_CHUNK_BYTES = 256 * 1024
+_MAX_UNSENT_BYTES = 64 << 20
+
+
+class StoreTable:
+    """The keys and values; without sockets."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def answer(self, request: StoreRequest) -> StoreReply | None:
+        """None as long as a key is not there that the request waits for."""
+        keys = request.keys
+        if request.operation == "count":
+            return StoreReply(number=len(self._values))
+        if request.operation == "check":
+            return StoreReply(number=int(all(key in self._values for key in keys)))
+        if request.operation == "wait":
+            return StoreReply() if all(key in self._values for key in keys) else None
+        if len(keys) != 1:
+            return StoreReply(refusal=f"{request.operation} takes one key, not {len(keys)}")
+        return self._of_one(request, keys[0])
+
+    def _of_one(self, request: StoreRequest, key: str) -> StoreReply | None:
+        if request.operation == "get":
+            return StoreReply(self._values[key]) if key in self._values else None
+        if request.operation == "delete":
+            return StoreReply(number=int(self._values.pop(key, None) is not None))
+        if request.operation == "add":
+            return self._add(key, request.number)
+        if request.operation == "compare_set":
+            return self._compare_set(key, request.expected, request.value)
+        self._values[key] = request.value
+        return StoreReply()
+
+    def _add(self, key: str, number: int) -> StoreReply:
+        text = self._values.get(key, b"0")
+        try:
+            total = int(text) + number
+        except ValueError:
+            return StoreReply(refusal=f"{key!r} is not a counter")
+        self._values[key] = b"%d" % total
+        return StoreReply(number=total)
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> StoreReply:
+        """As TCPStore: a key that is not there is set where nothing is expected."""
+        now = self._values.get(key)
+        if now is None and expected:
+            return StoreReply(expected)
+        if now is None or now == expected:
+            self._values[key] = desired
+        return StoreReply(self._values[key])
+
+
+class StoreService:
+    """Listens from the moment it is made until `close`, or the end of the process."""
+
+    def __init__(self, host: str, port: int, secret: bytes):
+        self._secret = secret
+        self._table = StoreTable()
+        self._listener = _listen(host, port, bool(secret))
+        self.port = int(self._listener.getsockname()[1])
+        self._strangers: OrderedDict[_Client, None] = OrderedDict()  # the oldest first
+        self._waiting: dict[_Client, StoreRequest] = {}
+        self._clients: set[_Client] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="shoal-store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ranks that still wait find their connection closed."""
+        self._wake.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            for key, events in self._selector.select(self._patience_s()):
+                if key.fileobj is self._woken:
+                    is_open = False
+                elif key.fileobj is self._listener:
+                    self._accept()
+                elif key.data in self._clients:
+                    self._serve(key.data, events)
+            self._close_late()
+        for client in list(self._clients):
+            self._drop(client)
+        self._selector.close()
+        self._listener.close()
+        self._woken.close()
+
+    # ------------------------------------------------------------------ strangers
+
+    def _patience_s(self) -> float | None:
+        oldest = next(iter(self._strangers), None)
+        return None if oldest is None else max(0.0, oldest.deadline_s - time.monotonic())
+
+    def _close_late(self) -> None:
+        now_s = time.monotonic()
+        while (oldest := next(iter(self._strangers), None)) and oldest.deadline_s <= now_s:
+            self._drop(oldest)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it is gone again, or there are no descriptors: the oldest gives one back
+            if self._strangers:
+                self._drop(next(iter(self._strangers)))
+            return
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        client = _Client(sock, ServiceGreeting(self._secret))
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._drop(next(iter(self._strangers)))
+        self._strangers[client] = None
+        self._clients.add(client)
+        self._selector.register(sock, selectors.EVENT_READ, client)
+        self._send(client, client.greeting.greeting)
+
+    # ------------------------------------------------------------------ ranks
+
+    def _serve(self, client: _Client, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._flush(client)
+            if events & selectors.EVENT_READ:
+                self._receive(client)
+        except (OSError, BadFrame):
+            self._drop(client)
+
+    def _receive(self, client: _Client) -> None:
+        data = client.sock.recv(client.wants())
+        if not data:
+            raise BadFrame("closed")
+        client.inbox += data
+        if client.session is None:
+            self._greet(client)
+        else:
+            while (request := client.next_request()) is not None:
+                self._handle(client, request)
+
+    def _greet(self, client: _Client) -> None:
+        if len(client.inbox) < ANSWER_BYTES:
+            return
+        try:
+            answer, client.session = client.greeting.accept(bytes(client.inbox))
+        except BadFrame:
+            with suppress(OSError):
+                client.sock.send(REFUSED)
+            raise
+        client.inbox.clear()
+        del self._strangers[client]
+        self._send(client, answer)
+
+    def _handle(self, client: _Client, request: StoreRequest) -> None:
+        if client in self._waiting:
+            raise BadFrame("a request while another one waits")
+        reply = self._table.answer(request)
+        if reply is None:
+            self._waiting[client] = request
+            return
+        self._reply(client, reply)
+        if request.operation in ("set", "add", "compare_set"):
+            self._wake_waiting(request.keys)
+
+    def _wake_waiting(self, changed: list[str]) -> None:
+        for client, request in list(self._waiting.items()):
+            reply = None
+            if any(key in changed for key in request.keys):
+                reply = self._table.answer(request)
+            if reply is not None:
+                del self._waiting[client]
+                try:
+                    self._reply(client, reply)
+                except (OSError, BadFrame):
+                    self._drop(client)
+
+    def _reply(self, client: _Client, reply: StoreReply) -> None:
+        assert client.session is not None
+        self._send(client, client.session.pack(reply))
+
+    def _send(self, client: _Client, data: bytes) -> None:
+        client.outbox += data
+        if len(client.outbox) > _MAX_UNSENT_BYTES:
+            raise BadFrame("the client does not read")
+        with suppress(ConnectionError):  # found when it is read from
+            self._flush(client)
+
+    def _flush(self, client: _Client) -> None:
+        with suppress(BlockingIOError):
+            sent = client.sock.send(client.outbox)
+            del client.outbox[:sent]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outbox else 0)
+        self._selector.modify(client.sock, events, client)
+
+    def _drop(self, client: _Client) -> None:
+        self._strangers.pop(client, None)
+        self._waiting.pop(client, None)
+        self._clients.discard(client)
+        self._selector.unregister(client.sock)
+        client.sock.close()
+
+
+class _Client:
+    """One connection: what has come and what has still to go."""
+
+    def __init__(self, sock: socket.socket, greeting: ServiceGreeting):
+        self.sock = sock
+        self.greeting = greeting
+        self.session: FrameSession | None = None
+        self.inbox = bytearray()
+        self.outbox = bytearray()
+        self.deadline_s = time.monotonic() + HANDSHAKE_S
+
+    def wants(self) -> int:
+        return _CHUNK_BYTES if self.session else ANSWER_BYTES - len(self.inbox)
+
+    def next_request(self) -> StoreRequest | None:
+        """The next complete frame of what has come; BadFrame where it is none of a rank."""
+        assert self.session is not None
+        if len(self.inbox) < LENGTH_BYTES:
+            return None
+        end = LENGTH_BYTES + frame_bytes(bytes(self.inbox[:LENGTH_BYTES]))
+        if len(self.inbox) < end:
+            return None
+        frame = bytes(self.inbox[LENGTH_BYTES:end])
+        del self.inbox[:end]
+        return self.session.unpack_request(frame[:-PROOF_BYTES], frame[-PROOF_BYTES:])
+
+
+def _listen(host: str, port: int, is_keyed: bool) -> socket.socket:
+    """At this address; with a key also at all of this host, where it is behind NAT."""
+    errors: list[OSError] = []
+    for name in (host, "") if is_keyed else (host,):
+        try:
+            return _listen_at(name, port)
+        except OSError as error:
+            errors.append(error)
+    raise BadInput(
+        f"the rendezvous cannot listen at {host}:{port}: {errors[0].strerror or errors[0]}; set "
+        "MASTER_PORT to a free port of the host of rank 0"
+    )
+
+
+def _listen_at(host: str, port: int) -> socket.socket:
+    passive = socket.AI_PASSIVE
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=passive)
+    family, _, _, _, address = found[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
