@@ -30,6 +30,7 @@ from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.replica.shard import ReplicaShard
+from shoal.schedules.lending import ON_THE_WAY, REUSED_BYTES, fitting, must_settle
 from shoal.strategy.terms import Zero
 from shoal.sync.base import (
     DEFAULT_BUCKET_BYTES,
@@ -45,11 +46,9 @@ from shoal.sync.optimizer_step import GradNorm
 from shoal.sync.registry import runs
 from shoal.sync.traffic import StepTraffic
 from shoal.sync.zero_buckets import (
-    ON_THE_WAY,
     bytes_of_shards,
     gathered_bytes,
     gradient_bytes,
-    must_settle,
     owned_buckets,
 )
 from shoal.transport.transport import Work
@@ -156,6 +155,7 @@ class ZeroReduce(Sync):
         self._is_deferred = flat.device.type == "cpu" and self.group.executor.takes_cores
         self._memory: Tensor | None = None  # of the bucket that is being filled
         self._sent: deque[_Sent] = deque()
+        self._spare: list[Tensor] = []  # memory that was lent, for the next buckets
         flat.grads.watch(buckets, allocate=self._room)
 
     def begin(self) -> None:
@@ -200,7 +200,7 @@ class ZeroReduce(Sync):
 
     def gradient_tensors(self) -> list[Tensor]:
         filling = [] if self._memory is None else [self._memory]
-        return [self._kept, *filling, *(sent.memory for sent in self._sent)]
+        return [self._kept, *self._spare, *filling, *(sent.memory for sent in self._sent)]
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
@@ -222,9 +222,7 @@ class ZeroReduce(Sync):
             self._taken.add(bucket.start)
             memory = self._kept_slice(bucket)
         else:
-            memory = torch.empty(
-                bucket.stop - bucket.start, dtype=self.flat.dtype, device=self.flat.device
-            )
+            memory = self._lend(bucket.stop - bucket.start)
         self._memory = memory
         return memory
 
@@ -245,6 +243,22 @@ class ZeroReduce(Sync):
         (work or self._send(bucket, memory)).wait()
         if self._owner[bucket.start] == self.group.rank and not self._is_kept(sent):
             self._kept_slice(bucket).add_(memory)
+        if not self._is_kept(sent):
+            self._take_back(memory)
+
+    def _lend(self, size: int) -> Tensor:
+        number = fitting([memory.numel() for memory in self._spare], size)
+        if number is not None:
+            return self._spare.pop(number)[:size]
+        if size * self.flat.dtype.itemsize >= REUSED_BYTES:
+            self._spare.clear()
+        return torch.empty(size, dtype=self.flat.dtype, device=self.flat.device)
+
+    def _take_back(self, memory: Tensor) -> None:
+        """Of a host; the allocator of a GPU keeps memory itself."""
+        whole = memory if memory._base is None else memory._base
+        if whole.is_cpu and whole.nbytes >= REUSED_BYTES:
+            self._spare.append(whole)
 
     def _kept_slice(self, bucket: slice) -> Tensor:
         start = self._kept_at.start

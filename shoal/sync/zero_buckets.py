@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from shoal.replica.flat_layout import FlatLayout
+from shoal.schedules.lending import ON_THE_WAY, REUSED_BYTES, FilledBucket, most_lent
 from shoal.sync.base import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from shoal.sync.memory import ModelSizes
 
 SMALLEST_BUCKET_BYTES = 1 << 20
-ON_THE_WAY = 2  # buckets that are lent memory at once where it is not kept; small ones more
-
-
-def must_settle(sizes: Sequence[int], size: int, room: int) -> bool:
-    """Whether buckets of these sizes leave a further one no room, of so many elements in all."""
-    return len(sizes) >= ON_THE_WAY and sum(sizes) + size > room
 
 
 def owned_buckets(flat: FlatLayout, ranks: int, num_bytes: int) -> list[tuple[int, slice]]:
@@ -46,32 +40,13 @@ def gradient_bytes(stage: int, sizes: ModelSizes, rank: int, replicas: int) -> i
         return int(flat.size - flat.offset + max(waiting)) * sizes.width
     kept = flat.shards(replicas)[rank]
     passes = 2 if sizes.accumulates and not sizes.is_stage else 1
+    filled = [
+        FilledBucket(bucket.stop - bucket.start, waits, owner == rank)
+        for (owner, bucket), waits in zip(owned, waiting, strict=True)
+    ]
     room = ON_THE_WAY * bucket_bytes // sizes.width
-    most = _most_under_way(owned, waiting, rank, passes, room)
+    most = most_lent(filled, passes, room, REUSED_BYTES / sizes.width)
     return int(kept.stop - kept.start + most) * sizes.width
-
-
-def _most_under_way(
-    owned: Sequence[tuple[int, slice]], waiting: Sequence[int], rank: int, passes: int, room: int
-) -> int:
-    """Elements of lent buckets and of gradients that wait, at the worst moment of a backward.
-
-    In the first pass a rank's own buckets are kept and need nothing more.
-    """
-    sizes: list[int] = []
-    lent: list[int] = []
-    most = 0
-    for number in range(passes):
-        for (owner, bucket), waits in zip(owned, waiting, strict=True):
-            size = bucket.stop - bucket.start
-            most = max(most, sum(lent) + waits)
-            while must_settle(sizes, size, room):
-                sizes.pop(0)
-                lent.pop(0)
-            sizes.append(size)
-            lent.append(0 if owner == rank and number == 0 else size)
-            most = max(most, sum(lent) + waits)
-    return most
 
 
 def gathered_bytes(sizes: ModelSizes, shard: slice) -> int:

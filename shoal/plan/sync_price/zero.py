@@ -44,8 +44,8 @@ from shoal.plan.sync_price.zero_memory import (
     owned_buckets,
     room_elements,
     tensor_gradients,
-    times_settled,
 )
+from shoal.schedules.lending import times_settled
 
 _SMALLEST_BUCKET_BYTES = 1 << 20
 _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
