@@ -10,6 +10,15 @@ from collections.abc import Callable
 
 from shoal.errors import BadInput
 from shoal.launch.machines import Machines
+from shoal.runtime.config import set_default_variables
+
+
+def _ray(address: str) -> Machines:
+    # Ray reads them when it is imported
+    set_default_variables(RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED="0")
+    from shoal.launch.ray_machines import RayMachines
+
+    return RayMachines(address)
 
 
 def _lab(address: str) -> Machines:
@@ -19,7 +28,7 @@ def _lab(address: str) -> Machines:
 
 
 # called with ADDRESS, which is empty without one
-ENGINES: dict[str, Callable[[str], Machines]] = {"lab": _lab}
+ENGINES: dict[str, Callable[[str], Machines]] = {"lab": _lab, "ray": _ray}
 
 
 def check_engine(text: str) -> None:

@@ -13,7 +13,8 @@ On = Annotated[
     str | None,
     typer.Option(
         metavar="ENGINE",
-        help="Run on hosts that an engine lends: lab or lab://NAME (see shoal lab).",
+        help="Run on hosts that an engine lends: lab or lab://NAME (see shoal lab), "
+        "ray or ray://HOST:PORT.",
         show_default="this host",
     ),
 ]

@@ -253,6 +253,12 @@ def environment_of_process() -> dict[str, str]:
     return dict(os.environ)
 
 
+def set_default_variables(**variables: str) -> None:
+    """For libraries that read the environment of this process; what the user has set stays."""
+    for name, text in variables.items():
+        os.environ.setdefault(name, text)
+
+
 def replace_environment(environ: Mapping[str, str]) -> None:
     """This process is one that was started with these variables, and no others."""
     os.environ.clear()

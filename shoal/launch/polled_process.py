@@ -1,0 +1,104 @@
+"""A process of an agent's host whose lines are asked for, not handed over: for Ray actors.
+
+launcher   start ── read, read, read … ── terminate, kill
+here       HostProcess: its lines, at most 1 MiB of them, and its exit status
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from shoal.errors import BadInput
+from shoal.launch.host_process import HostProcess
+
+_BUFFERED_CHARS = 1024 * 1024  # the process waits when its lines are read more slowly
+
+
+class PolledProcess:
+    """At most one process at a time; methods are called from several threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._lines: deque[str] = deque()
+        self._chars = 0
+        self._returncode: int | None = None
+        self._is_dropped = False  # what it writes is not read any more
+        self._process: HostProcess | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str], given: bytes) -> None:
+        """BadInput where it cannot be started. An earlier process is killed first."""
+        self.end()
+        self._lines.clear()
+        self._chars, self._returncode, self._is_dropped = 0, None, False
+        started: queue.SimpleQueue[BadInput | None] = queue.SimpleQueue()
+        # The kernel kills the process with the thread that has started it: that thread stays.
+        self._thread = threading.Thread(
+            target=self._serve,
+            args=(command, environ, given, started),
+            name="shoal-process",
+            daemon=True,
+        )
+        self._thread.start()
+        error = started.get()
+        if error is not None:
+            raise error
+
+    def read(self, wait_s: float) -> tuple[list[str], int | None]:
+        """Its lines since the last call, and after the last line its exit status.
+
+        Waits for something to tell, at most for so long.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines or self._returncode is not None, wait_s)
+            lines = list(self._lines)
+            self._lines.clear()
+            self._chars = 0
+            self._changed.notify_all()
+            return lines, self._returncode
+
+    def terminate(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def end(self) -> None:
+        """Kill it, and return when it is gone."""
+        with self._changed:
+            self._is_dropped = True
+            self._changed.notify_all()
+        self.kill()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _serve(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        given: bytes,
+        started: queue.SimpleQueue[BadInput | None],
+    ) -> None:
+        try:
+            self._process = HostProcess(command, environ, given, self._put)
+        except BadInput as error:
+            started.put(error)
+            return
+        started.put(None)
+        returncode = self._process.wait()
+        with self._changed:
+            self._process = None
+            self._returncode = returncode
+            self._changed.notify_all()
+
+    def _put(self, line: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._chars < _BUFFERED_CHARS or self._is_dropped)
+            self._lines.append(line)
+            self._chars += len(line)
+            self._changed.notify_all()

@@ -1,0 +1,115 @@
+"""A Ray cluster of several nodes on this host, in a process of its own that tests command.
+
+python -m tests.launch.ray_nodes     reads `add`, `kill INDEX`, `state`; answers with JSON
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+CPUS = 2  # of each node
+_STORE_BYTES = 80 << 20
+
+
+class RayNodes:
+    """Two nodes with 2 CPUs each, beside a head without any."""
+
+    def __init__(self, token: str):
+        self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.launch.ray_nodes"],
+            env={**os.environ, **self.variables, "RAY_USAGE_STATS_ENABLED": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.address = str(self._answer())
+
+    def add(self) -> None:
+        self._ask("add")
+
+    def kill(self, index: int) -> None:
+        """As a host that loses its power: its Ray processes get SIGKILL."""
+        self._ask(f"kill {index}")
+
+    def state(self) -> dict[str, Any]:
+        """How many actors live, and how many placement groups there are."""
+        answer: dict[str, Any] = self._ask("state")
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(60)
+        finally:
+            if self._process.returncode is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+    def _ask(self, command: str) -> Any:
+        assert self._process.stdin
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if line.startswith("{"):  # Ray prints, too
+                return json.loads(line)["answer"]
+        raise AssertionError("the Ray cluster has ended")
+
+
+@contextmanager
+def ray_nodes(token: str) -> Iterator[RayNodes]:
+    nodes = RayNodes(token)
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+def main() -> None:
+    import ray
+    from ray._private.state import actors
+    from ray.cluster_utils import Cluster
+    from ray.util.placement_group import placement_group_table
+
+    def answer(value: Any) -> None:
+        print(json.dumps({"answer": value}), flush=True)
+
+    size = {"object_store_memory": _STORE_BYTES}
+    head = {"num_cpus": 0, "include_dashboard": False, **size}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = [cluster.add_node(num_cpus=CPUS, **size) for _ in range(2)]
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    answer(cluster.address)
+    for line in sys.stdin:
+        command, *rest = line.split()
+        if command == "add":
+            nodes.append(cluster.add_node(num_cpus=CPUS, **size))
+            answer(len(nodes))
+        elif command == "kill":
+            cluster.remove_node(nodes[int(rest[0])], allow_graceful=False)
+            answer(rest[0])
+        else:
+            alive = [a for a in actors().values() if a["State"] != "DEAD"]
+            groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+            answer({"actors": len(alive), "groups": len(groups)})
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

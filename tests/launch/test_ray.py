@@ -1,0 +1,134 @@
+"""`shoal run --on ray`: on a Ray cluster of two nodes. `make check-models` installs Ray."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.commands.engines import open_engine
+from shoal.errors import BadInput
+from tests.coordinator.helpers import until
+from tests.launch.ray_nodes import RayNodes, ray_nodes
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'shoal[ray]'"
+)
+NOTHING = {"actors": 0, "groups": 0}
+SCRIPT = """
+import os, time, torch, shoal
+from torch import nn
+
+def train(job):
+    torch.manual_seed(1)
+    layers = [nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3)]
+    x = torch.randn(240, 8)
+    y = (x.sum(1) > 0).long()
+    step = job.step(nn.Sequential(*layers), nn.functional.cross_entropy,
+                    optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    losses = []
+    data = torch.utils.data.TensorDataset(x, y)
+    for batch in job.batches(data, 24, epochs=int(os.environ.get("EPOCHS", "2"))):
+        losses.append(float(step(batch)))
+        if len(losses) == 1:
+            print("training", os.getpid(), flush=True)
+        time.sleep(float(os.environ.get("PAUSE", "0")))
+    if job.rank == 0:
+        print("losses", losses, flush=True)
+
+shoal.run(train)
+"""
+
+
+def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "shoal.launch.ray_machines", raising=False)
+    with pytest.raises(BadInput, match=r"pip install 'shoal\[ray\]'"):
+        open_engine("ray")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with ray_nodes(secrets.token_hex(32)) as nodes:
+        yield nodes
+
+
+def start(
+    folder: Path, nodes: RayNodes | None, *arguments: str, **variables: str
+) -> subprocess.Popen[str]:
+    """`shoal run` on the nodes, or on this host."""
+    (folder / "train.py").write_text(SCRIPT)
+    on = [] if nodes is None else ["--on", f"ray://{nodes.address}"]
+    own = {} if nodes is None else nodes.variables
+    return subprocess.Popen(
+        [sys.executable, "-m", "shoal", "run", *on, "-n", "4", "train.py", *arguments],
+        cwd=folder,
+        env={
+            **os.environ,
+            **own,
+            "SHOAL_TRUSTED_NETWORK": "1",
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def losses(output: str) -> list[float]:
+    line = next(line for line in output.splitlines() if "losses" in line)
+    values: list[float] = ast.literal_eval(line.partition("losses ")[2])
+    return values
+
+
+def lines_until_training(process: subprocess.Popen[str], workers: int = 4) -> list[str]:
+    """Until so many workers have made a step."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        workers -= "training" in line
+        if workers == 0:
+            return lines
+    raise AssertionError(f"the run has ended:\n{''.join(lines)}")
+
+
+@needs_ray
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["ddp", "ps(servers=2)", "ddp + pp(2)"])
+def test_the_losses_are_those_of_a_run_on_this_host(
+    tmp_path: Path, nodes: RayNodes, strategy: str
+) -> None:
+    here, _ = start(tmp_path, None, "-s", strategy).communicate()
+    process = start(tmp_path, nodes, "-s", strategy)
+    there, _ = process.communicate()
+    assert process.returncode == 0, there
+    assert losses(there) == pytest.approx(losses(here), rel=1e-4)
+    prefixes = [line.split("]")[0] for line in there.splitlines() if "training" in line]
+    assert len({prefix.split()[1] for prefix in prefixes}) == 2  # nodes
+    until(lambda: nodes.state() == NOTHING, "Ray has no actor and no placement group")
+
+
+@needs_ray
+@pytest.mark.whole
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_launcher_leaves_no_worker_and_no_actor(
+    tmp_path: Path, nodes: RayNodes, number: signal.Signals
+) -> None:
+    process = start(tmp_path, nodes, "-s", "ddp", PAUSE="0.2", EPOCHS="100")
+    lines = lines_until_training(process)
+    pids = [int(line.split()[-1]) for line in lines if "training" in line]
+    process.send_signal(number)
+    process.communicate()
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "workers are gone")
+    until(lambda: nodes.state() == NOTHING, "Ray has no actor and no placement group")
