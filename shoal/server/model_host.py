@@ -147,16 +147,17 @@ class ModelHost:
     def _save(self, model_id: int, model: ServedModel, number: int) -> None:
         is_copy = self.chain is not None and not self.chain.is_head  # the head writes for all
         if self.saver is not None and not is_copy:
-            self.saver.save(model_id, model.spec, number, model.saved_state, self._stays)
+            stays = partial(self._stays, model_id, model)
+            self.saver.save(model_id, model.spec, number, model.saved_state, stays)
 
-    def _stays(self) -> bool:
+    def _stays(self, model_id: int, model: ServedModel) -> bool:
         """Waits until all that is applied is committed; False if this replica was removed."""
         try:
             if self.chain is not None:
                 self.chain.await_committed()
         except (Elsewhere, ModelFailure):
             return False
-        return True
+        return self.chain is None or self.models.get(model_id) is model
 
     def release(self, model_id: int) -> None:
         """Forget a model whose workers have all departed."""

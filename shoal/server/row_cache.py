@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.embedding.hashing import Ids
@@ -16,6 +17,8 @@ from shoal.embedding.row_copy import copy_rows
 
 # Begins to pull the rows at these positions; returns what waits for them.
 Fetch = Callable[[Ids], Callable[[], None]]
+# Which of these ids are pulled so often that keeping their rows is worth a copy.
+Worth = Callable[[Ids], NDArray[np.bool_]]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -31,7 +34,7 @@ class RowCache:
 
     An id has one entry. In tables of up to a million rows each has an entry of its own; in others
     ids whose hashes collide displace each other. Row number n lies at n modulo the size of a ring,
-    which grows until it holds the rows of so many steps.
+    a power of two, which grows until it holds the rows of so many steps.
     """
 
     def __init__(self, steps: int, num_rows: int):
@@ -45,11 +48,11 @@ class RowCache:
     def clear(self) -> None:
         """Keep nothing. Entries take memory from their first use on."""
         size = 1 << self._bits
-        self._keys = np.zeros(size, np.int64)  # id + 1
+        self._keys = np.zeros(0 if self._is_direct else size, np.int64)  # id + 1
         self._numbers = np.zeros(size, np.int64)  # of its row
         self._young: deque[_Step] = deque()
         self._ring = torch.empty(0, 0)
-        self._next = 0  # the number of the next row
+        self._next = 1  # the number of the next row
 
     @property
     def hit_rate(self) -> float:
@@ -60,22 +63,36 @@ class RowCache:
         """The rows for which there is memory."""
         return len(self._ring)
 
-    def pull(self, ids: Ids, step: int, rows: Tensor, fetch: Fetch) -> None:
-        """Fill in the rows of distinct ids; those that are not kept are pulled, and kept."""
+    def pull(
+        self, ids: Ids, step: int, rows: Tensor, fetch: Fetch, worth: Worth | None = None
+    ) -> None:
+        """Fill in the rows of distinct ids; those that are not kept are pulled.
+
+        Of these, the ones that are `worth` it are kept (default: all).
+        """
         self._forget(step)
         entries = self._entries(ids)
         numbers = self._numbers.take(entries)
-        is_kept = (self._keys.take(entries) == ids + 1) & (numbers >= self._oldest)
+        is_kept = numbers >= self._oldest
+        if not self._is_direct:
+            is_kept &= self._keys.take(entries) == ids + 1
         asked = np.flatnonzero(~is_kept)
         self.hits += len(ids) - len(asked)
         self.asked += len(ids)
         wait = fetch(asked)
         kept = np.flatnonzero(is_kept)
         if len(kept):
-            copy_rows(self._ring, numbers[kept] % self.capacity, rows, kept)
+            copy_rows(self._ring, self._slots(numbers[kept]), rows, kept)
+        if worth is not None:
+            asked = asked[worth(ids[asked])]
         wait()
         if len(asked):
             self._keep(ids[asked], entries[asked], step, rows, asked)
+
+    def _slots(self, numbers: Ids) -> Ids:
+        """Where rows with these numbers are in the ring."""
+        slots: Ids = numbers & (self.capacity - 1)
+        return slots
 
     @property
     def _oldest(self) -> int:
@@ -98,19 +115,21 @@ class RowCache:
             self._young.append(_Step(step, self._next))
         numbers = np.arange(self._next, self._next + len(ids))
         self._next += len(ids)
-        copy_rows(rows, places, self._ring, numbers % self.capacity)
-        self._keys[entries] = ids + 1
+        copy_rows(rows, places, self._ring, self._slots(numbers))
         if not self._is_direct:  # one of those that collide has got the entry
+            self._keys[entries] = ids + 1
             has_entry = self._keys[entries] == ids + 1
             entries, numbers = entries[has_entry], numbers[has_entry]
         self._numbers[entries] = numbers
 
     def _make_room(self, count: int, dim: int) -> None:
         """Rows that may be used stay where new ones come."""
-        young = np.arange(self._oldest, self._next)
-        if len(young) + count <= self.capacity:
+        wanted = self._next - self._oldest + count
+        if wanted <= self.capacity:
             return
-        ring = torch.empty(2 * (len(young) + count), dim)
+        size = 1 << wanted.bit_length()
+        ring = torch.empty(size, dim)
+        young = np.arange(self._oldest, self._next)
         if len(young):
-            copy_rows(self._ring, young % self.capacity, ring, young % len(ring))
+            copy_rows(self._ring, self._slots(young), ring, young & (size - 1))
         self._ring = ring

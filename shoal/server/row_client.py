@@ -130,7 +130,9 @@ class ServerStore(RowStore):
                 self._begin(table, wanted, np.arange(len(wanted)), pulled)()
             else:
                 fetch = partial(self._begin_some, table, wanted, pulled)
-                cache.pull(wanted, self._steps[table], pulled.rows, fetch)
+                hot = self._known(table)
+                worth = hot.contains if len(hot.ids) else None
+                cache.pull(wanted, self._steps[table], pulled.rows, fetch, worth)
         return pulled.rows
 
     def _begin_some(

@@ -194,7 +194,7 @@ class ReplicaCore:
     def _reset(self) -> None:
         """It has lost its place: begin again without state, as a learner."""
         incarnation = max(time.time_ns(), self.node.incarnation + 1)
-        self.waiters.wake_all()
+        self.waiters.end_all()
         self._unshared.clear()
         self._uncommitted.clear()
         self.applied = 0

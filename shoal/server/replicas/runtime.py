@@ -55,7 +55,7 @@ class ChainRuntime(ReplicaCore):
     def close(self, join_s: float) -> None:
         with self.changed:
             self.is_closed = True
-            self.waiters.wake_all()
+            self.waiters.end_all()
             self.changed.notify_all()
         self._losses.close()
         for link in self.links.values():

@@ -55,6 +55,8 @@ class Waiters:
         if waiter is not None:
             waiter.woken.release()
 
-    def wake_all(self) -> None:
-        for position in list(self._by_position):
+    def end_all(self) -> None:
+        """This replica was removed: what it has applied and not committed counts for nothing."""
+        for position, waiter in list(self._by_position.items()):
+            waiter.outcome = None
             self.wake(position)

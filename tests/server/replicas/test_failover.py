@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.server.chain.node import ChainNode
 from shoal.server.consistency import Rule
+from shoal.server.replicas.waiters import Outcome, Waiter, Waiters
 from tests.server.replicas.world import pulled, push_one_hot, world
 
 ASYNC = Rule(1, asynchronous=True)
@@ -34,3 +36,13 @@ def test_pushes_go_on_when_a_replica_ends(place: int) -> None:
         copies = [made.weights_of(0, replica) for replica in made.members()]
         assert torch.equal(copies[0], copies[1])
         client.close()
+
+
+def test_a_replica_that_is_removed_acknowledges_nothing_that_is_not_committed() -> None:
+    waiters = Waiters()
+    waiter = waiters.add(Waiter(ChainNode(0), 1, is_early=False))
+    waiters.applied(1, Outcome("an answer"))
+    assert not waiter.woken.acquire(blocking=False)
+    waiters.end_all()
+    assert waiter.woken.acquire(blocking=False)
+    assert waiter.outcome is None
