@@ -97,10 +97,12 @@ def tells_of_lost_peer(text: str) -> bool:
 class WorkersFailed(ShoalError):
     """At least one worker failed; `rank` is the first one that did.
 
-    `report` has its rank, its exit status and its traceback.
+    `report` has its rank, its exit status and its traceback. `is_loss`: it was killed, or has
+    lost its peers; no error of its own code.
     """
 
-    def __init__(self, rank: int, exit_status: int, report: str):
+    def __init__(self, rank: int, exit_status: int, report: str, is_loss: bool = False):
+        self.is_loss = is_loss
         self.rank = rank
         self.exit_status = exit_status
         self.report = report

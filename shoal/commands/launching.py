@@ -47,6 +47,7 @@ class WorkersOptions:
     start: int | None = None
     server_checkpoint: str | None = None  # DIR or DIR:every=STEPS
     resume: bool = False
+    on: str | None = None  # an engine: there --restart starts all workers again
 
     def to_config(self) -> RunConfig:
         """The configuration of the workers; BadInput where an option makes no sense."""
@@ -66,11 +67,12 @@ class WorkersOptions:
         check_faults(config, self.workers, servers, why_none)
         if config.start is not None and config.start > self.workers:
             raise BadInput(f"--start {config.start} is more than the {self.workers} workers of -n")
-        if config.takes_back:
+        takes_back = config.takes_back and self.on is None
+        if takes_back:
             option = "--restart" if config.restarts else "--start"
             strategy.taking_back(self.workers).require_takes_back(option)
         config = with_server_checkpoint(config, strategy, self.server_checkpoint, self.resume)
-        if not config.takes_back:
+        if not takes_back:
             return config
         return replace(config, strategy=str(taking_back(strategy, self.workers)))
 
@@ -206,10 +208,10 @@ def _launch(
     on: str | None = None,
 ) -> RunResult:
     if on is not None:
-        from shoal.launch.remote import run_remote  # only where it is needed
+        from shoal.launch.attempts import run_attempts  # only where it is needed
 
         with open_engine(on) as machines:
-            return run_remote(machines, LaunchSpec(command, workers, config), write, on_progress)
+            return run_attempts(machines, LaunchSpec(command, workers, config), write, on_progress)
     strategy = as_strategy(config.strategy or "single")
     servers = strategy.servers(workers)
     replication = replication_of(strategy, workers, config.restarts)

@@ -62,7 +62,8 @@ Restart = Annotated[
         max=30_000,
         help="Start workers that were killed again, so many times in all: they take their place "
         "among the others at the present step (ps, asynchronous gossip, hogwild). Servers with "
-        "replicas are started again as often, each. With 0 no process is.",
+        "replicas are started again as often, each. With 0 no process is. With --on: start all "
+        "workers again.",
         show_default="no worker, each server 3 times",
     ),
 ]

@@ -43,6 +43,7 @@ def run(
         *(workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start),
         server_checkpoint=server_checkpoint,
         resume=resume,
+        on=on,
     )
     options_config = asked.to_config()
     if resume and options_config.server_checkpoint.folder is None:

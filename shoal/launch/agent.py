@@ -37,6 +37,7 @@ from shoal.launch.agent_messages import (
     WorkerProgress,
 )
 from shoal.launch.failures import read_failure
+from shoal.launch.local import check_script
 from shoal.launch.output import LineForwarder, OutputPump, ProgressReader, Write
 from shoal.launch.processes import Processes, ProcessExit
 from shoal.launch.supervisor import TERM_S
@@ -62,6 +63,7 @@ class Agent:
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self.events.put(signal.SIGTERM))
+        _check_files(self.task)
         port = self.task.master_port
         if port is None:
             port = _free_port()
@@ -170,6 +172,13 @@ class Agent:
 def _command(task: HostTask) -> list[str]:
     is_python = task.command[0] == task.python
     return [sys.executable if is_python else task.command[0], *task.command[1:]]
+
+
+def _check_files(task: HostTask) -> None:
+    try:
+        check_script(task.command)
+    except BadInput as error:
+        raise BadInput(f"{error}; every host needs it, as on a shared file system") from None
 
 
 def _free_port() -> int:

@@ -151,9 +151,9 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> Shoal
     if report is not None:
         if report.exit_status == 2 and report.sentence:
             return BadInput(report.sentence)
-        return WorkersFailed(rank, report.exit_status, _failed(failure, report))
+        return WorkersFailed(rank, report.exit_status, _failed(failure, report), failure.is_loss)
     if failure.returncode < 0:
-        return WorkersFailed(rank, 128 - failure.returncode, _killed(failure))
+        return WorkersFailed(rank, 128 - failure.returncode, _killed(failure), failure.is_loss)
     report = FailureReport(failure.noticed_ns, failure.returncode, "", failure.stderr_tail)
     return WorkersFailed(rank, failure.returncode, _failed(failure, report))
 

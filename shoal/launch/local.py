@@ -76,7 +76,7 @@ class LaunchSpec:
         program = self.command[0]
         if shutil.which(program, path=self.config.environ.get("PATH")) is None:
             raise BadInput(f"there is no program {program!r} that can be run")
-        _check_script(self.command)
+        check_script(self.command)
 
     def with_threads(self) -> LaunchSpec:
         """The same with OMP_NUM_THREADS in the configuration."""
@@ -217,7 +217,8 @@ def _noticing(
     return notice.saying(starting(spec.servers, spec.started), say, run_dir.have_all_joined)
 
 
-def _check_script(command: Sequence[str]) -> None:
+def check_script(command: Sequence[str]) -> None:
+    """BadInput where this host does not have the script."""
     is_python = Path(command[0]).name.startswith("python")
     has_script = is_python and len(command) > 1 and not command[1].startswith("-")
     if has_script and not Path(command[1]).exists():

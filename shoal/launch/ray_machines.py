@@ -54,8 +54,8 @@ _READ_S = 20.0  # a call of `read` that has nothing to tell returns after it
 _REACH_S = 10.0
 _SHORT_S = 60.0  # a cluster that is too small may be growing
 _TOKEN = (
-    "start every node with RAY_AUTH_MODE=token and one token (ray get-auth-token --generate), "
-    "which this host needs too, or set RAY_AUTH_MODE=disabled for a cluster without it"
+    "every node needs RAY_AUTH_MODE=token and the same token (ray get-auth-token --generate), or "
+    "set RAY_AUTH_MODE=disabled for a cluster without tokens"
 )
 
 
@@ -189,8 +189,8 @@ class RayMachines:
                 return
             if self._address:
                 raise BadInput(
-                    f"there is no Ray cluster at {self._address} that this host is a node of: "
-                    f"ray start --address={self._address} makes it one"
+                    f"there is no Ray cluster at {self._address} that this host is a node of "
+                    f"(ray start --address={self._address}) and has the token of: {_TOKEN}"
                 )
             set_default_variables(RAY_AUTH_TOKEN=new_secret().hex())
             num_cpus = max(cores(), workers * self._cpus)

@@ -105,9 +105,8 @@ def run_remote(
 
 def _check_local_options(spec: LaunchSpec) -> None:
     config = spec.config
-    if config.takes_back:
-        option = "--restart" if config.restarts else "--start"
-        raise BadInput(f"{option} works with workers of this host only: leave it out with --on")
+    if config.start is not None:
+        raise BadInput("--start works with workers of this host only: leave it out with --on")
     if any(text.startswith("server:") for text in config.kill):
         raise BadInput("--kill server:… works with servers of this host only: leave out --on")
 

@@ -1,6 +1,6 @@
 """A Ray cluster of several nodes on this host, in a process of its own that tests command.
 
-python -m tests.launch.ray_nodes     reads `add`, `kill INDEX`, `state`; answers with JSON
+python -m tests.launch.ray_nodes     reads `add`, `kill PREFIX`, `state`; answers with JSON
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class RayNodes:
     def add(self) -> None:
         self._ask("add")
 
-    def kill(self, index: int) -> None:
-        """As a host that loses its power: its Ray processes get SIGKILL."""
-        self._ask(f"kill {index}")
+    def kill(self, prefix: str) -> None:
+        """The node whose id begins so, as a host that loses its power: SIGKILL to its processes."""
+        self._ask(f"kill {prefix}")
 
     def state(self) -> dict[str, Any]:
         """How many actors live, and how many placement groups there are."""
@@ -101,8 +101,10 @@ def main() -> None:
             nodes.append(cluster.add_node(num_cpus=CPUS, **size))
             answer(len(nodes))
         elif command == "kill":
-            cluster.remove_node(nodes[int(rest[0])], allow_graceful=False)
-            answer(rest[0])
+            node = next(node for node in nodes if node.node_id.startswith(rest[0]))
+            nodes.remove(node)
+            cluster.remove_node(node, allow_graceful=False)
+            answer(len(nodes))
         else:
             alive = [a for a in actors().values() if a["State"] != "DEAD"]
             groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]

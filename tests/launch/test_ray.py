@@ -36,11 +36,16 @@ def train(job):
                     optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     losses = []
     data = torch.utils.data.TensorDataset(x, y)
-    for batch in job.batches(data, 24, epochs=int(os.environ.get("EPOCHS", "2"))):
-        losses.append(float(step(batch)))
-        if len(losses) == 1:
-            print("training", os.getpid(), flush=True)
-        time.sleep(float(os.environ.get("PAUSE", "0")))
+    if os.path.exists("model"):
+        job.load("model")
+    for _ in range(int(os.environ.get("EPOCHS", "2"))):
+        for batch in job.batches(data, 24):
+            losses.append(float(step(batch)))
+            if len(losses) == 1:
+                print("training", os.getpid(), flush=True)
+            time.sleep(float(os.environ.get("PAUSE", "0")))
+        job.save("model")
+        print("saved", flush=True)
     if job.rank == 0:
         print("losses", losses, flush=True)
 
@@ -65,6 +70,7 @@ def start(
     folder: Path, nodes: RayNodes | None, *arguments: str, **variables: str
 ) -> subprocess.Popen[str]:
     """`shoal run` on the nodes, or on this host."""
+    folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
     on = [] if nodes is None else ["--on", f"ray://{nodes.address}"]
     own = {} if nodes is None else nodes.variables
@@ -90,14 +96,13 @@ def losses(output: str) -> list[float]:
     return values
 
 
-def lines_until_training(process: subprocess.Popen[str], workers: int = 4) -> list[str]:
-    """Until so many workers have made a step."""
+def lines_until(process: subprocess.Popen[str], word: str) -> list[str]:
+    """Until all workers have printed it."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
         lines.append(line)
-        workers -= "training" in line
-        if workers == 0:
+        if sum(word in line for line in lines) == 4:
             return lines
     raise AssertionError(f"the run has ended:\n{''.join(lines)}")
 
@@ -108,8 +113,8 @@ def lines_until_training(process: subprocess.Popen[str], workers: int = 4) -> li
 def test_the_losses_are_those_of_a_run_on_this_host(
     tmp_path: Path, nodes: RayNodes, strategy: str
 ) -> None:
-    here, _ = start(tmp_path, None, "-s", strategy).communicate()
-    process = start(tmp_path, nodes, "-s", strategy)
+    here, _ = start(tmp_path / "here", None, "-s", strategy).communicate()
+    process = start(tmp_path / "there", nodes, "-s", strategy)
     there, _ = process.communicate()
     assert process.returncode == 0, there
     assert losses(there) == pytest.approx(losses(here), rel=1e-4)
@@ -124,11 +129,30 @@ def test_the_losses_are_those_of_a_run_on_this_host(
 def test_an_interrupted_launcher_leaves_no_worker_and_no_actor(
     tmp_path: Path, nodes: RayNodes, number: signal.Signals
 ) -> None:
-    process = start(tmp_path, nodes, "-s", "ddp", PAUSE="0.2", EPOCHS="100")
-    lines = lines_until_training(process)
+    process = start(tmp_path / "there", nodes, "-s", "ddp", PAUSE="0.2", EPOCHS="100")
+    lines = lines_until(process, "training")
     pids = [int(line.split()[-1]) for line in lines if "training" in line]
     process.send_signal(number)
     process.communicate()
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "workers are gone")
     until(lambda: nodes.state() == NOTHING, "Ray has no actor and no placement group")
+
+
+@needs_ray
+@pytest.mark.whole
+def test_a_killed_node_is_replaced_and_training_goes_on(tmp_path: Path, nodes: RayNodes) -> None:
+    here, _ = start(tmp_path / "here", None, "-s", "ddp", EPOCHS="4").communicate()
+    nodes.add()
+    process = start(
+        tmp_path / "there", nodes, "-s", "ddp", "--restart", "1", PAUSE="0.3", EPOCHS="4"
+    )
+    lines = lines_until(process, "saved")
+    last = next(line for line in lines if line.startswith("[3 "))
+    nodes.kill(last.split("]")[0].rpartition("-")[2])
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert "all workers are started again (1 of 1)" in output
+    goes_on = losses(output)
+    assert len(goes_on) < len(losses(here))  # from the checkpoint
+    assert goes_on == pytest.approx(losses(here)[-len(goes_on) :], rel=1e-4)

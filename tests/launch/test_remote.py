@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shoal.commands.engines import check_engine
 from shoal.errors import BadInput, WorkersFailed
+from shoal.launch.attempts import run_attempts
 from shoal.launch.local import LaunchSpec
 from shoal.launch.machines import Machine
 from shoal.launch.remote import place, run_remote
@@ -118,6 +120,40 @@ def test_a_signal_ends_all_workers(tmp_path: Path, number: signal.Signals) -> No
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_after_a_loss_hosts_are_asked_for_again_and_all_workers_start(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, time\n"
+        "if not os.path.exists(sys.argv[1]):\n"
+        "    if os.environ['RANK'] == '0': time.sleep(60)\n"
+        "    open(sys.argv[1], 'w').close()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print('again', os.environ['RANK'], 'SHOAL_KILL' in os.environ)\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    config = RunConfig.from_environment().with_environ(TMPDIR=str(tmp_path))
+    config = replace(config, restarts=1, kill=("1@5",))
+    spec = LaunchSpec([sys.executable, str(script), str(tmp_path / "lost")], 2, config)
+    shown = Screen()
+    with HostsHere([1, 1]) as machines:
+        run_attempts(machines, spec, shown)
+    assert (
+        "worker 1 on h1 was killed by SIGKILL; all workers are started again (1 of 1)" in shown.err
+    )
+    assert sorted(shown.out.splitlines()) == ["[0 h0] again 0 False", "[1 h1] again 1 False"]
+
+
+def test_an_error_of_the_script_is_not_tried_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('once')\nsys.exit('wrong')\n")
+    config = replace(RunConfig.from_environment(), restarts=3)
+    spec = LaunchSpec([sys.executable, str(script)], 1, config)
+    shown = Screen()
+    with HostsHere([1]) as machines, pytest.raises(WorkersFailed, match="wrong"):
+        run_attempts(machines, spec, shown)
+    assert shown.out.splitlines() == ["[0 h0] once"]
 
 
 def test_an_unknown_engine_is_refused_in_one_sentence() -> None:
