@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.commands import options
+from shoal.commands.engines import check_engine
 from shoal.commands.launching import command_for, config_for, strategy_for
 from shoal.commands.verify_runs import RunPair, ScriptRuns
 from shoal.errors import BadInput
@@ -50,6 +51,7 @@ def verify(
     script: options.Script,
     args: options.ScriptArgs = None,
     workers: options.Workers = 2,
+    on: options.On = None,
     strategy: options.Strategy = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps to compare, at most.")] = 20,
     seed: options.Seed = None,
@@ -61,6 +63,8 @@ def verify(
     The script runs four times: alone and under the strategy, in its own precision, and for the
     first 3 steps in double precision, where rounding vanishes and an error does not.
     """
+    if on is not None:
+        check_engine(on)
     command = command_for(script, args)
     value = strategy_for(strategy, workers)
     if not value.is_synchronous:
@@ -71,7 +75,7 @@ def verify(
     from shoal.observe.verify import judge  # torch: only after the options were checked
 
     with scratch_folder("verify") as folder:
-        runs = ScriptRuns(command, steps, folder, quiet=as_json)
+        runs = ScriptRuns(command, steps, folder, quiet=as_json, on=on)
         pair = RunPair(runs, single, config_for(value, seed, device), str(value), workers)
         alone = pair.alone()
         together = pair.together()
@@ -89,7 +93,8 @@ def verify(
         taken = steps_taken(
             verdict.steps, steps, value.sync_for(workers).batches is Batches.WHOLE_DATASET
         )
-        _print(verdict, f"{script} under {value} on {workers} workers, {taken}")
+        where = f"{workers} workers{runs.where}"
+        _print(verdict, f"{script} under {value} on {where}, {taken}")
     if not verdict.ok:
         for reason in _reasons(alone, together, workers):
             print(reason, file=sys.stderr if as_json else sys.stdout)

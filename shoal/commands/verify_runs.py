@@ -42,14 +42,25 @@ SEVERAL_CALLS = "the script calls shoal.run {} times: the first call is compared
 class ScriptRuns:
     """Runs the script for a capture, and prints that it does, since each run takes a while."""
 
-    def __init__(self, command: Sequence[str], steps: int, folder: Path, quiet: bool):
+    def __init__(
+        self,
+        command: Sequence[str],
+        steps: int,
+        folder: Path,
+        quiet: bool,
+        on: str | None = None,
+    ):
+        """`on`: the engine on whose hosts several workers run; one worker runs here."""
         self.command = command
         self.steps = steps
         self.folder = folder
         self.quiet = quiet
         self.count = 0
-        load()
-        self._forks = Forks(folder / "modules.json") if can_fork(command) else None
+        self._on = on
+        self._forks: Forks | None = None
+        if on is None:  # all runs in forks or none: see `first`
+            load()
+            self._forks = Forks(folder / "modules.json") if can_fork(command) else None
 
     def first(self, name: str, config: RunConfig, **options: Any) -> CapturedRun:
         """On one worker. What it has imported need not be imported by the others."""
@@ -74,7 +85,8 @@ class ScriptRuns:
         folder = self.folder / str(self.count)
         folder.mkdir()
         capture = CaptureConfig(folder, steps, **options)
-        run_quietly(self.command, workers, replace(config, capture=capture), self._forks)
+        on = self._on if workers > 1 else None
+        run_quietly(self.command, workers, replace(config, capture=capture), self._forks, on)
         check_trained(folder / "capture.json")
         run = CapturedRun.read(folder)
         if not run.losses:
@@ -82,6 +94,11 @@ class ScriptRuns:
         if run.goes_on:
             raise BadInput(GOES_ON.format(steps))
         return run
+
+    @property
+    def where(self) -> str:
+        """ " of lab", where several workers run on hosts of an engine."""
+        return "" if self._on is None else f" of {self._on}"
 
     def say(self, sentence: str) -> None:
         if not self.quiet:
@@ -116,7 +133,7 @@ class RunPair:
 
     def together(self, **options: Any) -> CapturedRun:
         where = " in double precision" if options.get("double") else ""
-        name = f"{self.strategy} on {self.workers}{where}"
+        name = f"{self.strategy} on {self.workers}{self.runs.where}{where}"
         return self.runs.capture(name, self.several, self.workers, **options)
 
     def again(self, **options: Any) -> CapturedRun:

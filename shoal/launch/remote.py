@@ -127,7 +127,6 @@ class RemoteWorkers:
         self._spec = spec
         self._run_dir = run_dir
         self._on_event = on_event
-        self._write: Write = print_lines
         self._on_progress: OnProgress | None = None
         self._starting: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # the port, or an end
         self._agents: list[MachineProcess] = []
@@ -139,7 +138,6 @@ class RemoteWorkers:
 
     def show(self, write: Write, on_progress: OnProgress | None) -> None:
         """Where output and progress go; before the start."""
-        self._write = write
         self._on_progress = on_progress
         names = [self.host_of(rank) for rank in range(self._spec.workers)]
         prefixes = [f"[{rank} {name}] " for rank, name in enumerate(names)]
@@ -227,8 +225,9 @@ class RemoteWorkers:
             if waiter.is_alive():
                 agent.kill()
         self._join()
-        for forwarder in (*self.stdout, *self.stderr):
-            self._call_sink(forwarder.close)
+        if not any(waiter.is_alive() for waiter in self._waiters):  # or one blocks in `write`
+            for forwarder in (*self.stdout, *self.stderr):
+                self._call_sink(forwarder.close)
 
     def _join(self) -> None:
         deadline_s = time.monotonic() + _END_S
@@ -256,8 +255,8 @@ class RemoteWorkers:
         try:
             message = read_message(line)
         except msgspec.DecodeError:  # an error of the interpreter, or of the engine
-            text = f"[{placed.machine.name}] {line}\n"
-            self._call_sink(lambda: self._write(text, True))
+            text = f"{line}\n".encode()
+            self._call_sink(lambda: self.stderr[placed.first].feed(text))
             return
         self._handle(placed, message)
 

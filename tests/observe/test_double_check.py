@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from shoal.comm.call import Op, as_reduced
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.commands.verify import _about_rounding
@@ -247,3 +248,11 @@ def test_products_of_groups_run_in_double_precision(a: tuple[int, ...], b: tuple
         expected = expected[rows]
         actual = actual[rows]
     torch.testing.assert_close(actual.float(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_sent_keeps_its_type_inside_a_forward() -> None:
+    """Collectives of tensor parallelism are called there; 11 numbers are no whole float64s."""
+    data = torch.ones(11)
+    with DoublePrecision():
+        numbers, _ = as_reduced(data, Op.SUM)
+    assert numbers.dtype == torch.float32

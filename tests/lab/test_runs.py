@@ -1,0 +1,91 @@
+"""Runs on the hosts of a lab."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+from shoal.lab.design import LabDesign
+from shoal.lab.lab import build_lab, remove_lab
+from shoal.lab.machines import LabMachines
+from shoal.launch.local import LaunchSpec
+from shoal.launch.remote import run_remote
+from shoal.runtime.config import RunConfig
+from tests.launch.helpers import Screen
+from tests.namespaces import why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+NAME = f"runs{os.getpid() % 100_000}"
+NETWORK = """
+import os, socket
+names = [name for _, name in socket.if_nameindex()]
+print(os.environ["RANK"], os.environ["LOCAL_RANK"], names, os.environ["GLOO_SOCKET_IFNAME"],
+      os.environ["SHOAL_HOST"], os.environ["MASTER_ADDR"], socket.gethostbyname("h1"))
+print("id", os.environ["SHOAL_HOST_ID"].rpartition("-")[2])
+"""
+SCRIPT = """
+from functools import partial
+import torch, shoal
+from torch import nn
+
+def train(job):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(16, 4))
+    x = torch.randn(64, 16)
+    data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+    step = job.step(model, nn.functional.cross_entropy,
+                    optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    for batch in job.batches(data, batch_size=16):
+        job.log(loss=step(batch))
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+
+
+@pytest.fixture
+def lab() -> Iterator[str]:
+    build_lab(LabDesign(NAME, 4, 2, 125e6, 4.0))
+    yield NAME
+    remove_lab(NAME)
+
+
+def test_workers_are_spread_over_hosts_that_are_apart(lab: str, tmp_path: Path) -> None:
+    script = tmp_path / "network.py"
+    script.write_text(NETWORK)
+    screen = Screen()
+    spec = LaunchSpec([sys.executable, str(script)], 5, RunConfig.from_environment())
+    with LabMachines(lab) as machines:
+        run_remote(machines, spec, screen)
+    lines = sorted(screen.out.splitlines())
+    seen = "['lo', 'eth0'] eth0"
+    assert [line for line in lines if "eth0" in line] == [
+        f"[0 h0] 0 0 {seen} 10.77.0.1 10.77.0.1 10.77.0.2",
+        f"[1 h0] 1 1 {seen} 10.77.0.1 10.77.0.1 10.77.0.2",
+        f"[2 h1] 2 0 {seen} 10.77.0.2 10.77.0.1 10.77.0.2",
+        f"[3 h2] 3 0 {seen} 10.77.1.1 10.77.0.1 10.77.0.2",
+        f"[4 h3] 4 0 {seen} 10.77.1.2 10.77.0.1 10.77.0.2",
+    ]
+    hosts = [line.split()[-1] for line in lines if "] id " in line]
+    assert hosts == ["h0", "h0", "h1", "h2", "h3"]
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["ddp", "ps(servers=2)", "pp(4)", "ddp + tp(2)"])
+def test_hosts_give_the_result_of_one_worker(
+    lab: str, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    words = ["verify", "--on", f"lab://{lab}", "-n", "4", "-s", strategy, "--steps", "3"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, str(script)])
+    assert not end.value.code
+    assert f"under {strategy} on 4 workers of lab://{lab}, 3 steps" in capsys.readouterr().out
