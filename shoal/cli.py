@@ -19,6 +19,7 @@ from shoal.commands.plan import plan
 from shoal.commands.plan_validate import validate
 from shoal.commands.predict import predict
 from shoal.commands.run import run
+from shoal.commands.runs import ps, stop
 from shoal.commands.simulate import simulate
 from shoal.commands.train import evaluate, train
 from shoal.commands.verify import verify
@@ -38,6 +39,8 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(join)
+app.command()(ps)
+app.command()(stop)
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(verify)

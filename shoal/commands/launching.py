@@ -144,15 +144,16 @@ def run_shown(
     config: RunConfig,
     report: Path | None = None,
     on: str | None = None,
+    logs: Path | None = None,
 ) -> None:
     """Run workers with a live progress bar on a terminal, and with plain lines elsewhere.
 
-    `on`: the engine whose hosts they are to run on.
+    `on`: the engine whose hosts they are to run on. `logs`: a folder for what each one prints.
     """
     check_folder(report, "a report")
     try:
         with saying_latest(config.server_checkpoint.folder, _say):
-            result = _run_shown(command, workers, config, on)
+            result = _run_shown(command, workers, config, on, logs)
     except KeyboardInterrupt:
         print("shoal: interrupted; all workers have exited", file=sys.stderr)
         sys.exit(130)
@@ -167,13 +168,14 @@ def run_shown(
 
 
 def _run_shown(
-    command: Sequence[str], workers: int, config: RunConfig, on: str | None
+    command: Sequence[str], workers: int, config: RunConfig, on: str | None, logs: Path | None
 ) -> RunResult:
+    spec = LaunchSpec(command, workers, config, logs=logs, shows_name=True)
     if not sys.stdout.isatty():
-        return _launch(command, workers, config, print_lines, on=on)
+        return _launch(spec, print_lines, on=on)
     bar = ProgressBar()
     try:
-        return _launch(command, workers, config, bar.print, bar.show, on=on)
+        return _launch(spec, bar.print, bar.show, on=on)
     finally:
         bar.close()
 
@@ -195,29 +197,26 @@ def run_quietly(
     on: str | None = None,
 ) -> None:
     """Run workers without showing their output; a failure is raised with its report."""
-    _launch(command, workers, config, discard_lines, forks=forks, on=on)
+    _launch(LaunchSpec(command, workers, config, forks=forks), discard_lines, on=on)
 
 
 def _launch(
-    command: Sequence[str],
-    workers: int,
-    config: RunConfig,
+    spec: LaunchSpec,
     write: Write,
     on_progress: OnProgress | None = None,
-    forks: Forks | None = None,
     on: str | None = None,
 ) -> RunResult:
     if on is not None:
         from shoal.launch.attempts import run_attempts  # only where it is needed
 
         with open_engine(on) as machines:
-            return run_attempts(machines, LaunchSpec(command, workers, config), write, on_progress)
+            return run_attempts(machines, spec, write, on_progress)
+    workers, config = spec.workers, spec.config
     strategy = as_strategy(config.strategy or "single")
     servers = strategy.servers(workers)
     replication = replication_of(strategy, workers, config.restarts)
     tolerance = tolerance_of(strategy, workers, config.restarts, config.start)
-    spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance, forks=forks)
-    spec = replace(spec, replication=replication)
+    spec = replace(spec, servers=servers, tolerance=tolerance, replication=replication)
     return launch(spec, write, on_progress)
 
 

@@ -106,6 +106,14 @@ Grace = Annotated[
 Report = Annotated[
     Path | None, typer.Option(help="Write a JSON report here when the run has succeeded.")
 ]
+Logs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Write what each worker and server prints to a file of its own there: rank-0.log, "
+        "server-0.log …",
+    ),
+]
 ScriptArgs = Annotated[
     list[str] | None, typer.Argument(help="Arguments of the script, after --.", metavar="-- ARGS")
 ]

@@ -29,6 +29,7 @@ def run(
     timeout: options.Timeout = None,
     grace: options.Grace = None,
     report: options.Report = None,
+    logs: options.Logs = None,
     restart: options.Restart = None,
     start: options.Start = None,
     server_checkpoint: options.ServerCheckpoint = None,
@@ -49,4 +50,4 @@ def run(
     if resume and options_config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
     with traced(options_config, trace) as config:
-        run_shown(command, workers, config, report, on)
+        run_shown(command, workers, config, report, on, logs)

@@ -32,6 +32,7 @@ from shoal.launch.agent_messages import (
     FoundPort,
     HostRefused,
     HostTask,
+    StepsDone,
     WorkerExited,
     WorkerOutput,
     WorkerProgress,
@@ -48,6 +49,7 @@ from shoal.runtime.run_dir import RunDir, host_run_dir, parse_secret
 
 _MAX_TASK_BYTES = 16 << 20
 _SIOCGIFADDR = 0x8915
+_STEPS_S = 2.0  # how often the launcher hears how far workers are
 
 
 class Agent:
@@ -60,6 +62,7 @@ class Agent:
             queue.SimpleQueue()
         )
         self._sending = threading.Lock()
+        self._sent_steps: dict[int, int] = {}
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self.events.put(signal.SIGTERM))
@@ -140,17 +143,31 @@ class Agent:
         left = self.task.workers
         deadline_s: float | None = None
         while left:
-            seconds = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            left_s = _STEPS_S if deadline_s is None else deadline_s - time.monotonic()
             try:
-                event = self.events.get(timeout=seconds)
+                event = self.events.get(timeout=max(0.0, min(left_s, _STEPS_S)))
             except queue.Empty:
-                return
+                if deadline_s is not None and time.monotonic() > deadline_s:
+                    return
+                self._send_steps()
+                continue
             if isinstance(event, ProcessExit):
                 left -= 1
                 self._report(event)
             elif isinstance(event, signal.Signals) and deadline_s is None:
                 deadline_s = time.monotonic() + TERM_S
                 workers.signal(signal.SIGTERM)
+
+    def _send_steps(self) -> None:
+        """How far the workers are, for `shoal ps`."""
+        first = self.task.first_rank
+        done = {
+            rank: self.run_dir.steps_done(rank) for rank in range(first, first + self.task.workers)
+        }
+        steps = {rank: count for rank, count in done.items() if count is not None}
+        if steps and steps != self._sent_steps:
+            self._sent_steps = steps
+            self.send(StepsDone(steps))
 
     def _report(self, exit: ProcessExit) -> None:
         rank = self.task.first_rank + exit.rank

@@ -47,6 +47,12 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag="progress"):
     record: dict[str, Any]
 
 
+class StepsDone(msgspec.Struct, frozen=True, tag="steps"):
+    """By rank, of workers that have done any."""
+
+    steps: dict[int, int]
+
+
 class WorkerExited(msgspec.Struct, frozen=True, tag="exited"):
     """Hosts have different clocks, so times are ages at the moment of this report."""
 
@@ -65,7 +71,7 @@ class HostRefused(msgspec.Struct, frozen=True, tag="refused"):
     sentence: str
 
 
-AgentMessage = FoundPort | WorkerOutput | WorkerProgress | WorkerExited | HostRefused
+AgentMessage = FoundPort | WorkerOutput | WorkerProgress | StepsDone | WorkerExited | HostRefused
 
 
 def read_message(line: str) -> AgentMessage:

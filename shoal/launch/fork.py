@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
+from shoal.errors import ShoalError
 from shoal.launch.coordinator import RunCoordinator, coordinated
 from shoal.launch.failures import (
     ProcessFailure,
@@ -29,6 +31,7 @@ from shoal.launch.lost_workers import LossPolicy, Tolerance
 from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
 from shoal.launch.processes import ProcessExit
 from shoal.launch.replication import SINGLE_COPY, Replication
+from shoal.launch.running import RunFacts, enter_run
 from shoal.launch.worker_losses import losses_at_end
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import die_with_session
@@ -70,17 +73,30 @@ def fork(spec: ForkSpec) -> None:
             try:
                 for process in processes:
                     process.start()
+                name = _enter(spec, run_dir, processes)
                 coordinator.watch()
                 failures = _wait_for_all(processes, servers, run_dir, policy)
             finally:
                 run_dir.mark_ending()
                 _end(processes)
+        if failures and run_dir.is_preempted():
+            raise ShoalError(f"the run {name} was stopped by shoal stop")
         if failures:
             raise launch_error(first_failure(failures))
         for sentence in losses_at_end(
             policy.lost, spec.workers, run_dir.read_reports(spec.workers)
         ):
             _say(sentence)
+
+
+def _enter(spec: ForkSpec, run_dir: RunDir, processes: Sequence[Process]) -> str:
+    """Make the run known to `shoal ps` and `shoal stop`."""
+    hosts = [socket.gethostname()] * spec.workers
+    pids = [process.pid or 0 for process in processes]
+    strategy = spec.config.strategy or "single"
+    name = enter_run(run_dir, RunFacts(strategy, spec.workers, spec.servers, (), hosts, pids))
+    _say(f"run {name} (shoal stop {name} ends it)")
+    return name
 
 
 def _say(line: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from shoal.launch.coordinator import coordinated
 from shoal.launch.failures import first_failure, launch_error
 from shoal.launch.joining import JoinRequest, JoinRequests
 from shoal.launch.kept_memory import KeptMemory
+from shoal.launch.log_files import LogFiles
 from shoal.launch.lost_servers import LostServer, ServerPolicy, summarize_server_losses
 from shoal.launch.lost_workers import LossPolicy, Tolerance
 from shoal.launch.output import (
@@ -37,6 +39,7 @@ from shoal.launch.output import (
 from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
 from shoal.launch.processes import Forks, Processes, ProcessExit, Role
 from shoal.launch.replication import SINGLE_COPY, Replication
+from shoal.launch.running import RunFacts, enter_run
 from shoal.launch.start_notice import StartNotice, starting
 from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import SignalEvents, Supervisor
@@ -62,6 +65,8 @@ class LaunchSpec:
     threads: int | None = None
     forks: Forks | None = None
     replication: Replication = SINGLE_COPY
+    logs: Path | None = None  # a folder for the output of every process
+    shows_name: bool = False  # by which `shoal stop` knows the run
 
     @property
     def started(self) -> int:
@@ -117,8 +122,13 @@ def launch(
     put = supervisor.events.put
     start_s = time.monotonic()
     notice = StartNotice(write)
-    with SignalEvents(put) as signals, new_run_dir() as run_dir:
-        with OutputPump(put) as pump, _messages(pump, notice.write) as say:
+    with (
+        LogFiles(spec.logs) as logs,
+        SignalEvents(put) as signals,
+        new_run_dir() as run_dir,
+    ):
+        enter(spec, run_dir, [socket.gethostname()] * spec.workers, write)
+        with OutputPump(put) as pump, _messages(pump, notice.write, logs) as say:
             policy = LossPolicy(run_dir, spec.workers, spec.tolerance, say)
             with (
                 coordinated(
@@ -128,7 +138,9 @@ def launch(
                 Processes(put, forks=spec.forks) as workers,
             ):
                 coordinated_spec = replace(spec, config=coordinator.config)
-                starter = _Starter(coordinated_spec, run_dir, pump, notice.write, on_progress)
+                starter = _Starter(
+                    *(coordinated_spec, run_dir, pump, notice.write, on_progress, logs)
+                )
                 server_policy = ServerPolicy(
                     spec.servers,
                     spec.replication,
@@ -208,6 +220,15 @@ def launch(
     return result
 
 
+def enter(spec: LaunchSpec, run_dir: RunDir, hosts: Sequence[str], write: Write) -> None:
+    """Make the run known to `shoal ps` and `shoal stop`."""
+    strategy = spec.config.strategy or "single"
+    facts = RunFacts(strategy, spec.workers, spec.servers, spec.command, hosts)
+    name = enter_run(run_dir, facts)
+    if spec.shows_name:
+        write(f"shoal: run {name} (shoal stop {name} ends it)\n", True)
+
+
 def _noticing(
     notice: StartNotice, spec: LaunchSpec, run_dir: RunDir, say: Callable[[str], None]
 ) -> AbstractContextManager[None]:
@@ -226,10 +247,10 @@ def check_script(command: Sequence[str]) -> None:
 
 
 @contextmanager
-def _messages(pump: OutputPump, write: Write) -> Iterator[Callable[[str], None]]:
+def _messages(pump: OutputPump, write: Write, logs: LogFiles) -> Iterator[Callable[[str], None]]:
     """A function for lines of the launcher, which the output thread writes to stderr."""
     pipe, write_end = os.pipe()
-    pump.add(pipe, LineForwarder(write, "shoal: ", True))
+    pump.add(pipe, LineForwarder(write, "shoal: ", True, logs.of("launcher")))
 
     def say(line: str) -> None:
         os.write(write_end, line.encode() + b"\n")
@@ -249,6 +270,7 @@ class _Starter:
     pump: OutputPump
     write: Write
     on_progress: OnProgress | None
+    logs: LogFiles
 
     def start_all(self, workers: Processes, servers: Processes) -> dict[Role, list[LineForwarder]]:
         """Start all workers and servers; returns the stderr of each."""
@@ -278,7 +300,7 @@ class _Starter:
         rank = index if again else None
         pipes = servers.start(spec.server_command, config.to_environment(), rank=rank)
         self.run_dir.note_server_pid(index, servers.pid_of(index))
-        return self._forward(f"[server {index}] ", pipes)
+        return self._forward(f"[server {index}] ", pipes, f"server-{index}")
 
     def start_again(self, rank: int, workers: Processes) -> LineForwarder:
         """Start a worker that was lost; returns its stderr."""
@@ -291,7 +313,7 @@ class _Starter:
             config = replace(self._worker_config(rank, pipe), generation=generation)
             again = rank if generation else None
             pipes = workers.start(self.spec.command, config.to_environment(), inherited, again)
-        return self._forward(prefix, pipes)
+        return self._forward(prefix, pipes, f"rank-{rank}")
 
     def _worker_config(self, rank: int, progress_fd: int | None) -> RunConfig:
         spec = self.spec
@@ -301,10 +323,11 @@ class _Starter:
         hash_seed = config.environ.get("PYTHONHASHSEED", "0")
         return config.with_environ(PYTHONUNBUFFERED="1", PYTHONHASHSEED=hash_seed)
 
-    def _forward(self, prefix: str, pipes: tuple[int, int]) -> LineForwarder:
+    def _forward(self, prefix: str, pipes: tuple[int, int], name: str) -> LineForwarder:
         out, err = pipes
-        stderr = LineForwarder(self.write, prefix, True)
-        self.pump.add(out, LineForwarder(self.write, prefix, False))
+        log = self.logs.of(name)
+        stderr = LineForwarder(self.write, prefix, True, log)
+        self.pump.add(out, LineForwarder(self.write, prefix, False, log))
         self.pump.add(err, stderr)
         return stderr
 

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from shoal.launch.log_files import Log, no_log
+
 Write = Callable[[str, bool], None]  # complete lines, each with its newline; is it stderr?
 OnProgress = Callable[[dict[str, Any]], None]
 
@@ -50,10 +52,11 @@ class Sink(Protocol):
 class LineForwarder:
     """One output stream of one worker."""
 
-    def __init__(self, write: Write, prefix: str, is_stderr: bool):
+    def __init__(self, write: Write, prefix: str, is_stderr: bool, log: Log = no_log):
         self._write = write
         self._prefix = prefix
         self._is_stderr = is_stderr
+        self._log = log
         self._partial = b""
         self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
 
@@ -76,6 +79,7 @@ class LineForwarder:
 
     def _forward(self, lines: bytes) -> None:
         self._tail.extend(lines.rsplit(b"\n", _TAIL_LINES)[-_TAIL_LINES:])
+        self._log(lines + b"\n")
         text = _decode(lines)
         if self._prefix:
             text = self._prefix + text.replace("\n", "\n" + self._prefix)

@@ -27,13 +27,15 @@ from shoal.launch.agent_messages import (
     FoundPort,
     HostRefused,
     HostTask,
+    StepsDone,
     WorkerExited,
     WorkerOutput,
     WorkerProgress,
     read_message,
 )
 from shoal.launch.failures import FailureReport, first_failure, launch_error, write_failure
-from shoal.launch.local import LaunchSpec, RunResult
+from shoal.launch.local import LaunchSpec, RunResult, enter
+from shoal.launch.log_files import LogFiles
 from shoal.launch.machines import Machine, MachineProcess, Machines
 from shoal.launch.output import LineForwarder, OnProgress, Write, print_lines
 from shoal.launch.processes import ProcessExit
@@ -84,9 +86,10 @@ def run_remote(
     placed = place(machines.hosts(spec.workers), spec.workers)
     supervisor = Supervisor(spec.workers, grace_s=spec.config.grace_s)
     start_s = time.monotonic()
-    with new_run_dir() as run_dir:
+    with LogFiles(spec.logs) as logs, new_run_dir() as run_dir:
         workers = RemoteWorkers(machines, placed, spec, run_dir, supervisor.events.put)
-        workers.show(write, on_progress)
+        workers.show(write, on_progress, logs)
+        enter(spec, run_dir, [workers.host_of(rank) for rank in range(spec.workers)], write)
         with SignalEvents(workers.put) as signals, workers:
             supervisor.workers = workers.start_all()
             supervisor.run(workers, workers, lambda exit: exit.returncode == 0, run_dir)
@@ -136,13 +139,13 @@ class RemoteWorkers:
         self._output_failed = False
         self._secret = spec.config.read_secret() or new_secret()
 
-    def show(self, write: Write, on_progress: OnProgress | None) -> None:
+    def show(self, write: Write, on_progress: OnProgress | None, logs: LogFiles) -> None:
         """Where output and progress go; before the start."""
         self._on_progress = on_progress
         names = [self.host_of(rank) for rank in range(self._spec.workers)]
-        prefixes = [f"[{rank} {name}] " for rank, name in enumerate(names)]
-        self.stdout = [LineForwarder(write, prefix, False) for prefix in prefixes]
-        self.stderr = [LineForwarder(write, prefix, True) for prefix in prefixes]
+        shown = [(f"[{rank} {name}] ", logs.of(f"rank-{rank}")) for rank, name in enumerate(names)]
+        self.stdout = [LineForwarder(write, prefix, False, log) for prefix, log in shown]
+        self.stderr = [LineForwarder(write, prefix, True, log) for prefix, log in shown]
 
     def host_of(self, rank: int) -> str:
         return next(on.machine.name for on in self._placed if rank in on.ranks)
@@ -269,6 +272,9 @@ class RemoteWorkers:
             show = self._on_progress
             if show is not None:
                 self._call_sink(lambda: show(message.record))
+        elif isinstance(message, StepsDone):
+            for rank in placed.ranks:
+                self._run_dir.write_steps(rank, message.steps.get(rank, 0))
         elif message.rank not in placed.ranks:
             return  # not a worker of this host
         elif isinstance(message, WorkerOutput):

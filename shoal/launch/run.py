@@ -157,7 +157,8 @@ def _launch_self(
     command = _command_of_script()
     if command is not None:
         spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance)
-        launch(replace(spec, replication=replication), write)
+        shows_name = write is print_lines
+        launch(replace(spec, replication=replication, shows_name=shows_name), write)
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise BadInput(

@@ -353,11 +353,8 @@ class Worker:
         return ElasticSum(folder, self.rank, has_exited, self._patience_s)
 
     def _make_step_count(self) -> StepCount | None:
-        """None where the loss of a worker ends the run."""
-        run_dir = self.run_dir
-        if run_dir is None or not self.strategy.survives_loss:
-            return None
-        return StepCount(run_dir.steps(self.rank))
+        """None where no launcher of Shoal reads it."""
+        return None if self.report_dir is None else StepCount(self.report_dir.steps(self.rank))
 
     def _make_meetings(self) -> Meetings | None:
         """None where lost workers do not come back."""

@@ -8,7 +8,8 @@
     finished-0           worker 0 has finished
     exited-2.json        the process of worker 2 has exited, written by the launcher
     joins/               requests of `shoal join`; join-….json is the answer of the launcher
-    steps-2              how many steps worker 2 has done, where others go on when it is lost
+    run.json             what runs here, for `shoal ps` and `shoal stop` (launch/running.py)
+    steps-2              how many steps worker 2 has done
     started-2            how often worker 2 was started again; then exited-2.1.json …
     back-2.1.json        how it took its place among the others
     late-2.1             it came when the others had finished
@@ -207,6 +208,18 @@ class RunDir:
         """For sums over the surviving ranks."""
         return self.path / f"tally-{run_number}"
 
+    @property
+    def entry(self) -> Path:
+        return self.path / "run.json"
+
+    def write_entry(self, document: Mapping[str, Any]) -> None:
+        """A full disk does not fail the run, which is then not shown."""
+        with suppress(OSError):
+            write_atomically(self.entry, json.dumps(document))
+
+    def read_entry(self) -> dict[str, Any] | None:
+        return _read_json(self.entry)
+
     # ------------------------------------------------------------------ marks of workers
 
     def mark_all_joined(self) -> None:
@@ -279,6 +292,11 @@ class RunDir:
         with suppress(OSError):
             return _read_count(self.steps(rank)) or None
         return None
+
+    def write_steps(self, rank: int, steps: int) -> None:
+        """Of a worker on another host."""
+        with suppress(OSError):
+            write_atomically(self.steps(rank), str(steps))
 
     def mark_too_late(self, rank: int, generation: int) -> None:
         """A worker that was started later found that the others had finished."""

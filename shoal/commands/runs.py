@@ -1,0 +1,72 @@
+"""`shoal ps` and `shoal stop`: the runs of this user on this host."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
+
+import typer
+
+from shoal.commands import options
+from shoal.commands.output import plain_table, wide_console
+from shoal.errors import BadInput, CheckFailed
+from shoal.launch.running import RunEntry, entries, find_run
+from shoal.launch.stopping import stop_run
+
+
+def ps(as_json: options.Json = False) -> None:
+    """Show what runs: where, since when, at which step."""
+    found = entries()
+    if as_json:
+        print(json.dumps([entry.document() for entry in found], indent=2))
+        return
+    if not found:
+        print("no run of yours runs on this host")
+        return
+    table = plain_table("", ["run", "script", "strategy", "workers", "on", "since", "step"], 3)
+    for entry in found:
+        step = "-" if entry.steps is None else str(entry.steps)
+        workers = f"{entry.workers}+{entry.servers}" if entry.servers else str(entry.workers)
+        words = (entry.name, entry.script, entry.strategy, workers, _where(entry))
+        table.add_row(*words, _since(time.time() - entry.started), step)
+    wide_console().print(table)
+
+
+def stop(
+    run: Annotated[str | None, typer.Argument(help="A name that `shoal ps` shows.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All runs of yours on this host.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not let it end its step and save.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Wait so many seconds at most.")] = 60.0,
+) -> None:
+    """Stop a run as preemption does: it ends its step, and saves where the script saves."""
+    if (run is None) != every:
+        raise BadInput("name a run that `shoal ps` shows, or give --all: one of both")
+    chosen = [find_run(run)] if run is not None else entries()
+    if not chosen:
+        print("no run of yours runs on this host")
+        return
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        ended = list(pool.map(lambda entry: stop_run(entry, now, timeout), chosen))
+    for stopped in ended:
+        if stopped.has_ended:
+            print(stopped)
+    left = [str(stopped) for stopped in ended if not stopped.has_ended]
+    if left:
+        raise CheckFailed("; ".join(left))
+
+
+def _where(entry: RunEntry) -> str:
+    hosts = list(dict.fromkeys(entry.hosts))
+    return ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
+
+
+def _since(seconds: float) -> str:
+    minutes, left = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {left:02} s" if minutes else f"{left} s"

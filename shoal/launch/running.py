@@ -1,0 +1,161 @@
+"""What runs now: one entry per run of this user on this host, in its run directory.
+
+The launcher writes the entry when it starts. The directory counts as abandoned when the launcher
+has ended, however it did, so there is no entry of a run that does not run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shoal.errors import BadInput
+from shoal.runtime.run_dir import RunDir, remove_abandoned, running_runs
+
+# fmt: off
+_NAMES = (
+    "anchovy", "anthias", "barbel", "bass", "betta", "bleak", "blenny",
+    "bonito", "bream", "brill", "burbot", "carp", "catfish", "char",
+    "chub", "cod", "dab", "dace", "danio", "dory", "eel",
+    "flounder", "gar", "goby", "grayling", "grouper", "gurnard", "guppy",
+    "haddock", "hake", "halibut", "herring", "hoki", "ide", "killi",
+    "koi", "ling", "loach", "mackerel", "marlin", "minnow", "molly",
+    "mullet", "opah", "orfe", "parr", "perch", "pike", "plaice",
+    "pollack", "ray", "roach", "ruffe", "salmon", "sardine", "scad",
+    "shad", "smelt", "snapper", "sole", "sprat", "sturgeon", "tang",
+    "tench", "tetra", "tilapia", "trout", "tuna", "turbot", "wahoo",
+    "whiting", "wrasse", "zander",
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """One run, as its launcher has described it."""
+
+    name: str
+    run_dir: RunDir
+    launcher_pid: int
+    started: float  # seconds since the epoch
+    strategy: str
+    workers: int
+    servers: int
+    command: tuple[str, ...]
+    hosts: tuple[str, ...]  # of the workers, by rank
+    session: tuple[int, ...] = ()  # the workers' processes, where the launcher is a notebook
+
+    @property
+    def steps(self) -> int | None:
+        """The most that a worker has done; None before the first."""
+        done = [self.run_dir.steps_done(rank) for rank in range(self.workers)]
+        return max((steps for steps in done if steps is not None), default=None)
+
+    @property
+    def script(self) -> str:
+        """What is run, without the interpreter."""
+        words = [word for word in self.command[1:] if word != "-m"]
+        return words[0] if words else self.command[0] if self.command else "a notebook"
+
+    @property
+    def is_there(self) -> bool:
+        remove_abandoned()  # a launcher that was killed leaves its folder
+        return self.run_dir.is_there()
+
+    def document(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "script": self.script,
+            "strategy": self.strategy,
+            "workers": self.workers,
+            "servers": self.servers,
+            "hosts": list(self.hosts),
+            "started": self.started,
+            "step": self.steps,
+            "launcher_pid": self.launcher_pid,
+            "folder": str(self.run_dir.path),
+        }
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a launcher says of its run."""
+
+    strategy: str
+    workers: int
+    servers: int
+    command: Sequence[str]
+    hosts: Sequence[str]
+    session: Sequence[int] = ()
+
+
+def enter_run(run_dir: RunDir, facts: RunFacts) -> str:
+    """Write the entry of a run that begins; returns its name."""
+    name = _free_name(entry.name for entry in entries())
+    run_dir.write_entry(
+        {
+            "name": name,
+            "launcher_pid": os.getpid(),
+            "started": time.time(),
+            "strategy": facts.strategy,
+            "workers": facts.workers,
+            "servers": facts.servers,
+            "command": list(facts.command),
+            "hosts": list(facts.hosts),
+            "session": list(facts.session),
+        }
+    )
+    return name
+
+
+def entries() -> list[RunEntry]:
+    """The runs that go on, the oldest first."""
+    found = [_read(run_dir) for run_dir in running_runs()]
+    return sorted((entry for entry in found if entry), key=lambda entry: entry.started)
+
+
+def find_run(name: str) -> RunEntry:
+    """By its name, its folder, or the first letters of its name; BadInput lists those there are."""
+    known = entries()
+    named = [entry for entry in known if name in (entry.name, str(entry.run_dir.path))]
+    found = named or [entry for entry in known if entry.name.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if not known:
+        raise BadInput(f"there is no run {name!r}: none of yours runs on this host")
+    names = ", ".join(entry.name for entry in found or known)
+    if found:
+        raise BadInput(f"{name!r} is not the name of one run: {names}")
+    raise BadInput(f"there is no run {name!r}: {names} {'run' if len(known) > 1 else 'runs'} here")
+
+
+def _free_name(taken: Iterable[str]) -> str:
+    used = set(taken)
+    names = random.SystemRandom().sample(_NAMES, len(_NAMES))
+    free = (name for name in names if name not in used)
+    numbered = (f"{names[0]}-{n}" for n in range(2, 100_000) if f"{names[0]}-{n}" not in used)
+    return next(free, None) or next(numbered)
+
+
+def _read(run_dir: RunDir) -> RunEntry | None:
+    """None where there is no entry, or none that this version has written."""
+    document = run_dir.read_entry()
+    if document is None:
+        return None
+    try:
+        return RunEntry(
+            name=str(document["name"]),
+            run_dir=run_dir,
+            launcher_pid=int(document["launcher_pid"]),
+            started=float(document["started"]),
+            strategy=str(document["strategy"]),
+            workers=min(int(document["workers"]), 1_000_000),
+            servers=int(document["servers"]),
+            command=tuple(map(str, document["command"])),
+            hosts=tuple(map(str, document["hosts"])),
+            session=tuple(map(int, document["session"])),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
