@@ -170,7 +170,7 @@ def run_shown(
 def _run_shown(
     command: Sequence[str], workers: int, config: RunConfig, on: str | None, logs: Path | None
 ) -> RunResult:
-    spec = LaunchSpec(command, workers, config, logs=logs, shows_name=True)
+    spec = LaunchSpec(command, workers, config, logs=logs, shows_name=sys.stderr.isatty())
     if not sys.stdout.isatty():
         return _launch(spec, print_lines, on=on)
     bar = ProgressBar()

@@ -37,7 +37,7 @@ def run_attempts(
                 f"shoal: {_loss(error)}; all workers are started again ({count} of {restarts})\n",
                 True,
             )
-        spec = replace(spec, config=_after_loss(spec.config))
+        spec = replace(spec, config=_after_loss(spec.config), appends_logs=True)
     return run_remote(machines, spec, write, on_progress)
 
 

@@ -66,6 +66,7 @@ class LaunchSpec:
     forks: Forks | None = None
     replication: Replication = SINGLE_COPY
     logs: Path | None = None  # a folder for the output of every process
+    appends_logs: bool = False  # this run continues one that was lost
     shows_name: bool = False  # by which `shoal stop` knows the run
 
     @property
@@ -123,7 +124,7 @@ def launch(
     start_s = time.monotonic()
     notice = StartNotice(write)
     with (
-        LogFiles(spec.logs) as logs,
+        LogFiles(spec.logs, spec.appends_logs) as logs,
         SignalEvents(put) as signals,
         new_run_dir() as run_dir,
     ):
@@ -300,7 +301,7 @@ class _Starter:
         rank = index if again else None
         pipes = servers.start(spec.server_command, config.to_environment(), rank=rank)
         self.run_dir.note_server_pid(index, servers.pid_of(index))
-        return self._forward(f"[server {index}] ", pipes, f"server-{index}")
+        return self._forward(f"[server {index}] ", pipes, ("server", index))
 
     def start_again(self, rank: int, workers: Processes) -> LineForwarder:
         """Start a worker that was lost; returns its stderr."""
@@ -313,7 +314,7 @@ class _Starter:
             config = replace(self._worker_config(rank, pipe), generation=generation)
             again = rank if generation else None
             pipes = workers.start(self.spec.command, config.to_environment(), inherited, again)
-        return self._forward(prefix, pipes, f"rank-{rank}")
+        return self._forward(prefix, pipes, ("rank", rank))
 
     def _worker_config(self, rank: int, progress_fd: int | None) -> RunConfig:
         spec = self.spec
@@ -323,9 +324,9 @@ class _Starter:
         hash_seed = config.environ.get("PYTHONHASHSEED", "0")
         return config.with_environ(PYTHONUNBUFFERED="1", PYTHONHASHSEED=hash_seed)
 
-    def _forward(self, prefix: str, pipes: tuple[int, int], name: str) -> LineForwarder:
+    def _forward(self, prefix: str, pipes: tuple[int, int], role: tuple[str, int]) -> LineForwarder:
         out, err = pipes
-        log = self.logs.of(name)
+        log = self.logs.of(*role)
         stderr = LineForwarder(self.write, prefix, True, log)
         self.pump.add(out, LineForwarder(self.write, prefix, False, log))
         self.pump.add(err, stderr)

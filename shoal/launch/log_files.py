@@ -22,8 +22,9 @@ class LogFiles:
     A disk that is full ends the files, and not the run.
     """
 
-    def __init__(self, folder: Path | None):
-        """Files of an earlier run in the folder are replaced where this run has the same."""
+    def __init__(self, folder: Path | None, appends: bool = False):
+        """Files of an earlier run in the folder are replaced, unless this one continues it."""
+        self._mode = "ab" if appends else "wb"
         self._folder = folder
         self._files: dict[str, IO[bytes]] = {}
         if folder is not None:
@@ -32,14 +33,15 @@ class LogFiles:
             except OSError as error:
                 raise BadInput(f"--logs: cannot make the folder {folder}: {error}") from error
 
-    def of(self, name: str) -> Log:
+    def of(self, role: str, number: int | None = None) -> Log:
         """Where the lines of one process go, also when it is started again."""
         if self._folder is None:
             return no_log
+        name = role if number is None else f"{role}-{number}"
         if name not in self._files:
             path = self._folder / f"{name}.log"
             try:
-                self._files[name] = path.open("wb", buffering=0)
+                self._files[name] = path.open(self._mode, buffering=0)
             except OSError as error:
                 raise BadInput(f"--logs: cannot write {path}: {error.strerror}") from error
         return lambda lines: self._write(name, lines)

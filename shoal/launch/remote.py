@@ -86,7 +86,7 @@ def run_remote(
     placed = place(machines.hosts(spec.workers), spec.workers)
     supervisor = Supervisor(spec.workers, grace_s=spec.config.grace_s)
     start_s = time.monotonic()
-    with LogFiles(spec.logs) as logs, new_run_dir() as run_dir:
+    with LogFiles(spec.logs, spec.appends_logs) as logs, new_run_dir() as run_dir:
         workers = RemoteWorkers(machines, placed, spec, run_dir, supervisor.events.put)
         workers.show(write, on_progress, logs)
         enter(spec, run_dir, [workers.host_of(rank) for rank in range(spec.workers)], write)
@@ -143,7 +143,7 @@ class RemoteWorkers:
         """Where output and progress go; before the start."""
         self._on_progress = on_progress
         names = [self.host_of(rank) for rank in range(self._spec.workers)]
-        shown = [(f"[{rank} {name}] ", logs.of(f"rank-{rank}")) for rank, name in enumerate(names)]
+        shown = [(f"[{rank} {name}] ", logs.of("rank", rank)) for rank, name in enumerate(names)]
         self.stdout = [LineForwarder(write, prefix, False, log) for prefix, log in shown]
         self.stderr = [LineForwarder(write, prefix, True, log) for prefix, log in shown]
 

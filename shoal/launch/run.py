@@ -157,7 +157,7 @@ def _launch_self(
     command = _command_of_script()
     if command is not None:
         spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance)
-        shows_name = write is print_lines
+        shows_name = write is print_lines and sys.stderr.isatty()
         launch(replace(spec, replication=replication, shows_name=shows_name), write)
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

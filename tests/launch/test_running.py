@@ -16,9 +16,11 @@ import pytest
 
 from shoal.cli import main
 from shoal.errors import BadInput
+from shoal.launch.local import LaunchSpec, enter
 from shoal.launch.log_files import LogFiles
 from shoal.launch.output import LineForwarder, discard_lines
 from shoal.launch.running import RunFacts, enter_run, entries, find_run
+from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir, new_run_dir
 from shoal.runtime.step_count import StepCount
 from tests import forked
@@ -132,11 +134,9 @@ def started(tmp_path: Path, script: str, *words: str) -> Iterator[tuple[str, Any
     )
     try:
         assert process.stdout is not None and process.stderr is not None
-        said = process.stderr.readline()
-        assert said.startswith("shoal: run ") and said.endswith(" ends it)\n"), said
         while "go on" not in (line := process.stdout.readline()):
             assert line, process.stderr.read()
-        yield said.split()[2], process
+        yield next(e.name for e in entries() if e.launcher_pid == process.pid), process
     finally:
         process.kill()
         process.communicate()
@@ -180,7 +180,7 @@ def test_stop_now_ends_a_run_that_does_not_listen(
 
 def test_lines_of_both_streams_are_whole_in_a_log(tmp_path: Path) -> None:
     with LogFiles(tmp_path / "new" / "logs") as logs:
-        log = logs.of("rank-0")
+        log = logs.of("rank", 0)
         out, err = (LineForwarder(discard_lines, "[0] ", is_err, log) for is_err in (False, True))
         out.feed(b"one ")
         err.feed(b"error\npart")
@@ -206,6 +206,16 @@ def test_logs_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BadInput, match="--logs: cannot make the folder"):
         LogFiles(tmp_path / "file")
+
+
+@alone
+def test_a_terminal_is_shown_the_name() -> None:
+    said: list[str] = []
+    spec = LaunchSpec(["python"], 2, RunConfig(strategy="ddp"), shows_name=True)
+    with new_run_dir() as run_dir:
+        enter(spec, run_dir, ["here"] * 2, lambda text, _: said.append(text))
+        (entry,) = entries()
+    assert said == [f"shoal: run {entry.name} (shoal stop {entry.name} ends it)\n"]
 
 
 @alone
