@@ -1,9 +1,9 @@
 """Which executor the ranks of a run get.
 
-named algorithm          schedules over torch's point-to-point messages
+named algorithm          schedules over TCP between hosts, or torch's point-to-point messages
 NCCL                     torch.distributed
 one host                 shared memory
-several hosts            shared memory inside, Gloo between
+several hosts            shared memory inside, TCP (or Gloo) between
 no shared memory         Gloo
 """
 
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -29,13 +30,16 @@ from shoal.comm.executors.torch import Torch, join_world, limit_operations
 from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
 from shoal.comm.guarded_store.meet import meet_at, move_to_own_service
-from shoal.runtime.config import gloo_on_loopback
+from shoal.comm.network import HostNetwork, agreed_between, in_ring_order, open_engine, open_links
+from shoal.runtime.config import RunConfig, gloo_on_loopback, gloo_unused
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.user import is_user_function
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built, join
+from shoal.transport.tcp.transport import TcpTransport
 from shoal.transport.torch_p2p import TorchTransport
+from shoal.transport.transport import Transport
 
 DEFAULT_TIMEOUT_S = 1800.0
 _has_warned = False
@@ -56,7 +60,8 @@ class GroupSpec:
     timeout_s: float = DEFAULT_TIMEOUT_S  # how long an operation waits for the other ranks
     run_dir: RunDir | None = None  # where the last operations are written after a failure
     secret: bytes | None = field(default=None, repr=False)  # proves what is in the store
-    is_one_host: bool = False  # all ranks are: Gloo then listens at loopback only
+    is_one_host: bool = False  # all ranks are: nothing then listens beyond loopback
+    config: RunConfig | None = field(default=None, repr=False)  # how hosts reach each other
     hostname: str | None = None  # by which other ranks reach this one
 
     @property
@@ -68,6 +73,18 @@ class GroupSpec:
         """
         is_ours = self.backend == "gloo" and self.init_method.startswith("tcp://")
         return is_ours and (self.secret is not None or self.is_one_host)
+
+    @property
+    def network(self) -> HostNetwork:
+        master = master_of(self.init_method, self.config)
+        return HostNetwork(self.config, self.is_one_host, master)
+
+    @property
+    def is_gloo_unused(self) -> bool:
+        """Whether hosts are joined over TCP, and Gloo could not tell strangers from ranks."""
+        if self.config is None or self.is_one_host or self.backend != "gloo":
+            return False
+        return not self.config.tls.trusted_network and self.network.between == "tcp"
 
 
 @contextmanager
@@ -91,7 +108,7 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
 
     own_store = meet if spec.owns_rendezvous else None
     where = (spec.init_method, spec.rank, spec.size, spec.backend, spec.name)
-    with gloo_on_loopback(spec.is_one_host):
+    with gloo_on_loopback(spec.is_one_host), gloo_unused(spec.is_gloo_unused and is_ours):
         world = join_world(*where, protect, own_store)
         if is_ours and spec.timeout_s != DEFAULT_TIMEOUT_S:
             limit_operations(world, spec.timeout_s)
@@ -110,7 +127,7 @@ def _open_shared(spec: GroupSpec, world: dist.ProcessGroup) -> SharedMemory | Hi
         return None
     common = PrefixStore(f"memory of {spec.name}", world.get_group_store())
     store = own_generation(common, spec.rank, spec.size)
-    host = HostSpec(spec.host_id, spec.run_dir)
+    host = HostSpec(spec.host_id, spec.run_dir, spec.network)
     return share_memory(store, spec.rank, spec.size, spec.timeout_s, host)
 
 
@@ -120,7 +137,22 @@ def _over_torch(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
     algorithm: Algorithm = spec.algorithm
     if is_user_function(spec.algorithm):  # it is made and proven for the replicas
         algorithm = ForRanks(spec.algorithm, spec.replicas)
-    return Scheduled(TorchTransport(world), {"all_reduce": algorithm}, background=True)
+    transport = _tcp_between_all(spec, world) or TorchTransport(world)
+    return Scheduled(transport, {"all_reduce": algorithm}, background=True)
+
+
+def _tcp_between_all(spec: GroupSpec, world: dist.ProcessGroup) -> Transport | None:
+    """TCP between all pairs of ranks, where they are on several hosts and all of them can."""
+    if spec.config is None or spec.is_one_host or spec.backend != "gloo":
+        return None
+    common = PrefixStore(f"transport of {spec.name}", world.get_group_store())
+    exchange = exchange_over(own_generation(common, spec.rank, spec.size), spec.rank, spec.size)
+    if agreed_between(spec.network, exchange) == "gloo":
+        spec.network.check_gloo(spec.rank)
+        return None
+    topology = Topology(tuple((rank,) for rank in range(spec.size)), spec.rank)
+    engine = open_engine(topology, exchange, spec.timeout_s, spec.network)
+    return TcpTransport(engine, timeout_s=spec.timeout_s)
 
 
 # ---------------------------------------------------------------------- shared memory
@@ -132,6 +164,14 @@ class HostSpec:
 
     host_id: str | None = None
     run_dir: RunDir | None = None
+    network: HostNetwork = field(default_factory=HostNetwork)
+
+
+def master_of(init_method: str, config: RunConfig | None) -> str | None:
+    """The host of the rendezvous, which all ranks reach; None where it is a file."""
+    if init_method.startswith("tcp://"):
+        return urlsplit(init_method).hostname
+    return None if config is None else config.environ.get("MASTER_ADDR")
 
 
 def exchange_over(store: Store, rank: int, size: int) -> Exchange:
@@ -156,13 +196,18 @@ def share_memory(
 ) -> SharedMemory | Hierarchical | None:
     """An executor that uses shared memory wherever ranks share a host.
 
-    None on all ranks if no two ranks share a host, or, with a warning, if one of them cannot
-    share memory. `store` must have no other users.
+    None on all ranks if no two ranks share a host and Gloo joins them, or, with a warning, if one
+    of them cannot share memory. `store` must have no other users.
     """
     host = host or HostSpec()
     exchange = exchange_over(store, rank, size)
     topology = Topology.of(exchange(host_id(host.host_id)), rank)
-    if len(topology.hosts) == size > 1:
+    between = "tcp"
+    if len(topology.hosts) > 1:
+        between = agreed_between(host.network, exchange)
+        topology = in_ring_order(topology, host.network, exchange)
+    if len(topology.hosts) == size > 1 and between == "gloo":
+        host.network.check_gloo(rank)
         return None
     local = _share_on_host(topology, store, timeout_s, host.run_dir)
     answers = exchange(b"no" if local is None else b"yes")
@@ -171,7 +216,14 @@ def share_memory(
             local.close()
         _warn_once(rank)
         return None
-    return local if len(topology.hosts) == 1 else Hierarchical(topology, local, store, timeout_s)
+    if len(topology.hosts) == 1:
+        return local
+    try:
+        links = open_links(between, topology, store, exchange, timeout_s, host.network)
+    except BaseException:
+        local.close()
+        raise
+    return Hierarchical(topology, local, links, timeout_s)
 
 
 def _share_on_host(

@@ -63,6 +63,27 @@ def step(
 
 
 @app.command()
+def hosts(
+    lab: Annotated[str | None, typer.Option(help="The lab (`shoal lab up`).")] = None,
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of hosts, such as 2,3,4.", show_default="all hosts")
+    ] = "",
+    size: Annotated[str, typer.Option(help="Bytes that each rank gives.")] = "100MB",
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 5,
+    as_json: options.Json = False,
+) -> None:
+    """Seconds of an all-reduce between the hosts of a lab.
+
+    Ring, star and, with racks, hierarchical over TCP, against Gloo and against the rate of the
+    links.
+    """
+    from shoal.commands.bench_hosts import measure, print_table
+
+    found = measure(lab, ranks, size, rounds)
+    print(json.dumps(found)) if as_json else print_table(found)
+
+
+@app.command()
 def collectives(
     against: Annotated[str, typer.Option(help="gloo, mpi, or both with a comma.")] = "gloo,mpi",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 2,4.")] = "2,4",

@@ -31,6 +31,7 @@ from shoal.comm.executors.deferred import Deferred
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.meetings import Meetings
+from shoal.comm.network import HostNetwork
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group
 from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost, RunOver, StrategyError
@@ -284,6 +285,7 @@ class Worker:
                 hostname=self._own_host(),
                 is_one_host=placement.local_size == placement.size,
                 timeout_s=self.config.wait.limit_s or DEFAULT_TIMEOUT_S,
+                config=self.config,
             )
             with ExitStack() as stack:
                 with waiting(f"rank {self.rank}", "the other workers", "the rendezvous"):
@@ -298,7 +300,8 @@ class Worker:
         says = self.rank == 0
         backend = "NCCL" if choose_backend(self.device, placement) == "nccl" else "Gloo"
         secret = require_protected(self.config, "the rendezvous of several hosts", says)
-        require_trusted_network(self.config, f"{backend} between hosts", says)
+        if backend == "NCCL" or HostNetwork(self.config).between == "gloo":
+            require_trusted_network(self.config, f"{backend} between hosts", says)
         return secret
 
     def _own_host(self) -> str | None:

@@ -51,6 +51,11 @@ class TlsConfig:
     authority: str | None = variable("SHOAL_TLS_CA", TEXT)
     trusted_network: bool = variable("SHOAL_TRUSTED_NETWORK", FLAG, False)
 
+    @property
+    def is_mutual(self) -> bool:
+        """Whether there is all that both sides need to show each other a certificate."""
+        return bool(self.certificate and self.key and self.authority)
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -172,6 +177,8 @@ class RunConfig:
     trace_dir: Path | None = variable("SHOAL_TRACE_DIR", PATH)
     host_id: str | None = variable("SHOAL_HOST_ID", TEXT)  # ranks with the same one share memory
     hostname: str | None = variable("SHOAL_HOST", TEXT)  # the name that other hosts use
+    between: str | None = variable("SHOAL_BETWEEN", TEXT)  # collectives between hosts: tcp, gloo
+    host_order: tuple[str, ...] = variable("SHOAL_HOST_ORDER", WORDS, ())  # of the ring
 
     servers: int | tuple[str, ...] | None = variable("SHOAL_SERVERS", SERVERS)
     secret: bytes | None = variable("SHOAL_SECRET", SECRET, show=False)
@@ -265,7 +272,8 @@ def replace_environment(environ: Mapping[str, str]) -> None:
     os.environ.update(environ)
 
 
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch takes it from the environment only
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch takes both from the environment only
+_GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @contextmanager
@@ -283,6 +291,28 @@ def gloo_on_loopback(is_one_host: bool) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_GLOO_INTERFACE, None)
+
+
+@contextmanager
+def gloo_unused(is_unused: bool) -> Iterator[None]:
+    """Inside the block Gloo connects to no other rank before its first use, and at loopback only.
+
+    For ranks of several hosts that Shoal joins itself: torch's group then is a name and a store.
+    """
+    if not is_unused:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in (_GLOO_INTERFACE, _GLOO_LAZY)}
+    os.environ.pop(_GLOO_INTERFACE, None)
+    os.environ[_GLOO_LAZY] = "1"
+    try:
+        with gloo_on_loopback(True):
+            yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _has_loopback() -> bool:

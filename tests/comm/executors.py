@@ -61,8 +61,8 @@ def shared_memory(size: int, wrap: Wrap = lambda executor: executor) -> Run:
     return lambda case: on_shm_threads(size, lambda group: case(Group(wrap(group.executor))))
 
 
-def hierarchical(where: str) -> Run:
-    return lambda case: on_hosts(where, case)
+def hierarchical(where: str, between: str | None = None) -> Run:
+    return lambda case: on_hosts(where, case, between=between)
 
 
 def traced(executor: Executor) -> Executor:
@@ -96,7 +96,11 @@ if is_built():
         "shared memory, counted": shared_memory(2, Counting),
         **{
             f"hierarchical, hosts {hosts}": hierarchical(hosts)
-            for hosts in few_or_all(("abab", "aab"), ("aabb", "abab", "aab"))
+            for hosts in few_or_all(("abab", "aab"), ("aabb", "abab", "aab", "abc"))
+        },
+        **{
+            f"hierarchical over Gloo, hosts {hosts}": hierarchical(hosts, "gloo")
+            for hosts in few_or_all(("aab",), ("aabb", "abab", "aab"))
         },
     }
 

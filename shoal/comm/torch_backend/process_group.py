@@ -24,6 +24,7 @@ from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
+from shoal.comm.network import HostNetwork
 from shoal.comm.select import HostSpec, share_memory
 from shoal.comm.torch_backend.compiler import not_compiled
 from shoal.comm.torch_backend.monitored_barrier import monitored_barrier
@@ -43,7 +44,8 @@ Tensors = Sequence[Tensor]
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """What torch calls for `init_process_group("shoal")` and `new_group`, on every member."""
     config = RunConfig.from_environment()  # torch starts this: nothing of Shoal ran before
-    host = HostSpec(config.host_id, config.run_dir)
+    network = HostNetwork(config, master=config.environ.get("MASTER_ADDR"))
+    host = HostSpec(config.host_id, config.run_dir, network)
     timeout_s = timeout.total_seconds()
     ours = own_generation(PrefixStore("shoal", store), rank, size, timeout_s)
     executor = share_memory(PrefixStore("memory", ours), rank, size, timeout_s, host)

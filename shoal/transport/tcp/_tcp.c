@@ -54,7 +54,7 @@
 #define SLICE_NS 100000000ull
 #define COPY (-1)
 
-enum { EAGER = 1, RTS, CTS, REFUSED, DATA, ABORT };
+enum { EAGER = 1, RTS, CTS, REFUSED, DATA, ABORT, DROPPED };
 enum { FINE, LOST, LATE, MISMATCH, CLOSED };
 enum { POSTED, MATCHED, QUEUED, ANNOUNCED, READY }; /* receives: the first two; sends: the others */
 enum { WHY_ENDED = 0, WHY_FRAME = -1 };             /* or an errno */
@@ -406,6 +406,16 @@ static Op *send_numbered(const Engine *e, int peer, u64 number) {
 
 static void fail_space(Engine *e, int peer, u32 space);
 
+/* A stream may be in the middle of it, so it stays until the peer is lost. */
+static void drop_message(Engine *e, int peer, Message *m) {
+    Op *op = m->op;
+    m->op = NULL;
+    m->dropped = 1;
+    if (!op) return;
+    op->source = peer;
+    finish(e, op, LOST);
+}
+
 /* 0 if the frame makes no sense */
 static int take_head(Engine *e, int peer, int number) {
     Peer *p = &e->peers[peer];
@@ -439,6 +449,11 @@ static int take_head(Engine *e, int peer, int number) {
         case REFUSED: {
             Op *op = send_numbered(e, peer, h->message);
             if (op) finish(e, op, FINE); /* the receiver tells of it */
+            return 1;
+        }
+        case DROPPED: { /* the sender has given the message up */
+            Message *m = message_numbered(p, h->message);
+            if (m) drop_message(e, peer, m);
             return 1;
         }
         case ABORT: fail_space(e, peer, h->space); return 1;
@@ -562,6 +577,8 @@ static void detach(Engine *e, Op *op) {
 
 static void give_up(Engine *e, Op *op, int outcome, int why) {
     detach(e, op);
+    if (op->is_send && (op->phase == ANNOUNCED || op->phase == READY))
+        say(e, op->peer, new_frame(DROPPED, 0, 0, op->message, 0));
     op->why = why;
     finish(e, op, outcome);
 }
@@ -607,7 +624,8 @@ static int is_aborted(const Engine *e, int peer, u32 space) {
     return 0;
 }
 
-/* The peer has left the group of this space; with the own rank for a peer: this rank has. */
+/* The peer has left the group of this space; with the own rank for a peer: this rank has.
+ * What a peer had sent before still arrives: for what it gave up it says DROPPED. */
 static void fail_space(Engine *e, int peer, u32 space) {
     int own = peer == e->rank;
     u32 *more = realloc(e->aborted, (e->aborts + 1) * 2 * sizeof(u32));
@@ -619,7 +637,8 @@ static void fail_space(Engine *e, int peer, u32 space) {
     for (Op *op = e->ops, *next; op; op = next) {
         next = op->next;
         int whose = op->phase == MATCHED ? op->source : op->peer;
-        if (op->space != space || (!own && whose != peer)) continue;
+        if (op->space != space || (!own && (whose != peer || op->phase == MATCHED))) continue;
+        if (!own && op->phase == READY) continue; /* it has asked for it */
         if (!own) op->source = peer;
         give_up(e, op, own ? CLOSED : LOST, WHY_ENDED);
     }

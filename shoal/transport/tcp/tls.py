@@ -19,25 +19,21 @@ from shoal.runtime.config import TlsConfig
 _PIECE_BYTES = 1 << 16
 
 
-def is_on(tls: TlsConfig) -> bool:
-    return bool(tls.certificate and tls.key and tls.authority)
-
-
 def accepted(sock: socket.socket, tls: TlsConfig) -> socket.socket:
-    if not is_on(tls):
+    if not tls.is_mutual:
         return sock
     return _context(tls, ssl.PROTOCOL_TLS_SERVER).wrap_socket(sock, server_side=True)
 
 
 def connected(sock: socket.socket, tls: TlsConfig, host: str) -> socket.socket:
-    if not is_on(tls):
+    if not tls.is_mutual:
         return sock
     return _context(tls, ssl.PROTOCOL_TLS_CLIENT).wrap_socket(sock, server_hostname=host)
 
 
 def own_certificate(tls: TlsConfig) -> bytes:
     """What the other side sees: the first certificate of the file."""
-    if not is_on(tls) or tls.certificate is None:
+    if not tls.is_mutual or tls.certificate is None:
         return b""
     text = Path(tls.certificate).read_text(encoding="utf-8", errors="replace")
     begin = text.index(ssl.PEM_HEADER)

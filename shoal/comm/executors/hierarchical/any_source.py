@@ -221,6 +221,8 @@ class AnySource:
         error: ShoalError | None = None
         try:
             work.wait()
+        except PeerLost as lost:
+            error = lost
         except RuntimeError as cause:
             doing = f"recv from any source, tag {tag}"
             error = as_shoal_error(cause, self._topology.rank, doing)

@@ -67,7 +67,9 @@ class HierarchicalCollectives:
             self._local.broadcast(data, via).wait()
 
     def all_reduce(self, data: Tensor, op: Op) -> None:
-        if self._topology.is_even and data.nbytes >= _LONG_BYTES:
+        if self._local.size == 1 and self._topology.is_even:
+            self._inter_host.all_reduce(data, _step(op))
+        elif self._topology.is_even and data.nbytes >= _LONG_BYTES:
             self._all_reduce_in_slices(data, _step(op))
         else:
             self._local.reduce(data, 0, _step(op)).wait()

@@ -1,4 +1,4 @@
-"""Collectives over several hosts: shared memory inside a host, Gloo between hosts.
+"""Collectives over several hosts: shared memory inside a host, TCP or Gloo between hosts.
 
 Collectives run one after the other on a work queue; `collectives` has the steps of each. Where
 nothing is combined or copied for many (gather, scatter, all_to_all) every piece goes straight to
@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.comm.call import Call
 from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical.any_source import Message
 from shoal.comm.executors.hierarchical.collectives import HierarchicalCollectives
-from shoal.comm.executors.hierarchical.inter_host import InterHost
+from shoal.comm.executors.hierarchical.inter_host import HostLinks
 from shoal.comm.executors.hierarchical.point_to_point import PointToPoint, with_global_ranks
 from shoal.comm.executors.hierarchical.steps import (
     PieceExchange,
@@ -43,26 +39,25 @@ _CLOSE_TIMEOUT_S = 1.0
 class Hierarchical(Executor):
     """Made on all ranks together; `shared_memory` are the ranks of this host.
 
-    `store` is common to all ranks and used by this executor only.
+    `links` are the connections between hosts.
     """
 
     any_source = True
 
     def __init__(
-        self, topology: Topology, shared_memory: SharedMemory, store: Store, timeout_s: float
+        self, topology: Topology, shared_memory: SharedMemory, links: HostLinks, timeout_s: float
     ):
         self.topology = topology
         self.shared_memory = shared_memory
         self.rank = topology.rank
         self.size = topology.size
-        self._store = store
+        self._links = links
         self._timeout_s = timeout_s
-        self._inter_host = _inter_host(topology, store, timeout_s)
+        self._inter_host = links.inter_host()
         self._collectives = HierarchicalCollectives(
             topology, Group(shared_memory), self._inter_host
         )
-        mesh = _gloo("mesh", store, self.rank, self.size, timeout_s)
-        self._messages = PointToPoint(topology, shared_memory, mesh)
+        self._messages = PointToPoint(topology, shared_memory, links.mesh())
         self._calls = itertools.count(1)
         self._failures = list[Exception]()
         self._children: list[Hierarchical] = []
@@ -165,8 +160,8 @@ class Hierarchical(Executor):
         if shared_memory is None or len(here) == len(ranks):
             return shared_memory
         topology = self.topology.of_subset(ranks)
-        store = PrefixStore(name, self._store)
-        child = Hierarchical(topology, shared_memory, store, self._timeout_s)
+        links = self._links.subset(name, topology, ranks)
+        child = Hierarchical(topology, shared_memory, links, self._timeout_s)
         self._children.append(child)
         return child
 
@@ -180,6 +175,7 @@ class Hierarchical(Executor):
             child.close()
         self._disconnect()
         self.queue.close(_CLOSE_TIMEOUT_S)
+        self._links.close()
         self.shared_memory.close()
         self._failures.append(ShoalError(f"rank {self.rank} has closed this group"))
 
@@ -190,16 +186,3 @@ class Hierarchical(Executor):
         if self._inter_host is not None:
             self._inter_host.close()
         self._messages.close()
-
-
-def _inter_host(topology: Topology, store: Store, timeout_s: float) -> InterHost | None:
-    """The ranks of the same index on all hosts; if hosts differ in size, the first ones only."""
-    if topology.index and not topology.is_even:
-        return None
-    name = f"column {topology.index}"
-    return InterHost(_gloo(name, store, topology.host, len(topology.hosts), timeout_s))
-
-
-def _gloo(name: str, store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    prefixed = PrefixStore(name, store)
-    return dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=timeout_s))

@@ -1,98 +1,62 @@
-"""Gloo's collectives among one rank of each host. Every call returns when it is done."""
+"""Between hosts: what `Hierarchical` needs there, whichever transport carries it."""
 
 from __future__ import annotations
 
-import copy
-from datetime import timedelta
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
-from shoal.comm.call import TORCH_OPS, Op
-from shoal.errors import ShoalError
+from shoal.comm.call import Op
+from shoal.comm.executors.hierarchical.topology import Topology
+from shoal.errors import PeerLost
 
 
-class InterHost:
-    """Flat tensors in the host's memory; rank h here is one rank of host h."""
+class InterHost(Protocol):
+    """Collectives among one rank of each host; rank h here is one rank of host h.
 
-    def __init__(self, gloo: Any):
-        self._open = gloo  # a ProcessGroupGloo; torch's stubs know few of its methods
-        self._timeout_s = 0.0
+    Flat tensors in the host's memory; every call returns when it is done. `out` of a gather, and
+    `data` of a reduce-scatter, have a row for each host.
+    """
 
-    @property
-    def _gloo(self) -> Any:
-        if self._open is None:
-            raise ShoalError("this group is closed")
-        return self._open
-
-    def set_timeout(self, timeout_s: float) -> None:
-        self._gloo.set_timeout(timedelta(seconds=timeout_s))
-
+    def set_timeout(self, timeout_s: float) -> None: ...
+    def with_timeout(self, timeout_s: float) -> InterHost: ...
     def close(self) -> None:
-        """Without a reference Gloo closes its connections, which wakes up the other side."""
-        self._open = None
+        """Ranks that wait for this one get an error at once."""
+        ...
 
-    def with_timeout(self, timeout_s: float) -> InterHost:
-        other = copy.copy(self)
-        other._timeout_s = timeout_s
-        return other
-
-    def barrier(self) -> None:
-        self._gloo.barrier(self._limited(dist.BarrierOptions())).wait()
-
-    def broadcast(self, data: Tensor, root: int) -> None:
-        options = self._limited(dist.BroadcastOptions())
-        options.rootRank = root
-        options.rootTensor = 0
-        self._gloo.broadcast([_as_bytes(data)], options).wait()
-
-    def all_gather(self, out: Tensor, data: Tensor) -> None:
-        """`out` has a row for each host."""
-        rows = list(_as_bytes(out).view(out.shape[0], -1))
-        options = self._limited(AllgatherOptions())
-        self._gloo.allgather([rows], [_as_bytes(data)], options).wait()
-
-    def all_reduce(self, data: Tensor, op: Op) -> None:
-        options = self._limited(dist.AllreduceOptions())
-        options.reduceOp = TORCH_OPS[op]
-        given = _widened(data)
-        self._gloo.allreduce([given], options).wait()
-        _copy_back(data, given)
-
-    def reduce(self, data: Tensor, op: Op, root: int) -> None:
-        options = self._limited(dist.ReduceOptions())
-        options.reduceOp = TORCH_OPS[op]
-        options.rootRank = root
-        options.rootTensor = 0
-        given = _widened(data)
-        self._gloo.reduce([given], options).wait()
-        _copy_back(data, given)
-
-    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op) -> None:
-        options = self._limited(dist.ReduceScatterOptions())
-        options.reduceOp = TORCH_OPS[op]
-        taken = _widened(out)
-        self._gloo._reduce_scatter_base(taken, _widened(data).view(-1), options).wait()
-        _copy_back(out, taken)
-
-    def _limited(self, options: Any) -> Any:
-        if self._timeout_s:
-            options.timeout = timedelta(seconds=self._timeout_s)
-        return options
+    def barrier(self) -> None: ...
+    def broadcast(self, data: Tensor, root: int) -> None: ...
+    def all_gather(self, out: Tensor, data: Tensor) -> None: ...
+    def all_reduce(self, data: Tensor, op: Op) -> None: ...
+    def reduce(self, data: Tensor, op: Op, root: int) -> None: ...
+    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op) -> None: ...
 
 
-def _as_bytes(data: Tensor) -> Tensor:
-    return data.view(-1).view(torch.uint8)
+class HostLinks(Protocol):
+    """The connections of one group of ranks on several hosts."""
+
+    def inter_host(self) -> InterHost | None:
+        """Among the ranks of `column_of`; None for a rank that is not one of them."""
+        ...
+
+    def mesh(self) -> Any:
+        """Messages between any two ranks, with the methods of a ProcessGroupGloo."""
+        ...
+
+    def subset(self, name: str, topology: Topology, ranks: Sequence[int]) -> HostLinks:
+        """For some of the ranks; `name` tells the subsets of a group apart."""
+        ...
+
+    def close(self) -> None: ...
 
 
-def _widened(data: Tensor) -> Tensor:
-    """Gloo has no integers of 16 bits."""
-    return data.int() if data.dtype == torch.int16 else data
+class RemotePeerLost(PeerLost):
+    """A PeerLost that names ranks of the whole group already."""
 
 
-def _copy_back(data: Tensor, result: Tensor) -> None:
-    if result is not data:
-        data.copy_(result)
+def column_of(topology: Topology) -> list[int] | None:
+    """The ranks of this one's index on all hosts; if hosts differ in size, the first ones only."""
+    if topology.index and not topology.is_even:
+        return None
+    return [ranks[topology.index] for ranks in topology.hosts]

@@ -1,4 +1,4 @@
-"""Messages among ranks of several hosts: shared memory on a host, Gloo between hosts."""
+"""Messages among ranks of several hosts: shared memory on a host, TCP or Gloo between hosts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.comm.executors.hierarchical.any_source import AnySource, Message
+from shoal.comm.executors.hierarchical.inter_host import RemotePeerLost
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import as_shoal_error
@@ -67,6 +68,8 @@ class InterHostMessage:
                     self._work.wait()
                 else:
                     self._work.wait(timedelta(seconds=timeout_s))
+        except PeerLost:
+            raise
         except RuntimeError as error:
             if "Timed out waiting" in str(error):
                 raise PeerLost(self._rank, self.source, self._doing, timeout_s) from error
@@ -82,7 +85,7 @@ class PointToPoint:
     def __init__(self, topology: Topology, shared_memory: SharedMemory, mesh: Any):
         self._topology = topology
         self._shared_memory = shared_memory
-        self._open = mesh  # a ProcessGroupGloo of all ranks
+        self._open = mesh  # see HostLinks.mesh
         self._any_source = AnySource(topology, shared_memory, self._post_any_source)
 
     @property
@@ -95,6 +98,9 @@ class PointToPoint:
         self._mesh.set_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
+        """Without a reference Gloo closes its connections, which wakes up the other side."""
+        if hasattr(self._open, "close"):
+            self._open.close()
         self._open = None
 
     def send(self, data: Tensor, dst: int, tag: int) -> Message:
@@ -158,6 +164,8 @@ def short_tag(tag: int) -> int:
 def with_global_ranks(error: Exception, topology: Topology, doing: str = "") -> Exception:
     """An error that names ranks of one host, with their ranks in the whole group."""
     within = f"{doing}, " if doing else ""
+    if isinstance(error, RemotePeerLost):
+        return PeerLost(error.rank, error.peer, within + error.doing, error.after_s)
     if isinstance(error, PeerLost) and error.peer is not None:
         peer = topology.local[error.peer]
         what = within + error.doing

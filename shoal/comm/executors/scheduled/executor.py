@@ -24,7 +24,7 @@ from shoal.schedules.collectives.catalog import build
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.subset import SubsetTransport
 from shoal.transport.threads import PendingWork
-from shoal.transport.transport import Transport, Work
+from shoal.transport.transport import ClosableTransport, Transport, Work
 
 _SPACE = 1 << 40  # tags of one duplicate; user tags count up from its start, collectives above
 _COLLECTIVES = 1 << 39
@@ -115,7 +115,10 @@ class Scheduled(Executor):
         )
 
     def close(self) -> None:
+        """A transport that can be closed is, with the group that was not split from another."""
         self.queue.close()
+        if self._tag_space == 0 and isinstance(self._transport, ClosableTransport):
+            self._transport.close()
 
     def describe(self, call: Call) -> str:
         if call.kind == "all_to_all_uneven":

@@ -1,0 +1,196 @@
+"""Between hosts over Shoal's own TCP transport: schedules among one rank of each host, messages.
+
+Long vectors go around a ring, whose order is that of the hosts; both directions of a link are
+used at once. Short ones go by the algorithm with the fewest rounds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.call import Op
+from shoal.comm.executors.hierarchical.inter_host import RemotePeerLost, column_of
+from shoal.comm.executors.hierarchical.topology import Topology
+from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.group import Group
+from shoal.errors import PeerLost, ShoalError
+from shoal.schedules.collectives.cost import Link
+from shoal.transport.tcp.transport import ANY_SOURCE, TcpEngine, TcpTransport, TcpWork
+from shoal.transport.transport import Work
+
+_LONG_BYTES = 1 << 19
+_RING = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
+_LINK = Link(60e-6, 8e-9, 1e-10)  # a network of 1 Gb/s; it decides between few rounds and few bytes
+
+
+class TcpInterHost:
+    """Schedules over TCP; see `InterHost`."""
+
+    def __init__(self, transport: TcpTransport, ring: TcpTransport):
+        self._transports = (transport, ring)
+        self._ranks = [transport.ranks[rank] for rank in range(transport.size)]
+        self._short = Group(Scheduled(transport, link=_LINK))
+        self._long = Group(Scheduled(ring, _RING, link=_LINK))
+        self._timeout_s = 0.0
+        self.labels = list(range(transport.size))  # the ranks of the group, for errors
+
+    def set_timeout(self, timeout_s: float) -> None:
+        for transport in self._transports:
+            transport.timeout_s = timeout_s
+
+    def with_timeout(self, timeout_s: float) -> TcpInterHost:
+        other = copy.copy(self)
+        other._timeout_s = timeout_s
+        return other
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.abort()
+
+    def barrier(self) -> None:
+        self._run(lambda: self._short.barrier())
+
+    def broadcast(self, data: Tensor, root: int) -> None:
+        self._run(lambda: self._for(data).broadcast(data, root))
+
+    def all_gather(self, out: Tensor, data: Tensor) -> None:
+        self._run(lambda: self._for(out).all_gather(out, data))
+
+    def all_reduce(self, data: Tensor, op: Op) -> None:
+        self._run(lambda: self._for(data).all_reduce(data, op))
+
+    def reduce(self, data: Tensor, op: Op, root: int) -> None:
+        self._run(lambda: self._for(data).reduce(data, root, op))
+
+    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op) -> None:
+        self._run(lambda: self._for(data).reduce_scatter(out, data, op))
+
+    def _for(self, data: Tensor) -> Group:
+        return self._long if data.nbytes >= _LONG_BYTES else self._short
+
+    def _run(self, start: Callable[[], Work]) -> None:
+        with self._limited():
+            try:
+                start().wait()
+            except PeerLost as lost:
+                raise self._with_labels(lost) from lost
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Calls run one after the other, so the limit of one call may be that of the transport."""
+        before_s = self._transports[0].timeout_s
+        if self._timeout_s:
+            self.set_timeout(self._timeout_s)
+        try:
+            yield
+        finally:
+            self.set_timeout(before_s)
+
+    def _with_labels(self, lost: PeerLost) -> RemotePeerLost:
+        peer = None if lost.peer is None else self.labels[lost.peer]
+        return RemotePeerLost(self.labels[lost.rank], peer, lost.doing, lost.after_s)
+
+
+class TcpMeshWork:
+    """A message, with the methods of torch's."""
+
+    def __init__(self, work: TcpWork):
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return self._work.poll()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        try:
+            self._work.wait(None if timeout is None else timeout.total_seconds())
+        except PeerLost:
+            raise
+        except ShoalError as error:
+            raise RuntimeError(str(error)) from error
+
+    def _source_rank(self) -> int:
+        return self._work.source
+
+
+class TcpMesh:
+    """Messages of bytes between any two ranks, with the methods of a ProcessGroupGloo."""
+
+    def __init__(self, transport: TcpTransport):
+        self._transport = transport
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._transport.timeout_s = timeout.total_seconds()
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> TcpMeshWork:
+        return _work(self._transport.send(_as_bytes(tensors[0]), dst, tag))
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> TcpMeshWork:
+        return _work(self._transport.recv(_as_bytes(tensors[0]), src, tag))
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> TcpMeshWork:
+        return _work(self._transport.recv(_as_bytes(tensors[0]), ANY_SOURCE, tag))
+
+    def close(self) -> None:
+        self._transport.abort()
+
+
+class TcpLinks:
+    """One engine for a group and all its subsets. `ranks` are those of the engine."""
+
+    def __init__(
+        self,
+        engine: TcpEngine,
+        topology: Topology,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        name: str = "",
+    ):
+        self._engine = engine
+        self._topology = topology
+        self._timeout_s = timeout_s
+        self._ranks = list(range(engine.size)) if ranks is None else list(ranks)
+        self._name = name
+
+    def inter_host(self) -> TcpInterHost | None:
+        column = column_of(self._topology)
+        if column is None:
+            return None
+        index = self._topology.index
+        made = TcpInterHost(
+            self._transport(column, f"column {index}"), self._transport(column, f"ring {index}")
+        )
+        made.labels = column
+        return made
+
+    def mesh(self) -> Any:
+        return TcpMesh(self._transport(range(len(self._ranks)), "mesh"))
+
+    def subset(self, name: str, topology: Topology, ranks: Sequence[int]) -> TcpLinks:
+        chosen = [self._ranks[rank] for rank in ranks]
+        return TcpLinks(self._engine, topology, self._timeout_s, chosen, f"{self._name}/{name}")
+
+    def close(self) -> None:
+        """The connections are those of the group from which subsets were split."""
+        if not self._name:
+            self._engine.close()
+
+    def _transport(self, ranks: Sequence[int], use: str) -> TcpTransport:
+        chosen = [self._ranks[rank] for rank in ranks]
+        space = f"{self._name}|{use}"
+        return TcpTransport(self._engine, chosen, space, self._timeout_s)
+
+
+def _as_bytes(data: Tensor) -> Tensor:
+    return data.detach().reshape(-1).view(torch.uint8)
+
+
+def _work(work: Work) -> TcpMeshWork:
+    assert isinstance(work, TcpWork)
+    return TcpMeshWork(work)

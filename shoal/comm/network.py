@@ -1,0 +1,157 @@
+"""How ranks of several hosts reach each other: which transport, where it listens, who may connect.
+
+SHOAL_BETWEEN     "tcp" (default where the native part is built) or "gloo"
+SHOAL_HOST        the name or address of this host; default: the one that reaches MASTER_ADDR
+SHOAL_HOST_ORDER  names of hosts in the order of the ring, so that neighbours share a rack
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shoal.comm.executors.hierarchical.gloo_links import GlooLinks
+from shoal.comm.executors.hierarchical.inter_host import HostLinks
+from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
+from shoal.comm.executors.hierarchical.topology import Topology
+from shoal.errors import BadInput
+from shoal.runtime.config import RunConfig, TlsConfig
+from shoal.runtime.proof import fresh_nonce, proof
+from shoal.runtime.trust import require_protected, require_trusted_network
+from shoal.transport.shm.memfd import Exchange
+from shoal.transport.tcp.connect import TcpSpec
+from shoal.transport.tcp.transport import TcpEngine, is_built
+
+BETWEEN = ("tcp", "gloo")
+LOOPBACK = "127.0.0.1"
+_CONNECT_S = 120.0
+_ANY_PORT = 9  # nothing is sent: the kernel chooses the interface
+
+
+@dataclass(frozen=True)
+class HostNetwork:
+    """What a rank knows of the network; without `config` all ranks are reached at loopback."""
+
+    config: RunConfig | None = None
+    is_one_host: bool = False
+    master: str | None = None  # a host that all ranks reach
+
+    @property
+    def between(self) -> str:
+        asked = None if self.config is None else self.config.between
+        if asked is not None and asked not in BETWEEN:
+            raise BadInput(f"SHOAL_BETWEEN is tcp or gloo, not {asked!r}")
+        if asked == "tcp" and not is_built():
+            raise BadInput("SHOAL_BETWEEN=tcp needs the native part, which is not built here")
+        return asked or ("tcp" if is_built() else "gloo")
+
+    @property
+    def address(self) -> str:
+        """Where this rank listens."""
+        if self.config is None or self.is_one_host:
+            return LOOPBACK
+        if self.config.hostname:
+            return self.config.hostname
+        return _address_towards(self.master) if self.master else LOOPBACK
+
+    @property
+    def is_local(self) -> bool:
+        return _is_loopback(self.address)
+
+    @property
+    def host_name(self) -> str:
+        named = None if self.config is None else self.config.hostname
+        return named or socket.gethostname()
+
+    @property
+    def host_order(self) -> tuple[str, ...]:
+        return () if self.config is None else self.config.host_order
+
+    def key(self, rank: int) -> bytes:
+        """The secret of the run; BadInput where strangers could reach a rank and there is none."""
+        if self.config is None:
+            return b""
+        if self.is_local:
+            return self.config.read_secret() or b""
+        return require_protected(self.config, "the data plane", says=rank == 0) or b""
+
+    def check_gloo(self, rank: int) -> None:
+        if self.config is not None and not self.is_local:
+            require_trusted_network(self.config, "Gloo between hosts", says=rank == 0)
+
+    @property
+    def tls(self) -> TlsConfig:
+        return TlsConfig() if self.config is None or self.is_local else self.config.tls
+
+
+def agreed_between(network: HostNetwork, exchange: Exchange) -> str:
+    """TCP where all ranks can; all ranks call it."""
+    answers = set(exchange(network.between.encode()))
+    return "tcp" if answers == {b"tcp"} else "gloo"
+
+
+def in_ring_order(topology: Topology, network: HostNetwork, exchange: Exchange) -> Topology:
+    """Hosts in the order that SHOAL_HOST_ORDER gives, the others after them; all ranks call it."""
+    said = exchange(f"{network.host_name}\n{','.join(network.host_order)}".encode())
+    words = [text.decode(errors="replace").split("\n") for text in said]
+    orders = {row[-1] for row in words}
+    if len(orders) > 1:
+        raise BadInput("SHOAL_HOST_ORDER differs between ranks: give all of them the same")
+    order = network.host_order
+    names = [row[0] for row in words]
+
+    def position(ranks: Sequence[int]) -> int:
+        name = names[ranks[0]]
+        return order.index(name) if name in order else len(order)
+
+    return replace(topology, hosts=tuple(sorted(topology.hosts, key=position)))
+
+
+def open_links(
+    between: str, topology: Topology, store: Store, exchange: Exchange, timeout_s: float,
+    network: HostNetwork,
+) -> HostLinks:  # fmt: skip
+    """The connections between the hosts of a group; all ranks call it."""
+    if between == "gloo":
+        network.check_gloo(topology.rank)
+        return GlooLinks(topology, PrefixStore("gloo", store), timeout_s)
+    return TcpLinks(open_engine(topology, exchange, timeout_s, network), topology, timeout_s)
+
+
+def open_engine(
+    topology: Topology, exchange: Exchange, timeout_s: float, network: HostNetwork
+) -> TcpEngine:
+    """TCP connections between all ranks of different hosts; all ranks call it."""
+    key = network.key(topology.rank)
+    drawn = exchange(fresh_nonce().hex().encode())
+    spec = TcpSpec(
+        topology.rank,
+        topology.size,
+        proof(key, "data plane", *drawn),
+        host=network.address,
+        peers=[r for ranks in topology.hosts if topology.rank not in ranks for r in ranks],
+        tls=network.tls,
+        timeout_s=min(timeout_s, _CONNECT_S),
+    )
+    return TcpEngine(spec, exchange)
+
+
+def _address_towards(host: str) -> str:
+    """The address of the interface over which this host reaches another one."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.connect(target)
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise BadInput(
+            f"this host does not reach MASTER_ADDR {host} ({error.strerror}): SHOAL_HOST can name "
+            "the address at which others reach this one"
+        ) from error
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")

@@ -1,0 +1,124 @@
+"""How `shoal bench hosts` starts a rank on each host of a lab, and prints the results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shoal.cluster.units import parse_bytes, show_bytes
+from shoal.commands.bench_harness import say
+from shoal.commands.output import plain_table, wide_console
+from shoal.errors import BadInput, ShoalError
+from shoal.lab.lab import Lab, LabHost, find_lab
+from shoal.lab.namespaces import require
+from shoal.runtime.config import RunConfig
+from shoal.runtime.scratch import scratch_folder
+
+_LIMIT_S = 1800.0
+
+
+def measure(lab_name: str | None, ranks: str, size: str, rounds: int) -> dict[str, Any]:
+    lab = find_lab(lab_name)
+    require()
+    num_bytes = parse_bytes(size) // 4 * 4
+    results = []
+    for count in _counts(ranks, lab.design.hosts):
+        ways = ["ring", "gloo", "star"]
+        rack = lab.design.hosts_per_rack
+        if count == lab.design.hosts and lab.design.racks > 1 and rack > 1:
+            ways += ["crossed ring", "hierarchical"]
+        say(f"measuring {', '.join(ways)} on {count} hosts")
+        found = _measure(lab, count, num_bytes, rounds, ways)
+        bandwidth = lab.design.link_bytes_per_s * lab.design.efficiency
+        bound_s = 2 * (count - 1) / count * num_bytes / bandwidth
+        results += [{"way": w, "ranks": count, "bound_s": bound_s, **found[w]} for w in ways]
+    return {
+        "lab": lab.design.name,
+        "bytes": num_bytes,
+        "bytes_per_s": lab.design.link_bytes_per_s * lab.design.efficiency,
+        "results": results,
+    }
+
+
+def _counts(text: str, hosts: int) -> list[int]:
+    words = text.split(",") if text else [str(hosts)]
+    for word in words:
+        if not word.isdigit() or not 2 <= int(word) <= hosts:
+            raise BadInput(f"--ranks {word}: a number of hosts from 2 to {hosts} is expected")
+    return [int(word) for word in words]
+
+
+def _measure(lab: Lab, count: int, num_bytes: int, rounds: int, ways: list[str]) -> dict[str, Any]:
+    with scratch_folder("bench") as folder:
+        started = [
+            _start(host, rank, count, num_bytes, rounds, ways, lab.design.hosts_per_rack, folder)
+            for rank, host in enumerate(lab.hosts[:count])
+        ]
+        try:
+            for process in started:
+                if process.wait(_LIMIT_S):
+                    raise ShoalError(f"a rank failed: {_last_line(process)}")
+        finally:
+            for process in started:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                process.wait()
+                if process.stderr is not None:
+                    process.stderr.close()
+        found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        return found
+
+
+def _start(
+    host: LabHost, rank: int, count: int, num_bytes: int, rounds: int, ways: list[str], rack: int,
+    folder: Path,
+) -> subprocess.Popen[str]:  # fmt: skip
+    values = {
+        "rank": rank,
+        "size": count,
+        "bytes": num_bytes,
+        "rounds": rounds,
+        "rack": rack,
+        "store": folder / f"store-{count}",
+        "address": host.address,
+        "ways": ",".join(ways),
+        "result": folder / "result.json",
+    }
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    config = RunConfig.from_environment().with_environ(
+        GLOO_SOCKET_IFNAME=host.device, OMP_NUM_THREADS="1"
+    )
+    return subprocess.Popen(
+        host.namespace.command([sys.executable, "-m", "shoal.bench.hosts", *words]),
+        env=config.to_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _last_line(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    lines = process.stderr.read().strip().splitlines()
+    return lines[-1][:300] if lines else f"exit status {process.returncode}"
+
+
+def print_table(found: dict[str, Any]) -> None:
+    title = f"all-reduce of {show_bytes(found['bytes'])}, seconds (quartiles)"
+    heads = ["ranks", "algorithm", "seconds", "2(p-1)/p V/B", "of it", "of gloo"]
+    table = plain_table(title, heads, left=2)
+    gloo = {r["ranks"]: r["median_s"] for r in found["results"] if r["way"] == "gloo"}
+    for r in found["results"]:
+        table.add_row(
+            str(r["ranks"]),
+            r["way"],
+            f"{r['median_s']:.3f} ({r['low_s']:.3f}–{r['high_s']:.3f})",
+            f"{r['bound_s']:.3f}",
+            f"{100 * r['bound_s'] / r['median_s']:.1f}%",
+            f"{gloo[r['ranks']] / r['median_s']:.2f}x",
+        )
+    wide_console().print(table)

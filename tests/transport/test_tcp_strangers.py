@@ -1,0 +1,164 @@
+"""Who may connect, and what a frame that does not fit, a late or a lost peer lead to."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import PeerLost, ShoalError
+from shoal.runtime.config import TlsConfig
+from shoal.transport.tcp.connect import TcpSpec
+from shoal.transport.tcp.handshake import Stranger, StreamName, accept, prove
+from shoal.transport.tcp.transport import TcpEngine, TcpTransport, is_built
+from tests.server.test_tls import certificate
+from tests.transport.tcp import KEY, Meeting, on_tcp
+
+pytestmark = pytest.mark.skipif(not is_built(), reason="the native part is not built")
+
+
+def swap(transport: TcpTransport) -> float:
+    """A small and a large message to the other of two ranks; the sum of what came."""
+    peer = 1 - transport.rank
+    total = 0.0
+    for numel in (3, 50_000):
+        into = torch.empty(numel)
+        arrives = transport.recv(into, peer, 1)
+        transport.send(torch.full((numel,), float(transport.rank + 1)), peer, 1).wait()
+        arrives.wait()
+        total += float(into[-1])
+    return total
+
+
+def test_strangers_that_say_nothing_or_nonsense_hold_up_no_rank() -> None:
+    meeting = Meeting(2)
+    strangers: list[socket.socket] = []
+    results: dict[int, float] = {}
+
+    def exchange(rank: int) -> Callable[[bytes], list[bytes]]:
+        def with_strangers(address: bytes) -> list[bytes]:
+            host, port = address.decode().split()
+            for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8, b"\0" * 4096):
+                strangers.append(socket.create_connection((host, int(port))))
+                strangers[-1].sendall(said)
+            return meeting.exchange(rank)(address)
+
+        return with_strangers
+
+    def main(rank: int) -> None:
+        engine = TcpEngine(TcpSpec(rank, 2, KEY), exchange(rank))
+        results[rank] = swap(TcpTransport(engine))
+        engine.close()
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for sock in strangers:
+        sock.close()
+    assert results == {0: 4.0, 1: 2.0}
+
+
+def test_a_rank_with_another_key_does_not_get_in() -> None:
+    meeting = Meeting(2)
+    raised: dict[int, ShoalError] = {}
+
+    def main(rank: int) -> None:
+        key = bytes([rank]) * 32
+        try:
+            TcpEngine(TcpSpec(rank, 2, key, timeout_s=0.5), meeting.exchange(rank))
+        except ShoalError as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert str(raised[0]).startswith("rank 0 lost rank 1 after 0.5 s in connecting over TCP")
+    assert str(raised[1]).startswith("rank 1 connects to rank 0 at 127.0.0.1:")
+
+
+def test_a_proof_for_one_stream_does_not_serve_for_another() -> None:
+    ours, theirs = socket.socketpair()
+    failures: list[Exception] = []
+
+    def answer() -> None:
+        try:
+            accept(theirs, KEY, b"certificate of the server")
+        except Stranger as error:
+            failures.append(error)
+        theirs.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(Stranger):
+        prove(ours, KEY, StreamName(1, 0, 0), b"certificate of a relay")
+    thread.join()
+    ours.close()
+    assert len(failures) == 1
+
+
+def test_a_frame_that_does_not_fit_ends_the_connection_with_a_sentence() -> None:
+    """Rank 1 knows the key and speaks another protocol."""
+    meeting = Meeting(2)
+    made: list[socket.socket] = []
+
+    def other() -> None:
+        host, port = meeting.exchange(1)(b"127.0.0.1 1")[0].decode().split()
+        for stream in range(2):
+            sock = socket.create_connection((host, int(port)))
+            prove(sock, KEY, StreamName(1, 0, stream))
+            made.append(sock)
+        made[0].sendall(b"\xff" * 256)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    engine = TcpEngine(TcpSpec(0, 2, KEY, streams=2), meeting.exchange(0))
+    with pytest.raises(PeerLost, match=r"rank 0 lost rank 1 in recv from 1, tag 5 .*protocol"):
+        TcpTransport(engine).recv(torch.zeros(1), 1, 5).wait()
+    thread.join()
+    engine.close()
+    for sock in made:
+        sock.close()
+
+
+def test_a_peer_that_does_not_answer_is_lost_in_time() -> None:
+    def body(transport: TcpTransport) -> str:
+        if transport.rank:
+            return ""
+        transport.timeout_s = 0.2
+        with pytest.raises(PeerLost) as raised:
+            transport.recv(torch.zeros(1), 1, 0).wait()
+        return str(raised.value)
+
+    said = on_tcp(2, body)[0]
+    assert said.startswith("rank 0 lost rank 1 after 0.2 s in recv from 1, tag 0")
+
+
+def test_a_rank_that_leaves_a_group_wakes_the_others_and_what_it_sent_arrives() -> None:
+    def body(transport: TcpTransport) -> Any:
+        group = TcpTransport(transport.engine, None, "group", 20.0)
+        if transport.rank:
+            group.send(torch.ones(1), 0, 1).wait()
+            group.abort()
+            return swap(transport)
+        with pytest.raises(PeerLost):
+            group.recv(torch.zeros(1), 1, 2).wait()
+        into = torch.zeros(1)
+        group.recv(into, 1, 1).wait()
+        return swap(transport) + float(into)
+
+    assert on_tcp(2, body) == [5.0, 2.0]
+
+
+def test_messages_go_through_mutual_tls(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "rank", "IP:127.0.0.1")
+    tls = TlsConfig(str(cert), str(key), str(cert))
+    assert on_tcp(2, swap, tls=tls) == [4.0, 2.0]
