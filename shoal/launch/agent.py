@@ -66,7 +66,7 @@ class Agent:
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self.events.put(signal.SIGTERM))
-        _check_files(self.task)
+        self.check_files()
         port = self.task.master_port
         if port is None:
             port = _free_port()
@@ -78,6 +78,13 @@ class Agent:
             pump.start()
             workers.watch()
             self._supervise(workers)
+
+    def check_files(self) -> None:
+        """BadInput where this host does not have the script that the launcher has."""
+        try:
+            check_script(self.task.command)
+        except BadInput as error:
+            raise BadInput(f"{error}; every host needs it, as on a shared file system") from None
 
     def send(self, message: AgentMessage) -> None:
         """A launcher that is gone cannot read it: then this agent is killed soon."""
@@ -189,13 +196,6 @@ class Agent:
 def _command(task: HostTask) -> list[str]:
     is_python = task.command[0] == task.python
     return [sys.executable if is_python else task.command[0], *task.command[1:]]
-
-
-def _check_files(task: HostTask) -> None:
-    try:
-        check_script(task.command)
-    except BadInput as error:
-        raise BadInput(f"{error}; every host needs it, as on a shared file system") from None
 
 
 def _free_port() -> int:

@@ -195,8 +195,8 @@ class RayMachines:
             set_default_variables(RAY_AUTH_TOKEN=new_secret().hex())
             num_cpus = max(cores(), workers * self._cpus)
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
-        except AuthenticationError as error:
-            raise BadInput(f"Ray refuses this host ({_first_line(error)}): {_TOKEN}") from None
+        except AuthenticationError:
+            raise BadInput(f"this host has no token of a Ray cluster: {_TOKEN}") from None
 
     def _reserve(self, workers: int) -> None:
         has_gpus = ray.cluster_resources().get("GPU", 0) >= workers
@@ -221,6 +221,7 @@ class RayMachines:
         """For as long as others use the CPUs; not long where there are too few of them."""
         start_s = time.monotonic()
         needed = workers * self._cpus
+        noticed = False
         while not self._group.wait(self._config.wait.notice_s):
             there = int(ray.cluster_resources().get("CPU", 0))
             free = int(ray.available_resources().get("CPU", 0))
@@ -230,7 +231,9 @@ class RayMachines:
                     f"{workers} workers need {needed} CPUs of the Ray cluster, which has {there}, "
                     f"{free} of them free: take fewer workers, or add nodes (ray start --address=…)"
                 )
-            _say(f"waiting for {needed} CPUs of the Ray cluster, which has {there}, {free} free")
+            if not noticed:
+                _say(f"waiting for {needed} CPUs of the Ray cluster: it has {there}, {free} free")
+            noticed = True
 
     def _find_slots(self) -> list[Slot]:
         """Asks the actors; one that Ray has to restart elsewhere answers after that."""

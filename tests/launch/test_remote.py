@@ -13,11 +13,14 @@ import pytest
 
 from shoal.commands.engines import check_engine
 from shoal.errors import BadInput, WorkersFailed
+from shoal.launch.agent import Agent
+from shoal.launch.agent_messages import HostTask
 from shoal.launch.attempts import run_attempts
 from shoal.launch.local import LaunchSpec
 from shoal.launch.machines import Machine
 from shoal.launch.remote import place, run_remote
 from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import RunDir
 from tests.launch.helpers import Screen
 from tests.launch.hosts_here import HostsHere
 
@@ -154,6 +157,28 @@ def test_an_error_of_the_script_is_not_tried_again(tmp_path: Path) -> None:
     with HostsHere([1]) as machines, pytest.raises(WorkersFailed, match="wrong"):
         run_attempts(machines, spec, shown)
     assert shown.out.splitlines() == ["[0 h0] once"]
+
+
+def test_a_host_without_the_script_refuses_with_a_sentence(tmp_path: Path) -> None:
+    task = HostTask(
+        command=[sys.executable, "absent.py"],
+        python=sys.executable,
+        folder=str(tmp_path),
+        variables={},
+        secret="00" * 32,
+        address="127.0.0.1",
+        first_rank=0,
+        workers=1,
+        size=1,
+        threads=1,
+        cores=1,
+        master="127.0.0.1",
+        master_port=1,
+        shows_progress=False,
+    )
+    run_dir = RunDir(tmp_path)
+    with pytest.raises(BadInput, match=r"no script 'absent.py' in .*; every host needs it"):
+        Agent(task, run_dir).check_files()
 
 
 def test_an_unknown_engine_is_refused_in_one_sentence() -> None:
