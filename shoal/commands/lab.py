@@ -52,8 +52,8 @@ def up(
     design = LabDesign(name, hosts, racks, rate, oversubscription, mtu, workers_per_host)
     _show(build_lab(design), as_json)
     if not as_json:
-        on = "lab" if name == DEFAULT_LAB else f"lab://{name}"
-        typer.echo(f"\nRun on it: shoal run --on {on} -n {hosts} SCRIPT; remove it: shoal lab down")
+        run = f"shoal run --on {_address(design)} -n {hosts * workers_per_host} SCRIPT"
+        typer.echo(f"\nRun on it: {run}; remove it: shoal lab down {name}")
 
 
 @app.command()
@@ -65,7 +65,9 @@ def show(name: LabName = None, as_json: options.Json = False) -> None:
 @app.command()
 def down(
     name: LabName = None,
-    remove_all: Annotated[bool, typer.Option("--all", help="Remove all labs.")] = False,
+    remove_all: Annotated[
+        bool, typer.Option("--all", help="Remove all labs of this machine.")
+    ] = False,
 ) -> None:
     """Remove a lab, and what a killed `shoal lab up` has left; processes in it are killed."""
     if name is not None and remove_all:
@@ -117,7 +119,9 @@ def _show(lab: Lab, as_json: bool) -> None:
         rack = f"rack {host.rack}" if lab.design.racks > 1 else "the switch"
         console.print(f"{host.name:4} {host.address:12} at {rack}", soft_wrap=True)
     console.print(f"MTU {lab.design.mtu}: {_payload(lab)}", soft_wrap=True)
-    console.print(f"Cluster file: {files.cluster} (--cluster {_cluster_name(lab)})", soft_wrap=True)
+    console.print(
+        f"Cluster file: {files.cluster} (--cluster {_address(lab.design)})", soft_wrap=True
+    )
 
 
 def _payload(lab: Lab) -> str:
@@ -126,9 +130,9 @@ def _payload(lab: Lab) -> str:
     return f"{design.efficiency:.1%} of a link is payload of TCP, {rate}; the rest is headers."
 
 
-def _cluster_name(lab: Lab) -> str:
-    name = lab.design.name
-    return "lab" if name == DEFAULT_LAB else f"lab://{name}"
+def _address(design: LabDesign) -> str:
+    """What --on and --cluster take."""
+    return "lab" if design.name == DEFAULT_LAB else f"lab://{design.name}"
 
 
 def _document(lab: Lab, cluster: Cluster) -> dict[str, Any]:
