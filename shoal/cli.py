@@ -21,6 +21,7 @@ from shoal.commands.predict import predict
 from shoal.commands.run import run
 from shoal.commands.runs import ps, stop
 from shoal.commands.simulate import simulate
+from shoal.commands.submit import submit
 from shoal.commands.train import evaluate, train
 from shoal.commands.verify import verify
 from shoal.errors import BadInput, ShoalError, WorkersFailed
@@ -41,6 +42,7 @@ app.command()(run)
 app.command()(join)
 app.command()(ps)
 app.command()(stop)
+app.command()(submit)
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(verify)

@@ -112,7 +112,7 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
         world = join_world(*where, protect, own_store)
         if is_ours and spec.timeout_s != DEFAULT_TIMEOUT_S:
             limit_operations(world, spec.timeout_s)
-        group = Group(_open_shared(spec, world) or _over_torch(spec, world))
+        group = Group(_open_shared(spec) or _over_torch(spec, world))
         try:
             yield group
         finally:
@@ -121,12 +121,18 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
                 dist.destroy_process_group()
 
 
-def _open_shared(spec: GroupSpec, world: dist.ProcessGroup) -> SharedMemory | Hierarchical | None:
+def shared_store(name: str, rank: int, size: int) -> Store:
+    """A part of the store of the open group, for one use; all ranks call it."""
+    world = dist.group.WORLD
+    assert world is not None
+    return own_generation(PrefixStore(name, world.get_group_store()), rank, size)
+
+
+def _open_shared(spec: GroupSpec) -> SharedMemory | Hierarchical | None:
     """Ranks of one host go through its memory, except under NCCL and a named algorithm."""
     if spec.backend != "gloo" or spec.algorithm is not None:
         return None
-    common = PrefixStore(f"memory of {spec.name}", world.get_group_store())
-    store = own_generation(common, spec.rank, spec.size)
+    store = shared_store(f"memory of {spec.name}", spec.rank, spec.size)
     host = HostSpec(spec.host_id, spec.run_dir, spec.network)
     return share_memory(store, spec.rank, spec.size, spec.timeout_s, host)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shoal.commands.engines import open_engine
 from shoal.errors import BadInput
+from shoal.launch.checkpoint_option import with_checkpoint
 from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_workers import taking_back, tolerance_of
 from shoal.launch.output import OnProgress, Write, discard_lines, print_lines
@@ -48,6 +49,7 @@ class WorkersOptions:
     server_checkpoint: str | None = None  # DIR or DIR:every=STEPS
     resume: bool = False
     on: str | None = None  # an engine: there --restart starts all workers again
+    checkpoint: str | None = None  # DIR or DIR:every=STEPS
 
     def to_config(self) -> RunConfig:
         """The configuration of the workers; BadInput where an option makes no sense."""
@@ -71,6 +73,7 @@ class WorkersOptions:
         if takes_back:
             option = "--restart" if config.restarts else "--start"
             strategy.taking_back(self.workers).require_takes_back(option)
+        config = with_checkpoint(config, self.checkpoint)
         config = with_server_checkpoint(config, strategy, self.server_checkpoint, self.resume)
         if not takes_back:
             return config

@@ -83,6 +83,14 @@ ServerCheckpoint = Annotated[
         "given, beside training; the last two stay.",
     ),
 ]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR[:every=STEPS]",
+        help="Save in DIR every 100 steps or as many as given, and when the run is preempted; "
+        "continue from what is there.",
+    ),
+]
 Resume = Annotated[
     bool, typer.Option(help="Continue from the latest checkpoint in --server-checkpoint.")
 ]

@@ -32,6 +32,7 @@ def run(
     logs: options.Logs = None,
     restart: options.Restart = None,
     start: options.Start = None,
+    checkpoint: options.Checkpoint = None,
     server_checkpoint: options.ServerCheckpoint = None,
     resume: options.Resume = False,
 ) -> None:
@@ -45,6 +46,7 @@ def run(
         server_checkpoint=server_checkpoint,
         resume=resume,
         on=on,
+        checkpoint=checkpoint,
     )
     options_config = asked.to_config()
     if resume and options_config.server_checkpoint.folder is None:

@@ -195,7 +195,7 @@ def open_streams(unbuffered: bool) -> None:
 
 def _reset_signals() -> None:
     """As exec does: handlers go, and what is ignored stays ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:

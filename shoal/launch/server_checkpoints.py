@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-import re
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from shoal.errors import BadInput, ShardLost
+from shoal.launch.checkpoint_option import read_folder, require_writable
 from shoal.runtime.config import RunConfig
 from shoal.server.saving.folder import complete_versions, remove_incomplete
-from shoal.server.saving.reason import in_words
 from shoal.strategy.strategy import Strategy
 
-_OPTION = re.compile(r":([A-Za-z_]+)=([^/]*)$")
+_OPTION_NAME = "--server-checkpoint"
 
 
 def with_server_checkpoint(
@@ -30,38 +28,13 @@ def with_server_checkpoint(
     """
     checkpoint = config.server_checkpoint
     if text is not None:
-        folder, every = _read(text)
+        folder, every = read_folder(_OPTION_NAME, text)
         checkpoint = replace(checkpoint, folder=folder, every=every or checkpoint.every)
     if checkpoint.folder is None:
         return config
     strategy.require_server_saves()
-    _require_writable(checkpoint.folder)
+    require_writable(_OPTION_NAME, checkpoint.folder)
     return replace(config, server_checkpoint=replace(checkpoint, resume=resume))
-
-
-def _read(text: str) -> tuple[Path, int | None]:
-    """The folder and the steps between checkpoints, if given."""
-    option = _OPTION.search(text)
-    folder = text if option is None else text[: option.start()]
-    is_right = option is None or (option[1] == "every" and _is_steps(option[2]))
-    if not folder or not is_right:
-        raise BadInput(f"--server-checkpoint takes DIR or DIR:every=STEPS, not {text!r}")
-    return Path(folder).absolute(), None if option is None else int(option[2])
-
-
-def _is_steps(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 12 and int(text) > 0
-
-
-def _require_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder, prefix="writing-") as file:
-            file.write(b"\0")
-    except OSError as error:
-        raise BadInput(
-            f"--server-checkpoint: cannot write to {folder}: {in_words(error)}"
-        ) from error
 
 
 @contextmanager

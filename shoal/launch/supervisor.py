@@ -6,7 +6,8 @@ run ──all workers exited─────────────────�
  │  (with replicas: 0.3 s later it is decided what the loss of it means)
  ├──Ctrl-C, SIGHUP, output failed────────────────────────────┴> SIGTERM ──> 2 s, or a
  │                                                              second Ctrl-C ──> SIGKILL
- └──SIGTERM: to the workers alone; they have 30 s to end a step and to save, then as above
+ └──SIGTERM, SIGUSR1: SIGTERM to the workers alone; they have 30 s to end a step and to save,
+    then as above
 
 Whether a worker or a server that exited with an error fails the run is decided by `survives`
 (see lost_workers.py) and `server_policy` (see lost_servers.py).
@@ -30,6 +31,8 @@ from shoal.launch.lost_servers import ServerPolicy
 from shoal.launch.output import LineForwarder
 from shoal.launch.processes import ProcessExit, Role
 from shoal.runtime.memory_limit import OutOfMemoryKills
+from shoal.runtime.preemption import EXIT_STATUS
+from shoal.runtime.preemption import SIGNALS as PREEMPTING
 from shoal.runtime.run_dir import RunDir
 
 _GRACE_S = 0.3  # after the first failure
@@ -48,7 +51,7 @@ class Signalled(Protocol):
 
 
 class SignalEvents:
-    """While the block runs, Ctrl-C, SIGTERM and SIGHUP become events. Main thread only.
+    """While the block runs, Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP become events. Main thread only.
 
     A signal that is ignored (nohup, a background job) stays ignored.
     """
@@ -60,7 +63,7 @@ class SignalEvents:
 
     def __enter__(self) -> SignalEvents:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in (signal.SIGINT, signal.SIGHUP, *PREEMPTING):
                 handler = signal.getsignal(number)
                 if handler is not None and handler != signal.SIG_IGN:
                     self._handlers_before[number] = handler
@@ -76,7 +79,7 @@ class SignalEvents:
         for number in self._received:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            raise SystemExit(128 + number)
+            raise SystemExit(EXIT_STATUS if number in PREEMPTING else 128 + number)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._received.append(signal.Signals(number))
@@ -132,7 +135,7 @@ class Supervisor:
         # The rest is killed at the end of the block of `Processes`.
 
     def _is_preempted(self) -> bool:
-        return self.first_signal == signal.SIGTERM and not self.failed and not self.output_error
+        return self.first_signal in PREEMPTING and not self.failed and not self.output_error
 
     def _let_save(self, workers: Signalled, run_dir: RunDir) -> None:
         """Servers stay: workers need them to save."""

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +33,8 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.meetings import Meetings
 from shoal.comm.network import HostNetwork
-from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group
+from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group, shared_store
+from shoal.comm.store_board import StoreBoard
 from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost, RunOver, StrategyError
 from shoal.launch.device import choose_backend, choose_device
@@ -71,7 +73,7 @@ class Worker:
     ):
         self.strategy = strategy
         self.placement = placement
-        self.config = config
+        self.config = replace(config, checkpoint=config.checkpoint.of_call(number))
         self.number = number
         self.seed = config.seed or 0
         self.size = placement.size if placement else 1
@@ -89,6 +91,7 @@ class Worker:
             preemption = Preemption(self.run_dir, self.rank, self.size)
             stack.enter_context(preemption)
             group = stack.enter_context(self._open_group())
+            stack.enter_context(self._agreeing(preemption, group))
             tracer = self._make_tracer(group)
             progress = for_worker(self.rank, self.size, open_progress(self.config.progress_fd))
             stack.callback(progress.close)
@@ -266,6 +269,19 @@ class Worker:
                 if run_dir is not None:
                     run_dir.mark_all_joined()
                 yield group
+
+    @contextmanager
+    def _agreeing(self, preemption: Preemption, group: Group) -> Iterator[None]:
+        """Other launchers have no run directory: ranks agree on where to stop in the store."""
+        if self.run_dir is not None or group.size == 1:
+            yield
+            return
+        store = shared_store(f"preemption of run {self.number}", group.rank, group.size)
+        with (
+            StoreBoard(store, group.rank, group.size, preemption.ask) as board,
+            preemption.agreeing(board),
+        ):
+            yield
 
     @contextmanager
     def _open_full_group(self, placement: Placement) -> Iterator[Group]:

@@ -88,6 +88,20 @@ class ServerCheckpointConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints that the job saves, and goes on from, by itself; off without a folder."""
+
+    folder: Path | None = variable("SHOAL_CHECKPOINT", PATH)
+    every: int = variable("SHOAL_CHECKPOINT_EVERY", POSITIVE, 100)  # steps
+
+    def of_call(self, number: int) -> CheckpointConfig:
+        """For this call of shoal.run in a script: calls after the first have folders below."""
+        if self.folder is None or number <= 1:
+            return self
+        return replace(self, folder=self.folder / f"call-{number}")
+
+
+@dataclass(frozen=True)
 class EtcdConfig:
     """Files for TLS with the members of an etcd cluster (etcds://)."""
 
@@ -185,6 +199,7 @@ class RunConfig:
     secret_file: Path | None = variable("SHOAL_SECRET_FILE", PATH)  # holds the same, mode 0600
     server: ServerConfig = field(default_factory=ServerConfig)
     server_checkpoint: ServerCheckpointConfig = field(default_factory=ServerCheckpointConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
 
     coordinator: str | None = variable("SHOAL_COORDINATOR", COORDINATOR)  # of replicated servers
@@ -365,6 +380,7 @@ def _write(config: Any) -> dict[str, str]:
 _SECTIONS: dict[str, type] = {
     "server": ServerConfig,
     "server_checkpoint": ServerCheckpointConfig,
+    "checkpoint": CheckpointConfig,
     "tls": TlsConfig,
     "etcd": EtcdConfig,
     "wait": WaitConfig,

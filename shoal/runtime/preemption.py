@@ -1,15 +1,19 @@
 """SIGTERM as a request: the running step ends, a checkpoint is saved, the exit status is 143.
 
     launcher   SIGTERM: marks the run as preempted, SIGTERM to the workers, 30 s, SIGKILL
-    first rank chooses the step after which all ranks stop, and writes it into the run directory
+    first rank chooses the step after which all ranks stop, and writes it on the board
     each rank  stops there, between two batches
+
+The board is the run directory; under other launchers it is the store of torch.distributed, and a
+signal to one rank is enough. SIGUSR1, which Slurm sends before the end of a job (`--signal`), asks
+for the same.
 
 Where replicas take every step together, the first rank chooses its next step: no other rank can
 have ended that one, since it takes part in it. Elsewhere all ranks say first how far they are, and
 it chooses a step that none of them has reached.
 
 A rank that still waits for its servers or for the others, before the first step, ends at once. A
-script that has a handler of its own for SIGTERM keeps it.
+script that has a handler of its own keeps it.
 """
 
 from __future__ import annotations
@@ -24,32 +28,35 @@ from contextlib import contextmanager
 from types import FrameType
 
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.stop_board import LauncherBoard, StopBoard
 
-EXIT_STATUS = 128 + signal.SIGTERM
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+EXIT_STATUS = 128 + signal.SIGTERM  # after either of them
 _AHEAD = 2  # steps that ranks may take while one of them chooses
-_PATIENCE_S = 1.0  # for the launcher's mark
-_POLL_S = 0.02
+_PATIENCE_S = 1.0
 
 
 class Preemption:
-    """While the block runs, SIGTERM asks this process to stop between two batches."""
+    """While the block runs, SIGTERM or SIGUSR1 asks this process to stop between two batches."""
 
     def __init__(self, run_dir: RunDir | None, rank: int = 0, size: int = 1):
-        """Ranks that no launcher of Shoal started cannot agree on a step: there it does nothing."""
-        self._run_dir = run_dir
+        """Several ranks need a board: without a run directory, see `agreeing`."""
+        self._board: StopBoard | None = None if run_dir is None else LauncherBoard(run_dir)
         self._rank = rank
         self._size = size
         self.is_asked = False
+        self._ours: list[signal.Signals] = []
         self._is_starting = False
         self._wakeup = self._previous = -1
         self._listener: threading.Thread | None = None
 
     def __enter__(self) -> Preemption:
-        in_main = threading.current_thread() is threading.main_thread()
-        can_agree = self._run_dir is not None or self._size == 1
-        if in_main and can_agree and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._handle)
-            self._listen()
+        if threading.current_thread() is threading.main_thread():
+            self._ours = [n for n in SIGNALS if signal.getsignal(n) == signal.SIG_DFL]
+            for number in self._ours:
+                signal.signal(number, self._handle)
+            if self._ours:
+                self._listen()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,8 +64,17 @@ class Preemption:
             _set_wakeup(self._previous, self._wakeup)
             os.close(self._wakeup)
             self._listener.join()
-            if self._is_ours():
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in filter(self._is_ours, self._ours):
+                signal.signal(number, signal.SIG_DFL)
+
+    @contextmanager
+    def agreeing(self, board: StopBoard) -> Iterator[None]:
+        """While the block runs, ranks that no launcher of Shoal started agree on this board."""
+        self._board = board
+        try:
+            yield
+        finally:
+            self._board = None
 
     def _listen(self) -> None:
         """A thread learns of the signal also while the main thread is in native code."""
@@ -72,13 +88,13 @@ class Preemption:
 
     def _hear(self, listen: int) -> None:
         while numbers := os.read(listen, 64):
-            if signal.SIGTERM in numbers and self._is_ours():
+            if any(number in numbers and self._is_ours(number) for number in self._ours):
                 self._decide()
         os.close(listen)
 
-    def _is_ours(self) -> bool:
+    def _is_ours(self, number: signal.Signals) -> bool:
         """Whether the script has not set a handler of its own meanwhile."""
-        return signal.getsignal(signal.SIGTERM) == self._handle
+        return signal.getsignal(number) == self._handle
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         """For the case that an event loop of the script has replaced the pipe meanwhile."""
@@ -91,49 +107,52 @@ class Preemption:
         `is_first`: this rank chooses. `period`: ranks meet after every so many steps (1: in every
         step; 0: never).
         """
-        run_dir = self._run_dir
-        if run_dir is None:
+        board = self._board
+        if board is None:
             return self.is_asked
-        last_step = run_dir.last_step()
+        last_step = board.last_step()
         if last_step is None and self.is_asked:
-            run_dir.note_step(self._rank, steps)
-            chosen = self._choose(run_dir, steps, period) if is_first else None
+            board.note_step(self._rank, steps)
+            chosen = self._choose(board, steps, period) if is_first else None
             if chosen is not None:
-                run_dir.write_last_step(chosen)
+                board.write_last_step(chosen)
         return last_step is not None and steps >= last_step
 
-    def _choose(self, run_dir: RunDir, steps: int, period: int) -> int | None:
+    def _choose(self, board: StopBoard, steps: int, period: int) -> int | None:
+        if not board.all_heard():
+            return None
         if period == 1:
             return steps + 1
-        noted = run_dir.noted_steps()
+        noted = board.noted_steps()
         missing = set(range(self._size)) - noted.keys()
-        if any(not run_dir.has_exited(rank) for rank in missing):
+        if any(not board.has_exited(rank) for rank in missing):
             return None
         ahead = max(noted.values()) + _AHEAD
         return ahead if period == 0 else -(-ahead // period) * period
 
+    def ask(self) -> None:
+        """Another rank got a signal."""
+        self.is_asked = True
+
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """While the block runs there is nothing to save: SIGTERM ends the process at once."""
+        """While the block runs there is nothing to save: a signal ends the process at once."""
         self._is_starting = True
         if self.is_asked:
-            _die()
+            die()
         try:
             yield
         finally:
             self._is_starting = False
 
     def _decide(self) -> None:
-        """A signal to all processes of a job may come here before the launcher has marked it."""
-        run_dir = self._run_dir
-        deadline_s = time.monotonic() + _PATIENCE_S
-        while run_dir is not None and not run_dir.is_preempted():
-            if run_dir.is_ending() or time.monotonic() > deadline_s:
-                _die()  # it is for this process alone
-            time.sleep(_POLL_S)
+        """Ranks that have no board yet have not trained: there is nothing to save."""
+        board = self._board
+        if not (self._size == 1 if board is None else board.announce()):
+            die()
         self.is_asked = True
         if self._is_starting:
-            _die()
+            die()
 
 
 def _set_wakeup(descriptor: int, instead_of: int | None = None) -> int:
@@ -151,7 +170,7 @@ def _is_wakeup(descriptor: int) -> bool:
     return before == descriptor
 
 
-def _die() -> None:
+def die() -> None:
     """As without a handler; from any thread."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -38,6 +38,7 @@ from shoal.sync.lr_schedule import SchedulerFactory
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train import checkpoint
 from shoal.train.agreement import Agreement
+from shoal.train.automatic_checkpoint import AutomaticCheckpoint, FindCheckpoint
 from shoal.train.build_step import StepContext, build_step
 from shoal.train.ema import Ema, fit_averages
 from shoal.train.evaluate import Evaluation, Metric
@@ -128,6 +129,9 @@ class Job(LoopMethods):
         self._loaded = 0  # checkpoints
         self._has_continued = False
         self._saved: tuple[Path, dict[str, Any]] | None = None  # where the script saved last
+        self._automatic = AutomaticCheckpoint(
+            self._services.config.checkpoint, lambda: not self.dry and bool(self._steps)
+        )
         self.is_preempted = False
         self._stream.kind = strategy.sync_for(self.replicas).batches
         self._throughput = Throughput(group.size // self.mesh.data.size)
@@ -284,32 +288,41 @@ class Job(LoopMethods):
         return about if isinstance(about, dict) else {}
 
     def _continue(self) -> None:
-        """Before the first batch: go on from the latest checkpoint of the servers, if asked to."""
+        """Before the first batch: go on from the latest checkpoint, if asked to."""
         asked = self._services.config.server_checkpoint
-        if asked.folder is None or self._has_continued or not self._steps:
+        own = self._automatic.folder
+        if self._has_continued or not self._steps:
             return
         self._has_continued = True
+        if own is not None:
+            self._resume(own, self._automatic.read)
+        self._automatic.saved_at = self.steps
+        if asked.folder is None:
+            return
         saves = self._steps[-1].sync.saves
         if not asked.resume:
             if saves is not None:
                 check_unused(asked.folder, saves.model)
             return
         folder = asked.folder
+        self._resume(folder, lambda: read_servers(folder, self._say_once))
+
+    def _resume(self, folder: Path, find: FindCheckpoint) -> None:
         before = self._loaded
-        document = self._meet(lambda: self._load_latest(folder))
+        document = self._meet(lambda: self._load_latest(folder, find))
         if document and self._loaded == before:
             self._stream.resume(document["batches"], document["position"], document["steps"])
 
-    def _load_latest(self, folder: Path) -> dict[str, Any]:
+    def _load_latest(self, folder: Path, find: FindCheckpoint) -> dict[str, Any]:
         def read() -> tuple[checkpoint.Checkpoint | None, str]:
-            saved = read_servers(folder, self._say_once)
+            saved = find()
             return saved, "none" if saved is None else saved.digest
 
         saved = self._agreement.load(folder, read)
         if saved is None or saved.document["steps"] <= self.steps:
             there = "no" if saved is None else "no later"
             begin = f"training begins with step {self.steps + 1}"
-            self._say_once(f"{there} checkpoint of servers is in {folder}: {begin}")
+            self._say_once(f"{there} checkpoint is in {folder}: {begin}")
             return {}
         document = self._install(saved, fit(self._steps, saved, folder), folder)
         self._say_once(f"resuming from {folder} after {self.steps} steps")
@@ -510,14 +523,23 @@ class Job(LoopMethods):
 
     def _must_stop(self) -> bool:
         """After SIGTERM: save where the script has saved before, or let it go on to its end."""
+        steps = self._steps_done()
+        if self._automatic.is_due(steps):
+            self._save_itself()
         preemption = self._services.preemption
         if preemption is None:
             return False
         term = self.strategy.sync_for(self.replicas)
         period = 1 if term.lockstep else term.meets_every
-        if not preemption.stops_after(self.steps, self._is_first, period):
+        if not preemption.stops_after(steps, self._is_first, period):
             return False
         self.is_preempted = True
+        if self._automatic.folder is not None:
+            self._save_itself()
+            self._say_once(
+                f"preempted: stopped after step {steps}; saved in {self._automatic.folder}"
+            )
+            raise SystemExit(EXIT_STATUS)
         if self._saved is None:
             self._say_once(f"SIGTERM: stopped after step {self.steps}; nothing was saved before")
             return True
@@ -525,6 +547,15 @@ class Job(LoopMethods):
         self.save(path, about)
         self._say_once(f"SIGTERM: stopped after step {self.steps}; saved in {path}")
         raise SystemExit(EXIT_STATUS)
+
+    def _save_itself(self) -> None:
+        """Save in the folder that the launcher has named (SHOAL_CHECKPOINT)."""
+        folder = self._automatic.folder
+        if folder is not None and self._automatic.saved_at != self.steps:
+            last = self._saved
+            self.save(folder)
+            self._saved = last
+            self._automatic.saved_at = self.steps
 
     def _write(self, path: Path, about: dict[str, Any]) -> str:
         """Write a checkpoint; its digest on the rank that writes, nothing on the others."""

@@ -1,0 +1,1 @@
+"""Jobs for cluster managers: Slurm and Kubernetes bring the machines."""

@@ -1,0 +1,218 @@
+"""A manifest for Kubernetes: a JobSet, or a PyTorchJob of the training operator.
+
+A pod is a node. With one worker it runs the script itself, with RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT; with several it runs torchrun. Pods reach the first one by its name in the headless
+service of the JobSet. The text is JSON, which is YAML, too.
+
+    exit status 143 (preempted), or a pod that is evicted    the JobSet starts again
+    any other failure                                        as often as `restarts` says
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import BadInput
+from shoal.launch.submit.spec import MARK, SubmitSpec, memory_mib, seconds_of
+from shoal.runtime.preemption import EXIT_STATUS
+
+KINDS = ("jobset", "pytorchjob")
+_PORT = 29500  # every pod has an address of its own
+_SECRET_FOLDER = "/etc/shoal"
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """What only Kubernetes knows."""
+
+    image: str
+    namespace: str | None = None
+    kind: str = "jobset"
+    secret: str | None = None  # the name of a Secret whose key `secret` has the digits
+    claims: tuple[str, ...] = ()  # NAME:/PATH, persistent volume claims
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise BadInput(f"--kind {self.kind!r}: take {' or '.join(KINDS)}")
+        if not self.image or not self.image.isprintable() or " " in self.image:
+            raise BadInput(f"--image {self.image!r} is not the name of an image")
+        for option, name in (("--namespace", self.namespace), ("--secret", self.secret)):
+            if name is not None and _LABEL.fullmatch(name) is None:
+                raise BadInput(f"{option} {name!r} is not a name that Kubernetes takes")
+        for claim in self.claims:
+            name, _, path = claim.partition(":")
+            if _LABEL.fullmatch(name) is None or not path.startswith("/"):
+                raise BadInput(f"--claim takes NAME:/PATH, not {claim!r}")
+
+
+def manifest(spec: SubmitSpec, options: KubernetesOptions) -> str:
+    """The text of the manifest."""
+    if spec.workers_per_node is None:
+        raise BadInput(
+            f"pods are alike, and {spec.workers} workers do not divide by --nodes {spec.nodes}"
+        )
+    build = _jobset if options.kind == "jobset" else _pytorchjob
+    return json.dumps(build(spec, options), indent=2, ensure_ascii=False) + "\n"
+
+
+# ---------------------------------------------------------------------- the two kinds
+
+
+def _jobset(spec: SubmitSpec, options: KubernetesOptions) -> Document:
+    master = {"MASTER_ADDR": f"{spec.name}-workers-0-0.{spec.name}", "MASTER_PORT": str(_PORT)}
+    index = {"valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
+    rank = {"name": "RANK" if spec.workers_per_node == 1 else "NODE_RANK", **index}
+    size = {"WORLD_SIZE": str(spec.workers)} if spec.workers_per_node == 1 else {}
+    where = [
+        *("--node-rank=$(NODE_RANK)", f"--nnodes={spec.nodes}"),
+        *(f"--master-addr={master['MASTER_ADDR']}", f"--master-port={_PORT}"),
+    ]
+    environ = [*_variables({**master, **size}), rank]
+    job: Document = {
+        "parallelism": spec.nodes,
+        "completions": spec.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,  # the JobSet starts all pods again, or none
+        "template": {"spec": _pod(spec, options, "worker", _command(spec, where), environ)},
+    }
+    if spec.time is not None:
+        job["activeDeadlineSeconds"] = seconds_of(spec.time)
+    if spec.requeue:
+        job["podFailurePolicy"] = {"rules": _preempted_pods()}
+    rule = {
+        "name": "preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    policy = {"maxRestarts": spec.restarts, **({"rules": [rule]} if spec.requeue else {})}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(spec, options),
+        "spec": {
+            "network": {"enableDNSHostnames": True},
+            "failurePolicy": policy,
+            "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _preempted_pods() -> list[Document]:
+    codes = {"containerName": "worker", "operator": "In", "values": [EXIT_STATUS]}
+    return [
+        {"action": "FailJob", "onExitCodes": codes},
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+
+
+def _pytorchjob(spec: SubmitSpec, options: KubernetesOptions) -> Document:
+    """The operator sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or torchrun's PET_*."""
+    pod = _pod(spec, options, "pytorch", _command(spec, []), [])
+    restart = "OnFailure" if spec.requeue or spec.restarts else "Never"
+    del pod["restartPolicy"]
+    replica = {"replicas": 1, "restartPolicy": restart, "template": {"spec": pod}}
+    replicas = {"Master": replica}
+    if spec.nodes > 1:
+        replicas["Worker"] = {**replica, "replicas": spec.nodes - 1}
+    policy: Document = {"backoffLimit": spec.restarts}
+    if spec.time is not None:
+        policy["activeDeadlineSeconds"] = seconds_of(spec.time)
+    body: Document = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
+    if spec.workers_per_node != 1:
+        body["nprocPerNode"] = str(spec.workers_per_node)
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": _metadata(spec, options),
+        "spec": body,
+    }
+
+
+# ---------------------------------------------------------------------- what both have
+
+
+def _metadata(spec: SubmitSpec, options: KubernetesOptions) -> Document:
+    labels = {"app.kubernetes.io/managed-by": MARK}
+    place = {"namespace": options.namespace} if options.namespace else {}
+    return {"name": spec.name, **place, "labels": labels}
+
+
+def _command(spec: SubmitSpec, where: list[str]) -> list[str]:
+    own = [escaped(word) for word in spec.command]
+    if spec.workers_per_node == 1:
+        return own
+    python, *program = own
+    count = [f"--nproc-per-node={spec.workers_per_node}"] if where else []
+    return [python, "-m", "torch.distributed.run", *where, *count, *program]
+
+
+def _pod(
+    spec: SubmitSpec,
+    options: KubernetesOptions,
+    container_name: str,
+    command: list[str],
+    environ: list[Document],
+) -> Document:
+    volumes, mounts = _volumes(options)
+    own = dict(spec.environ)
+    if options.secret is not None:
+        own["SHOAL_SECRET_FILE"] = f"{_SECRET_FOLDER}/secret"
+    container: Document = {
+        "name": container_name,
+        "image": options.image,
+        "command": command,
+        "env": [*environ, *_variables(own)],
+    }
+    if limits := _limits(spec):
+        container["resources"] = {"limits": limits, "requests": limits}
+    if mounts:
+        container["volumeMounts"] = mounts
+    pod: Document = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": spec.notice_s,
+        "containers": [container],
+    }
+    return {**pod, "volumes": volumes} if volumes else pod
+
+
+def _variables(environ: dict[str, str]) -> list[Document]:
+    return [{"name": name, "value": escaped(value)} for name, value in environ.items()]
+
+
+def escaped(text: str) -> str:
+    """Kubernetes replaces $(NAME) in commands and variables; $$ stands for $."""
+    return text.replace("$", "$$")
+
+
+def _limits(spec: SubmitSpec) -> dict[str, str]:
+    per_node = spec.workers_per_node or 1
+    limits = {}
+    if spec.cpus is not None:
+        limits["cpu"] = str(spec.cpus * per_node)
+    if spec.memory is not None:
+        limits["memory"] = f"{memory_mib(spec.memory)}Mi"
+    if spec.gpus_per_node:
+        limits["nvidia.com/gpu"] = str(spec.gpus_per_node)
+    return limits
+
+
+def _volumes(options: KubernetesOptions) -> tuple[list[Document], list[Document]]:
+    volumes: list[Document] = []
+    mounts: list[Document] = []
+    for number, claim in enumerate(options.claims):
+        name, _, path = claim.partition(":")
+        volume = {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": name}}
+        volumes.append(volume)
+        mounts.append({"name": f"claim-{number}", "mountPath": path})
+    if options.secret is not None:
+        source = {"secretName": options.secret, "defaultMode": 0o400}
+        volumes.append({"name": "secret", "secret": source})
+        mounts.append({"name": "secret", "mountPath": _SECRET_FOLDER, "readOnly": True})
+    return volumes, mounts

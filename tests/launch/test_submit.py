@@ -1,0 +1,339 @@
+"""Jobs of Slurm and Kubernetes as text: every word arrives as it was given."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cli import main
+from shoal.errors import BadInput
+from shoal.launch.submit import spec as spec_module
+from shoal.launch.submit.kubernetes import KubernetesOptions, escaped, manifest
+from shoal.launch.submit.slurm_script import SlurmOptions, slurm_script
+from shoal.launch.submit.spec import SubmitSpec, name_of, read_variables
+
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
+HOSTILE = ("a b", "it's", '"$(touch x)"', "`id`", "two\nlines", "-rf", "$HOME", "\\", "é;&|*?[", "")
+
+
+def spec_of(*command: str, **options: Any) -> SubmitSpec:
+    given: dict[str, Any] = {"workers": 4, "name": "train", **options}
+    return SubmitSpec(command=command or ("python", "train.py"), **given)
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+
+
+def run_script(text: str, folder: Path, srun: str, scontrol: str = "") -> int:
+    """Run a batch script with these programs in place of srun and scontrol."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, body in (("srun", srun), ("scontrol", scontrol or 'echo "$@" > requeued')):
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    environ = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    return subprocess.run(["bash", "-c", text], cwd=folder, env=environ, timeout=60).returncode
+
+
+# -------------------------------------------------------------------------- Slurm
+
+
+def test_a_script_asks_for_what_the_options_say() -> None:
+    spec = spec_of(
+        workers=32, nodes=4, gpus_per_node=8, cpus=6, memory="64G", time="1-12:00:00", requeue=True
+    )
+    text = slurm_script(spec, SlurmOptions("gpu", "lab", "%j.out", lines=("--constraint=a100",)))
+    assert directives(text) == [
+        "--job-name=train",
+        "--nodes=4",
+        "--ntasks=32",
+        "--ntasks-per-node=8",
+        "--cpus-per-task=6",
+        "--gpus-per-node=8",
+        "--mem=64G",
+        "--time=1-12:00:00",
+        "--partition=gpu",
+        "--account=lab",
+        "--output=%j.out",
+        "--requeue",
+        "--open-mode=append",
+        "--signal=B:USR1@60",
+        "--constraint=a100",
+    ]
+    assert "srun --kill-on-bad-exit=1 python train.py &" in text
+    assert "--ntasks-per-node" not in slurm_script(spec_of(nodes=3), SlurmOptions())
+
+
+@given(st.lists(TEXTS, min_size=1), st.dictionaries(st.from_regex(r"\A[A-Z]{3}\Z"), TEXTS))
+def test_words_of_the_command_line_survive_the_shell(
+    words: list[str], environ: dict[str, str]
+) -> None:
+    text = slurm_script(spec_of(*words, environ=environ), SlurmOptions())
+    found = re.search(r"^srun --kill-on-bad-exit=1 (.*) &\nstep=", text, re.DOTALL | re.MULTILINE)
+    assert found and shlex.split(found[1]) == words
+    assert len(directives(text)) <= 5 + sum("#SBATCH" in t for t in [*words, *environ.values()])
+
+
+def test_hostile_words_arrive_as_they_are(tmp_path: Path) -> None:
+    environ = {f"V{i}": word for i, word in enumerate(HOSTILE)}
+    text = slurm_script(spec_of("python", *HOSTILE, environ=environ), SlurmOptions())
+    assert subprocess.run(["bash", "-n"], input=text.encode()).returncode == 0
+    names = " ".join(f'"$V{i}"' for i in range(len(HOSTILE)))
+    status = run_script(text, tmp_path, f'printf "%s\\0" "${{@:3}}" {names} > words')
+    assert status == 0
+    assert (tmp_path / "words").read_text() == "".join(f"{word}\0" for word in HOSTILE * 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "words"]
+
+
+@pytest.mark.parametrize(
+    ("srun", "status", "is_requeued"),
+    [
+        ("exit 0", 0, False),
+        ("exit 143", 143, False),  # scancel
+        ("exit 2", 2, False),
+        ("trap 'exit 143' USR1; kill -USR1 $PPID; while :; do sleep 0.02; done", 0, True),
+        ("trap '' USR1; kill -USR1 $PPID; sleep 0.1; exit 0", 0, False),  # it has finished
+        ("trap 'exit 143' TERM; kill -TERM $PPID; while :; do sleep 0.02; done", 143, False),
+    ],
+)
+def test_a_job_is_requeued_when_it_has_stopped_after_the_signal(
+    tmp_path: Path, srun: str, status: int, is_requeued: bool
+) -> None:
+    text = slurm_script(spec_of(requeue=True), SlurmOptions())
+    assert run_script(text, tmp_path, srun) == status
+    assert (tmp_path / "requeued").exists() == is_requeued
+    if is_requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+
+
+@pytest.mark.parametrize(("status", "is_requeued"), [(1, True), (137, True), (2, False)])
+def test_a_crash_is_followed_by_a_start_if_asked_for(
+    tmp_path: Path, status: int, is_requeued: bool
+) -> None:
+    text = slurm_script(spec_of(restarts=1), SlurmOptions())
+    run_script(text, tmp_path, f"exit {status}")
+    assert (tmp_path / "requeued").exists() == is_requeued
+    assert run_script(f"SLURM_RESTART_COUNT=1\n{text}", tmp_path, "exit 1") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SlurmOptions(partition="a b"),
+        SlurmOptions(account="x\n#SBATCH --uid=0"),
+        SlurmOptions(lines=("--a\nrm -rf /",)),
+        SlurmOptions(lines=("rm",)),
+    ],
+)
+def test_lines_of_sbatch_take_no_more_than_one_word(options: SlurmOptions) -> None:
+    with pytest.raises(BadInput):
+        slurm_script(spec_of(), options)
+
+
+# -------------------------------------------------------------------------- Kubernetes
+
+
+def pod_of(document: dict[str, Any]) -> dict[str, Any]:
+    job = document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod: dict[str, Any] = job["template"]["spec"]
+    return pod
+
+
+def environ_of(pod: dict[str, Any]) -> dict[str, Any]:
+    return {v["name"]: v.get("value") for v in pod["containers"][0]["env"]}
+
+
+def test_a_pod_of_one_worker_has_the_four_variables() -> None:
+    spec = spec_of(nodes=4, cpus=2, memory="1G", gpus_per_node=1, time="90", requeue=True)
+    document = json.loads(manifest(spec, KubernetesOptions("shoal:1", "lab", secret="key")))
+    job = document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = pod_of(document)
+    environ = environ_of(pod)
+    assert (document["kind"], document["metadata"]["namespace"]) == ("JobSet", "lab")
+    assert (job["parallelism"], job["completionMode"]) == (4, "Indexed")
+    assert job["activeDeadlineSeconds"] == 5400
+    assert environ["WORLD_SIZE"] == "4"
+    assert environ["MASTER_ADDR"] == "train-workers-0-0.train"
+    assert "RANK" in environ and "LOCAL_RANK" not in environ
+    assert environ["SHOAL_SECRET_FILE"] == "/etc/shoal/secret"
+    assert pod["volumes"][0]["secret"] == {"secretName": "key", "defaultMode": 0o400}
+    assert pod["containers"][0]["command"] == ["python", "train.py"]
+    limits = {"cpu": "2", "memory": "1024Mi", "nvidia.com/gpu": "1"}
+    assert pod["containers"][0]["resources"]["limits"] == limits
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [143]
+
+
+def test_a_pod_of_several_workers_runs_torchrun() -> None:
+    document = json.loads(manifest(spec_of(nodes=2), KubernetesOptions("shoal:1")))
+    container = pod_of(document)["containers"][0]
+    assert container["command"] == [
+        *("python", "-m", "torch.distributed.run"),
+        *("--node-rank=$(NODE_RANK)", "--nnodes=2"),
+        *("--master-addr=train-workers-0-0.train", "--master-port=29500"),
+        *("--nproc-per-node=2", "train.py"),
+    ]
+    with pytest.raises(BadInput, match="do not divide"):
+        manifest(spec_of(nodes=3), KubernetesOptions("shoal:1"))
+
+
+def test_a_pytorchjob_has_a_master_and_workers() -> None:
+    options = KubernetesOptions("shoal:1", kind="pytorchjob", claims=("data:/data",))
+    document = json.loads(manifest(spec_of(nodes=2, restarts=3), options))
+    replicas = document["spec"]["pytorchReplicaSpecs"]
+    assert {name: replica["replicas"] for name, replica in replicas.items()} == {
+        "Master": 1,
+        "Worker": 1,
+    }
+    assert document["spec"]["nprocPerNode"] == "2"
+    container = replicas["Worker"]["template"]["spec"]["containers"][0]
+    assert container["name"] == "pytorch"
+    assert container["volumeMounts"] == [{"name": "claim-0", "mountPath": "/data"}]
+    alone = json.loads(manifest(spec_of(workers=1), options))
+    assert list(alone["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+
+
+def expand(text: str, environ: dict[str, str]) -> str:
+    """As Kubernetes does (third_party/forked/golang/expansion)."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else environ.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replaced, text)
+
+
+@given(st.lists(TEXTS | st.sampled_from(["$(HOME)", "$$(HOME)", "$", "$$$(HOME)"])))
+def test_words_survive_kubernetes(words: list[str]) -> None:
+    text = manifest(spec_of("python", *words, nodes=4), KubernetesOptions("shoal:1"))
+    command = pod_of(json.loads(text))["containers"][0]["command"]
+    assert [expand(word, {"HOME": "/root"}) for word in command] == ["python", *words]
+    assert escaped("$(HOME)") == "$$(HOME)"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"image": ""},
+        {"image": "a b"},
+        {"image": "a", "kind": "job"},
+        {"image": "a", "namespace": "A"},
+        {"image": "a", "secret": "x/y"},
+        {"image": "a", "claims": ("data",)},
+    ],
+)
+def test_names_that_kubernetes_would_refuse_are_refused_here(options: dict[str, Any]) -> None:
+    with pytest.raises(BadInput):
+        KubernetesOptions(**options)
+
+
+# -------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nodes": 5},
+        {"memory": "much"},
+        {"time": "soon"},
+        {"time": "0"},
+        {"name": "A b"},
+        {"environ": {"A": "\0"}},
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(BadInput):
+        spec_of(**options)
+
+
+def test_a_secret_does_not_go_into_the_text() -> None:
+    assert read_variables(["A=1", "B=x=y", "A=2"]) == {"A": "2", "B": "x=y"}
+    for text in ("SHOAL_SECRET=00", "A", "1=2", "=3"):
+        with pytest.raises(BadInput):
+            read_variables([text])
+
+
+@given(TEXTS)
+def test_every_script_has_a_name_for_its_job(script: str) -> None:
+    spec_of(name=name_of(script))
+
+
+def test_the_examples_of_the_notation_are_right() -> None:
+    assert doctest.testmod(spec_module).failed == 0
+
+
+def submitted(folder: Path, *args: str, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", str(folder / "bin"))
+    (folder / "train.py").touch()
+    with pytest.raises(SystemExit) as end:
+        main(["submit", "train.py", *args])
+    return end.value.code
+
+
+def test_without_sbatch_the_script_is_written_and_one_sentence_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submitted(tmp_path, "--slurm", "-n", "2", monkeypatch=monkeypatch) == 2
+    sentence = "there is no sbatch here; the job is in train.sbatch: submit it with sbatch"
+    assert sentence in capsys.readouterr().err
+    assert "SHOAL_STRATEGY=ddp" in (tmp_path / "train.sbatch").read_text()
+    (tmp_path / "train.sbatch").write_text("my own")
+    assert submitted(tmp_path, "--slurm", monkeypatch=monkeypatch) == 2
+    assert (tmp_path / "train.sbatch").read_text() == "my own"
+
+
+def test_a_dry_run_prints_the_job_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["--k8s", "--image", "shoal:1", "-n", "2", "--checkpoint", "/data/run:every=5"]
+    args += ["--dry-run", "--", "--lr", "0.1"]
+    assert not submitted(tmp_path, *args, monkeypatch=monkeypatch)
+    pod = pod_of(json.loads(capsys.readouterr().out))
+    assert environ_of(pod)["SHOAL_CHECKPOINT"] == "/data/run"
+    assert environ_of(pod)["SHOAL_CHECKPOINT_EVERY"] == "5"
+    assert pod["containers"][0]["command"][-2:] == ["--lr", "0.1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_refusal_of_sbatch_is_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\nexit 3\n")
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    assert submitted(tmp_path, "--slurm", "-o", "job", monkeypatch=monkeypatch) == 1
+    assert "sbatch has refused the job (exit status 3); it is in job" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ([], "give --slurm or --k8s"),
+        (["--slurm", "--k8s"], "give --slurm or --k8s"),
+        (["--slurm", "--image", "x"], "--image means nothing to --slurm"),
+        (["--k8s", "--partition", "x"], "--partition means nothing to --k8s"),
+        (["--k8s"], "give --image"),
+        (["--slurm", "--checkpoint", "x:every=0"], "--checkpoint takes DIR"),
+        (["--slurm", "-n", "3", "-s", "tp(2)"], "3"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    sentence: str,
+) -> None:
+    assert submitted(tmp_path, *args, monkeypatch=monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and sentence in error

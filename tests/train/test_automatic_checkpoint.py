@@ -1,0 +1,115 @@
+"""SHOAL_CHECKPOINT: a job saves by itself, and goes on from what is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.comm.group import Group
+from shoal.errors import BadInput
+from shoal.launch.checkpoint_option import with_checkpoint
+from shoal.runtime.config import CheckpointConfig, RunConfig
+from shoal.runtime.preemption import EXIT_STATUS, Preemption
+from shoal.train.job import Job
+from tests.conftest import World
+from tests.jobs import SGD, job_of
+from tests.models import mlp, samples
+
+
+class Crash(Exception):
+    pass
+
+
+def job_in(folder: Path, group: Group | None = None, preemption: Preemption | None = None) -> Job:
+    config = RunConfig.from_environment(
+        {"SHOAL_CHECKPOINT": str(folder), "SHOAL_CHECKPOINT_EVERY": "3"}
+    )
+    return job_of(group, config=config, preemption=preemption)
+
+
+def losses_of(job: Job, crash_at: int | None = None) -> dict[int, float]:
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    losses = {}
+    for batch in job.batches(samples(20), batch_size=5, epochs=3):
+        loss = float(step(batch))
+        losses[job.steps] = loss
+        if job.steps == crash_at:
+            raise Crash
+    return losses
+
+
+def steps_in(folder: Path) -> int:
+    return int(json.loads((folder / "manifest.json").read_text())["steps"])
+
+
+def test_a_script_that_is_started_again_has_the_losses_of_one_that_was_not(
+    tmp_path: Path, world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = losses_of(job_of())
+    with pytest.raises(Crash):
+        losses_of(job_in(tmp_path), crash_at=8)
+    assert steps_in(tmp_path) == 6
+    again = world(2, lambda group: losses_of(job_in(tmp_path, group)))  # on more workers, too
+    assert list(again[0]) == [7, 8, 9, 10, 11, 12]
+    assert again[0] == pytest.approx({n: whole[n] for n in again[0]})
+    assert capfd.readouterr().err.count(f"resuming from {tmp_path} after 6 steps") == 1
+
+
+def test_a_preempted_job_saves_there(tmp_path: Path) -> None:
+    preemption = Preemption(None)
+    job = job_in(tmp_path, preemption=preemption)
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    with pytest.raises(SystemExit) as end:
+        for batch in job.batches(samples(20), batch_size=5, epochs=3):
+            step(batch)
+            preemption.is_asked = job.steps == 5
+    assert end.value.code == EXIT_STATUS
+    assert steps_in(tmp_path) == 5
+    assert list(losses_of(job_in(tmp_path))) == list(range(6, 13))
+
+
+def test_a_later_checkpoint_that_the_script_loads_itself_counts(tmp_path: Path) -> None:
+    with pytest.raises(Crash):
+        losses_of(job_in(tmp_path / "automatic"), crash_at=4)
+    own = job_of()
+    losses_of(own)
+    own.save(tmp_path / "own")
+    job = job_in(tmp_path / "automatic")
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    job.load(tmp_path / "own")
+    for _ in job.batches(samples(20), batch_size=5, epochs=3):
+        step(_)
+    assert job.steps == 12
+
+
+def test_trial_runs_neither_save_nor_load(tmp_path: Path) -> None:
+    job = job_in(tmp_path)
+    job.dry = True
+    assert len(losses_of(job)) == 12
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    losses_of(job_in(tmp_path))
+    job = job_in(tmp_path)
+    job.step(nn.Linear(6, 3), F.cross_entropy, optimizer=SGD)
+    with pytest.raises(BadInput, match=str(tmp_path)):
+        next(iter(job.batches(samples(20), batch_size=5)))
+
+
+def test_later_calls_of_shoal_run_have_folders_of_their_own() -> None:
+    config = CheckpointConfig(Path("saved"))
+    assert config.of_call(1) == config
+    assert config.of_call(2).folder == Path("saved/call-2")
+
+
+def test_the_option_names_folder_and_steps(tmp_path: Path) -> None:
+    config = with_checkpoint(RunConfig(), f"{tmp_path}/saved:every=7")
+    assert config.checkpoint == CheckpointConfig(tmp_path / "saved", 7)
+    for text in ("", "saved:every=0", "saved:each=3"):
+        with pytest.raises(BadInput, match=r"--checkpoint takes DIR or DIR:every=STEPS"):
+            with_checkpoint(RunConfig(), text)
