@@ -25,6 +25,7 @@ from shoal.bench.alternate import Timing, alternate
 from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group
 from shoal.comm.select import exchange_over
+from shoal.runtime.parent_death import die_with_parent
 from shoal.runtime.proof import fresh_nonce, proof
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce
@@ -86,11 +87,12 @@ def measure(options: argparse.Namespace) -> dict[str, Timing]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--rank", "--size", "--bytes", "--rounds", "--rack"):
+    for name in ("--rank", "--size", "--bytes", "--rounds", "--rack", "--parent"):
         parser.add_argument(name, type=int, required=True)
     for name in ("--store", "--address", "--ways", "--result"):
         parser.add_argument(name, required=True)
     options = parser.parse_args()
+    die_with_parent(options.parent)
     torch.set_num_threads(1)
     found = measure(options)
     if options.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -83,6 +84,7 @@ def _start(
         "bytes": num_bytes,
         "rounds": rounds,
         "rack": rack,
+        "parent": os.getpid(),
         "store": folder / f"store-{count}",
         "address": host.address,
         "ways": ",".join(ways),
