@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.embedding.hashing import Ids
@@ -17,8 +16,6 @@ from shoal.embedding.row_copy import copy_rows
 
 # Begins to pull the rows at these positions; returns what waits for them.
 Fetch = Callable[[Ids], Callable[[], None]]
-# Which of these ids are pulled so often that keeping their rows is worth a copy.
-Worth = Callable[[Ids], NDArray[np.bool_]]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -63,13 +60,8 @@ class RowCache:
         """The rows for which there is memory."""
         return len(self._ring)
 
-    def pull(
-        self, ids: Ids, step: int, rows: Tensor, fetch: Fetch, worth: Worth | None = None
-    ) -> None:
-        """Fill in the rows of distinct ids; those that are not kept are pulled.
-
-        Of these, the ones that are `worth` it are kept (default: all).
-        """
+    def pull(self, ids: Ids, step: int, rows: Tensor, fetch: Fetch) -> None:
+        """Fill in the rows of distinct ids; those that are not kept are pulled, and kept."""
         self._forget(step)
         entries = self._entries(ids)
         numbers = self._numbers.take(entries)
@@ -83,8 +75,6 @@ class RowCache:
         kept = np.flatnonzero(is_kept)
         if len(kept):
             copy_rows(self._ring, self._slots(numbers[kept]), rows, kept)
-        if worth is not None:
-            asked = asked[worth(ids[asked])]
         wait()
         if len(asked):
             self._keep(ids[asked], entries[asked], step, rows, asked)

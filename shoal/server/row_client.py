@@ -130,9 +130,7 @@ class ServerStore(RowStore):
                 self._begin(table, wanted, np.arange(len(wanted)), pulled)()
             else:
                 fetch = partial(self._begin_some, table, wanted, pulled)
-                hot = self._known(table)
-                worth = hot.contains if len(hot.ids) else None
-                cache.pull(wanted, self._steps[table], pulled.rows, fetch, worth)
+                cache.pull(wanted, self._steps[table], pulled.rows, fetch)
         return pulled.rows
 
     def _begin_some(
