@@ -36,12 +36,13 @@ def test_the_checkpoint_before_stays_and_the_next_head_writes_the_next_one(
         until(file(1).exists, "the first checkpoint")
         push_one_hot(client, 1, 1, save=2)
         assert made.wait_dead(0) == -signal.SIGKILL
+        for number in (1, 2):
+            if file(number).exists():
+                assert torch.count_nonzero(read_shard(file(number)).weights) == number
         push_one_hot(client, 2, 2)
-        push_one_hot(client, 3, 3, save=4)
+        assert file(2).exists() == (point == "rename")
+        push_one_hot(client, 3, 3, save=4)  # its writer removes what was never complete
         until(file(4).exists, "the one of the next head")
         assert pulled(client)[:5] == [-1.0] * 4 + [0.0]
         client.close()
-    assert file(2).exists() == (point == "rename")
-    for number in (1, 2, 4):
-        if file(number).exists():
-            assert torch.count_nonzero(read_shard(file(number)).weights) == number
+    assert torch.count_nonzero(read_shard(file(4)).weights) == 4
